@@ -314,6 +314,13 @@ QWEN3 = {"name": "tiny_qwen3"}
 SPARSE = {"name": "tiny_sparse"}
 """Mixtures of experts in all blocks but the first."""
 OF_ROUTERS = (LoadBalance(weight=0.1), RouterZLoss(weight=0.01))
+
+
+def balanced(layout: Case) -> Case:
+    """Mixtures of experts with the losses of routers, and a bias that moves."""
+    return dataclasses.replace(layout.of(**SPARSE, router_bias=True), auxiliary=OF_ROUTERS)
+
+
 TO_BALANCE = (
     *("FSDP 2, accumulating 4", "FSDP 2, full recomputation", "HSDP 2 x 2", "CP 2, ring", "TP 2"),
     *("TP 2, no sequence parallelism", "TP 2, operators recomputed", "CP 2 x TP 2", "PP 2, 1F1B"),
@@ -330,9 +337,7 @@ FAMILIES: dict[str, dict[str, Case]] = {
     },
     "Qwen3-MoE": {name: layout.of(**SPARSE) for name, layout in LAYOUTS.items()},
     "Qwen3-MoE, balanced": {
-        name: dataclasses.replace(layout.of(**SPARSE, router_bias=True), auxiliary=OF_ROUTERS)
-        for name, layout in LAYOUTS.items()
-        if name in TO_BALANCE
+        name: balanced(layout) for name, layout in LAYOUTS.items() if name in TO_BALANCE
     },
     "Llama, sliding window": {
         name: layout.of(**WINDOW)

@@ -22,6 +22,7 @@ from tests.layouts import (
     TO_BALANCE,
     ULYSSES,
     WINDOW,
+    balanced,
     case,
 )
 from tests.parallel import (
@@ -155,22 +156,23 @@ def test_experts_are_the_same_run_compiled(name: str) -> None:
     test_compile.is_the_same_run(layout.of(**SPARSE, dense_layers=0), graphs)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", BALANCED])
+@pytest.mark.parametrize("is_balanced", [False, True], ids=["Qwen3", BALANCED])
 @pytest.mark.gate
-def test_another_layout_goes_on_with_the_same_run(family: str, tmp_path: Path) -> None:
+def test_another_layout_goes_on_with_the_same_run(is_balanced: bool, tmp_path: Path) -> None:
     for folder, name, steps in (
         ("whole", test_resume.ALONE, 6),
         ("halves", "FSDP 2 x TP 2", 3),
         ("halves", "PP 2, 1F1B", 6),
     ):
-        layout = FAMILIES[family][name]
+        layout = LAYOUTS[name]
+        layout = balanced(layout) if is_balanced else layout.of(**QWEN3)
         run_ranks(train, layout.ranks, test_resume.recipe(tmp_path / folder, layout, steps))
     test_resume.is_the_same_run(tmp_path / "halves", tmp_path / "whole")
     halves, whole = (
         SavedTensors(tmp_path / f"{each}/checkpoint/step-6") for each in ("halves", "whole")
     )
     of_routers = [name for name in whole.shapes() if name.endswith((".router.bias", ".share"))]
-    assert bool(of_routers) == (family == BALANCED)
+    assert bool(of_routers) == is_balanced
     for name in of_routers:
         assert whole.read(name).unique().numel() > 1
         torch.testing.assert_close(halves.read(name), whole.read(name))
