@@ -82,7 +82,7 @@ def test_layout_trains_the_same_run_as_one_rank(family: str, name: str) -> None:
 @pytest.mark.gate
 def test_the_run_of_each_family_is_another() -> None:
     norms = [
-        test_parity.reference("cpu", family["DDP 2"], "flat")[0].grad_norms
+        test_parity.reference("cpu", family["TP 2"], "flat")[0].grad_norms
         for family in FAMILIES.values()
     ]
     for one, other in itertools.combinations(norms, 2):
