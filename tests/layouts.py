@@ -326,6 +326,16 @@ TO_BALANCE = (
     *("TP 2, no sequence parallelism", "TP 2, operators recomputed", "CP 2 x TP 2", "PP 2, 1F1B"),
     *("PP 2, Interleaved1F1B", "PP 2, ZBVZeroBubble", "FSDP 2 x TP 2 x PP 2"),
 )
+
+
+def apart(ep: int, pp: int = 1, **layout: Any) -> Case:
+    """Experts on different ranks, with the losses of routers, and a bias that moves."""
+    return balanced(case(pp, expert_parallel_degree=ep, **layout))
+
+
+EXPERT_PARALLEL = {
+    "EP 2": apart(2, shard=2),
+}
 WINDOW = {"sliding_window": 9}
 FAMILIES: dict[str, dict[str, Case]] = {
     "Llama": LAYOUTS,
@@ -339,6 +349,7 @@ FAMILIES: dict[str, dict[str, Case]] = {
     "Qwen3-MoE, balanced": {
         name: balanced(layout) for name, layout in LAYOUTS.items() if name in TO_BALANCE
     },
+    "Qwen3-MoE, experts apart": EXPERT_PARALLEL,
     "Llama, sliding window": {
         name: layout.of(**WINDOW)
         for name, layout in LAYOUTS.items()

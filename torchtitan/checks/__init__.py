@@ -16,10 +16,10 @@ from pathlib import Path
 from torchtitan import legacy_recipes
 from torchtitan.checks import (
     auxiliary,
-    balancing,
     compiling,
     converting,
     divisibility,
+    experts,
     limits,
     memory_limits,
     model,
@@ -59,7 +59,8 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     model.ulysses,
     model.content,
     model.lengths,
-    balancing.bias,
+    experts.bias,
+    experts.parallelism,
     pipelining.pipeline,
     compiling.async_tensor_parallelism,
     compiling.recomputation,

@@ -21,7 +21,7 @@ F hidden dim of an expert.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
@@ -37,6 +37,9 @@ from torchtitan.models.output import AuxiliaryLoss
 Scores = Literal["softmax", "sigmoid"]
 Products = Literal["grouped", "loop", "padded"]
 """Ways to multiply the rows of each expert with its matrix. All give the same result."""
+Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
+"""Function of rows sorted by expert, these experts, and how to compute rows of the experts here,
+that lets all rows be computed where their experts are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +128,8 @@ class Router(nn.Module):
         scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
         # Logits have the order of scores, and fewer of them are equal after rounding.
         by_logits = self.bias is None and rule.groups == 1
-        chosen = self._choose((logits if by_logits else scores).detach())
+        values = (logits if by_logits else scores).detach()
+        chosen = choose_experts(values, self.bias, rule.top_k, rule.groups, rule.top_groups)
         if self.count is not None:
             self.count(self, chosen)
         weights = scores.gather(-1, chosen)
@@ -149,19 +153,29 @@ class Router(nn.Module):
             weights = self.z_loss(weights, total / self.routing.layers)
         return weights
 
-    def _choose(self, values: Tensor) -> Tensor:
-        """Return the K best experts (B, S, K) by scores, or logits in their place (B, S, E)."""
-        rule = self.routing
-        if self.bias is not None:
-            values = values + self.bias
-        if rule.groups > 1:
-            by_group = values.view(*values.shape[:-1], rule.groups, -1)
-            best = _largest(
-                by_group.topk(min(2, by_group.shape[-1])).values.sum(-1), rule.top_groups
-            )
-            left_out = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, False)
-            values = by_group.masked_fill(left_out[..., None], -torch.inf).view_as(values)
-        return _largest(values, rule.top_k)
+
+@torch.library.custom_op("torchtitan::choose_experts", mutates_args=())
+def choose_experts(
+    values: Tensor, bias: Tensor | None, top_k: int, groups: int, top_groups: int
+) -> Tensor:
+    """Return the K best experts (B, S, K) by scores, or logits in their place (B, S, E).
+
+    It is an operator so that recomputation can keep the choice: a token whose values differ by
+    rounding from those of the forward would have experts that its gradients are not those of.
+    """
+    if bias is not None:
+        values = values + bias
+    if groups > 1:
+        by_group = values.view(*values.shape[:-1], groups, -1)
+        best = _largest(by_group.topk(min(2, by_group.shape[-1])).values.sum(-1), top_groups)
+        left_out = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        values = by_group.masked_fill(left_out[..., None], -torch.inf).view_as(values)
+    return _largest(values, top_k)
+
+
+@choose_experts.register_fake
+def _(values: Tensor, bias: Tensor | None, top_k: int, groups: int, top_groups: int) -> Tensor:
+    return values.new_empty(*values.shape[:-1], top_k, dtype=torch.int64)
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
@@ -181,6 +195,7 @@ class Experts(nn.Module):
     def __init__(self, dim: int, n_experts: int, hidden_dim: int, products: Products) -> None:
         super().__init__()
         self.products = products
+        self.exchange: Exchange | None = None
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
@@ -197,23 +212,31 @@ class Experts(nn.Module):
             x: (B, S, D).
             scores: (B, S, K) in float32 or wider.
             chosen: (B, S, K) int64.
-            w1, w3: (E, F, D), or some of the hidden features, for a part of the sum over them.
+            w1, w3: (E, F, D), or some of the hidden features, for a part of the sum over them;
+                with `exchange`, of some of the experts.
             w2: (E, D, F), with the same features.
 
         Returns:
             (B, S, D).
         """
         top_k, (expert, order) = chosen.shape[-1], chosen.flatten().sort(stable=True)
-        numbers = torch.arange(len(w1), device=x.device)
-        ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)  # (E,)
         # Repeated before they are sorted: gradients of rows that are selected once are added up in
         # an order that is always the same.
         rows = x[..., None, :].expand(*chosen.shape, -1).flatten(0, -2).index_select(0, order)
+        compute = partial(self.compute, w1=w1, w2=w2, w3=w3)
+        out = self.exchange(rows, expert, compute) if self.exchange else compute(rows, expert)
+        out = out.index_select(0, order.argsort())
+        by_token: Tensor = torch.unflatten(out, 0, (-1, top_k)).to(scores.dtype)  # (B S, K, D)
+        return (by_token * scores.view(-1, top_k, 1)).sum(1).to(x.dtype).view_as(x)
+
+    def compute(self, rows: Tensor, expert: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        """Compute rows (N, D), sorted by their expert (N,), the index of its matrices: (N, D)."""
+        numbers = torch.arange(len(w1), device=rows.device)
+        ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)  # (E,)
         gate = expert_products(rows, w1, ends, self.products)  # (N, F)
         hidden = F.silu(gate) * expert_products(rows, w3, ends, self.products)
-        out = expert_products(hidden, w2, ends, self.products).index_select(0, order.argsort())
-        by_token: Tensor = out.unflatten(0, (-1, top_k)).to(scores.dtype)  # (B S, K, D)
-        return (by_token * scores.view(-1, top_k, 1)).sum(1).to(x.dtype).view_as(x)
+        out: Tensor = expert_products(hidden, w2, ends, self.products)
+        return out
 
 
 class MixtureOfExperts(nn.Module):

@@ -16,6 +16,7 @@ from torchtitan.parallel import (
     async_tensor,
     compile,
     context,
+    expert,
     loss,
     stages,
     tensor,
@@ -156,8 +157,9 @@ def parallelize(
 
     `plan` cuts the model into stages, by default as the recipe says.
 
-    The order is policy: convert, cut into stages, split over tensor ranks, recompute, compile,
-    shard. Recomputation is thus compiled, and both are inside the unit of gathers and reductions.
+    The order is policy: convert, cut into stages, split over tensor ranks, place experts,
+    recompute, compile, shard. Recomputation is thus compiled, and both are inside the unit of
+    gathers and reductions.
     """
     chosen, degrees, shards = layout.parallelism, world.degrees, layout.shards(world.degrees)
     tensor_mesh = world.parameter_mesh["tp"] if degrees.tp > 1 else None
@@ -171,10 +173,13 @@ def parallelize(
         context.apply(model, world.groups["cp"], rotation, chosen.balancing)
     if chosen.enable_async_tensor_parallel:
         async_tensor.enable(world.groups["tp"])
+    expert_mesh = None
+    if (degree := chosen.expert_parallel_degree) > 1:
+        expert_mesh = world.expert_mesh(degree)
     order = list(spec.all_blocks(model))
     names = [each.name for each in auxiliary_losses(model)]
     auxiliary = AuxiliaryLosses(names, [each for each in layout.auxiliary_losses if each.reported])
-    sharding = layout.open_sharding(world, spec, args, order[-1])
+    sharding = layout.open_sharding(world, spec, args, order[-1], expert_mesh)
     plan = plan or stages.plan(chosen, spec, args, model, layout.seq_len)
     parts = [stages.build(model, plan, stage) for stage in plan.of(world.stage_rank)]
     for part in parts:
@@ -187,6 +192,8 @@ def parallelize(
                 sequence_parallel=not chosen.disable_sequence_parallel,
                 loss_parallel=not chosen.disable_loss_parallel,
             )
+        if expert_mesh is not None:
+            expert.apply(part, expert_mesh)
         if layout.loss.vocabulary_chunk:
             loss.apply(
                 part,

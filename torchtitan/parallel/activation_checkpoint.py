@@ -1,10 +1,10 @@
 """Recompute activations in the backward pass instead of keeping them (Chen et al., 2016,
 arXiv:1604.06174).
 
-`full` keeps only the input of each block. `selective` with a number k treats every k-th block of
-the model this way; with "op" it treats every block, but keeps what is expensive to recompute for
-its size: attention, every second matrix product, and a rank's part of a sum over ranks (the
-criterion of Korthikanti et al., 2022, arXiv:2205.05198, section 5).
+`full` keeps only the input of each block, and the experts that its tokens chose. `selective` with a
+number k treats every k-th block of the model this way; with "op" it treats every block, but keeps
+what is expensive to recompute for its size: attention, every second matrix product, and a rank's
+part of a sum over ranks (the criterion of Korthikanti et al., 2022, arXiv:2205.05198, section 5).
 `memory_budget` leaves the choice to the compiler, which keeps what saves the most time within a
 fraction of the memory needed to keep everything: a knapsack problem over the block's graph.
 """
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from torchtitan.config import Config
+from torchtitan.models.experts import Router
 from torchtitan.torch_private.compiler import set_activation_memory_budget
 
 
@@ -73,7 +74,11 @@ def apply(
 
 
 def _recompute(block: nn.Module, by_operator: bool) -> None:
-    context: dict[str, Any] = {"context_fn": _save_expensive_operators} if by_operator else {}
+    context: dict[str, Any] = {}
+    if by_operator:
+        context["context_fn"] = _save_expensive_operators
+    elif any(isinstance(module, Router) for module in block.modules()):
+        context["context_fn"] = _save_choices
     forward = block.forward
 
     # A function of our own: the compiler would skip a `partial` of one of torch's.
@@ -85,6 +90,13 @@ def _recompute(block: nn.Module, by_operator: bool) -> None:
 
 KEPT_OPERATORS = set[Any]()
 """Operators whose results selective recomputation keeps too, from modules that define them."""
+ALWAYS_KEPT_OPERATORS = {torch.ops.torchtitan.choose_experts.default}
+"""Operators whose results any recomputation keeps: choices that it must not make again."""
+
+
+def _save_choices() -> Any:
+    """Create the contexts of a block with experts whose other results are recomputed."""
+    return create_selective_checkpoint_contexts([*ALWAYS_KEPT_OPERATORS])  # type: ignore[no-untyped-call]
 
 
 def _save_expensive_operators() -> Any:
@@ -97,16 +109,20 @@ def _save_expensive_operators() -> Any:
         *(aten.mm.default, aten.addmm.default),
         torch.ops.torchtitan.expert_products.default,
     }
-    expensive = KEPT_OPERATORS | {
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.torchtitan.context_attention.default,
-        torch.ops.torchtitan.document_attention.default,
-        # A reduce-scatter's output is small and blocks every rank; an all-gather's is large.
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    }
+    expensive = (
+        KEPT_OPERATORS
+        | ALWAYS_KEPT_OPERATORS
+        | {
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            torch.ops.torchtitan.context_attention.default,
+            torch.ops.torchtitan.document_attention.default,
+            # A reduce-scatter's output is small and blocks every rank; an all-gather's is large.
+            torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        }
+    )
     seen = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

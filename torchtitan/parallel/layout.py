@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.auxiliary_losses import AuxiliaryLossConfig
 from torchtitan.comm import CommunicationConfig
@@ -76,17 +77,27 @@ class Layout:
         )
 
     def open_sharding(
-        self, world: World, spec: ModelSpec[Args], args: Args, last_block: str
+        self,
+        world: World,
+        spec: ModelSpec[Args],
+        args: Args,
+        last_block: str,
+        expert_mesh: DeviceMesh | None,
     ) -> Sharding:
-        """Open the sharding on `world`; `last_block` is the name of the model's last block."""
+        """Open the sharding on `world`.
+
+        Args:
+            last_block: name of the model's last block.
+            expert_mesh: mesh of experts (`World.expert_mesh`), if ranks have different ones.
+        """
         # Context parallelism sends all heads together, so they cannot be divided.
         has_heads = bool(spec.tensor_plan) and world.degrees.cp == 1
+        # (replicas, shards), or (shards) without replicas or if these synchronize outside of it.
+        sums_copies = self.communication.replicas.in_backward and world.degrees.dp_replicate > 1
+        copies = ("dp_replicate",) if sums_copies else ()
         target = ShardingTarget(
-            mesh=(
-                world.data_mesh
-                if self.communication.replicas.in_backward
-                else world.parameter_mesh["fsdp"]
-            ),
+            mesh=world.parameter_mesh[*copies, "fsdp"],
+            expert_mesh=expert_mesh[*copies, "efsdp"] if expert_mesh is not None else None,
             tensor_mesh=world.parameter_mesh["tp"],
             precision=self.precision,
             reshard=self.reshard,

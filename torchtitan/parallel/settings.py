@@ -69,6 +69,9 @@ class ParallelismConfig(Config):
     """Cost of norm and output, in layers (default: computed)."""
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] = ()
     """Names of the modules of each stage, in order, instead of the automatic split."""
+    expert_parallel_degree: int = Field(1, ge=1)
+    """Number of neighboring ranks with different experts, of those that share parameters: a divisor
+    of data_parallel_shard_degree x context_parallel_degree and of model.n_experts."""
     context_parallel_degree: int = Field(1, ge=1)
     """Number of ranks that share a sequence."""
     context_parallel_rotate_method: Rotation = "allgather"

@@ -170,13 +170,25 @@ class World:
         """Rank in the pipeline."""
         return dist.get_rank(self.groups["pp"])
 
-    @property
-    def data_mesh(self) -> DeviceMesh:
-        """Mesh of FSDP: (replicas, shards), or (shards) without replicas."""
-        copied = self.degrees.dp_replicate > 1
-        return (
-            self.parameter_mesh["dp_replicate", "fsdp"] if copied else self.parameter_mesh["fsdp"]
-        )
+    def expert_mesh(self, degree: int) -> DeviceMesh:
+        """Return a mesh of the same ranks for experts, of which `degree` neighbors have all.
+
+        Its axes are those of `parameter_mesh`, with `fsdp` in two: the ranks of `efsdp` share the
+        same experts, and those of `ep` have different ones.
+        """
+        degrees, shared = self.degrees, self.groups["fsdp"]
+        sizes = {"efsdp": degrees.fsdp // degree, "ep": degree}
+        shape = (degrees.pp, degrees.dp_replicate, *sizes.values(), degrees.tp)
+        ranks = torch.arange(self.size).view(shape)
+        mine = (ranks == self.rank).nonzero()[0].tolist()
+        for axis, (name, size) in enumerate(sizes.items(), 2):
+            where = tuple(slice(None) if n == axis else at for n, at in enumerate(mine))
+            members = ranks[where].tolist()
+            timeout = timedelta(seconds=self.comm.init_timeout_seconds)
+            self.groups[name] = shared if size == degrees.fsdp else _group(members, timeout, name)
+        axes = ("pp", "dp_replicate", *sizes, "tp")
+        groups = [self.groups[axis] for axis in axes]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=axes)
 
     def sum(self, values: Tensor, over: Literal["data", "dp_shard", "loss", "tp"]) -> Tensor:
         """Sum over an axis or joined axes, in place; equal on all their ranks."""
@@ -259,14 +271,7 @@ class Groups:
         if len(ranks) == len(self.ranks.flatten()) > 1:
             everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
             return everyone
-        # Ranks of other groups need not take part.
-        group: dist.ProcessGroup = dist.new_group(
-            ranks,
-            timeout=self.timeout,
-            use_local_synchronization=True,
-            group_desc="_".join(axes) or "alone",
-        )
-        return group
+        return _group(ranks, self.timeout, "_".join(axes) or "alone")
 
     def mesh(self, axes: Mapping[str, Sequence[str]], device_type: str) -> DeviceMesh:
         """Return a mesh of all ranks, each of whose axes joins neighbouring axes of the world."""
@@ -277,6 +282,14 @@ class Groups:
             mesh=self.ranks.view(sizes),
             mesh_dim_names=tuple(axes),
         )
+
+
+def _group(ranks: list[int], timeout: timedelta, purpose: str) -> dist.ProcessGroup:
+    """Create a group of some ranks, in which the others need not take part."""
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout, use_local_synchronization=True, group_desc=purpose
+    )
+    return group
 
 
 def make_world(

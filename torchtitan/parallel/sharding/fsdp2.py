@@ -13,7 +13,7 @@ batch, so the sum over ranks is the gradient of the global mean.
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.comm import Communicator, Gather, PlainGather, Reduce, Unit
 from torchtitan.config import Context, Problem
+from torchtitan.models.experts import Experts
 from torchtitan.optim import NamedParameter
 from torchtitan.optim.matrices import Area, MatrixSharding
 from torchtitan.optim.norm import local
@@ -36,11 +37,14 @@ if TYPE_CHECKING:  # torch's take 1.3 s to import, which a recipe check should n
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Shard
 
+    Placing = Callable[[nn.Parameter], Shard | None]
+
 
 class FSDP2(ShardingConfig):
     """Settings of FSDP2, which gathers and reduces in hooks around the blocks."""
 
     packs_weights: ClassVar[bool] = True
+    places_experts: ClassVar[bool] = True
     follows: ClassVar[frozenset[str]] = frozenset({"weights", "gradients"})
 
     name: Literal["fsdp2"] = "fsdp2"
@@ -153,11 +157,16 @@ class FullyShard(Sharding):
         frees = self.target.reshard
         for number, (name, block) in enumerate(blocks.items(), 1):
             is_last = number == len(blocks)
-            self._shard(name, block, frees == "always" or (frees == "default" and not is_last))
+            reshards = frees == "always" or (frees == "default" and not is_last)
+            if self.target.expert_mesh is not None:
+                for inner, module in block.named_modules(prefix=name):
+                    if isinstance(module, Experts):
+                        self._shard(inner, module, reshards)
+            self._shard(name, block, reshards)
         self._shard("", part, frees == "always")
         keep_on_host(part)
         if self.overlaps:
-            self._overlap(self.modules[-1 - len(blocks) : -1])
+            self._overlap([*blocks.values()])  # type: ignore[list-item]
 
     def _overlap(self, blocks: "Sequence[FSDPModule]") -> None:
         """Set how far ahead blocks are gathered, and how many reductions may be pending."""
@@ -183,20 +192,28 @@ class FullyShard(Sharding):
 
         target, precision = self.target, self.target.precision
         pin_memory = target.device_type == "cuda"
-        unit = self._unit(name, module)
+        mesh = target.mesh
+        place: Placing = partial(placement, parts=mesh.size(-1))
+        if is_placed := target.expert_mesh is not None and isinstance(module, Experts):
+            mesh = target.expert_mesh
+            place = partial(expert_placement, module, parts=mesh.size(-1))
+        unit = self._unit(name, module, place, mesh.size(-1))
         sharded = fully_shard(
             module,
-            mesh=target.mesh,
+            mesh=mesh,
             reshard_after_forward=reshard_after_forward and (self.config.regather_size or True),
             mp_policy=MixedPrecisionPolicy(
-                param_dtype=precision.compute, reduce_dtype=precision.reduce
+                param_dtype=precision.compute,
+                reduce_dtype=precision.reduce,
+                # Scores have more digits than what is computed.
+                cast_forward_inputs=not is_placed,
             ),
             offload_policy=(
                 CPUOffloadPolicy(pin_memory=pin_memory) if target.cpu_offload else OffloadPolicy()
             ),
-            shard_placement_fn=partial(placement, parts=target.mesh.size(-1)),
+            shard_placement_fn=place,
         )
-        group = target.mesh.get_group(target.mesh.ndim - 1)
+        group = mesh.get_group(mesh.ndim - 1)
         gather = target.communication.weights.open(unit, group)
         reduce = target.communication.gradients.open(unit, group)
         # These have torch's interface, but not its base classes, which are private.
@@ -211,12 +228,12 @@ class FullyShard(Sharding):
         sharded.set_force_sum_reduction_for_comms(True)
         self.modules.append(sharded)
 
-    def _unit(self, name: str, module: nn.Module) -> Unit:
+    def _unit(self, name: str, module: nn.Module, place: "Placing", parts: int) -> Unit:
         """Return the parameters of a module, except those that are already sharded."""
-        parts, shapes = self.target.mesh.size(-1), {}
+        shapes = {}
         for key, parameter in module.named_parameters(name):
             if key not in self.taken:
-                sizes, split = list(local(parameter).shape), placement(parameter, parts)
+                sizes, split = list(local(parameter).shape), place(parameter)
                 dim = split.dim if split else 0
                 sizes[dim] = -(-sizes[dim] // parts)
                 shapes[key] = torch.Size(sizes)
@@ -315,6 +332,18 @@ def placement(parameter: nn.Parameter, parts: int) -> "Shard | None":
     if not isinstance(parameter, DTensor) or parameter.placements[0] != Shard(0):
         return None
     return Shard(1) if len(parameter) % (parameter.device_mesh.size() * parts) else None
+
+
+def expert_placement(experts: Experts, parameter: nn.Parameter, parts: int) -> "Shard":
+    """Return the dim along which to split a parameter of some of the experts into `parts`.
+
+    Experts stay whole if the parts divide them; otherwise each is split along the model's dim.
+    """
+    from torch.distributed.tensor import Shard
+
+    own = len(local(parameter))
+    name = next(name for name, p in experts.named_parameters() if p is parameter)
+    return Shard(3 - experts.HIDDEN_DIM[name] if own % parts else 0)
 
 
 def _gathers(part: Part) -> tuple[int, int]:

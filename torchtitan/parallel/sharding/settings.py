@@ -37,6 +37,8 @@ class ShardingTarget:
     communication: CommunicationConfig
     cpu_offload: bool
     device_type: str
+    expert_mesh: DeviceMesh | None = None
+    """Mesh like `mesh` of the ranks with the same experts, if other ranks have others."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Tensor-parallel roles of modules, by their names in the model."""
     heads: int = 1
@@ -76,6 +78,8 @@ class ShardingConfig(Config):
     """Whether a parameter may choose the form in which it is gathered, as in Float8."""
     never_whole: ClassVar[bool] = False
     """Whether no rank ever has a whole matrix, which cutting, conversion and compilation need."""
+    places_experts: ClassVar[bool] = False
+    """Whether ranks can have different experts."""
     follows: ClassVar[frozenset[str]] = frozenset()
     """Choices of `[communication]` that the sharding follows: weights, gradients."""
 
