@@ -46,7 +46,7 @@ def recomputation(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         message = 'compile.backend = "eager" does not change the backward; use "inductor"'
         yield Problem(key, message, also)
     # Context parallelism has its own attention operator, which is not affected.
-    on_a_mesh = p.tensor_parallel_degree > 1 or job.sharding.in_graph
+    on_a_mesh = p.tensor_parallel_degree * p.expert_parallel_degree > 1 or job.sharding.in_graph
     on_a_mesh = on_a_mesh and p.context_parallel_degree == 1
     recomputes_attention = config.every > 0 and not config.by_operator
     device_type = world.device_type if world.is_here else "cuda"
@@ -57,8 +57,8 @@ def recomputation(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         and not compiles_recomputed_attention(device_type)
     ):
         message = (
-            "on a CPU this version of torch cannot compile a block that is split over "
-            "tensor-parallel ranks, or gathered in the graph, and recomputes its attention; "
+            "on a CPU this version of torch cannot compile a block that is split over tensor- or "
+            "expert-parallel ranks, or gathered in the graph, and recomputes its attention; "
             'use mode = "selective" with selective_ac_option = "op", or leave "model" out of '
             "compile.components"
         )

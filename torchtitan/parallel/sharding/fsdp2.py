@@ -13,9 +13,10 @@ batch, so the sum over ranks is the gradient of the global mean.
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -32,6 +33,7 @@ from torchtitan.optim.matrices import Area, MatrixSharding
 from torchtitan.optim.norm import local
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.work import Part, Traffic
+from torchtitan.torch_private.sharded_modules import gather_with
 
 if TYPE_CHECKING:  # torch's take 1.3 s to import, which a recipe check should not pay
     from torch.distributed.fsdp import FSDPModule
@@ -161,28 +163,36 @@ class FullyShard(Sharding):
             if self.target.expert_mesh is not None:
                 for inner, module in block.named_modules(prefix=name):
                     if isinstance(module, Experts):
-                        self._shard(inner, module, reshards)
+                        gather_with(self._shard(inner, module, reshards), block)
             self._shard(name, block, reshards)
         self._shard("", part, frees == "always")
         keep_on_host(part)
         if self.overlaps:
-            self._overlap([*blocks.values()])  # type: ignore[list-item]
+            self._overlap(blocks.values())
 
-    def _overlap(self, blocks: "Sequence[FSDPModule]") -> None:
+    def _overlap(self, blocks: Iterable[nn.Module]) -> None:
         """Set how far ahead blocks are gathered, and how many reductions may be pending."""
-        config = self.config
-        for number, block in enumerate(blocks):
+        config, apart = self.config, self.target.expert_mesh is not None
+        # With experts on other ranks, the host waits in each block, so it must be ahead before.
+        ahead, before = max(config.forward_prefetch, int(apart)), config.backward_prefetch
+        units = [self._units(block) for block in blocks]
+        for number, own in enumerate(units):
             # The defaults are torch's own.
-            if ahead := config.forward_prefetch:
-                block.set_modules_to_forward_prefetch([*blocks[number + 1 : number + 1 + ahead]])
-            if (ahead := config.backward_prefetch) > 1:
-                before = blocks[max(number - ahead, 0) : number]
-                block.set_modules_to_backward_prefetch([*reversed(before)])
+            if later := units[number + 1 : number + 1 + ahead]:
+                own[-1].set_modules_to_forward_prefetch([*chain(*later)])
+            if before > 1 or apart:
+                earlier = units[max(number - before, 0) : number]
+                own[-1].set_modules_to_backward_prefetch([*chain(*reversed(earlier))])
         if config.reduce_scatters_in_flight > 1:
             root = self.modules[-1]
             root.set_reduce_scatter_max_input_buffers(config.reduce_scatters_in_flight)
 
-    def _shard(self, name: str, module: nn.Module, reshard_after_forward: bool) -> None:
+    def _units(self, block: nn.Module) -> "list[FSDPModule]":
+        """Return the modules of a block that are gathered together, itself last."""
+        inside = {id(module) for module in block.modules()}
+        return [module for module in self.modules if id(module) in inside]
+
+    def _shard(self, name: str, module: nn.Module, reshard_after_forward: bool) -> "FSDPModule":
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             MixedPrecisionPolicy,
@@ -194,7 +204,7 @@ class FullyShard(Sharding):
         pin_memory = target.device_type == "cuda"
         mesh = target.mesh
         place: Placing = partial(placement, parts=mesh.size(-1))
-        if is_placed := target.expert_mesh is not None and isinstance(module, Experts):
+        if target.expert_mesh is not None and isinstance(module, Experts):
             mesh = target.expert_mesh
             place = partial(expert_placement, module, parts=mesh.size(-1))
         unit = self._unit(name, module, place, mesh.size(-1))
@@ -203,10 +213,7 @@ class FullyShard(Sharding):
             mesh=mesh,
             reshard_after_forward=reshard_after_forward and (self.config.regather_size or True),
             mp_policy=MixedPrecisionPolicy(
-                param_dtype=precision.compute,
-                reduce_dtype=precision.reduce,
-                # Scores have more digits than what is computed.
-                cast_forward_inputs=not is_placed,
+                param_dtype=precision.compute, reduce_dtype=precision.reduce
             ),
             offload_policy=(
                 CPUOffloadPolicy(pin_memory=pin_memory) if target.cpu_offload else OffloadPolicy()
@@ -227,6 +234,7 @@ class FullyShard(Sharding):
         # gloo has no pre-multiplied sum; with a factor of 1 the plain sum is the same.
         sharded.set_force_sum_reduction_for_comms(True)
         self.modules.append(sharded)
+        return sharded
 
     def _unit(self, name: str, module: nn.Module, place: "Placing", parts: int) -> Unit:
         """Return the parameters of a module, except those that are already sharded."""
