@@ -125,6 +125,12 @@ class Counted(NamedTuple):
     expected: Counter[Message]
     """What the formulas say."""
 
+    def exchanges_of_experts(self, messages: Counter[Message]) -> Counter[Message]:
+        """The all-to-alls between ranks with different experts, among some messages."""
+        group = self.axes.get("ep")
+        is_one = {m: m.ranks == group and m.operation == "all_to_all" for m in messages}
+        return Counter({m: count for m, count in messages.items() if is_one[m]})
+
 
 def count(job: JobConfig) -> Counted:
     """On this rank, what the last step of `job` sends; TORCH_FR_BUFFER_SIZE was set before."""

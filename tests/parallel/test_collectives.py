@@ -120,7 +120,9 @@ def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyP
 def sends_what_the_formulas_say(layout: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
     job = layouts.job(layout, "SGD", training={"steps": 2})
-    for rank, found in enumerate(run_ranks(count, layout.ranks, job)):
+    ranks = run_ranks(count, layout.ranks, job)
+    compare_exchanges_of_experts(ranks)
+    for rank, found in enumerate(ranks):
         # The formulas are those of the first tensor rank; the last has a row of the tables less.
         # So has the last rank of parts that are added up over copies, unless FSDP2 fills them up.
         is_filled_up = job.sharding.name == "fsdp2" and "communication" not in layout.sections
@@ -132,6 +134,22 @@ def sends_what_the_formulas_say(layout: Case, monkeypatch: pytest.MonkeyPatch) -
         # ranks with other sequences and over those with other parts of them.
         has_experts = layout.model.get("name") == "tiny_sparse"
         assert found.single_numbers <= 12 + 4 * bool(layout.auxiliary) + 6 * has_experts
+
+
+def compare_exchanges_of_experts(ranks: list[Counted]) -> None:
+    """Take them away, after their number on each rank, and their bytes on all, are as expected.
+
+    What a rank gets, and later sends back, depends on the choices of tokens.
+    """
+    sizes = []
+    for found in ranks:
+        both = [found.exchanges_of_experts(each) for each in (found.messages, found.expected)]
+        assert both[0].total() == both[1].total()
+        sizes.append([sum(m.bytes * count for m, count in each.items()) for each in both])
+        for messages, exchanges in zip((found.messages, found.expected), both, strict=True):
+            messages -= exchanges
+    counted, expected = map(sum, zip(*sizes, strict=True))
+    assert counted == expected
 
 
 MUON: dict[str, Case] = {
@@ -159,8 +177,12 @@ def muon_sends_what_the_formulas_say(
     flavor = {"flavor": "deep" if layout.pp > 1 else "flat"}
     optimizer = {"name": "Muon", "lr": 1e-3, "whole_mib": 0, "by_head": layout.tp > 1, **settings}
     job = tiny.job(**layout.recipe(model=flavor, optimizer=optimizer, training={"steps": 2}))
-    for rank, found in enumerate(run_ranks(count, layout.ranks, job)):
-        assert sum(n for m, n in found.expected.items() if m.operation == "all_to_all") > 4
+    ranks = run_ranks(count, layout.ranks, job)
+    compare_exchanges_of_experts(ranks)
+    for rank, found in enumerate(ranks):
+        apart = "expert_parallel_degree" in layout.sections.get("parallelism", {})
+        sent = sum(n for m, n in found.expected.items() if m.operation == "all_to_all")
+        assert apart or sent > 4
         if rank == 0 or layout.tp == layout.replicate == 1:  # as above
             assert not differences(found), f"rank {rank}"
 

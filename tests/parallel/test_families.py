@@ -13,6 +13,7 @@ import torch
 
 from tests.checkpoint import test_resume
 from tests.layouts import (
+    EXPERT_PARALLEL,
     FAMILIES,
     FULL,
     LAYOUTS,
@@ -111,6 +112,16 @@ EXPERTS_SEND["TP 2, operators recomputed"] = LAYOUTS["TP 2, operators recomputed
 @pytest.mark.parametrize("name", tiers(EXPERTS_SEND, ["TP 2"]))
 def test_experts_send_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     test_collectives.sends_what_the_formulas_say(EXPERTS_SEND[name].of(**SPARSE), monkeypatch)
+
+
+APART_SEND = {name: EXPERT_PARALLEL[name] for name in ("EP 2",)}
+
+
+@pytest.mark.parametrize("name", tiers(APART_SEND, ["EP 2"]))
+def test_experts_apart_send_what_the_formulas_say(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_collectives.sends_what_the_formulas_say(APART_SEND[name], monkeypatch)
 
 
 @pytest.mark.gate

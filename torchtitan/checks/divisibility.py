@@ -38,7 +38,7 @@ def degrees(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     needed = p.least_ranks
     if world_size is None or world_size == needed:
         return
-    others = needed // max(p.data_parallel_shard_degree, 1)
+    others = needed // p.least_shards
     is_free = p.data_parallel_shard_degree == -1
     if is_free and world_size % others == 0:
         return

@@ -29,6 +29,7 @@ from torchtitan.estimate.recording import KernelRecorder, Recording
 from torchtitan.estimate.shortening import Abridged, Shortened
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.models.experts import Experts
 from torchtitan.models.spec import ModelSpec, build_empty
 from torchtitan.optim import name_parameters, open_optimizers
 from torchtitan.optim.offload import Offloaded
@@ -312,7 +313,11 @@ def _lay_out(
             rows = {rank: [*map(str, row)] for rank, row in pipeline.orders.items()}
             abridge(model.executor.schedule, rows, pipeline.microbatches)
         modules: dict[nn.Module, str] = dict.fromkeys(model.parts, "")
-        modules |= {m: name for part in model.parts for name, m in spec.all_blocks(part).items()}
+        for part in model.parts:
+            for name, block in spec.all_blocks(part).items():
+                # Experts that are gathered by themselves are, too.
+                inside = (m for m in block.modules() if isinstance(m, Experts))
+                modules |= dict.fromkeys([block, *inside], name)
         _mark_actions(model.executor, pipeline, recorder, modules)
     return model, shortened, pipeline
 

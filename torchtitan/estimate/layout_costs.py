@@ -18,6 +18,7 @@ from torchtitan.estimate.layouts import (
     BATCH,
     COPIES,
     CP,
+    EP,
     LOCAL,
     MODE,
     PP,
@@ -31,6 +32,7 @@ from torchtitan.estimate.layouts import (
 )
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.models.sparse_decoder import SparseArgs
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.optim import name_parameters, state_bytes
 from torchtitan.parallel.schedules import SCHEDULES
@@ -83,10 +85,15 @@ class LayoutCosts:
         # The keys and values are gathered in the forward and the backward, their gradients reduced.
         keys = share * length * layers / pp * self._keys / tp * 2 * (cp - 1) / cp
         in_turn += (3 + again) * keys / _bandwidth(self._link(tp * cp))
+        ep, rows = layout.get(EP, 1), share * length / cp * layers / pp * self._choices
+        exchanged = (8 + 4 * again) * rows * width * (ep - 1) / ep
+        in_turn += exchanged / _bandwidth(self._link(tp * ep))
         part, passes = self._parameters / tp / pp, share // layout[LOCAL]
+        experts = self._experts / tp / pp
         gathers = passes * (1 if keeps_gathered(layout) else 2 * layout[LOCAL] // size)
         reductions = 1 if pp > 1 else passes
-        of_shards = (2 * gathers + 4 * reductions) * part * (shards - 1) / shards
+        split = (part - experts) * (shards - 1) + experts / ep * (shards - ep)
+        of_shards = (2 * gathers + 4 * reductions) * split / shards
         of_copies = 8 * part / shards * (copies - 1) / copies
         spread = of_shards / _bandwidth(self._link(tp * shards))
         spread += of_copies / _bandwidth(self._link(tp * cp * data))
@@ -102,7 +109,9 @@ class LayoutCosts:
         data = self.ranks // (tp * pp * cp)
         shards = data // layout[COPIES] * cp
         layers, width, block = self._block
-        part = self._parameters / tp / pp
+        # Whole parameters, which a rank gathers.
+        experts = self._experts
+        part = (self._parameters - experts + experts / layout.get(EP, 1)) / tp / pp
         held = self._held / tp / pp / shards
         reduce = getattr(torch, job.training.mixed_precision_reduce).itemsize
         if shards > 1 and keeps_gathered(layout):
@@ -141,6 +150,17 @@ class LayoutCosts:
     @cached_property
     def _parameters(self) -> int:
         return count_parameters(self._network).total
+
+    @cached_property
+    def _experts(self) -> int:
+        """Number of parameters of experts."""
+        return sum(each.numel() for each in self._network.parameters() if each.ndim == 3)
+
+    @cached_property
+    def _choices(self) -> int:
+        """Number of experts of a token in a block."""
+        args = self.job.model_args()
+        return args.top_k if isinstance(args, SparseArgs) else 0
 
     @cached_property
     def _held(self) -> float:

@@ -3,12 +3,15 @@
 What is computed does not change: neither the batch of a step, nor precision, nor the optimizer.
 """
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torchtitan.config import Config
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.models.sparse_decoder import SparseArgs
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.schedules import SCHEDULES
 
@@ -23,6 +26,8 @@ CP, COPIES = (
     "parallelism.data_parallel_replicate_degree",
 )
 SHARDS = "parallelism.data_parallel_shard_degree"
+EP = "parallelism.expert_parallel_degree"
+"""Of models with experts; layouts of others do not have it."""
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 SIZE = "parallelism.pipeline_parallel_microbatch_size"
 RESHARD = "parallelism.fsdp_reshard_after_forward"
@@ -80,6 +85,8 @@ def own_layout(job: JobConfig, ranks: int) -> Changes:
         SHARDS: -1,
     }
     layout |= {BATCH: batch, LOCAL: job.local_batch(degrees)}
+    if expert_count(job):
+        layout[EP] = given.expert_parallel_degree
     if degrees.pp > 1:
         layout |= {SCHEDULE: given.pipeline_parallel_schedule}
         layout |= {SIZE: given.pipeline_parallel_microbatch_size}
@@ -113,13 +120,31 @@ def layouts(job: JobConfig, ranks: int, ranks_per_node: int) -> Iterator[Changes
                     continue
                 for copies in _copies(data, cp * tp, ranks_per_node):
                     degrees = {TP: tp, PP: pp, CP: cp, COPIES: copies, SHARDS: -1, BATCH: batch}
-                    has_shards = data // copies * cp > 1
-                    for work in _batches(job, batch // data, pp, layers, by_hand):
+                    shards = data // copies * cp
+                    has_shards = shards > 1
+                    works = itertools.product(
+                        _batches(job, batch // data, pp, layers, by_hand), _experts(job, shards)
+                    )
+                    for work in (one | other for one, other in works):
                         for reshard in _policies(pp) if has_shards else ["default"]:
                             for each in RECOMPUTATION.values():
                                 compiled = job.compile.compiles("model")
                                 if each.changes[MODE] != "memory_budget" or compiled:
                                     yield degrees | work | {RESHARD: reshard, **each.changes}
+
+
+def expert_count(job: JobConfig) -> int:
+    """Return the number of experts of a block; 0: there are none."""
+    args = job.model_args()
+    return args.n_experts if isinstance(args, SparseArgs) else 0
+
+
+def _experts(job: JobConfig, shards: int) -> list[dict[str, int]]:
+    """Return the placements of experts on the ranks that share parameters."""
+    if not (count := expert_count(job)):
+        return [{}]
+    degrees = _divisors(math.gcd(shards, count)) if job.sharding.places_experts else [1]
+    return [{EP: degree} for degree in degrees]
 
 
 def _copies(data: int, inner: int, ranks_per_node: int) -> Iterator[int]:

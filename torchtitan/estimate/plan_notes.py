@@ -70,6 +70,12 @@ def _times(job: JobConfig, ranks: int, saved_gib: float) -> Iterator[str]:
             f"communication.replicas.every: the exchange of weights every {apart:,} steps is "
             f"{UNTIMED}, and the copy of the weights for it is not in the memory"
         )
+    if job.parallelism.expert_parallel_degree > 1:
+        yield (
+            "parallelism.expert_parallel_degree: all experts are taken to be chosen equally "
+            "often (a rank with more rows needs more time and memory), and the host's wait for the "
+            f"numbers of rows is {UNTIMED}"
+        )
     if job.model.separates_documents:
         yield (
             "model.attn_mask_type: attention takes the time of whole sequences, since their "

@@ -496,6 +496,7 @@ OPERATIONS: dict[str, tuple[Operation, str]] = {
     "_c10d_functional.all_to_all_single": ("all_to_all", "input"),
     "_c10d_functional.isend": ("send", "tensor"),
     "torchtitan.all_to_all": ("all_to_all", "rows"),
+    "torchtitan.exchange_rows": ("all_to_all", "rows"),
 }
 """Operation of each operator that sends, and the argument that is the whole tensor; "": its
 result."""
@@ -598,6 +599,8 @@ def messages(function: Any, args: Any, kwargs: Any, out: Any) -> Iterator[Messag
         operation, whole = OPERATIONS[name]
         size = _size(given[whole] if whole else out)
         yield Message(_group(given), operation, size, operation == "send" or _is_of_fsdp())
+    elif name == "torchtitan.exchange_counts":
+        yield Message(_group(given), "all_to_all", _size(out[0]))
     elif function.namespace == "torchtitan" and function._opname in EXCHANGES_KEYS:
         yield from _exchanged_keys(function._opname, given)
     elif function.namespace in COMMUNICATION and name not in WITHOUT_MESSAGES:

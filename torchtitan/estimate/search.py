@@ -28,6 +28,7 @@ from torchtitan.estimate.hardware import Hardware
 from torchtitan.estimate.layout_costs import LayoutCosts, sequences
 from torchtitan.estimate.layouts import (
     CP,
+    EP,
     MODE,
     OPTION,
     PP,
@@ -95,7 +96,8 @@ class Cost(NamedTuple):
 def _kernels(layout: Changes) -> tuple[Any, ...]:
     """Return settings that determine the kernels of a block."""
     keys = (TP, CP, RESHARD, MODE)
-    return (sequences(layout), layout.get(OPTION), layout[PP] > 1, *(layout[key] for key in keys))
+    more = layout.get(OPTION), layout.get(EP), layout[PP] > 1
+    return (sequences(layout), *more, *(layout[key] for key in keys))
 
 
 class LayoutQueue:

@@ -16,7 +16,7 @@ import torch
 from torchtitan.comm import Unit
 from torchtitan.estimate import traffic_formulas as formulas
 from torchtitan.models.attention import SelfAttention
-from torchtitan.models.experts import Router
+from torchtitan.models.experts import MixtureOfExperts, Router
 from torchtitan.optim import OptimizerConfig, name_parameters
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.sharding import ShardingConfig
@@ -46,6 +46,7 @@ def of_step(
         found += sharding.messages(part)
         found += _of_copies(part)
         found += _of_activations(part)
+        found += _of_experts(part)
         found += _of_norms(part, sharding)
         for loss in layout.auxiliary_losses:
             found += loss.messages(part.module, work)
@@ -120,6 +121,24 @@ def _of_activations(part: Part) -> Iterator[Traffic]:
             # Chunks of logits are not gathered, with or without loss parallelism.
             shared=work.logits_in_chunks or not work.parallelism.disable_loss_parallel,
         )
+
+
+def _of_experts(part: Part) -> Iterator[Traffic]:
+    """Yield the traffic of expert parallelism, except for parameters."""
+    work = part.work
+    if work.parallelism.expert_parallel_degree == 1:
+        return
+    for name, module in part.module.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            block = next(b for b in work.order if name.startswith(f"{b}."))
+            top_k = module.router.routing.top_k
+            yield from formulas.of_exchange(
+                work.tokens(block) * top_k,
+                work.hidden(block) // work.tokens(block),
+                len(module.experts.w1),
+                times=work.times,
+                again=part.recomputations(f"{name}.experts"),
+            )
 
 
 def _hidden(part: Part, name: str) -> int:

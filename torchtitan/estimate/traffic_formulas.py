@@ -48,6 +48,22 @@ def of_router(rows: int, *, times: int, more: int, split: bool) -> Iterator[Traf
     yield Traffic("tp", "activations", operation, 4 * rows, times)
 
 
+def of_exchange(rows: int, row: int, experts: int, *, times: int, again: int) -> Iterator[Traffic]:
+    """Yield the exchange of tokens between ranks with different experts (arXiv:2006.16668).
+
+    Each sends what it receives if experts are chosen equally often; else it differs by rank, and
+    only the sum over ranks is this.
+
+    Args:
+        rows: chosen experts of a microbatch, b s k, each with a row of `row` bytes.
+        experts: number of experts; each rank tells the others how many rows it has for them.
+        times, again: number of forwards in a step, each with a backward, and of recomputed ones,
+            which remember the numbers of rows.
+    """
+    yield Traffic("ep", "numbers of rows", "all_to_all", 8 * experts, times)
+    yield Traffic("ep", "rows", "all_to_all", rows * row, 4 * times + 2 * again)
+
+
 def of_norms(size: int, *, sums: int) -> Iterator[Traffic]:
     """Yield the sums of norm gradients, of which each tensor rank has that of its tokens or heads.
 

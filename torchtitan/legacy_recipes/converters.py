@@ -14,7 +14,7 @@ Settings = dict[KeyPath, Setting]
 
 NAMES: KeyPath = ("model", "converters")
 SWITCH: KeyPath = ("float8", "enable_float8_linear")
-ONLY_EXPERTS = "it converts only experts, and no model here has experts"
+ONLY_EXPERTS = "the products of experts are not converted"
 EXPERTS = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 HERE = {
     "float8": "float8",

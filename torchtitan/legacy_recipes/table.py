@@ -71,7 +71,7 @@ SEMI_SYNC = (
     "module_fragments",
 )
 CHECKPOINT_OPTION = "this version has mode, selective_ac_option and memory_budget only"
-NO_EXPERTS = "it only affects experts, and no model here has experts"
+FORCED_BALANCE = "experts are always chosen by their router"
 WORKERS = "validation reads its batches in the step, so it has no workers"
 
 Rows = Mapping[str, Moved | Gone | Kept | Converted | Together]
@@ -124,7 +124,7 @@ UNTIL_V0_1: Rows = {
 UNTIL_V0_2_0: Rows = {
     "training.seed": Moved("debug.seed"),
     "training.deterministic": Moved("debug.deterministic"),
-    "training.debug_moe_force_load_balance": Gone(NO_EXPERTS, always),
+    "training.debug_moe_force_load_balance": Gone(FORCED_BALANCE, falsy),
     "parallelism.enable_compiled_autograd": Gone("torch.compile works without it", falsy),
 }
 """Keys that v0.2.2 no longer had."""
@@ -147,23 +147,28 @@ UNTIL_V0_2_2: Rows = {
     ),
     "training.dataloader.pin_memory": Gone("the device decides", always),
     "training.gc_debug": Gone("use a Python profiler", falsy),
-    "debug.moe_force_load_balance": Gone(NO_EXPERTS, always),
+    "debug.moe_force_load_balance": Gone(FORCED_BALANCE, falsy),
     "parallelism.pipeline_parallel_first_stage_less_layers": Moved(
         "parallelism.pipeline_parallel_embedding_weight"
     ),
     "parallelism.pipeline_parallel_last_stage_less_layers": Moved(
         "parallelism.pipeline_parallel_head_weight"
     ),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": Gone(NO_EXPERTS, always),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": Gone(
+        "the exchange of tokens does not overlap with other microbatches", always
+    ),
     "parallelism.context_parallel_rotate_method": Moved(
         "parallelism.context_parallel_rotate_method", _ring
     ),
     "parallelism.context_parallel_load_balancer": Kept(
         {"ptrr": 'it balances masks of FlexAttention; use "headtail"'}
     ),
-    "parallelism.expert_parallel_degree": Gone(NO_EXPERTS, always),
-    "parallelism.expert_tensor_parallel_degree": Gone(NO_EXPERTS, always),
-    "parallelism.expert_parallel_comm_backend": Gone(NO_EXPERTS, always),
+    "parallelism.expert_tensor_parallel_degree": Gone(
+        "experts are split over all tensor-parallel ranks", always
+    ),
+    "parallelism.expert_parallel_comm_backend": Gone(
+        "tokens are exchanged by all-to-all", just("standard")
+    ),
     "checkpoint.exclude_from_loading": Moved("checkpoint.exclude_from_loading", _excluded),
     "checkpoint.create_seed_checkpoint": Gone(
         "every layout starts from the same weights, so no seed checkpoint is needed", falsy
@@ -189,7 +194,7 @@ UNTIL_V0_2_2: Rows = {
     "activation_checkpoint.determinism_check": Gone(CHECKPOINT_OPTION, just("default")),
     "activation_checkpoint.debug": Gone(CHECKPOINT_OPTION, falsy),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Gone(
-        "only the router of experts has this name, and no model here has experts",
+        "products with these shapes, those of routers, are recomputed like others",
         just([], ["moe.router.gate"]),
     ),
     **{

@@ -81,6 +81,8 @@ class MatrixSharding(NamedTuple):
     """Area of each rank."""
     copies: Sequence[tuple[int, ...]]
     """Replica that each rank holds a part of."""
+    is_placed: bool = False
+    """Whether it is of experts that are placed on ranks, which have a mesh of their own."""
 
 
 Update = Callable[[Tensor], Tensor]

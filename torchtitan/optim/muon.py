@@ -175,8 +175,11 @@ class Muon(OptimizerConfig):
         ordered = [p for group in groups_of(own) for p in group.parameters]
         matrices = [Matrix(n, area) for n, p in enumerate(ordered) for area in self.matrices(p)]
         shardings = {number: sharding_of(parameter) for number, parameter in enumerate(ordered)}
-        plan = UpdatePlan(shardings, matrices, self.cost, self.limit)
-        return (elements * self.dtype.itemsize for elements in plan.messages(rank))
+        for is_placed in (False, True):  # on each mesh
+            found = {n: each for n, each in shardings.items() if each.is_placed == is_placed}
+            whole = [matrix for matrix in matrices if matrix.parameter in found]
+            plan = UpdatePlan(found, whole, self.cost, self.limit)
+            yield from (elements * self.dtype.itemsize for elements in plan.messages(rank))
 
     def matrices(self, parameter: NamedParameter) -> list[Area]:
         """Return the areas of a parameter that are orthogonalized separately."""

@@ -1,5 +1,6 @@
 """The `[parallelism]` section of a recipe, and the dtypes of a run."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -120,7 +121,15 @@ class ParallelismConfig(Config):
         """Minimum number of ranks that the degrees require."""
         one = self.pipeline_parallel_degree * self.context_parallel_degree
         one *= self.tensor_parallel_degree * self.data_parallel_replicate_degree
-        return one * max(self.data_parallel_shard_degree, 1)
+        return one * self.least_shards
+
+    @property
+    def least_shards(self) -> int:
+        """Minimum of data_parallel_shard_degree that the other degrees require."""
+        if self.data_parallel_shard_degree != -1:
+            return max(self.data_parallel_shard_degree, 1)
+        experts = self.expert_parallel_degree
+        return experts // math.gcd(experts, self.context_parallel_degree)
 
     @property
     def has_outputs(self) -> bool:

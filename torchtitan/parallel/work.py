@@ -231,13 +231,33 @@ class Part:
 
     def shape(self, name: str, shape: Sequence[int]) -> torch.Size:
         """Return the padded shape of each rank's part of a parameter, on the first tensor rank."""
-        sizes, dim, parts = list(shape), 0, self.work.degrees.fsdp
-        tp, split = self.work.degrees.tp, self.tensor_dim(name)
+        sizes, split = list(shape), self.tensor_dim(name)
+        if self.is_placed(name):
+            sizes[0] //= self.work.parallelism.expert_parallel_degree
+        dim, parts = self.shard_dim(name, shape), self.sharing(name)
         if split is not None:
-            dim = 1 if split == 0 and shape[0] % (tp * parts) else 0  # as `fsdp2` does
-            sizes[split] = -(-shape[split] // tp)
+            sizes[split] = -(-shape[split] // self.work.degrees.tp)
         sizes[dim] = -(-sizes[dim] // parts)
         return torch.Size(sizes)
+
+    def is_placed(self, name: str) -> bool:
+        """Whether a parameter is of experts that other ranks do not have."""
+        if self.work.parallelism.expert_parallel_degree == 1:
+            return False
+        return isinstance(self.module.get_submodule(name.rpartition(".")[0]), Experts)
+
+    def sharing(self, name: str) -> int:
+        """Return the number of ranks that share a parameter as FSDP does."""
+        degree = self.work.parallelism.expert_parallel_degree if self.is_placed(name) else 1
+        return self.work.degrees.fsdp // degree
+
+    def shard_dim(self, name: str, shape: Sequence[int]) -> int:
+        """Return the dim of a parameter that these ranks split, as FSDP2 does."""
+        parts, split = self.sharing(name), self.tensor_dim(name)
+        if self.is_placed(name):
+            own = shape[0] // self.work.parallelism.expert_parallel_degree
+            return 3 - Experts.HIDDEN_DIM[name.rpartition(".")[2]] if own % parts else 0
+        return 1 if split == 0 and shape[0] % (self.work.degrees.tp * parts) else 0
 
     def tensor_dim(self, name: str) -> int | None:
         """Return the dim of a parameter that tensor ranks split; None: each has all of it."""
@@ -266,8 +286,10 @@ class Part:
             sums: number of sums over replicas, if these are summed in the backward.
         """
         work, unit = self.work, Unit("", shapes, torch.device("meta"))
-        ways, precision, parts = work.communication, work.precision, work.degrees.fsdp
+        ways, precision = work.communication, work.precision
+        is_placed, parts = any(map(self.is_placed, shapes)), min(map(self.sharing, shapes))
         return of_parameters(
+            axis="efsdp" if is_placed else "fsdp",
             parts=parts,
             copies=work.degrees.dp_replicate if ways.replicas.in_backward else 1,
             gathered=ways.weights.sent_bytes(unit, parts, precision.compute),
@@ -284,6 +306,7 @@ class Part:
 
 def of_parameters(
     *,
+    axis: str = "fsdp",
     parts: int,
     copies: int,
     gathered: int,
@@ -299,6 +322,7 @@ def of_parameters(
     """Yield the traffic of a unit of parameters under DDP, FSDP or HSDP (arXiv:2304.11277).
 
     Args:
+        axis: axis of the ranks that share them.
         gathered: bytes of all parts, padded to equal sizes.
         scattered: bytes of the gradients of all parts.
         summed: bytes of the gradients of one part.
@@ -308,8 +332,8 @@ def of_parameters(
         regathers: number of gathers from `neighbors` alone, over which it has stayed split.
     """
     if parts > 1:
-        yield Traffic("fsdp", "parameters", "all_gather", gathered, gathers)
-        yield Traffic("fsdp", "parameters", "all_gather", gathered, regathers, neighbors)
-        yield Traffic("fsdp", "gradients", scatter, scattered, scatters)
+        yield Traffic(axis, "parameters", "all_gather", gathered, gathers)
+        yield Traffic(axis, "parameters", "all_gather", gathered, regathers, neighbors)
+        yield Traffic(axis, "gradients", scatter, scattered, scatters)
     if copies > 1:
         yield Traffic("dp_replicate", "gradients", "all_reduce", summed, sums)

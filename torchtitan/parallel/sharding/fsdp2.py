@@ -89,12 +89,13 @@ class FSDP2(ShardingConfig):
     def messages(self, part: Part) -> Iterator[Traffic]:
         """Yield the traffic of each block, and of all parameters outside the blocks as a unit."""
         work = part.work
-        units: dict[str, dict[str, torch.Size]] = {}
+        units: dict[tuple[str, bool], dict[str, torch.Size]] = {}
         for name, parameter in part.module.named_parameters():
             unit = next((block for block in part.blocks if name.startswith(f"{block}.")), "")
-            units.setdefault(unit, {})[name] = part.shape(name, parameter.shape)
+            shapes = units.setdefault((unit, part.is_placed(name)), {})
+            shapes[name] = part.shape(name, parameter.shape)
         of_block, of_others = _gathers(part)
-        for unit, shapes in units.items():
+        for (unit, _), shapes in units.items():
             is_last = bool(part.blocks) and unit == part.blocks[-1]
             gathers = of_block if unit and not is_last else of_others
             from_neighbors = gathers - work.passes if self.regather_size else 0
@@ -112,21 +113,22 @@ class FSDP2(ShardingConfig):
         return 1 if self.accumulate_whole else passes
 
     def sharding_of(self, part: Part, parameter: NamedParameter) -> MatrixSharding:
-        work, degrees = part.work, part.work.degrees
-        tp, split = degrees.tp, part.tensor_dim(parameter.name)
-        again = 1 if split == 0 and parameter.shape[0] % (tp * degrees.fsdp) else 0
-        areas, copies = [], []
+        work, degrees, name = part.work, part.work.degrees, parameter.name
+        tp, split = degrees.tp, part.tensor_dim(name)
+        again, sharing = part.shard_dim(name, parameter.shape), part.sharing(name)
+        apart, areas, copies = degrees.fsdp // sharing, [], []
         replicas = degrees.dp_replicate if work.communication.replicas.in_backward else 1
         for copy, shard, place in itertools.product(
             range(replicas), range(degrees.fsdp), range(tp)
         ):
             dims = [range(size) for size in parameter.shape]
+            dims[0] = _chunk(dims[0], apart, shard % apart)
             if split is not None:
                 dims[split] = _chunk(dims[split], tp, place)
-            dims[again] = _chunk(dims[again], degrees.fsdp, shard)
+            dims[again] = _chunk(dims[again], sharing, shard // apart)
             areas.append(Area.of_dims(dims))
             copies.append((copy, place) if split is None else (copy,))
-        return MatrixSharding(areas, copies)
+        return MatrixSharding(areas, copies, part.is_placed(name))
 
 
 ON_CUDA = {
