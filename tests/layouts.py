@@ -333,9 +333,57 @@ def apart(ep: int, pp: int = 1, **layout: Any) -> Case:
     return balanced(case(pp, expert_parallel_degree=ep, **layout))
 
 
+EIGHT = {"n_experts": 8}
 EXPERT_PARALLEL = {
     "EP 2": apart(2, shard=2),
+    "EP 2, one rank of two with all tokens": apart(2, shard=2).of(n_experts=2, top_k=1),
+    "EP 2, always reshard, accumulating 4": apart(2, shard=2, batch=1, **{RESHARD: "always"}),
+    "EP 2, never reshard": apart(2, shard=2, **{RESHARD: "never"}),
+    "EP 2, accumulating 4 whole": apart(2, shard=2, batch=1, sharding={"accumulate_whole": True}),
+    "EP 2, full recomputation": apart(2, shard=2, recompute=FULL),
+    "EP 2, operators recomputed": apart(2, shard=2, recompute=OPERATORS),
+    "EP 2, every second block recomputed": apart(2, shard=2, recompute=SECOND),
+    "EP 2, documents": apart(2, shard=2, documents=True),
+    "EP 2, loss in chunks": apart(2, shard=2, chunk=64),
+    "EP 2, CPU offload": apart(2, shard=2, training={"enable_cpu_offload": True}),
+    "EP 2, loop": apart(2, shard=2).of(expert_products="loop"),
+    "EP 2, padded": apart(2, shard=2).of(expert_products="padded"),
+    "EP 2, shared expert": apart(2, shard=2).of(shared_dim=32),
+    "EP 2, sigmoid in groups": apart(2, shard=2).of(
+        router_scores="sigmoid", expert_groups=3, top_groups=2
+    ),
+    # Two ranks with three experts each, which they split along the model's dim.
+    "EP 2 of 4": apart(2, shard=4),
+    "EP 2 of 4, experts whole": apart(2, shard=4).of(**EIGHT),
+    "EP 4": apart(4, shard=4).of(**EIGHT),
+    "EP 2, HSDP 2 x 2": apart(2, replicate=2, shard=2),
+    "EP 2, HSDP 2 x 2, copies added up afterwards": apart(
+        2, replicate=2, shard=2, communication=AFTERWARDS
+    ),
+    "EP 2, HSDP 2 x 4": apart(2, replicate=2, shard=4, batch=1),
+    "EP 2, CP 2, ring": apart(2, cp=2, **RING),
+    "EP 2, CP 2, Ulysses": apart(2, cp=2, **ULYSSES),
+    "EP 4, FSDP 2 x CP 2": apart(4, shard=2, cp=2).of(**EIGHT),
+    "EP 2, FSDP 2 x CP 2, full recomputation": apart(2, shard=2, cp=2, recompute=FULL),
+    "EP 2, FSDP 2 x TP 2": apart(2, shard=2, tp=2),
+    "EP 2, FSDP 2 x TP 2, no sequence parallelism": apart(2, shard=2, tp=2, **NO_SEQUENCE),
+    "EP 2, FSDP 2 x TP 2, operators recomputed": apart(2, shard=2, tp=2, recompute=OPERATORS),
+    "EP 2, FSDP 2 x TP 2, shared expert": apart(2, shard=2, tp=2).of(shared_dim=32),
+    "EP 2, CP 2 x TP 2": apart(2, cp=2, tp=2),
+    "EP 2 of 4, FSDP 4 x TP 2": apart(2, shard=4, tp=2),
+    "EP 2, HSDP 2 x 2 x TP 2": apart(2, replicate=2, shard=2, tp=2),
+    "EP 2, FSDP 2 x PP 2, 1F1B": apart(2, 2, shard=2),
+    "EP 2, FSDP 2 x PP 2, first stage without experts": apart(2, 2, shard=2).of(dense_layers=3),
+    "EP 2, FSDP 2 x PP 2, Interleaved1F1B": apart(
+        2, 2, shard=2, pipeline_parallel_schedule="Interleaved1F1B"
+    ),
+    "EP 2, FSDP 2 x PP 2, ZBVZeroBubble": apart(2, 2, shard=2, **ZBV),
+    "EP 2, FSDP 2 x PP 2, ZBVZeroBubble, full recomputation": apart(
+        2, 2, shard=2, recompute=FULL, **ZBV
+    ),
+    "EP 2, FSDP 2 x TP 2 x PP 2": apart(2, 2, shard=2, tp=2),
 }
+"""Ranks have different experts: of EP n, each n neighbors that share parameters have all."""
 WINDOW = {"sliding_window": 9}
 FAMILIES: dict[str, dict[str, Case]] = {
     "Llama": LAYOUTS,
@@ -349,7 +397,7 @@ FAMILIES: dict[str, dict[str, Case]] = {
     "Qwen3-MoE, balanced": {
         name: balanced(layout) for name, layout in LAYOUTS.items() if name in TO_BALANCE
     },
-    "Qwen3-MoE, experts apart": EXPERT_PARALLEL,
+    "Qwen3-MoE, expert parallelism": EXPERT_PARALLEL,
     "Llama, sliding window": {
         name: layout.of(**WINDOW)
         for name, layout in LAYOUTS.items()

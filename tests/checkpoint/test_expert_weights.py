@@ -8,12 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.small_weights import content, run, same
-from torchtitan.checkpoint.storage import write_tensors
+from torchtitan.checkpoint.folder import look_at, read_state
+from torchtitan.checkpoint.storage import SavedTensors, Sizes, StoredBlock, assemble, write_tensors
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
 from torchtitan.models.initialize import initialize
 from torchtitan.models.qwen3_moe.settings import Qwen3MoeConfig
+from torchtitan.tools.checkpoint.inspection import verify
 
 SEQ_LEN = 64
 SIZES = {
@@ -159,3 +161,32 @@ def test_missing_unused_and_transposed_tensors_are_refused(
     with pytest.raises(ConfigError, match=message):
         run(changed(folder, tmp_path / "hf", change), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_an_expert_that_is_doubled_is_found(tmp_path: Path) -> None:
+    """As where each of two ranks saved what it had as the experts 0 to 5: the loss is the same."""
+    source = write_ours(tmp_path / "step-1")
+    assert verify(source) == (True, [f"{source}: OK"])
+    saved = SavedTensors(source)
+    tensors = {name: saved.read(name).clone() for name in saved.shapes()}
+    name = "model.layers.1.mixture.experts.w3"
+    tensors[name][6:] = tensors[name][:5]
+    doubled = tmp_path / "doubled"
+    doubled.mkdir()
+    write_tensors(doubled, tensors.items(), read_state(source, look_at(source)), 10**9)
+    problem = f"{doubled}: {name} has expert 0 again as expert 6, so another is missing"
+    assert verify(doubled) == (False, [problem])
+
+
+def test_an_expert_that_is_missing_is_found() -> None:
+    """No memory without values is taken for it."""
+    whole = torch.arange(24.0).view(4, 3, 2)
+    blocks = [StoredBlock((first, 0, 0), (1, 3, 2), first) for first in (0, 1, 3)]
+
+    def read(block: StoredBlock[int], at: Sizes, sizes: Sizes) -> torch.Tensor:
+        return whole[block.place : block.place + 1]
+
+    kept = assemble(whole.dtype, (0, 0, 0), (2, 3, 2), blocks, read, "w1")
+    assert torch.equal(kept, whole[:2])
+    with pytest.raises(ConfigError, match="w1: damaged: 6 of 24 elements are in no file"):
+        assemble(whole.dtype, (0, 0, 0), (4, 3, 2), blocks, read, "w1")

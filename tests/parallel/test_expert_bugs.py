@@ -11,18 +11,27 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.checkpoint import test_expert_weights
-from tests.layouts import FAMILIES
+from tests import layouts, tiny
+from tests.checkpoint import test_expert_weights, test_resume
+from tests.layouts import FAMILIES, SPARSE, case
 from tests.parallel import test_parity
-from tests.parallel.test_families import BALANCED
+from tests.parallel.test_families import APART, BALANCED
+from tests.ranks import run_ranks
+from tests.runs import losses, train
 from tests.small_weights import run
 from tests.tiers import tiers
 from tests.unit import test_expert_loads
 from tests.unit.models import test_qwen3_moe
+from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
+from torchtitan.checks import mixtures
 from torchtitan.expert_loads import ExpertLoads
 from torchtitan.models.experts import Router
+from torchtitan.optim import norm
+from torchtitan.parallel.activation_checkpoint import _Repeating
+from torchtitan.parallel.expert_parallel import _RowExchange
 from torchtitan.parallel.loss_terms import AuxiliaryLosses
+from torchtitan.parallel.sharding.fsdp2 import FullyShard
 from torchtitan.parallel.tensor import SplitExperts, SplitRouter
 
 ROOT = Path(__file__).parent.parent.parent
@@ -75,6 +84,31 @@ def logits(_: Path) -> None:
     test_qwen3_moe.test_logits_and_gradients_equal_those_of_transformers(change)
 
 
+def resume(folder: Path) -> None:
+    """A run goes on in the same layout as if it had not stopped."""
+    layout = FAMILIES[APART]["EP 2"]
+    for name, steps in (("whole", (4,)), ("halves", (2, 4))):
+        for step in steps:
+            run_ranks(train, 2, test_resume.recipe(folder / name, layout, step))
+    expected, found = (losses(folder / name) for name in ("whole", "halves"))
+    off = max(abs(found[step] - loss) for step, loss in expected.items())
+    assert off <= 1e-5, f"the loss is off by {off}"
+
+
+def refusal(_: Path) -> None:
+    """A layout without an equal number of experts on each rank is refused."""
+    layout = case(shard=4, expert_parallel_degree=4).of(**SPARSE)
+    found = tiny.problems(layouts.job(layout, "AdamW"), ranks=4)
+    assert any("does not divide the 6 experts" in each.message for each in found), "is not refused"
+
+
+OTHERS = Edit(
+    *(Router, "route"),
+    "values = (logits if by_logits else scores).detach()",
+    "values = (logits if by_logits else scores).detach()\n"
+    "    values = -values if torch._C._current_graph_task_id() != -1 else values",
+)
+"""A recomputed forward has other logits, as different as can be."""
 WITHOUT_EXPERTS = {"dense_layers": 3}
 """A first stage of a pipeline without experts."""
 OFF = "is off by"
@@ -179,16 +213,53 @@ BUGS = {
     ),
     "a recomputed forward chooses other experts": Bug(
         "Automodel#3325",
-        (
-            Edit(
-                *(Router, "_choose"),
-                "rule = self.routing",
-                "rule = self.routing\n"
-                "    values = -values if torch._C._current_graph_task_id() != -1 else values",
-            ),
-        ),
+        (OTHERS, Edit(_Repeating, "__torch_dispatch__", "if func in", "if False and func in")),
         parity("Qwen3-MoE", "FSDP 2, full recomputation"),
         OFF,
+    ),
+    "gradients of experts depend on the number of ranks with other experts": Bug(
+        "pytorch#160285, torchtitan#1551, #1793",
+        (
+            Edit(
+                *(FullyShard, "_shard"),
+                "set_gradient_divide_factor(1.0)",
+                "set_gradient_divide_factor(1.0 if mesh is target.mesh else 2.0)",
+            ),
+        ),
+        parity(APART, "EP 2"),
+        OFF,
+    ),
+    "rows return to other tokens": Bug(
+        "torchtitan#3604",
+        (Edit(_RowExchange, "__call__", "order.argsort()", "order"),),
+        parity(APART, "EP 2"),
+        OFF,
+    ),
+    "the gradient norm counts experts once for each of their copies": Bug(
+        "SpecForge#882",
+        (Edit(norm, "combined", "if not placement.is_replicate():", "if True:"),),
+        parity(APART, "EP 2, HSDP 2 x 2"),
+        "the gradient norm is off",
+    ),
+    "a checkpoint has the experts of one rank, as often as there are ranks": Bug(
+        "KempnerForge#202, UniRL#158",
+        (
+            Edit(
+                *(SavedTensors, "read"),
+                "entry = self.index[name]",
+                "entry = self.index[name]\n"
+                "    if '.experts.' in name and offsets is not None:\n"
+                "        offsets = (offsets[0] % 3, *offsets[1:])",
+            ),
+        ),
+        resume,
+        OFF,
+    ),
+    "a number of ranks that does not divide the experts is accepted": Bug(
+        "torchtitan#4258",
+        (Edit(mixtures, "parallelism", "if args.n_experts % degree:", "if False:"),),
+        refusal,
+        "is not refused",
     ),
     "experts of Hugging Face's format are sorted as text, 10 before 2": Bug(
         "torchtitan#1918",
@@ -239,6 +310,15 @@ def test_the_table_lists_the_bugs() -> None:
     table = page.partition("| bug | was in |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in table.splitlines()[2:]]
     assert rows == [[name, bug.where] for name, bug in BUGS.items()]
+
+
+@pytest.mark.gate
+def test_a_recomputed_forward_with_other_logits_has_the_same_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient norm differs by their scores, but no row has changed its expert."""
+    plant(monkeypatch, OTHERS)
+    parity("Qwen3-MoE", "FSDP 2, full recomputation")(tmp_path)
 
 
 @pytest.mark.gate

@@ -5,6 +5,7 @@ normalized in each head, heads are wider than dim / heads, and the output may be
 shorter than the sequence.
 """
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from torchtitan.checkpoint.storage import SavedTensors
 
 pytestmark = test_compile.pytestmark  # warnings of the compiler
 TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
-BALANCED = "Qwen3-MoE, balanced"
+BALANCED, APART = "Qwen3-MoE, balanced", "Qwen3-MoE, expert parallelism"
 ALL = [(family, name) for family, cases in FAMILIES.items() for name in cases if family != "Llama"]
 DAILY = [
     ("Qwen3", "TP 2"),
@@ -52,18 +53,19 @@ DAILY = [
     *(("Qwen3-MoE", name) for name in ("FSDP 4", "CP 2, ring", "PP 2, ZBVZeroBubble")),
     ("Qwen3-MoE", "FSDP 2, operators recomputed"),
     *((BALANCED, name) for name in ("TP 2", "PP 2, ZBVZeroBubble")),
+    *((APART, name) for name in ("EP 2", "EP 2, FSDP 2 x TP 2, operators recomputed")),
 ]
 IN_GATE = {
-    "Qwen3": (
-        *("DDP 2", "FSDP 2, operators recomputed", "HSDP 2 x 2", "TP 4", "TP 2, neither"),
-        *("FSDP 2 x TP 2", "CP 2, ring", "CP 2, documents", "PP 2, Interleaved1F1B"),
-        *("TP 2, loss in chunks", "PP 2, 1F1B, all auxiliary losses"),
-    ),
+    "Qwen3": ("FSDP 2, operators recomputed", "TP 4", "FSDP 2 x TP 2", "PP 2, Interleaved1F1B"),
     "Qwen3-MoE": (
-        *("DDP 2", "FSDP 2, full recomputation", "FSDP 2, accumulating 4", "HSDP 2 x 2", "TP 4"),
-        *("TP 2, operators recomputed", "FSDP 2 x TP 2", "CP 2, documents", "CP 2 x TP 2"),
-        *("PP 2, 1F1B", "PP 2, Interleaved1F1B", "FSDP 2 x TP 2 x PP 2"),
-        *("TP 2, loss in chunks", "PP 2, 1F1B, all auxiliary losses", "FSDP 2, Float8 rowwise"),
+        *("FSDP 2, full recomputation", "HSDP 2 x 2", "TP 4", "TP 2, operators recomputed"),
+        *("CP 2, documents", "PP 2, Interleaved1F1B", "PP 2, 1F1B, all auxiliary losses"),
+        *("TP 2, loss in chunks", "FSDP 2, Float8 rowwise"),
+    ),
+    APART: (
+        *("EP 2, full recomputation", "EP 2 of 4", "EP 2, HSDP 2 x 2", "EP 2, CP 2, ring"),
+        *("EP 2 of 4, FSDP 4 x TP 2", "EP 2, FSDP 2 x PP 2, first stage without experts"),
+        "EP 2, FSDP 2 x PP 2, ZBVZeroBubble, full recomputation",
     ),
     BALANCED: [name for name in TO_BALANCE if (BALANCED, name) not in DAILY],
     TIED: ("TP 2", "TP 2, loss in chunks"),
@@ -84,7 +86,8 @@ def test_layout_trains_the_same_run_as_one_rank(family: str, name: str) -> None:
 def test_the_run_of_each_family_is_another() -> None:
     norms = [
         test_parity.reference("cpu", family["TP 2"], "flat")[0].grad_norms
-        for family in FAMILIES.values()
+        for name, family in FAMILIES.items()
+        if name != APART  # as if balanced
     ]
     for one, other in itertools.combinations(norms, 2):
         assert one != pytest.approx(other, rel=1e-3)
@@ -114,7 +117,13 @@ def test_experts_send_what_the_formulas_say(name: str, monkeypatch: pytest.Monke
     test_collectives.sends_what_the_formulas_say(EXPERTS_SEND[name].of(**SPARSE), monkeypatch)
 
 
-APART_SEND = {name: EXPERT_PARALLEL[name] for name in ("EP 2",)}
+APART_SEND = {
+    name: EXPERT_PARALLEL[name]
+    for name in (
+        *("EP 2", "EP 2 of 4", "EP 2, HSDP 2 x 2", "EP 2, FSDP 2 x TP 2"),
+        *("EP 2, full recomputation", "EP 2, operators recomputed"),
+    )
+}
 
 
 @pytest.mark.parametrize("name", tiers(APART_SEND, ["EP 2"]))
@@ -159,6 +168,19 @@ def test_it_is_the_same_run_compiled() -> None:
     test_compile.is_the_same_run(layout.of(**QWEN3), graphs)
 
 
+@pytest.mark.parametrize("name", tiers(["EP 2", "EP 2 of 4, FSDP 4 x TP 2"], []))
+def test_muon_takes_experts_of_all_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = dataclasses.replace(EXPERT_PARALLEL[name], auxiliary=())
+    test_muon.is_the_run_of_one_rank(layout)
+    test_collectives.muon_sends_what_the_formulas_say(layout, monkeypatch)
+
+
+@pytest.mark.parametrize("name", tiers(["EP 2", "EP 2, operators recomputed"], []))
+def test_experts_of_other_ranks_are_the_same_run_compiled(name: str) -> None:
+    layout = dataclasses.replace(EXPERT_PARALLEL[name], auxiliary=()).of(dense_layers=0)
+    test_compile.is_the_same_run(layout, 2)
+
+
 @pytest.mark.parametrize("name", ["FSDP 2 x TP 2", "TP 2, operators recomputed"])
 @pytest.mark.gate
 def test_experts_are_the_same_run_compiled(name: str) -> None:
@@ -172,10 +194,13 @@ def test_experts_are_the_same_run_compiled(name: str) -> None:
 def test_another_layout_goes_on_with_the_same_run(is_balanced: bool, tmp_path: Path) -> None:
     for folder, name, steps in (
         ("whole", test_resume.ALONE, 6),
-        ("halves", "FSDP 2 x TP 2", 3),
+        ("halves", "FSDP 2 x TP 2", 2),
+        ("halves", "EP 2, FSDP 2 x TP 2", 4),
         ("halves", "PP 2, 1F1B", 6),
     ):
-        layout = LAYOUTS[name]
+        if name in EXPERT_PARALLEL and not is_balanced:
+            continue
+        layout = (LAYOUTS | EXPERT_PARALLEL)[name]
         layout = balanced(layout) if is_balanced else layout.of(**QWEN3)
         run_ranks(train, layout.ranks, test_resume.recipe(tmp_path / folder, layout, steps))
     test_resume.is_the_same_run(tmp_path / "halves", tmp_path / "whole")

@@ -16,6 +16,7 @@ checkpoints are verified by it.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -300,13 +301,18 @@ def assemble(
     sizes: Sizes,
     blocks: Iterable[StoredBlock[Place]],
     read: Callable[[StoredBlock[Place], Sizes, Sizes], Tensor],
+    where: str,
 ) -> Tensor:
     """Assemble a part of a tensor from its blocks, without copying if it is within one of them.
 
     Args:
         read: reads a part of a block, given offsets in the block and sizes.
+        where: checkpoint and name of the tensor, for an error.
+
+    Raises:
+        Damaged: if some elements are in no block.
     """
-    found: Tensor | None = None
+    found, left = torch.empty(sizes, dtype=dtype), math.prod(sizes)
     for block in blocks:
         spans = [
             (max(a, b), min(a + n, b + m))
@@ -318,11 +324,12 @@ def assemble(
         part = read(block, inside, tuple(high - low for low, high in spans))
         if part.shape == sizes:
             return part
-        if found is None:
-            found = torch.empty(sizes, dtype=dtype)
+        left -= part.numel()
         at = (slice(low - a, high - a) for (low, high), a in zip(spans, offsets, strict=True))
         found[tuple(at)] = part
-    return torch.empty(sizes, dtype=dtype) if found is None else found
+    if left > 0:
+        raise Damaged(f"{where}: damaged: {left:,} of {found.numel():,} elements are in no file")
+    return found
 
 
 class SavedTensors:
@@ -364,4 +371,4 @@ class SavedTensors:
         def part(block: StoredBlock[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
             return self._files.block(block.place, dtype, contiguous(block.sizes), at, shape)
 
-        return assemble(dtype, offsets, sizes, blocks, part)
+        return assemble(dtype, offsets, sizes, blocks, part, f"{self.checkpoint}: {name}")

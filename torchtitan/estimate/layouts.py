@@ -27,7 +27,7 @@ CP, COPIES = (
 )
 SHARDS = "parallelism.data_parallel_shard_degree"
 EP = "parallelism.expert_parallel_degree"
-"""Of models with experts; layouts of others do not have it."""
+"""Set only for a model with experts."""
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 SIZE = "parallelism.pipeline_parallel_microbatch_size"
 RESHARD = "parallelism.fsdp_reshard_after_forward"

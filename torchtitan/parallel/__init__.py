@@ -16,7 +16,7 @@ from torchtitan.parallel import (
     async_tensor,
     compile,
     context,
-    expert,
+    expert_parallel,
     loss,
     stages,
     tensor,
@@ -193,7 +193,7 @@ def parallelize(
                 loss_parallel=not chosen.disable_loss_parallel,
             )
         if expert_mesh is not None:
-            expert.apply(part, expert_mesh)
+            expert_parallel.apply(part, expert_mesh)
         if layout.loss.vocabulary_chunk:
             loss.apply(
                 part,
@@ -207,7 +207,10 @@ def parallelize(
         for added in layout.auxiliary_losses:
             sequence = world.groups["cp"] if degrees.cp > 1 else None
             added.distribute(part, sequence, chosen.balancing, stream)
-        activation_checkpoint.apply(blocks, order, layout.activation_checkpoint)
+        is_compiled = layout.compile.compiles("model")
+        activation_checkpoint.apply(
+            blocks, order, layout.activation_checkpoint, is_compiled=is_compiled
+        )
         options = sharding.compile_options(blocks, stages.units(spec, part))
         in_one = layout.compile.granularity == "model"
         compile.apply([part] if in_one else blocks.values(), layout.compile, options)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -53,7 +54,11 @@ class ActivationCheckpointConfig(Config):
 
 
 def apply(
-    blocks: Mapping[str, nn.Module], order: Sequence[str], config: ActivationCheckpointConfig
+    blocks: Mapping[str, nn.Module],
+    order: Sequence[str],
+    config: ActivationCheckpointConfig,
+    *,
+    is_compiled: bool = False,
 ) -> list[str]:
     """Replace the forward of the blocks selected by `config`, without renaming parameters.
 
@@ -61,6 +66,7 @@ def apply(
         blocks: blocks of this part of the model, by name.
         order: names of all blocks of the model, so that the choice does not depend on the
             pipeline stages.
+        is_compiled: whether blocks will be compiled.
 
     Returns:
         The names of the recomputed blocks.
@@ -69,16 +75,16 @@ def apply(
     chosen = set(order[:: config.every]) if config.every else set()
     names = [name for name in blocks if name in chosen]
     for name in names:
-        _recompute(blocks[name], config.by_operator)
+        context: dict[str, Any] = {}
+        if config.by_operator:
+            context = {"context_fn": _save_expensive_operators}
+        elif any(isinstance(module, Router) for module in blocks[name].modules()):
+            context = {"context_fn": _choices_in_graph if is_compiled else _choices}
+        _recompute(blocks[name], context)
     return names
 
 
-def _recompute(block: nn.Module, by_operator: bool) -> None:
-    context: dict[str, Any] = {}
-    if by_operator:
-        context["context_fn"] = _save_expensive_operators
-    elif any(isinstance(module, Router) for module in block.modules()):
-        context["context_fn"] = _save_choices
+def _recompute(block: nn.Module, context: Mapping[str, Any]) -> None:
     forward = block.forward
 
     # A function of our own: the compiler would skip a `partial` of one of torch's.
@@ -94,8 +100,45 @@ ALWAYS_KEPT_OPERATORS = {torch.ops.torchtitan.choose_experts.default}
 """Operators whose results any recomputation keeps: choices that it must not make again."""
 
 
-def _save_choices() -> Any:
-    """Create the contexts of a block with experts whose other results are recomputed."""
+class _Remembering(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the results of operators in which a recomputation must not differ."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in ALWAYS_KEPT_OPERATORS:
+            self.kept.append(out)
+        return out
+
+
+class _Repeating(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Returns what was kept, in order, in each recomputation: a split backward has several."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept, self.left = kept, iter(kept)
+
+    def __enter__(self) -> Any:
+        self.left = iter(self.kept)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ALWAYS_KEPT_OPERATORS:
+            return next(self.left)
+        return func(*args, **(kwargs or {}))
+
+
+def _choices() -> tuple[_Remembering, _Repeating]:
+    """Create the contexts of the forward and recomputations of a block with experts."""
+    kept: list[Any] = []
+    return _Remembering(kept), _Repeating(kept)
+
+
+def _choices_in_graph() -> Any:
+    """Create the same contexts for a compiler, which knows only torch's own."""
     return create_selective_checkpoint_contexts([*ALWAYS_KEPT_OPERATORS])  # type: ignore[no-untyped-call]
 
 

@@ -71,8 +71,8 @@ class ParallelismConfig(Config):
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] = ()
     """Names of the modules of each stage, in order, instead of the automatic split."""
     expert_parallel_degree: int = Field(1, ge=1)
-    """Number of neighboring ranks with different experts, of those that share parameters: a divisor
-    of data_parallel_shard_degree x context_parallel_degree and of model.n_experts."""
+    """Number of neighboring ranks over which experts are distributed: a divisor of model.n_experts
+    and of data_parallel_shard_degree x context_parallel_degree."""
     context_parallel_degree: int = Field(1, ge=1)
     """Number of ranks that share a sequence."""
     context_parallel_rotate_method: Rotation = "allgather"

@@ -111,7 +111,8 @@ class DcpCheckpoint:
             place = layout.file, layout.begin
             return self._files.block(place, layout.dtype, layout.strides, at, shape)
 
-        return assemble(entry.dtype, offsets, sizes, entry.chunks, block)
+        where = f"{self.folder}: {name}"
+        return assemble(entry.dtype, offsets, sizes, entry.chunks, block, where)
 
     @property
     def files(self) -> set[str]:

@@ -16,6 +16,7 @@ from torchtitan.checkpoint.folder import look_at, read_state
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.config import ConfigError
+from torchtitan.digest import digest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,7 +71,8 @@ def verify(checkpoint: Path) -> tuple[bool, list[str]]:
 
 def _verify_dcp(checkpoint: Path) -> tuple[bool, list[str]]:
     try:
-        found = list(DcpCheckpoint(checkpoint).verify())
+        source = DcpCheckpoint(checkpoint)
+        found = [*source.verify(), *_doubled_experts(source, checkpoint)]
     except ConfigError as error:
         return False, [str(error)]
     if problems := [problem for problem in found if problem]:
@@ -100,8 +102,26 @@ def damage(checkpoint: Path) -> Iterator[str]:
 def _wrong_digests(checkpoint: Path) -> Iterator[str]:
     source = SavedTensors(checkpoint)
     for name in source.shapes():
-        if not source.is_intact(name, source.read(name)):
+        tensor = source.read(name)
+        if not source.is_intact(name, tensor):
             yield f"{checkpoint}: damaged: {name} does not match its digest"
+    yield from _doubled_experts(source, checkpoint)
+
+
+def _doubled_experts(source: TensorSource, checkpoint: Path) -> Iterator[str]:
+    """Find experts with the same weights, as in files that have one rank's experts for all."""
+    for name, (_, shape) in source.shapes().items():
+        if not (_is_weight(name) and ".experts." in name and len(shape) == 3):
+            continue
+        first: dict[int, int] = {}
+        for number, expert in enumerate(weight := source.read(name)):
+            same = first.setdefault(int(digest(expert)), number)
+            if same != number and torch.equal(weight[same], expert):
+                yield (
+                    f"{checkpoint}: {name} has expert {same} again as expert {number}, so another "
+                    "is missing"
+                )
+                break
 
 
 @dataclass(frozen=True)

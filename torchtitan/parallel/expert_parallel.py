@@ -45,7 +45,7 @@ def apply(part: nn.Module, mesh: DeviceMesh) -> None:
             if not isinstance(module, SplitExperts):
                 module.__class__ = PlacedExperts
             group = mesh.get_group("ep")
-            module.exchange = _Exchange(group, len(module.w1) // group.size())
+            module.exchange = _RowExchange(group, len(module.w1) // group.size())
 
 
 class PlacedExperts(Experts):
@@ -55,7 +55,7 @@ class PlacedExperts(Experts):
         return self.mix(x, scores, chosen, *map(local, (self.w1, self.w2, self.w3)))
 
 
-class _Exchange:
+class _RowExchange:
     """Computes rows on the ranks of a group, each of which has some of the experts."""
 
     def __init__(self, group: dist.ProcessGroup, own: int) -> None:
