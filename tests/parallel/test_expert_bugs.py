@@ -11,20 +11,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests import layouts, tiny
-from tests.checkpoint import test_expert_weights, test_resume
+from tests import layouts
+from tests.checkpoint import test_expert_weights
 from tests.layouts import FAMILIES, SPARSE, case
 from tests.parallel import test_parity
 from tests.parallel.test_families import APART, BALANCED
-from tests.ranks import run_ranks
-from tests.runs import losses, train
 from tests.small_weights import run
 from tests.tiers import tiers
 from tests.unit import test_expert_loads
 from tests.unit.models import test_qwen3_moe
-from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
 from torchtitan.checks import mixtures
+from torchtitan.config import PlannedWorld
 from torchtitan.expert_loads import ExpertLoads
 from torchtitan.models.experts import Router
 from torchtitan.optim import norm
@@ -84,21 +82,10 @@ def logits(_: Path) -> None:
     test_qwen3_moe.test_logits_and_gradients_equal_those_of_transformers(change)
 
 
-def resume(folder: Path) -> None:
-    """A run goes on in the same layout as if it had not stopped."""
-    layout = FAMILIES[APART]["EP 2"]
-    for name, steps in (("whole", (4,)), ("halves", (2, 4))):
-        for step in steps:
-            run_ranks(train, 2, test_resume.recipe(folder / name, layout, step))
-    expected, found = (losses(folder / name) for name in ("whole", "halves"))
-    off = max(abs(found[step] - loss) for step, loss in expected.items())
-    assert off <= 1e-5, f"the loss is off by {off}"
-
-
 def refusal(_: Path) -> None:
     """A layout without an equal number of experts on each rank is refused."""
     layout = case(shard=4, expert_parallel_degree=4).of(**SPARSE)
-    found = tiny.problems(layouts.job(layout, "AdamW"), ranks=4)
+    found = mixtures.parallelism(layouts.job(layout, "AdamW"), PlannedWorld(4, "cpu"))
     assert any("does not divide the 6 experts" in each.message for each in found), "is not refused"
 
 
@@ -240,20 +227,6 @@ BUGS = {
         (Edit(norm, "combined", "if not placement.is_replicate():", "if True:"),),
         parity(APART, "EP 2, HSDP 2 x 2"),
         "the gradient norm is off",
-    ),
-    "a checkpoint has the experts of one rank, as often as there are ranks": Bug(
-        "KempnerForge#202, UniRL#158",
-        (
-            Edit(
-                *(SavedTensors, "read"),
-                "entry = self.index[name]",
-                "entry = self.index[name]\n"
-                "    if '.experts.' in name and offsets is not None:\n"
-                "        offsets = (offsets[0] % 3, *offsets[1:])",
-            ),
-        ),
-        resume,
-        OFF,
     ),
     "a number of ranks that does not divide the experts is accepted": Bug(
         "torchtitan#4258",
