@@ -17,6 +17,7 @@ from tests.layouts import (
     FULL,
     LAYOUTS,
     NO_SEQUENCE,
+    OF_LATENT,
     QWEN3,
     SPARSE,
     TO_BALANCE,
@@ -39,7 +40,7 @@ from torchtitan.checkpoint.storage import SavedTensors
 
 pytestmark = test_compile.pytestmark  # warnings of the compiler
 TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
-BALANCED = "Qwen3-MoE, balanced"
+BALANCED, LATENTS = "Qwen3-MoE, balanced", "DeepSeek-V3"
 ALL = [(family, name) for family, cases in FAMILIES.items() for name in cases if family != "Llama"]
 DAILY = [
     ("Qwen3", "TP 2"),
@@ -51,6 +52,7 @@ DAILY = [
     *(("Qwen3-MoE", name) for name in ("FSDP 4", "CP 2, ring", "PP 2, ZBVZeroBubble")),
     ("Qwen3-MoE", "FSDP 2, operators recomputed"),
     *((BALANCED, name) for name in ("TP 2", "PP 2, ZBVZeroBubble")),
+    *((LATENTS, name) for name in ("TP 2", "TP 2, no sequence parallelism", "CP 2, ring")),
 ]
 IN_GATE = {
     "Qwen3": (
@@ -65,6 +67,7 @@ IN_GATE = {
         *("TP 2, loss in chunks", "PP 2, 1F1B, all auxiliary losses", "FSDP 2, Float8 rowwise"),
     ),
     BALANCED: [name for name in TO_BALANCE if (BALANCED, name) not in DAILY],
+    LATENTS: [name for name in OF_LATENT if (LATENTS, name) not in DAILY],
     TIED: ("TP 2", "TP 2, loss in chunks"),
     WINDOWED: ("FSDP 2, operators recomputed", "PP 2, documents", "CP 2, ring"),
 }

@@ -13,6 +13,8 @@ rank keeps a part of its sequence; without, every rank keeps all of it.
     whole      whole       stream                 stream
     gather     -           stream -> whole        -
     columns    rows (*)    whole                  a part of the features
+    gathered columns  rows (*)  stream -> whole   a part of the features
+    gathered   -           stream -> whole        whole, with the gradient of a part of the heads
     rows       columns     a part of the features partial sums -> stream
     logits     rows (*)    stream -> whole        a part of the vocabulary, or whole
     router     whole       stream                 stream -> whole
@@ -57,11 +59,13 @@ class Style(NamedTuple):
     """Placement to which the input is redistributed before the module runs."""
     left: "Placement | None"
     """Placement to which the output is redistributed; None: it is left unchanged."""
+    gradient: "Placement | None" = None
+    """Placement of the output's gradient; None: that of the output."""
 
 
 def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Style]:
     """Return the table above."""
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     whole, rows, columns, features = Replicate(), Shard(0), Shard(1), Shard(2)
     heads = Shard(2)
@@ -74,6 +78,8 @@ def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Sty
         "whole": Style(whole, given=stream, needed=stream, left=stream),
         "input_gather": Style(None, given=stream, needed=whole, left=None),
         "colwise": Style(rows, given=whole, needed=whole, left=features),
+        "gathered_colwise": Style(rows, given=stream, needed=whole, left=features),
+        "gathered": Style(None, given=stream, needed=whole, left=whole, gradient=Partial()),
         "rowwise": Style(columns, given=features, needed=features, left=stream),
         "logits": Style(rows, given=stream, needed=whole, left=logits),
         "router": Style(whole, given=stream, needed=stream, left=None),
@@ -167,7 +173,9 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
     def leave(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
         assert style.left is not None
         output = output.redistribute(placements=[style.left])
-        local: Tensor = (wire.shrink_gradient(output) if wire else output).to_local()
+        gradient = [style.gradient] if style.gradient else None
+        output = wire.shrink_gradient(output) if wire else output
+        local: Tensor = output.to_local(grad_placements=gradient)
         return local
 
     module.register_forward_pre_hook(enter)

@@ -98,44 +98,47 @@ class LatentAttention(nn.Module):
     def __init__(self, args: LatentArgs, rope: RotaryEmbedding) -> None:
         super().__init__()
         self.rope, self.factor = rope, args.logits_factor
-        self.latent_rank, self.plain_dim = args.latent_rank, args.plain_dim
-        self.rotated_dim, self.value_dim = args.rotated_dim, args.value_dim
-        queries, self.query_rank = args.n_heads * args.head_size, args.query_rank
-        if self.query_rank:
-            self.wq_a = nn.Linear(args.dim, self.query_rank, bias=False)
-            self.wq_a_norm = nn.RMSNorm(self.query_rank, eps=LATENT_EPS)
-            self.wq_b = nn.Linear(self.query_rank, queries, bias=False)
+        self.query_parts = [args.plain_dim, args.rotated_dim]
+        self.key_parts = [args.plain_dim, args.value_dim]
+        self.latent_parts = [args.latent_rank, args.rotated_dim]
+        queries, rank = args.n_heads * args.head_size, args.query_rank
+        self.has_rank = rank > 0
+        if self.has_rank:
+            self.wq_a = nn.Linear(args.dim, rank, bias=False)
+            self.wq_a_norm = nn.RMSNorm(rank, eps=LATENT_EPS)
+            self.wq_b = nn.Linear(rank, queries, bias=False)
         else:
             self.wq = nn.Linear(args.dim, queries, bias=False)
-        self.wkv_a = nn.Linear(args.dim, args.latent_rank + args.rotated_dim, bias=False)
+        self.wkv_a = nn.Linear(args.dim, sum(self.latent_parts), bias=False)
         self.wkv_a_norm = nn.RMSNorm(args.latent_rank, eps=LATENT_EPS)
-        keys_and_values = args.n_heads * (args.plain_dim + args.value_dim)
-        self.wkv_b = nn.Linear(args.latent_rank, keys_and_values, bias=False)
+        self.wkv_b = nn.Linear(args.latent_rank, args.n_heads * sum(self.key_parts), bias=False)
         self.shared_key = SharedKey(args.rotated_dim)
         self.wo = nn.Linear(args.n_heads * args.value_dim, args.dim, bias=False)
         self.attend = SelfAttention(args.sliding_window)
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
-        # The number of heads is inferred, since tensor parallelism leaves only some on this rank.
-        has_latent = self.query_rank > 0
-        q: Tensor = self.wq_b(self.wq_a_norm(self.wq_a(x))) if has_latent else self.wq(x)
-        plain, rotated = torch.unflatten(q, -1, (-1, self.plain_dim + self.rotated_dim)).split(
-            (self.plain_dim, self.rotated_dim), dim=-1
-        )  # (B, S, H, N or R)
-        latent, key = self.wkv_a(x).split((self.latent_rank, self.rotated_dim), dim=-1)
-        kv: Tensor = self.wkv_b(self.wkv_a_norm(latent))
-        k, v = torch.unflatten(kv, -1, (-1, self.plain_dim + self.value_dim)).split(
-            (self.plain_dim, self.value_dim), dim=-1
-        )  # (B, S, H, N or V)
+        q: Tensor = self.wq_b(self.wq_a_norm(self.wq_a(x))) if self.has_rank else self.wq(x)
+        plain, rotated = _heads(q, self.query_parts)  # (B, S, H, N or R)
+        latent, key = torch.split(self.wkv_a(x), self.latent_parts, dim=-1)
+        k, v = _heads(self.wkv_b(self.wkv_a_norm(latent)), self.key_parts)  # (B, S, H, N or V)
         key = self.rope(self.shared_key(key)[:, :, None], positions)  # (B, S, 1, R)
         q = torch.cat((plain, self.rope(rotated, positions)), dim=-1)  # (B, S, H, N + R)
         if self.factor != 1:
             q = q * self.factor
         k = torch.cat((k, key.expand(-1, -1, k.shape[2], -1)), dim=-1)
-        v = F.pad(v, (0, q.shape[-1] - self.value_dim))
+        width = v.shape[-1]
+        v = F.pad(v, (0, q.shape[-1] - width))
         mixed = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents)
-        out: Tensor = self.wo(mixed[..., : self.value_dim].transpose(1, 2).flatten(2))
+        out: Tensor = self.wo(mixed[..., :width].transpose(1, 2).flatten(2))
         return out
+
+
+def _heads(x: Tensor, parts: list[int]) -> tuple[Tensor, ...]:
+    """Cut features (B, S, H E) into the two parts of each head.
+
+    The number of heads is inferred, since tensor parallelism leaves only some on this rank.
+    """
+    return torch.split(torch.unflatten(x, -1, (-1, sum(parts))), parts, dim=-1)
 
 
 class LatentBlock(SparseBlock):
