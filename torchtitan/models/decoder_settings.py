@@ -131,6 +131,18 @@ class DecoderConfig(TextConfig):
         return dataclasses.replace(args, **overrides, rope_scaling=kept)
 
     def size_problems(self, args: DecoderArgs) -> Iterator[Problem]:
+        yield from self.head_problems(args)
+        scaling = args.rope_scaling
+        if isinstance(scaling, RopeScaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+            key = self.origin("rope_low_freq_factor", "rope_high_freq_factor", "rope_scaling")
+            message = (
+                f"the band between rope_low_freq_factor {scaling.low_freq_factor} and "
+                f"rope_high_freq_factor {scaling.high_freq_factor} is empty"
+            )
+            yield Problem(key, message)
+
+    def head_problems(self, args: DecoderArgs) -> Iterator[Problem]:
+        """Find sizes of heads that are invalid."""
         dim, heads, kv_heads = args.dim, args.n_heads, args.n_kv_heads
         if args.head_dim is None and dim % heads:
             key = self.origin("n_heads", "dim")
@@ -143,14 +155,6 @@ class DecoderConfig(TextConfig):
         if heads % kv_heads:
             message = f"the {kv_heads} key/value heads do not divide the {heads} query heads"
             yield Problem(self.origin("n_kv_heads", "n_heads"), message)
-        scaling = args.rope_scaling
-        if isinstance(scaling, RopeScaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
-            key = self.origin("rope_low_freq_factor", "rope_high_freq_factor", "rope_scaling")
-            message = (
-                f"the band between rope_low_freq_factor {scaling.low_freq_factor} and "
-                f"rope_high_freq_factor {scaling.high_freq_factor} is empty"
-            )
-            yield Problem(key, message)
 
 
 class YarnConfig(DecoderConfig):

@@ -74,7 +74,8 @@ class LatentArgs(SparseArgs):
         ranks, norms = self.latent_rank + self.query_rank, 1 + (self.query_rank > 0)
         in_float32 = 2 * self.rotated_dim + self.n_heads + 2 * ranks + norms
         in_float32 += self.rotated_dim * (itemsize == 4)
-        heads = self.n_heads * (4 * self.head_size + self.value_dim)
+        copied = self.value_dim * (self.value_dim < self.head_size)  # without what filled it up
+        heads = self.n_heads * (4 * self.head_size + copied)
         return 4 * in_float32 + itemsize * (self.dim + ranks + heads)
 
 

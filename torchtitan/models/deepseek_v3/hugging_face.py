@@ -11,8 +11,8 @@ from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.deepseek_v3.settings import DeepSeekV3Config
 from torchtitan.models.hugging_face import args_in, config_of, decoder_format
 
-CONTEXT = 4096
-"""Context without scaling."""
+CONTEXT = 8192
+"""Context of Moonlight, whose frequencies are not scaled."""
 FIXED = {
     "rope_interleave": True,
     "scoring_func": "sigmoid",

@@ -56,8 +56,7 @@ class DeepSeekV3Config(YarnConfig, SparseConfig):
         changed: Any = super().over(args)
         return replace(changed, n_kv_heads=changed.n_heads)
 
-    def size_problems(self, args: Any) -> Iterator[Problem]:
-        yield from super().size_problems(args)
+    def head_problems(self, args: Any) -> Iterator[Problem]:
         if args.rotated_dim % 2:
             message = f"got {args.rotated_dim}, which is odd, and rotary positions need pairs"
             yield Problem(self.origin("rotated_dim"), message)

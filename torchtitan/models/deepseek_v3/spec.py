@@ -113,13 +113,14 @@ def splits(args: Any) -> TensorSplits:
 
 def shrink(args: Any, needed: MinShape) -> Any:
     """Return the same structure, with heads of 12 elements, of which 4 are rotated."""
-    small = sparse_shrink(args, needed)
+    some = replace(args, n_kv_heads=args.n_heads // min(args.n_heads, 4))  # for several on a rank
+    small, multiple = sparse_shrink(some, needed), needed.tensor_ranks * 8
     groups = min(args.expert_groups, 4)
     return replace(
         small,
         n_kv_heads=small.n_heads,
-        query_rank=small.dim // 2 if args.query_rank else 0,
-        latent_rank=small.dim // 4,
+        query_rank=2 * multiple if args.query_rank else 0,
+        latent_rank=multiple,
         plain_dim=8,
         rotated_dim=4,
         value_dim=8,
