@@ -15,6 +15,7 @@ from tests.checkpoint import test_resume
 from tests.layouts import (
     FAMILIES,
     FULL,
+    LATENT,
     LAYOUTS,
     NO_SEQUENCE,
     OF_LATENT,
@@ -116,6 +117,28 @@ def test_experts_send_what_the_formulas_say(name: str, monkeypatch: pytest.Monke
     test_collectives.sends_what_the_formulas_say(EXPERTS_SEND[name].of(**SPARSE), monkeypatch)
 
 
+LATENTS_SEND = {
+    **EXPERTS_SEND,
+    "CP 2, ring": LAYOUTS["CP 2, ring"],
+    "CP 2 x TP 2, Ulysses": case(cp=2, tp=2, **ULYSSES),
+    "TP 2, no sequence parallelism, full recomputation": case(tp=2, recompute=FULL, **NO_SEQUENCE),
+}
+
+
+@pytest.mark.parametrize("name", tiers(LATENTS_SEND, ["TP 2, full recomputation"]))
+def test_latent_attention_sends_what_the_formulas_say(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_collectives.sends_what_the_formulas_say(LATENTS_SEND[name].of(**LATENT), monkeypatch)
+
+
+def test_latent_attention_sends_as_much_without_a_latent_vector_of_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = LAYOUTS["TP 2"].of(**LATENT, query_rank=0)
+    test_collectives.sends_what_the_formulas_say(layout, monkeypatch)
+
+
 @pytest.mark.gate
 def test_a_window_sends_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     test_collectives.sends_what_the_formulas_say(LAYOUTS["CP 2, ring"].of(**WINDOW), monkeypatch)
@@ -157,6 +180,7 @@ def test_experts_are_the_same_run_compiled(name: str) -> None:
     """A first block without them would be a graph of its own."""
     layout, graphs = test_compile.CASES[name]
     test_compile.is_the_same_run(layout.of(**SPARSE, dense_layers=0), graphs)
+    test_compile.is_the_same_run(layout.of(**LATENT, dense_layers=0), graphs)
 
 
 @pytest.mark.parametrize("is_balanced", [False, True], ids=["Qwen3", BALANCED])

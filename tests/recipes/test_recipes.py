@@ -38,6 +38,7 @@ every_large = pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 RANKS = {
     "debug_mixture": 1,
     "debug_model": 1,
+    "deepseek_v3_debug": 1,
     "llama3_1b": 8,
     "llama3_3b": 8,
     "llama3_405b": 512,

@@ -60,7 +60,7 @@ class Style(NamedTuple):
     left: "Placement | None"
     """Placement to which the output is redistributed; None: it is left unchanged."""
     gradient: "Placement | None" = None
-    """Placement of the output's gradient; None: that of the output."""
+    """Placement of the gradient of an output that is already placed as `left`, if it is another."""
 
 
 def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Style]:
@@ -172,10 +172,10 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
 
     def leave(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
         assert style.left is not None
+        if style.gradient is not None:  # which a redistribution would complete here, as above
+            return output.to_local(grad_placements=[style.gradient])
         output = output.redistribute(placements=[style.left])
-        gradient = [style.gradient] if style.gradient else None
-        output = wire.shrink_gradient(output) if wire else output
-        local: Tensor = output.to_local(grad_placements=gradient)
+        local: Tensor = (wire.shrink_gradient(output) if wire else output).to_local()
         return local
 
     module.register_forward_pre_hook(enter)

@@ -138,7 +138,7 @@ DEEPSEEK_V3 = replace(
         open_vocabulary=("debugmodel",),
         block=LatentBlock,  # type: ignore[arg-type]
         block_plan={
-            **{name: role for name, role in SPARSE_PLAN.items() if "attention." not in name},
+            **{n: role for n, role in SPARSE_PLAN.items() if n.partition(".")[0] != "attention"},
             **LATENT_PLAN,
         },
         optional=OF_QUERIES,
