@@ -75,12 +75,6 @@ class DecoderConfig(TextConfig):
     """Use the embedding matrix as the output projection (default: the flavor's)."""
 
     @classmethod
-    def sizes(cls) -> list[str]:
-        """Return the keys that are sizes; those of the type None are of other families."""
-        fields = cls.model_fields
-        return [key for key in super().sizes() if fields[key].annotation is not type(None)]
-
-    @classmethod
     def sizes_of(cls, args: DecoderArgs) -> dict[str, Any]:
         scaling = args.rope_scaling or cls.unscaled
         plain = {key: getattr(args, key) for key in cls.sizes() if key not in cls.rope}
@@ -162,13 +156,12 @@ class YarnConfig(DecoderConfig):
 
     rope: ClassVar[Mapping[str, str]] = YARN
     unscaled: ClassVar[RopeScaling | Yarn] = Yarn(factor=1.0)
+    # Not keys of this family, so they are refused as unknown.
+    rope_low_freq_factor: ClassVar[None] = None  # type: ignore[misc]
+    rope_high_freq_factor: ClassVar[None] = None  # type: ignore[misc]
 
     rope_scaling: float | None = Field(None, ge=1)
     """Divisor of low rotary frequencies, by YaRN; 1: none (default: the flavor's)."""
-    rope_low_freq_factor: None = None
-    """Not a size of this family, whose scaling is YaRN."""
-    rope_high_freq_factor: None = None
-    """Not a size of this family, whose scaling is YaRN."""
     rope_beta_fast: float | None = Field(None, gt=0)
     """Limit of turns in the original context above which a frequency is unchanged (default: the
     flavor's)."""

@@ -154,10 +154,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
     module.__class__ = SPLIT.get(type(module), type(module))
     if isinstance(module, nn.Embedding):
         module.forward = partial(_look_up, module)  # type: ignore[method-assign]
-    if (
-        type(module) is nn.Linear and style.weight == Replicate()
-    ):  # converted ones multiply themselves
-        module.forward = partial(_project, module)  # type: ignore[method-assign]
+    if type(module) is nn.Linear and style.weight == Replicate():  # converted multiply themselves
+        module.__class__ = WholeLinear
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = inputs
@@ -200,23 +198,23 @@ def _look_up(module: nn.Embedding, tokens: "DTensor") -> "DTensor":
     return DTensor.from_local(found, weight.device_mesh, [Partial()], run_check=False)
 
 
-def _project(module: nn.Linear, x: "DTensor") -> "DTensor":
-    """Multiply this rank's positions with the whole matrix, which every rank has.
+class WholeLinear(nn.Linear):
+    """Linear that multiplies this rank's positions with the whole matrix, which every rank has.
 
     On plain tensors, since torch 2.11's DTensor does not fold a split sequence into a batch.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    weight = module.weight
-    assert isinstance(weight, DTensor)
-    grads = Partial() if x.placements[0].is_shard() else Replicate()
-    matrix, bias = (
-        each.to_local(grad_placements=[grads]) if isinstance(each, DTensor) else None
-        for each in (weight, module.bias)
-    )
-    assert matrix is not None
-    product = F.linear(x.to_local(), matrix, bias)
-    return DTensor.from_local(product, x.device_mesh, x.placements, run_check=False)
+    def forward(self, x: "DTensor") -> "DTensor":  # type: ignore[override]
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        grads = Partial() if x.placements[0].is_shard() else Replicate()
+        matrix, bias = (
+            each.to_local(grad_placements=[grads]) if isinstance(each, DTensor) else None
+            for each in (self.weight, self.bias)
+        )
+        assert matrix is not None
+        product = F.linear(x.to_local(), matrix, bias)
+        return DTensor.from_local(product, x.device_mesh, x.placements, run_check=False)
 
 
 class SplitRouter(Router):

@@ -36,10 +36,10 @@ class DeepSeekV3Config(YarnConfig, SparseConfig):
         "dense_layers": "first_k_dense_replace",
     }
 
-    n_kv_heads: None = None
-    """Not a size of this family: each query head has its key."""
-    head_dim: None = None
-    """Not a size of this family: a head has plain_dim + rotated_dim elements."""
+    # Not keys of this family, so they are refused as unknown: each query head has its key, and a
+    # head has plain_dim + rotated_dim elements.
+    n_kv_heads: ClassVar[None] = None  # type: ignore[misc]
+    head_dim: ClassVar[None] = None  # type: ignore[misc]
     query_rank: int | None = Field(None, ge=0)
     """Width of the latent vector of queries; 0: there is none (default: the flavor's)."""
     latent_rank: int | None = Field(None, gt=0)
