@@ -132,6 +132,7 @@ def test_latent_attention_sends_what_the_formulas_say(
     test_collectives.sends_what_the_formulas_say(LATENTS_SEND[name].of(**LATENT), monkeypatch)
 
 
+@pytest.mark.gate
 def test_latent_attention_sends_as_much_without_a_latent_vector_of_queries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
