@@ -94,7 +94,8 @@ def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
     output = capsys.readouterr().out
     assert output.startswith(f"valid on {ranks} rank")
     assert re.search(
-        r"(llama3|qwen3\w*) .*: [\d,]+ parameters( \([\d,]+ used by a token\))?, ", output
+        r"(llama3|qwen3\w*|deepseek_v3) .*: [\d,]+ parameters( \([\d,]+ used by a token\))?, ",
+        output,
     )
 
 
