@@ -385,6 +385,15 @@ EXPERT_PARALLEL = {
 }
 """Ranks have different experts: of EP n, each n neighbors that share parameters have all."""
 WINDOW = {"sliding_window": 9}
+LATENT = {"name": "tiny_latent"}
+"""Latent attention, and experts in groups with a bias that moves."""
+OF_LATENT = (
+    *("FSDP 2, accumulating 4", "FSDP 2, operators recomputed", "HSDP 2 x 2", "CP 2, ring"),
+    *("CP 2, Ulysses, documents", "TP 2", "TP 2, no sequence parallelism", "TP 4"),
+    *("TP 2, operators recomputed", "CP 2 x TP 2", "PP 2, Interleaved1F1B", "PP 2, ZBVZeroBubble"),
+    *("FSDP 2 x TP 2 x PP 2", "CP 2 x TP 2, documents, all auxiliary losses"),
+    *("PP 2, 1F1B, all auxiliary losses", "FSDP 2 x TP 2, no sequence parallelism"),
+)
 FAMILIES: dict[str, dict[str, Case]] = {
     "Llama": LAYOUTS,
     "Qwen3": {name: layout.of(**QWEN3) for name, layout in LAYOUTS.items()},
@@ -398,6 +407,7 @@ FAMILIES: dict[str, dict[str, Case]] = {
         name: balanced(layout) for name, layout in LAYOUTS.items() if name in TO_BALANCE
     },
     "Qwen3-MoE, expert parallelism": EXPERT_PARALLEL,
+    "DeepSeek-V3": {name: LAYOUTS[name].of(**LATENT) for name in OF_LATENT},
     "Llama, sliding window": {
         name: layout.of(**WINDOW)
         for name, layout in LAYOUTS.items()

@@ -13,6 +13,9 @@ from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
+from torchtitan.models.deepseek_v3.attention import LatentArgs
+from torchtitan.models.deepseek_v3.spec import DEEPSEEK_V3
+from torchtitan.models.layers import Yarn
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.qwen3.spec import QWEN3
 from torchtitan.models.qwen3_moe.spec import QWEN3_MOE
@@ -87,6 +90,23 @@ SPARSE = {
     name: SparseArgs(**vars(args), **ROUTED) for name, args in NORMED.items() if args.n_layers > 1
 }
 MODELS["tiny_sparse"] = dataclasses.replace(QWEN3_MOE, name="tiny_sparse", flavors=SPARSE)
+# Each width another, and groups of experts, one of them shared.
+WIDTHS = {"query_rank": 24, "latent_rank": 16, "plain_dim": 8, "rotated_dim": 4, "value_dim": 10}
+GROUPED = {"shared_dim": 32, "router_scale": 2.5, "expert_groups": 3, "top_groups": 2}
+LATENT: dict[str, Any] = {
+    **ROUTED,
+    **WIDTHS,
+    **GROUPED,
+    "router_scores": "sigmoid",
+    "router_bias": True,
+    "rope_scaling": Yarn(factor=4.0, original_context=16, mscale_all_dim=1.0),
+}
+LATENTS = {
+    name: LatentArgs(**vars(args) | LATENT | {"n_kv_heads": args.n_heads})
+    for name, args in FLAVORS.items()
+    if args.n_layers > 1
+}
+MODELS["tiny_latent"] = dataclasses.replace(DEEPSEEK_V3, name="tiny_latent", flavors=LATENTS)
 
 
 def problems(

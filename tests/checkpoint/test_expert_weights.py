@@ -72,11 +72,11 @@ def changed(folder: Path, destination: Path, change: Any) -> Path:
     return destination
 
 
-def fuse(tensors: dict[str, torch.Tensor], keeps: bool = False) -> None:
+def fuse(tensors: dict[str, torch.Tensor], keeps: bool = False, experts: int = 11) -> None:
     """Replace the tensors of experts as transformers 5 has them in memory."""
     take = tensors.get if keeps else tensors.pop
     gate, up, down = (
-        torch.stack([take(f"{MLP}.experts.{e}.{kind}_proj.weight") for e in range(11)])  # type: ignore[operator, misc]
+        torch.stack([take(f"{MLP}.experts.{e}.{kind}_proj.weight") for e in range(experts)])  # type: ignore[operator, misc]
         for kind in ("gate", "up", "down")
     )
     tensors[f"{MLP}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)

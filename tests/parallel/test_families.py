@@ -17,6 +17,7 @@ from tests.layouts import (
     EXPERT_PARALLEL,
     FAMILIES,
     FULL,
+    LATENT,
     LAYOUTS,
     NO_SEQUENCE,
     QWEN3,
@@ -42,6 +43,7 @@ from torchtitan.checkpoint.storage import SavedTensors
 pytestmark = test_compile.pytestmark  # warnings of the compiler
 TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
 BALANCED, APART = "Qwen3-MoE, balanced", "Qwen3-MoE, expert parallelism"
+LATENTS = "DeepSeek-V3"
 ALL = [(family, name) for family, cases in FAMILIES.items() for name in cases if family != "Llama"]
 DAILY = [
     ("Qwen3", "TP 2"),
@@ -54,6 +56,7 @@ DAILY = [
     ("Qwen3-MoE", "FSDP 2, operators recomputed"),
     *((BALANCED, name) for name in ("TP 2", "PP 2, ZBVZeroBubble")),
     *((APART, name) for name in ("EP 2", "EP 2, FSDP 2 x TP 2, operators recomputed")),
+    *((LATENTS, name) for name in ("TP 2", "TP 2, no sequence parallelism", "CP 2, ring")),
 ]
 IN_GATE = {
     "Qwen3": ("FSDP 2, operators recomputed", "TP 4", "FSDP 2 x TP 2", "PP 2, Interleaved1F1B"),
@@ -68,6 +71,10 @@ IN_GATE = {
         "EP 2, FSDP 2 x PP 2, ZBVZeroBubble, full recomputation",
     ),
     BALANCED: [name for name in TO_BALANCE if (BALANCED, name) not in DAILY],
+    LATENTS: (
+        *("FSDP 2, operators recomputed", "CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),
+        *("FSDP 2 x TP 2 x PP 2", "CP 2 x TP 2, documents, all auxiliary losses"),
+    ),
     TIED: ("TP 2", "TP 2, loss in chunks"),
     WINDOWED: ("FSDP 2, operators recomputed", "PP 2, documents", "CP 2, ring"),
 }
@@ -133,6 +140,29 @@ def test_experts_apart_send_what_the_formulas_say(
     test_collectives.sends_what_the_formulas_say(APART_SEND[name], monkeypatch)
 
 
+LATENTS_SEND = {
+    **EXPERTS_SEND,
+    "CP 2, ring": LAYOUTS["CP 2, ring"],
+    "CP 2 x TP 2, Ulysses": case(cp=2, tp=2, **ULYSSES),
+    "TP 2, no sequence parallelism, full recomputation": case(tp=2, recompute=FULL, **NO_SEQUENCE),
+}
+
+
+@pytest.mark.parametrize("name", tiers(LATENTS_SEND, ["TP 2, full recomputation"]))
+def test_latent_attention_sends_what_the_formulas_say(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_collectives.sends_what_the_formulas_say(LATENTS_SEND[name].of(**LATENT), monkeypatch)
+
+
+@pytest.mark.gate
+def test_latent_attention_sends_as_much_without_a_latent_vector_of_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = LAYOUTS["TP 2"].of(**LATENT, query_rank=0)
+    test_collectives.sends_what_the_formulas_say(layout, monkeypatch)
+
+
 @pytest.mark.gate
 def test_a_window_sends_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     test_collectives.sends_what_the_formulas_say(LAYOUTS["CP 2, ring"].of(**WINDOW), monkeypatch)
@@ -187,6 +217,7 @@ def test_experts_are_the_same_run_compiled(name: str) -> None:
     """A first block without them would be a graph of its own."""
     layout, graphs = test_compile.CASES[name]
     test_compile.is_the_same_run(layout.of(**SPARSE, dense_layers=0), graphs)
+    test_compile.is_the_same_run(layout.of(**LATENT, dense_layers=0), graphs)
 
 
 @pytest.mark.parametrize("is_balanced", [False, True], ids=["Qwen3", BALANCED])

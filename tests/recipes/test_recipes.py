@@ -38,6 +38,7 @@ every_large = pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 RANKS = {
     "debug_mixture": 1,
     "debug_model": 1,
+    "deepseek_v3_debug": 1,
     "llama3_1b": 8,
     "llama3_3b": 8,
     "llama3_405b": 512,
@@ -93,7 +94,8 @@ def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
     output = capsys.readouterr().out
     assert output.startswith(f"valid on {ranks} rank")
     assert re.search(
-        r"(llama3|qwen3\w*) .*: [\d,]+ parameters( \([\d,]+ used by a token\))?, ", output
+        r"(llama3|qwen3\w*|deepseek_v3) .*: [\d,]+ parameters( \([\d,]+ used by a token\))?, ",
+        output,
     )
 
 

@@ -17,11 +17,15 @@ from torchtitan.comm import Unit
 from torchtitan.estimate import traffic_formulas as formulas
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.experts import MixtureOfExperts, Router
+from torchtitan.models.spec import TensorRole
 from torchtitan.optim import OptimizerConfig, name_parameters
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.sharding import ShardingConfig
 from torchtitan.parallel.work import Part, Traffic, Work
 from torchtitan.tasks import TASKS
+
+GATHERED: tuple[TensorRole, ...] = ("input_gather", "gathered_colwise", "gathered", "experts")
+"""Roles of modules in blocks whose input is gathered."""
 
 
 def of_step(
@@ -84,19 +88,20 @@ def _of_activations(part: Part) -> Iterator[Traffic]:
         for name in names:
             again[roles[name]] += part.recomputations(name)
         # Recomputation stops when the backward's inputs are ready: before a block's own output.
+        summed = [name for name in names if roles[name] in ("rowwise", "experts")]
         ended = [
-            b for b in part.recomputed_blocks if any(name.startswith(f"{b}.") for name in names)
+            b for b in part.recomputed_blocks if any(name.startswith(f"{b}.") for name in summed)
         ]
         ends = sum(map(part.recomputations, ended))
         # Selective recomputation keeps the results of reduce-scatters.
         keeps_sums = work.recomputation.by_operator and work.splits_stream
         yield from formulas.of_stream(
             size,
-            gathers=(counts["input_gather"] + counts["experts"] + counts["logits"] * work.heads)
+            gathers=(sum(counts[role] for role in GATHERED) + counts["logits"] * work.heads)
             * work.times,
             sums=(counts["rowwise"] + counts["experts"] + counts["embedding"] * work.heads)
             * work.times,
-            more_gathers=again["input_gather"] + again["experts"],
+            more_gathers=sum(again[role] for role in GATHERED),
             more_sums=0 if keeps_sums else again["rowwise"] + again["experts"] - ends,
             split=work.splits_stream,
         )
@@ -144,6 +149,9 @@ def _of_experts(part: Part) -> Iterator[Traffic]:
 def _hidden(part: Part, name: str) -> int:
     """Return the bytes of the hidden states that are the input or output of a module."""
     work = part.work
+    if part.roles[name].startswith("gathered"):  # its input may be narrower
+        features: int = part.module.get_submodule(name).in_features  # type: ignore[assignment]
+        return work.tokens(name) * features * work.precision.compute.itemsize
     if part.roles[name] == "logits":
         return work.outputs * work.hidden(work.order[-1]) // work.tokens(work.order[-1])
     return work.hidden(next((b for b in work.order if name.startswith(f"{b}.")), ""))
@@ -154,7 +162,7 @@ def _of_norms(part: Part, sharding: ShardingConfig) -> Iterator[Traffic]:
     work, precision = part.work, part.work.precision
     dtype = precision.compute if work.shards else precision.parameters
     sums = sharding.reductions(work.passes, work.microbatches) if work.shards else 1
-    summed = ("norm", "head_norm", "router") if work.splits_stream else ("head_norm",)
+    summed = ("norm", "whole", "head_norm", "router") if work.splits_stream else ("head_norm",)
     for name in (name for name, role in part.roles.items() if role in summed):
         for weight in part.module.get_submodule(name).parameters():
             yield from formulas.of_norms(weight.numel() * dtype.itemsize, sums=sums)

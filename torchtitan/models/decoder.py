@@ -22,6 +22,7 @@ from torchtitan.models.layers import (
     RopeScaling,
     RotaryEmbedding,
     TiedOutput,
+    Yarn,
 )
 from torchtitan.models.output import AuxiliaryHead, LinearLoss
 from torchtitan.models.prediction import AheadModule
@@ -42,7 +43,7 @@ class DecoderArgs:
     vocab_size: int
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
     tied: bool = False  # logits come from the embedding matrix; there is no `output.weight`
     head_dim: int | None = None  # None: dim / n_heads
     head_norms: bool = False  # whether queries and keys of each head are normalized
@@ -56,9 +57,37 @@ class DecoderArgs:
         return self.head_dim or self.dim // self.n_heads
 
     @property
+    def rotated_size(self) -> int:
+        """Number of rotated elements of a head."""
+        return self.head_size
+
+    @property
     def ahead(self) -> int:
         """Number of tokens after the next that a batch must provide for each token."""
         return max(self.multi_token, *(head.ahead for head in self.auxiliary_heads), 0)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Number of parameters of a block's attention."""
+        heads = 2 * (self.n_heads + self.n_kv_heads) * self.head_size
+        return self.dim * heads + 2 * self.head_size * self.head_norms
+
+    @property
+    def attended_size(self) -> int:
+        """Number of elements of a key and its value, for all query heads."""
+        return 2 * self.n_heads * self.head_size
+
+    def attention_kept(self, itemsize: int) -> int:
+        """Bytes per token that attention keeps for its backward, its input included.
+
+        Sines and cosines, the log-sum-exp and norms of heads are float32. Kept in the computed
+        dtype are the input, queries, keys and values, and the mixed values.
+        """
+        heads, keys = self.n_heads * self.head_size, self.n_kv_heads * self.head_size
+        in_float32 = 2 * self.head_size + self.n_heads
+        if self.head_norms:
+            in_float32 += 2 * (heads + keys) + self.n_heads + self.n_kv_heads
+        return 4 * in_float32 + itemsize * (self.dim + 2 * heads + 2 * keys)
 
     @property
     def ffn_parameters(self) -> int:
@@ -109,7 +138,7 @@ class Decoder(nn.Module):
         self, args: DecoderArgs, seq_len: int, block: BlockBuilder = TransformerBlock
     ) -> None:
         super().__init__()
-        self.rope = RotaryEmbedding(args.head_size, args.rope_theta, args.rope_scaling, seq_len)
+        self.rope = RotaryEmbedding(args.rotated_size, args.rope_theta, args.rope_scaling, seq_len)
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # A dict, so that the first block of a later pipeline stage is still called `layers.16`,
         # say.

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from torchtitan.config import Problem, RecipeError, show
 from torchtitan.models.decoder import DecoderArgs
-from torchtitan.models.layers import RopeScaling
+from torchtitan.models.layers import RopeScaling, Yarn
 from torchtitan.models.settings import MAX_LAYERS, MAX_SIZE, TextConfig
 
 ROPE = {
@@ -18,6 +18,15 @@ ROPE = {
     "rope_original_context": "original_context",
 }
 """Fields of `RopeScaling` by key."""
+YARN = {
+    "rope_scaling": "factor",
+    "rope_original_context": "original_context",
+    "rope_beta_fast": "beta_fast",
+    "rope_beta_slow": "beta_slow",
+    "rope_mscale": "mscale",
+    "rope_mscale_all_dim": "mscale_all_dim",
+}
+"""Fields of `Yarn` by key."""
 
 
 class DecoderConfig(TextConfig):
@@ -26,6 +35,10 @@ class DecoderConfig(TextConfig):
     args_type: ClassVar[type[DecoderArgs]] = DecoderArgs
     theirs: ClassVar[Mapping[str, str]] = {}
     """Names of sizes that only this family has in Hugging Face's config.json."""
+    rope: ClassVar[Mapping[str, str]] = ROPE
+    """Fields of the scaling of rotary frequencies by key."""
+    unscaled: ClassVar[RopeScaling | Yarn] = RopeScaling(factor=1.0)
+    """Scaling with the factor 1, which is none, and otherwise the defaults of the family."""
 
     dim: int | None = Field(None, gt=0)
     """Width of the residual stream (default: the flavor's)."""
@@ -63,9 +76,9 @@ class DecoderConfig(TextConfig):
 
     @classmethod
     def sizes_of(cls, args: DecoderArgs) -> dict[str, Any]:
-        scaling = args.rope_scaling or RopeScaling(factor=1.0)
-        plain = {key: getattr(args, key) for key in cls.sizes() if key not in ROPE}
-        return plain | {key: getattr(scaling, name) for key, name in ROPE.items()}
+        scaling = args.rope_scaling or cls.unscaled
+        plain = {key: getattr(args, key) for key in cls.sizes() if key not in cls.rope}
+        return plain | {key: getattr(scaling, name) for key, name in cls.rope.items()}
 
     @classmethod
     def checked(
@@ -106,12 +119,24 @@ class DecoderConfig(TextConfig):
 
     def over(self, args: DecoderArgs) -> DecoderArgs:  # type: ignore[override]
         overrides = self.overrides()
-        scaling = {name: overrides.pop(key) for key, name in ROPE.items() if key in overrides}
-        changed = dataclasses.replace(args.rope_scaling or RopeScaling(factor=1.0), **scaling)
+        scaling = {name: overrides.pop(key) for key, name in self.rope.items() if key in overrides}
+        changed = dataclasses.replace(args.rope_scaling or self.unscaled, **scaling)
         kept = changed if changed.factor > 1 else None
         return dataclasses.replace(args, **overrides, rope_scaling=kept)
 
     def size_problems(self, args: DecoderArgs) -> Iterator[Problem]:
+        yield from self.head_problems(args)
+        scaling = args.rope_scaling
+        if isinstance(scaling, RopeScaling) and scaling.high_freq_factor <= scaling.low_freq_factor:
+            key = self.origin("rope_low_freq_factor", "rope_high_freq_factor", "rope_scaling")
+            message = (
+                f"the band between rope_low_freq_factor {scaling.low_freq_factor} and "
+                f"rope_high_freq_factor {scaling.high_freq_factor} is empty"
+            )
+            yield Problem(key, message)
+
+    def head_problems(self, args: DecoderArgs) -> Iterator[Problem]:
+        """Find sizes of heads that are invalid."""
         dim, heads, kv_heads = args.dim, args.n_heads, args.n_kv_heads
         if args.head_dim is None and dim % heads:
             key = self.origin("n_heads", "dim")
@@ -124,11 +149,38 @@ class DecoderConfig(TextConfig):
         if heads % kv_heads:
             message = f"the {kv_heads} key/value heads do not divide the {heads} query heads"
             yield Problem(self.origin("n_kv_heads", "n_heads"), message)
+
+
+class YarnConfig(DecoderConfig):
+    """A decoder whose rotary frequencies are scaled by YaRN."""
+
+    rope: ClassVar[Mapping[str, str]] = YARN
+    unscaled: ClassVar[RopeScaling | Yarn] = Yarn(factor=1.0)
+    # Not keys of this family, so they are refused as unknown.
+    rope_low_freq_factor: ClassVar[None] = None  # type: ignore[misc]
+    rope_high_freq_factor: ClassVar[None] = None  # type: ignore[misc]
+
+    rope_scaling: float | None = Field(None, ge=1)
+    """Divisor of low rotary frequencies, by YaRN; 1: none (default: the flavor's)."""
+    rope_beta_fast: float | None = Field(None, gt=0)
+    """Limit of turns in the original context above which a frequency is unchanged (default: the
+    flavor's)."""
+    rope_beta_slow: float | None = Field(None, gt=0)
+    """Limit of turns in the original context below which a frequency is divided by rope_scaling
+    (default: the flavor's)."""
+    rope_mscale: float | None = Field(None, ge=0)
+    """Growth of rotated elements with rope_scaling (default: the flavor's)."""
+    rope_mscale_all_dim: float | None = Field(None, ge=0)
+    """Growth of all elements of queries and keys with rope_scaling, by which that of rotated ones
+    is divided (default: the flavor's)."""
+
+    def size_problems(self, args: DecoderArgs) -> Iterator[Problem]:
+        yield from super().size_problems(args)
         scaling = args.rope_scaling
-        if scaling and scaling.high_freq_factor <= scaling.low_freq_factor:
-            key = self.origin("rope_low_freq_factor", "rope_high_freq_factor", "rope_scaling")
+        if isinstance(scaling, Yarn) and scaling.beta_fast <= scaling.beta_slow:
+            key = self.origin("rope_beta_slow", "rope_beta_fast", "rope_scaling")
             message = (
-                f"the band between rope_low_freq_factor {scaling.low_freq_factor} and "
-                f"rope_high_freq_factor {scaling.high_freq_factor} is empty"
+                f"the band between rope_beta_slow {scaling.beta_slow} and rope_beta_fast "
+                f"{scaling.beta_fast} is empty"
             )
             yield Problem(key, message)

@@ -75,10 +75,9 @@ def flops_of(args: DecoderArgs, seq_len: int, name: str) -> int:
     prediction. Attention multiplies S keys and S values per token and head dimension, with no
     discount for the masked half, or as many as a window has.
     """
-    dim, heads, keys = args.dim, args.n_heads * args.head_size, args.n_kv_heads * args.head_size
-    norms = 2 * dim + 2 * args.head_size * args.head_norms
-    matrices = dim * (2 * heads + 2 * keys) + of_block(args, name).ffn_parameters
-    block = 6 * (matrices + norms) + 12 * heads * attended(args, seq_len)
+    dim = args.dim
+    parameters = args.attention_parameters + of_block(args, name).ffn_parameters + 2 * dim
+    block = 6 * (parameters + args.attended_size * attended(args, seq_len))
     output = 6 * args.vocab_size * dim
     if name.startswith("layers."):
         return block
@@ -98,21 +97,13 @@ def flops_per_unit(args: DecoderArgs, seq_len: int) -> int:
 def kept_by_block(args: DecoderArgs, itemsize: int, name: str) -> float:
     """Return the bytes per token kept by a block for its backward; exact for torch's operators.
 
-    A norm keeps its input, the normalized values and their scale in float32; sines and cosines are
-    float32, too. Kept in the computed dtype are the outputs of the norms, queries, keys and values,
-    the mixed values and their log-sum-exp, the two halves of the feed-forward, the activated one,
-    and their product. A depth of multi-token prediction adds three norms around its block, and the
-    concatenated outputs of two of them.
+    A norm keeps its input, the normalized values and their scale in float32. A depth of multi-token
+    prediction adds three norms around its block, and the concatenated outputs of two of them.
     """
-    heads, keys = args.n_heads * args.head_size, args.n_kv_heads * args.head_size
-    in_float32 = 4 * args.dim + 2 * args.head_size + args.n_heads + 2
-    if args.head_norms:
-        in_float32 += 2 * (heads + keys) + args.n_heads + args.n_kv_heads
     if name == "auxiliary":
         return 4 * (6 * args.dim + 3) + itemsize * 2 * args.dim
-    in_compute = args.dim + 2 * heads + 2 * keys
-    kept_by_ffn = of_block(args, name).ffn_kept(itemsize)
-    return 4 * in_float32 + itemsize * in_compute + kept_by_ffn
+    norms = 4 * (4 * args.dim + 2)
+    return norms + args.attention_kept(itemsize) + of_block(args, name).ffn_kept(itemsize)
 
 
 def attention(args: DecoderArgs) -> AttentionShape:
@@ -136,6 +127,8 @@ def heads(args: DecoderArgs, name: str) -> tuple[int, int] | None:
     """Return the dim of a parameter's heads, and their number."""
     found = {
         "wq": (0, args.n_heads),
+        "wq_b": (0, args.n_heads),
+        "wkv_b": (0, args.n_heads),
         "wk": (0, args.n_kv_heads),
         "wv": (0, args.n_kv_heads),
         "wo": (1, args.n_heads),

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from torchtitan.config import RecipeError, show
 from torchtitan.models.decoder import DecoderArgs
-from torchtitan.models.decoder_settings import ROPE, DecoderConfig
-from torchtitan.models.layers import RopeScaling
+from torchtitan.models.decoder_settings import DecoderConfig
+from torchtitan.models.layers import RopeScaling, Yarn
 from torchtitan.models.spec import WeightFormat
 
 MODULES = {
@@ -30,15 +30,26 @@ MODULES = {
     "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
     "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
     "layers.*.attention.wo": "model.layers.*.self_attn.o_proj",
+    "layers.*.attention.wq_a": "model.layers.*.self_attn.q_a_proj",
+    "layers.*.attention.wq_a_norm": "model.layers.*.self_attn.q_a_layernorm",
+    "layers.*.attention.wq_b": "model.layers.*.self_attn.q_b_proj",
+    "layers.*.attention.wkv_a": "model.layers.*.self_attn.kv_a_proj_with_mqa",
+    "layers.*.attention.wkv_a_norm": "model.layers.*.self_attn.kv_a_layernorm",
+    "layers.*.attention.wkv_b": "model.layers.*.self_attn.kv_b_proj",
     "layers.*.ffn_norm": "model.layers.*.post_attention_layernorm",
     "layers.*.feed_forward.w1": "model.layers.*.mlp.gate_proj",
     "layers.*.feed_forward.w2": "model.layers.*.mlp.down_proj",
     "layers.*.feed_forward.w3": "model.layers.*.mlp.up_proj",
     "layers.*.mixture.router": "model.layers.*.mlp.gate",
+    "layers.*.mixture.shared.w1": "model.layers.*.mlp.shared_experts.gate_proj",
+    "layers.*.mixture.shared.w2": "model.layers.*.mlp.shared_experts.down_proj",
+    "layers.*.mixture.shared.w3": "model.layers.*.mlp.shared_experts.up_proj",
     "norm": "model.norm",
     "output": "lm_head",
 }
 """Their module names by ours; `*` is the number of a block."""
+ROUTER = {"weight": "weight", "bias": "e_score_correction_bias"}
+"""Their names of what a router has."""
 EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Their names of the matrices of an expert by ours, which are one parameter for all experts."""
 FUSED = {
@@ -72,12 +83,29 @@ SCALING = {
     "high_freq_factor": "high_freq_factor",
     "original_context": "original_max_position_embeddings",
 }
+YARN = {
+    "factor": "factor",
+    "original_context": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
+}
+KINDS: dict[type[RopeScaling | Yarn], tuple[str, dict[str, str]]] = {
+    RopeScaling: ("llama3", SCALING),
+    Yarn: ("yarn", YARN),
+}
+"""Their name of each scaling, and of its fields."""
+YARN_REQUIRED = ("factor", "original_max_position_embeddings")
+"""Fields without which YaRN is not known; the others have defaults."""
+NOT_OF_SCALING = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+"""Keys next to the fields of a scaling."""
 THEIRS = {
     **SIZES,
     "n_kv_heads": "num_key_value_heads",
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
-    **{key: f"rope_scaling.{SCALING[name]}" for key, name in ROPE.items()},
 }
 """Their keys by those of `[model]`, where they differ."""
 
@@ -88,6 +116,8 @@ def name(ours: str) -> str:
     if module.endswith(".experts"):
         return f"model.layers.{block[1]}.mlp.experts.*.{EXPERTS[kind]}.weight" if block else ""
     theirs = MODULES[re.sub(r"\.\d+\.", ".*.", module)]
+    if theirs.endswith(".gate"):
+        kind = ROUTER[kind]
     return f"{theirs.replace('*', block[1]) if block else theirs}.{kind}"
 
 
@@ -108,6 +138,7 @@ def config_of(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
     """Return the part of config.json that all decoders have."""
     scaling = args.rope_scaling
     published = 8192 if scaling is None else 131_072
+    kind, fields = KINDS[type(scaling) if scaling else RopeScaling]
     return {
         **{theirs: getattr(args, ours) for ours, theirs in SIZES.items()},
         "num_key_value_heads": args.n_kv_heads,
@@ -119,8 +150,8 @@ def config_of(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
         "rope_theta": args.rope_theta,
         "rope_scaling": scaling
         and {
-            "rope_type": "llama3",
-            **{theirs: getattr(scaling, ours) for ours, theirs in SCALING.items()},
+            "rope_type": kind,
+            **{theirs: getattr(scaling, ours) for ours, theirs in fields.items()},
         },
         "tie_word_embeddings": args.tied,
     }
@@ -161,9 +192,9 @@ def args_in(
     if window == 0:  # of no token at all, where 0 here is no window
         problems.append("sliding_window: got 0; wanted at least 1, or null for no window")
     theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
-    scaling = None
+    scaling: RopeScaling | Yarn | None = None
     try:
-        scaling = rope_scaling(rope)
+        scaling = rope_scaling(rope, type(family.unscaled))
     except RecipeError as error:
         problems += error.lines
     sizes: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in SIZES.items()}
@@ -179,7 +210,10 @@ def args_in(
         "tied": config.get("tie_word_embeddings", False),
         "sliding_window": 0 if window is None else window,
     }
-    return family.checked(family.args_type(**sizes | own), {**THEIRS, **family.theirs}, problems)
+    fields = KINDS[type(family.unscaled)][1]
+    of_rope = {key: f"rope_scaling.{fields[ours]}" for key, ours in family.rope.items()}
+    theirs = {**THEIRS, **of_rope, **family.theirs}
+    return family.checked(family.args_type(**sizes | own), theirs, problems)
 
 
 def unsupported(
@@ -198,17 +232,23 @@ def unsupported(
         yield "quantization_config: quantized weights cannot be read"
 
 
-def rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+def rope_scaling(
+    rope: Mapping[str, Any], supported: type[RopeScaling | Yarn] = RopeScaling
+) -> RopeScaling | Yarn | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
-        if more := rope.keys() - {"type", "rope_type", "rope_theta", "partial_rotary_factor"}:
+        if more := rope.keys() - {*NOT_OF_SCALING}:
             raise RecipeError([f"rope_scaling: got {', '.join(sorted(more))} without a rope_type"])
         return None
-    if kind != "llama3":
-        raise RecipeError([f'rope_scaling: got {show(kind)}; supported: "llama3", or none'])
-    if absent := [theirs for theirs in SCALING.values() if theirs not in rope]:
+    name, fields = KINDS[supported]
+    if kind != name:
+        raise RecipeError([f'rope_scaling: got {show(kind)}; supported: "{name}", or none'])
+    required = YARN_REQUIRED if supported is Yarn else fields.values()
+    if absent := [theirs for theirs in required if theirs not in rope]:
         raise RecipeError([f"rope_scaling: it has no {', '.join(absent)}"])
-    return RopeScaling(**{ours: rope[theirs] for ours, theirs in SCALING.items()})
+    if supported is Yarn and (rest := rope.keys() - {*fields.values(), *NOT_OF_SCALING}):
+        raise RecipeError([f"rope_scaling: got {', '.join(sorted(rest))}; not supported"])
+    return supported(**{ours: rope[theirs] for ours, theirs in fields.items() if theirs in rope})
 
 
 def decoder_format(
@@ -216,6 +256,7 @@ def decoder_format(
     architectures: Collection[str],
     config: Callable[[DecoderArgs, int | None], dict[str, Any]],
     args: Callable[[Mapping[str, Any]], DecoderArgs],
+    rows: Callable[[DecoderArgs, str], Tensor | None] = rows,
 ) -> WeightFormat[DecoderArgs]:
     """Return the format of a family; `WeightFormat` describes the arguments."""
     return WeightFormat(

@@ -26,17 +26,64 @@ class RopeScaling:
     original_context: int = 8192
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Scaling of rotary frequencies by YaRN (Peng et al., 2023, arXiv:2309.00071).
+
+    Attention is sharper in longer contexts: with m(s) = 0.1 s ln(factor) + 1, rotated elements of
+    queries and keys are multiplied by m(mscale) / m(mscale_all_dim), and all logits by
+    m(mscale_all_dim)^2.
+    """
+
+    factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    original_context: int = 4096
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True  # whether the first and the last pair between are rounded outwards
+
+    @property
+    def rotated_factor(self) -> float:
+        """Factor of rotated elements."""
+        return self._sharper(self.mscale) / self._sharper(self.mscale_all_dim)
+
+    @property
+    def logits_factor(self) -> float:
+        """Factor of all logits of attention."""
+        return self._sharper(self.mscale_all_dim) ** 2
+
+    def _sharper(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | Yarn | None) -> Tensor:
     """Return the radians per position of each pair, (E/2,) fp32 on the CPU.
 
     With scaling, a pair that turns more than `high_freq_factor` times within the original context
     keeps its frequency, one that turns less than `low_freq_factor` times is slowed down by
-    `factor`, and those between are blended linearly in the number of turns.
+    `factor`, and those between are blended linearly in the number of turns. With YaRN the limits
+    are `beta_fast` and `beta_slow`, and those between are blended linearly in the index of the
+    pair.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
+    if isinstance(scaling, Yarn):
+        # The indices of pairs that turn so many times.
+        first, last = (
+            head_dim
+            * math.log(scaling.original_context / (2 * math.pi * turns))
+            / (2 * math.log(theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        indices = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+        slow = ((indices - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+        return frequencies * (1.0 - slow + slow / scaling.factor)
     turns = scaling.original_context * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -54,7 +101,7 @@ class RotaryEmbedding(nn.Module):
     table: Tensor  # (S, E/2, 2) fp32: cosine and sine
 
     def __init__(
-        self, head_dim: int, theta: float, scaling: RopeScaling | None, seq_len: int
+        self, head_dim: int, theta: float, scaling: RopeScaling | Yarn | None, seq_len: int
     ) -> None:
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
@@ -69,7 +116,10 @@ class RotaryEmbedding(nn.Module):
         frequencies = rope_frequencies(self.head_dim, self.theta, self.scaling)
         positions = torch.arange(len(self.table), dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, frequencies)
-        self.table = torch.stack((angles.cos(), angles.sin()), dim=-1).to(self.table.device)
+        table = torch.stack((angles.cos(), angles.sin()), dim=-1)
+        if isinstance(self.scaling, Yarn):
+            table *= self.scaling.rotated_factor
+        self.table = table.to(self.table.device)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate `x` (B, S, heads, E) to `positions` (B, S) in at least fp32; keeps its dtype."""

@@ -4,7 +4,7 @@ from other decoders (`torchtitan.models.decoder_spec`).
 A family of them is a set of `SparseArgs`. The first blocks may have an ordinary feed-forward.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from torchtitan.config import Problem
-from torchtitan.models.decoder import DecoderArgs, TransformerBlock
+from torchtitan.models.decoder import BlockBuilder, DecoderArgs, TransformerBlock
 from torchtitan.models.decoder_settings import DecoderConfig
 from torchtitan.models.decoder_spec import BLOCK_PLAN, decoder_spec, shrink, tensor_splits
 from torchtitan.models.experts import MixtureOfExperts, Products, Routing, Scores
@@ -199,15 +199,21 @@ def sparse_shrink(args: Any, needed: MinShape) -> Any:
 
 
 def sparse_decoder_spec(
-    *, flavors: Mapping[str, SparseArgs], settings: type[SparseConfig], **facts: Any
+    *,
+    flavors: Mapping[str, SparseArgs],
+    settings: type[SparseConfig],
+    block: BlockBuilder = SparseBlock,  # type: ignore[assignment]
+    block_plan: Mapping[str, TensorRole] = SPARSE_PLAN,
+    optional: Collection[str] = (),
+    **facts: Any,
 ) -> ModelSpec[DecoderArgs]:
     """Return the spec of a family; `decoder_spec` describes the arguments."""
     spec = decoder_spec(
         flavors=flavors,
         settings=settings,
-        block=SparseBlock,  # type: ignore[arg-type]
-        block_plan=SPARSE_PLAN,
-        optional=[*OF_SHARED, *OF_DENSE],
+        block=block,
+        block_plan=block_plan,
+        optional=[*OF_SHARED, *OF_DENSE, *optional],
         **facts,
     )
     roles = {"*.mixture.router.*": "router", "*.mixture.experts.*": "expert"}

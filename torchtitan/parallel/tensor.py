@@ -13,6 +13,8 @@ rank keeps a part of its sequence; without, every rank keeps all of it.
     whole      whole       stream                 stream
     gather     -           stream -> whole        -
     columns    rows (*)    whole                  a part of the features
+    gathered columns  rows (*)  stream -> whole   a part of the features
+    gathered   -           stream -> whole        whole, with the gradient of a part of the heads
     rows       columns     a part of the features partial sums -> stream
     logits     rows (*)    stream -> whole        a part of the vocabulary, or whole
     router     whole       stream                 stream -> whole
@@ -57,11 +59,13 @@ class Style(NamedTuple):
     """Placement to which the input is redistributed before the module runs."""
     left: "Placement | None"
     """Placement to which the output is redistributed; None: it is left unchanged."""
+    gradient: "Placement | None" = None
+    """Placement of the gradient of an output that is already placed as `left`, if it is another."""
 
 
 def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Style]:
     """Return the table above."""
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     whole, rows, columns, features = Replicate(), Shard(0), Shard(1), Shard(2)
     heads = Shard(2)
@@ -74,6 +78,8 @@ def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Sty
         "whole": Style(whole, given=stream, needed=stream, left=stream),
         "input_gather": Style(None, given=stream, needed=whole, left=None),
         "colwise": Style(rows, given=whole, needed=whole, left=features),
+        "gathered_colwise": Style(rows, given=stream, needed=whole, left=features),
+        "gathered": Style(None, given=stream, needed=whole, left=whole, gradient=Partial()),
         "rowwise": Style(columns, given=features, needed=features, left=stream),
         "logits": Style(rows, given=stream, needed=whole, left=logits),
         "router": Style(whole, given=stream, needed=stream, left=None),
@@ -148,10 +154,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
     module.__class__ = SPLIT.get(type(module), type(module))
     if isinstance(module, nn.Embedding):
         module.forward = partial(_look_up, module)  # type: ignore[method-assign]
-    if (
-        type(module) is nn.Linear and style.weight == Replicate()
-    ):  # converted ones multiply themselves
-        module.forward = partial(_project, module)  # type: ignore[method-assign]
+    if type(module) is nn.Linear and style.weight == Replicate():  # converted multiply themselves
+        module.__class__ = WholeLinear
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = inputs
@@ -166,6 +170,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
 
     def leave(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
         assert style.left is not None
+        if style.gradient is not None:  # which a redistribution would complete here, as above
+            return output.to_local(grad_placements=[style.gradient])
         output = output.redistribute(placements=[style.left])
         local: Tensor = (wire.shrink_gradient(output) if wire else output).to_local()
         return local
@@ -192,23 +198,23 @@ def _look_up(module: nn.Embedding, tokens: "DTensor") -> "DTensor":
     return DTensor.from_local(found, weight.device_mesh, [Partial()], run_check=False)
 
 
-def _project(module: nn.Linear, x: "DTensor") -> "DTensor":
-    """Multiply this rank's positions with the whole matrix, which every rank has.
+class WholeLinear(nn.Linear):
+    """Linear that multiplies this rank's positions with the whole matrix, which every rank has.
 
     On plain tensors, since torch 2.11's DTensor does not fold a split sequence into a batch.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    weight = module.weight
-    assert isinstance(weight, DTensor)
-    grads = Partial() if x.placements[0].is_shard() else Replicate()
-    matrix, bias = (
-        each.to_local(grad_placements=[grads]) if isinstance(each, DTensor) else None
-        for each in (weight, module.bias)
-    )
-    assert matrix is not None
-    product = F.linear(x.to_local(), matrix, bias)
-    return DTensor.from_local(product, x.device_mesh, x.placements, run_check=False)
+    def forward(self, x: "DTensor") -> "DTensor":  # type: ignore[override]
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        grads = Partial() if x.placements[0].is_shard() else Replicate()
+        matrix, bias = (
+            each.to_local(grad_placements=[grads]) if isinstance(each, DTensor) else None
+            for each in (self.weight, self.bias)
+        )
+        assert matrix is not None
+        product = F.linear(x.to_local(), matrix, bias)
+        return DTensor.from_local(product, x.device_mesh, x.placements, run_check=False)
 
 
 class SplitRouter(Router):

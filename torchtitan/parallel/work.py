@@ -24,7 +24,7 @@ from torchtitan.parallel.settings import ParallelismConfig, Precision, ReshardPo
 from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.world import Degrees
 
-SPLIT_IN_ROWS = ("embedding", "colwise", "logits")
+SPLIT_IN_ROWS = ("embedding", "colwise", "gathered_colwise", "logits")
 """Roles whose weights tensor parallelism splits by rows."""
 
 

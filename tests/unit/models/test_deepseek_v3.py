@@ -1,0 +1,373 @@
+"""DeepSeek-V3 against transformers' on the same weights, YaRN, and the facts of its spec."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests import tiny
+from tests.unit.test_memory import saved
+from torchtitan.config import RecipeError
+from torchtitan.models import MODELS
+from torchtitan.models.decoder_spec import kept_by_block
+from torchtitan.models.deepseek_v3.attention import LatentArgs
+from torchtitan.models.experts import Router, idle_parameters
+from torchtitan.models.initialize import initialize
+from torchtitan.models.layers import Yarn, rope_frequencies
+from torchtitan.models.spec import MinShape, build_empty, count_parameters
+
+SPEC = MODELS["deepseek_v3"]
+HUGGING_FACE = SPEC.formats["hf"]
+SEQ_LEN = 64
+SIZES = {"dim": 48, "n_layers": 3, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 96, "vocab_size": 128}
+# Each width another, values narrower than queries.
+HEADS = {"query_rank": 28, "latent_rank": 20, "plain_dim": 12, "rotated_dim": 8, "value_dim": 10}
+ROUTED = {"dense_layers": 1, "n_experts": 12, "top_k": 3, "expert_dim": 40, "shared_dim": 80}
+GROUPED = {"expert_groups": 4, "top_groups": 2, "router_scale": 2.5}
+SCORES = {"router_scores": "sigmoid", "router_bias": True}
+# All three bands of pairs matter.
+YARN = Yarn(factor=4.0, original_context=16, beta_fast=4.0, beta_slow=0.5, mscale_all_dim=1.0)
+FACTS = {"norm_eps": 1e-5, "rope_theta": 100.0, "rope_scaling": YARN}
+ARGS = LatentArgs(**SIZES, **HEADS, **ROUTED, **GROUPED, **SCORES, **FACTS)
+
+
+def published(flavor):
+    """What matters of the config.json of DeepSeek-V3 and of Moonlight-16B-A3B."""
+    both = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "kv_lora_rank": 512,
+        "model_type": "deepseek_v3",
+        "moe_layer_freq": 1,
+        "norm_topk_prob": True,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+    }
+    if flavor == "16B":
+        return both | {
+            "first_k_dense_replace": 1,
+            "hidden_size": 2048,
+            "intermediate_size": 11264,
+            "max_position_embeddings": 8192,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_attention_heads": 16,
+            "num_experts_per_tok": 6,
+            "num_hidden_layers": 27,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 50000.0,
+            "routed_scaling_factor": 2.446,
+            "topk_group": 1,
+            "vocab_size": 163840,
+        }
+    return both | {
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+        "vocab_size": 129280,
+    }
+
+
+def build(args):
+    """A network with biases that change choices."""
+    model = SPEC.build(args, SEQ_LEN)
+    initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
+    generator = torch.Generator().manual_seed(2)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.bias.copy_(torch.rand(module.bias.shape, generator=generator))
+    return model
+
+
+def to_transformers(named):
+    """Weights or gradients under the names of transformers 5, which fuses experts in memory."""
+    result = {}
+    for name, value in named:
+        stem, _, kind = name.rpartition(".experts.")
+        if stem:
+            fused = HUGGING_FACE.name(name).partition(".experts.")[0] + ".experts."
+            key = fused + ("down_proj" if kind == "w2" else "gate_up_proj")
+            before = result.get(key, value[:, :0])
+            result[key] = torch.cat((before, value), dim=1)  # w1, then w3: our order
+        else:
+            result[HUGGING_FACE.name(name)] = value
+    return result
+
+
+@pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"query_rank": 0, "rope_scaling": None, "expert_groups": 1, "top_groups": 1},
+        {"rope_scaling": dataclasses.replace(YARN, mscale=0.7, mscale_all_dim=0.5)},
+        {"rope_scaling": dataclasses.replace(YARN, mscale_all_dim=0.0), "renormalize": False},
+    ],
+    ids=["all", "as in 16B", "two scales of YaRN", "scaled where rotated, not renormalized"],
+)
+def test_logits_and_gradients_equal_those_of_transformers(change):
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    args = dataclasses.replace(ARGS, **change)
+    config = HUGGING_FACE.config(args, None)
+    theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**config, attn_implementation="eager")).float()
+    ours = build(args)
+    missing, unexpected = theirs.load_state_dict(
+        to_transformers(ours.state_dict().items()), strict=False
+    )
+    assert (missing, unexpected) == ([], [])
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randint(args.vocab_size, (2, SEQ_LEN), generator=generator)
+    logits, expected = ours(inputs), theirs(inputs, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    for out in (logits, expected):
+        F.cross_entropy(out.flatten(0, 1), inputs.roll(-1, dims=1).flatten()).backward()
+    gradients = to_transformers([(n, p.grad) for n, p in ours.named_parameters()])
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    torch.testing.assert_close(gradients, wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_the_comparison_sees_groups_bias_and_scales():
+    """Without any of them the logits are others."""
+    model, tokens = build(ARGS), torch.arange(SEQ_LEN)[None]
+    whole = model(tokens)
+    for change in (
+        {"expert_groups": 1, "top_groups": 1},
+        {"router_bias": False},
+        {"rope_scaling": None},
+        {"rope_scaling": dataclasses.replace(YARN, mscale_all_dim=0.0)},
+    ):
+        other = SPEC.build(dataclasses.replace(ARGS, **change), SEQ_LEN)
+        other.load_state_dict(model.state_dict(), strict="router_bias" not in change)
+        assert (other(tokens) - whole).abs().max() > 1e-3, change
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(("head_dim", "theta"), [(64, 10_000.0), (64, 150_000.0), (32, 50.0)])
+def test_yarn_is_that_of_transformers(head_dim, theta, truncate):
+    """Also with the limits of pairs as they are, and all of a head rotated, as in GPT-OSS."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = Yarn(factor=32.0, original_context=4096, truncate=truncate)
+    fields = {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": truncate}
+    rope = {"rope_type": "yarn", "rope_theta": theta, **fields}
+    config = LlamaConfig(
+        hidden_size=head_dim, num_attention_heads=1, max_position_embeddings=131_072
+    )
+    config.rope_parameters = rope
+    theirs = LlamaRotaryEmbedding(config)
+    torch.testing.assert_close(
+        rope_frequencies(head_dim, theta, scaling), theirs.inv_freq, rtol=1e-5, atol=0
+    )
+    assert scaling.rotated_factor == pytest.approx(theirs.attention_scaling)
+    assert scaling.rotated_factor == pytest.approx(0.1 * math.log(32) + 1)
+    assert scaling.logits_factor == 1
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("flavor", "total", "active"),
+    [("16B", 15_960_108_544, 2_914_774_528), ("671B", 671_026_404_352, 37_552_282_624)],
+)
+def test_flavors_have_the_published_sizes(flavor, total, active):
+    """Moonlight counts 2.24 billion active parameters, without the embedding and the output."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    args, config = SPEC.flavors[flavor], published(flavor)
+    assert HUGGING_FACE.args(config) == args
+    written = HUGGING_FACE.config(args, None)
+    assert written.pop("rope_interleave")
+    scaling = dict(written.pop("rope_scaling") or {})
+    if scaling:
+        assert (scaling.pop("rope_type"), scaling.pop("truncate")) == ("yarn", True)
+        assert scaling == {k: v for k, v in config["rope_scaling"].items() if k != "type"}
+    assert {key: config[key] for key in written} == written
+    ours = build_empty(SPEC.build, args, 16)
+    assert count_parameters(ours).total == total
+    assert total - idle_parameters(ours) == active
+    with torch.device("meta"):
+        theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**config))
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == total
+    # A token's share of attention to 4,096 others; the embedding is a look-up.
+    in_products = active - args.vocab_size * args.dim
+    scores = 6 * args.n_layers * args.n_heads * (192 + 128) * 4096
+    assert SPEC.flops_per_unit(args, 4096) == 6 * in_products + scores
+
+
+@pytest.mark.parametrize("query_rank", [0, 28])
+def test_operations_are_those_that_torch_counts(query_rank):
+    """But for norms, which it does not count, and for zeros that fill up values, which it does."""
+    args = dataclasses.replace(ARGS, query_rank=query_rank, dense_layers=3, value_dim=20)
+    model = SPEC.build(args, 16)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 16, dtype=torch.int64)).sum().backward()
+    of_norms = 6 * sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert SPEC.flops_per_unit(args, 16) - of_norms == counter.get_total_flops() / 32
+    narrow = dataclasses.replace(args, value_dim=12)
+    fewer = SPEC.flops_per_unit(args, 16) - SPEC.flops_per_unit(narrow, 16)
+    assert fewer == 6 * 3 * 8 * 4 * (16 + args.latent_rank + args.dim)  # scores, W_kvb, W_o
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "change", [{}, {"query_rank": 0}, {"rope_scaling": None}, {"value_dim": 20}], ids=str
+)
+def test_what_a_block_keeps_is_what_autograd_saves(change, dtype):
+    args = dataclasses.replace(ARGS, dense_layers=3, **change)
+    network = SPEC.build(args, SEQ_LEN).to(dtype)
+    network.init_buffers()  # in float32, as in training
+    positions = torch.arange(SEQ_LEN).repeat(2, 1)
+    x = torch.randn(2, SEQ_LEN, args.dim, dtype=dtype, requires_grad=True)
+    block = network.layers["0"]
+    kept = saved(network, lambda: block(x, positions, None)) / (2 * SEQ_LEN)
+    assert kept == kept_by_block(args, dtype.itemsize, "layers.0")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("flavor", SPEC.flavors)
+def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
+    large = SPEC.flavors[flavor]
+    small = SPEC.shrink(large, MinShape(n_layers=3, tensor_ranks=tp, vocab_size=320))
+    assert small.n_heads == small.n_kv_heads
+    assert small.n_heads % tp == 0
+    assert (small.query_rank > 0) == (large.query_rank > 0)
+    assert (small.expert_groups > 1) == (large.expert_groups > 1)
+    assert small.rope_scaling == large.rope_scaling
+    assert small.latent_rank < small.dim
+    assert not [*SPEC.settings().size_problems(small)]
+    assert count_parameters(build_empty(SPEC.build, small, 16)).total < 3e6
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            {"num_experts_per_tok": 129},
+            "topk_group: a token cannot have 129 of the 128 experts in ",
+        ),
+        ({"rope_interleave": False}, "rope_interleave: got false; deepseekv3 has true"),
+        ({"scoring_func": "softmax"}, 'scoring_func: got "softmax"; deepseekv3 has "sigmoid"'),
+        ({"topk_method": "greedy"}, 'topk_method: got "greedy"; deepseekv3 has "noaux_tc"'),
+        ({"num_key_value_heads": 8}, "num_key_value_heads: got 8; each of the 128 heads has one"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank: got 0; input should be greater than 0"),
+        ({"v_head_dim": 256}, "v_head_dim: values of 256 elements are wider than queries and "),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: got 63, which is odd"),
+        ({"quantization_config": {"fmt": "e4m3"}}, "quantization_config: quantized weights cannot"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8.0}},
+            'rope_scaling: got "llama3"; supported: "yarn", or none',
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 8.0}},
+            "rope_scaling: it has no original_max_position_embeddings",
+        ),
+        (
+            {"rope_scaling": published("671B")["rope_scaling"] | {"attention_factor": 2.0}},
+            "rope_scaling: got attention_factor; not supported",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_network_of_another_kind_is_refused_in_words(change, line):
+    with pytest.raises(RecipeError) as error:
+        HUGGING_FACE.args(published("671B") | change)
+    assert error.value.lines[0].startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"router_bias": False}, "router_bias: got false; DeepseekV3ForCausalLM has true"),
+        ({"router_scores": "softmax"}, 'router_scores: got "softmax"; Deepseek.* has "sigmoid"'),
+        ({"shared_dim": 41}, "shared_dim: got 41; .* has a multiple of expert_dim 40"),
+        ({"sliding_window": 8}, "sliding_window: got 8; DeepseekV3ForCausalLM has 0"),
+    ],
+)
+def test_what_the_format_cannot_express_is_refused(change, message):
+    with pytest.raises(RecipeError, match=message):
+        HUGGING_FACE.config(dataclasses.replace(ARGS, **change), None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "message"),
+    [
+        ({"value_dim": 49}, "model.value_dim", "values of 49 elements are wider than queries and"),
+        ({"rotated_dim": 15}, "model.rotated_dim", "got 15, which is odd, and rotary positions"),
+        (
+            {"rope_scaling": 4, "rope_beta_slow": 40},
+            "model.rope_beta_slow",
+            "the band between rope_beta_slow 40.0 and rope_beta_fast 32.0 is empty",
+        ),
+        ({"top_groups": 5}, "model.top_groups", "a token cannot have 5 of 4 groups"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(keys, path, message):
+    (found,) = tiny.problems(tiny.job(model=MODEL | keys))
+    assert found.path == path
+    assert found.message.startswith(message)
+
+
+MODEL = {"name": "deepseek_v3", "flavor": "debugmodel"}
+
+
+def test_keys_change_sizes_and_scaling():
+    args = tiny.job(
+        model=MODEL | {"n_heads": 4, "rope_scaling": 8, "rope_mscale": 0.5}
+    ).model_args()
+    assert (args.n_heads, args.n_kv_heads) == (4, 4)
+    assert args.rope_scaling == Yarn(factor=8.0, mscale=0.5, mscale_all_dim=1.0)
+
+
+@pytest.mark.parametrize("key", ["n_kv_heads", "head_dim", "rope_low_freq_factor"])
+def test_sizes_of_other_families_are_refused(key):
+    with pytest.raises(ValueError, match=key):
+        tiny.job(model=MODEL | {key: 4})
+
+
+def test_tensor_ranks_must_divide_heads_and_shards_latent_vectors():
+    degrees = {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}
+    model = MODEL | {"query_rank": 191, "latent_rank": 127}
+    found = tiny.problems(tiny.job(model=model, parallelism=degrees), ranks=4)
+    assert len(found) == 2
+    for problem, what in zip(found, ("latent_rank 127", "query_rank 191"), strict=True):
+        assert what in problem.message
