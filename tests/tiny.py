@@ -13,7 +13,7 @@ from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
-from torchtitan.models.deepseek_v3.attention import LatentArgs
+from torchtitan.models.deepseek_v3.latent_attention import LatentArgs
 from torchtitan.models.deepseek_v3.spec import DEEPSEEK_V3
 from torchtitan.models.layers import Yarn
 from torchtitan.models.llama3.spec import LLAMA3

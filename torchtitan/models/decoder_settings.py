@@ -25,6 +25,7 @@ YARN = {
     "rope_beta_slow": "beta_slow",
     "rope_mscale": "mscale",
     "rope_mscale_all_dim": "mscale_all_dim",
+    "rope_truncate": "truncate",
 }
 """Fields of `Yarn` by key."""
 
@@ -168,16 +169,29 @@ class YarnConfig(DecoderConfig):
     rope_beta_slow: float | None = Field(None, gt=0)
     """Limit of turns in the original context below which a frequency is divided by rope_scaling
     (default: the flavor's)."""
-    rope_mscale: float | None = Field(None, ge=0)
-    """Growth of rotated elements with rope_scaling (default: the flavor's)."""
+    rope_mscale: float | None = Field(None, gt=0)
+    """Growth of rotated elements with rope_scaling; 1 if rope_mscale_all_dim is 0 (default: the
+    flavor's)."""
     rope_mscale_all_dim: float | None = Field(None, ge=0)
     """Growth of all elements of queries and keys with rope_scaling, by which that of rotated ones
     is divided (default: the flavor's)."""
+    rope_truncate: bool | None = None
+    """Round the indices of the first and the last pair between the limits outwards (default: the
+    flavor's)."""
 
     def size_problems(self, args: DecoderArgs) -> Iterator[Problem]:
         yield from super().size_problems(args)
         scaling = args.rope_scaling
-        if isinstance(scaling, Yarn) and scaling.beta_fast <= scaling.beta_slow:
+        if not isinstance(scaling, Yarn):
+            return
+        if args.rope_theta <= 1:
+            message = f"rotary frequencies of base {args.rope_theta} cannot be scaled by YaRN"
+            yield Problem(self.origin("rope_theta", "rope_scaling"), f"{message}; use more than 1")
+        if scaling.mscale != 1 and not scaling.mscale_all_dim:
+            key = self.origin("rope_mscale", "rope_mscale_all_dim", "rope_scaling")
+            message = f"rope_mscale {scaling.mscale} needs a rope_mscale_all_dim above 0; use 1"
+            yield Problem(key, message)
+        if scaling.beta_fast <= scaling.beta_slow:
             key = self.origin("rope_beta_slow", "rope_beta_fast", "rope_scaling")
             message = (
                 f"the band between rope_beta_slow {scaling.beta_slow} and rope_beta_fast "

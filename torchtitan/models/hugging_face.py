@@ -49,7 +49,7 @@ MODULES = {
 }
 """Their module names by ours; `*` is the number of a block."""
 ROUTER = {"weight": "weight", "bias": "e_score_correction_bias"}
-"""Their names of what a router has."""
+"""Their names of the weights of a router."""
 EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 """Their names of the matrices of an expert by ours, which are one parameter for all experts."""
 FUSED = {
@@ -244,11 +244,12 @@ def rope_scaling(
     if kind != name:
         raise RecipeError([f'rope_scaling: got {show(kind)}; supported: "{name}", or none'])
     required = YARN_REQUIRED if supported is Yarn else fields.values()
-    if absent := [theirs for theirs in required if theirs not in rope]:
+    if absent := [theirs for theirs in required if rope.get(theirs) is None]:
         raise RecipeError([f"rope_scaling: it has no {', '.join(absent)}"])
     if supported is Yarn and (rest := rope.keys() - {*fields.values(), *NOT_OF_SCALING}):
         raise RecipeError([f"rope_scaling: got {', '.join(sorted(rest))}; not supported"])
-    return supported(**{ours: rope[theirs] for ours, theirs in fields.items() if theirs in rope})
+    found = {ours: rope.get(theirs) for ours, theirs in fields.items()}
+    return supported(**{ours: value for ours, value in found.items() if value is not None})
 
 
 def decoder_format(

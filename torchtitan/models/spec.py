@@ -42,7 +42,8 @@ TensorRole = Literal[
     whole         replicated: all ranks compute the same
     input_gather  a module whose input is gathered once, for the "colwise" inside it
     colwise       a linear sharded by its outputs
-    gathered_colwise  the same, whose input is gathered for it alone
+    gathered_colwise
+                  the same, whose input is gathered for it alone
     gathered      what heads of all ranks share: a module that returns its input, without weights
     rowwise       a linear sharded by its inputs, whose results are summed over ranks
     logits        the last linear, sharded on the vocabulary

@@ -6,19 +6,19 @@ computes its own heads and features, and one sum over ranks completes them. Betw
 *stream* of activations. With sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198) each
 rank keeps a part of its sequence; without, every rank keeps all of it.
 
-    role       weights     input                  output
-    embedding  rows        tokens                 partial sums -> stream
-    norm       whole       stream                 stream
-    head norm  whole       a part of the heads    a part of the heads
-    whole      whole       stream                 stream
-    gather     -           stream -> whole        -
-    columns    rows (*)    whole                  a part of the features
-    gathered columns  rows (*)  stream -> whole   a part of the features
-    gathered   -           stream -> whole        whole, with the gradient of a part of the heads
-    rows       columns     a part of the features partial sums -> stream
-    logits     rows (*)    stream -> whole        a part of the vocabulary, or whole
-    router     whole       stream                 stream -> whole
-    experts    features    stream -> whole        partial sums -> stream
+    role              weights   input                  output
+    embedding         rows      tokens                 partial sums -> stream
+    norm              whole     stream                 stream
+    head norm         whole     a part of the heads    a part of the heads
+    whole             whole     stream                 stream
+    gather            -         stream -> whole        -
+    columns           rows (*)  whole                  a part of the features
+    gathered columns  rows (*)  stream -> whole        a part of the features
+    gathered          -         stream -> whole        whole, for a part of the heads
+    rows              columns   a part of the features partial sums -> stream
+    logits            rows (*)  stream -> whole        a part of the vocabulary, or whole
+    router            whole     stream                 stream -> whole
+    experts           features  stream -> whole        partial sums -> stream
 
 (*) `nn.Linear` stores its weight as (outputs, inputs), so its columns are the tensor's rows.
 

@@ -14,7 +14,7 @@ from tests.unit.test_memory import saved
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
 from torchtitan.models.decoder_spec import kept_by_block
-from torchtitan.models.deepseek_v3.attention import LatentArgs
+from torchtitan.models.deepseek_v3.latent_attention import LatentArgs
 from torchtitan.models.experts import Router, idle_parameters
 from torchtitan.models.initialize import initialize
 from torchtitan.models.layers import Yarn, rope_frequencies
@@ -234,6 +234,18 @@ def test_flavors_have_the_published_sizes(flavor, total, active):
     assert SPEC.flops_per_unit(args, 4096) == 6 * in_products + scores
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+def test_a_config_is_read_as_it_was_written(truncate):
+    """What the scaling leaves out, or gives as null, has transformers' defaults."""
+    scaling = dataclasses.replace(YARN, truncate=truncate, beta_fast=40.0)
+    args = dataclasses.replace(ARGS, rope_scaling=scaling)
+    assert HUGGING_FACE.args(HUGGING_FACE.config(args, None)) == args
+    short = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+    for rope in (short, short | {"beta_fast": None, "mscale": None}):
+        read = HUGGING_FACE.args(published("671B") | {"rope_scaling": rope})
+        assert read.rope_scaling == Yarn(factor=40.0)
+
+
 @pytest.mark.parametrize("query_rank", [0, 28])
 def test_operations_are_those_that_torch_counts(query_rank):
     """But for norms, which it does not count, and for zeros that fill up values, which it does."""
@@ -339,6 +351,16 @@ def test_what_the_format_cannot_express_is_refused(change, message):
             "the band between rope_beta_slow 40.0 and rope_beta_fast 32.0 is empty",
         ),
         ({"top_groups": 5}, "model.top_groups", "a token cannot have 5 of 4 groups"),
+        (
+            {"rope_scaling": 4, "rope_mscale": 0.5, "rope_mscale_all_dim": 0},
+            "model.rope_mscale",
+            "rope_mscale 0.5 needs a rope_mscale_all_dim above 0; use 1",
+        ),
+        (
+            {"rope_scaling": 4, "rope_theta": 1},
+            "model.rope_theta",
+            "rotary frequencies of base 1.0 cannot be scaled by YaRN; use more than 1",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(keys, path, message):

@@ -98,7 +98,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
         DeepSeekV3Config,
         FIXED,
         query_rank=config["q_lora_rank"] or 0,
-        shared_dim=config["n_shared_experts"] * config["moe_intermediate_size"],
+        shared_dim=(config["n_shared_experts"] or 0) * config["moe_intermediate_size"],
         **HAS,
         **sizes,
     )

@@ -9,7 +9,7 @@ from pydantic import Field
 from torchtitan.config import Problem
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.decoder_settings import YarnConfig
-from torchtitan.models.deepseek_v3.attention import LatentArgs
+from torchtitan.models.deepseek_v3.latent_attention import LatentArgs
 from torchtitan.models.layers import RopeScaling, Yarn
 from torchtitan.models.sparse_decoder import SparseConfig
 

@@ -9,8 +9,8 @@ small enough for a laptop and still has every part.
 from dataclasses import replace
 from typing import Any
 
-from torchtitan.models.deepseek_v3.attention import LatentArgs, LatentBlock
 from torchtitan.models.deepseek_v3.hugging_face import HUGGING_FACE
+from torchtitan.models.deepseek_v3.latent_attention import LatentArgs, LatentBlock
 from torchtitan.models.deepseek_v3.settings import DeepSeekV3Config
 from torchtitan.models.layers import Yarn
 from torchtitan.models.sparse_decoder import (
