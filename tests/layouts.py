@@ -333,6 +333,8 @@ def apart(ep: int, pp: int = 1, **layout: Any) -> Case:
     return balanced(case(pp, expert_parallel_degree=ep, **layout))
 
 
+LATENT = {"name": "tiny_latent"}
+"""Latent attention, and experts in groups with a bias that moves."""
 EIGHT = {"n_experts": 8}
 EXPERT_PARALLEL = {
     "EP 2": apart(2, shard=2),
@@ -382,11 +384,12 @@ EXPERT_PARALLEL = {
         2, 2, shard=2, recompute=FULL, **ZBV
     ),
     "EP 2, FSDP 2 x TP 2 x PP 2": apart(2, 2, shard=2, tp=2),
+    "EP 2, FSDP 2 x TP 2, latent attention, full recomputation": case(
+        shard=2, tp=2, recompute=FULL, expert_parallel_degree=2
+    ).of(**LATENT),
 }
 """Ranks have different experts: of EP n, each n neighbors that share parameters have all."""
 WINDOW = {"sliding_window": 9}
-LATENT = {"name": "tiny_latent"}
-"""Latent attention, and experts in groups with a bias that moves."""
 OF_LATENT = (
     *("FSDP 2, accumulating 4", "FSDP 2, operators recomputed", "HSDP 2 x 2", "CP 2, ring"),
     *("CP 2, Ulysses, documents", "TP 2", "TP 2, no sequence parallelism", "TP 4"),

@@ -4,7 +4,7 @@ import pytest
 
 from tests import layouts
 from tests.estimate.real_memory import measured, planned
-from tests.layouts import LAYOUTS, NO_LOSS, case
+from tests.layouts import EXPERT_PARALLEL, LAYOUTS, NO_LOSS, case
 from tests.ranks import run_ranks
 from tests.research.layouts import LAYOUTS as SYSTEMS
 from tests.research.layouts import installed
@@ -31,6 +31,17 @@ def test_planned_memory_is_that_of_a_real_step(name: str) -> None:
     for rank, real in enumerate(run_ranks(measured, layout.ranks, job)):
         plan = planned(job, layout.ranks, rank)
         assert plan.bytes == pytest.approx(real.bytes, rel=0.02)
+        assert plan.moment == real.moment
+
+
+@pytest.mark.gate
+def test_planned_memory_of_experts_apart_is_that_of_balance() -> None:
+    """Choices are not balanced, so ranks have more or less than planned."""
+    layout = EXPERT_PARALLEL["EP 2 of 4"]
+    job = layouts.job(layout, "AdamW", training={"steps": 4})
+    for rank, real in enumerate(run_ranks(measured, layout.ranks, job)):
+        plan = planned(job, layout.ranks, rank)
+        assert plan.bytes == pytest.approx(real.bytes, rel=0.06)
         assert plan.moment == real.moment
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed.tensor  # noqa: F401  (its operators are recorded)
 
 from tests import layouts
-from tests.layouts import FULL, LAYOUTS, RESHARD, Case, case, schedule
+from tests.layouts import EXPERT_PARALLEL, FULL, LAYOUTS, RESHARD, Case, case, schedule
 from tests.tiers import tiers
 from torchtitan.estimate.expansion import RankStep, expand
 from torchtitan.estimate.fake_rank import record
@@ -22,6 +22,8 @@ CASES: dict[str, Case] = {
     # Blocks, accumulated batches and both that are not recorded.
     "FSDP 2, 12 layers, accumulating 4": case(shard=2, batch=1, **{RESHARD: "always"}).of(**DEEP),
     "FSDP 2 x TP 2, 12 layers, full recomputation": case(shard=2, tp=2, recompute=FULL).of(**DEEP),
+    **{name: EXPERT_PARALLEL[name] for name in ("EP 2 of 4", "EP 2, full recomputation")},
+    "EP 2, FSDP 2 x TP 2 x PP 2": EXPERT_PARALLEL["EP 2, FSDP 2 x TP 2 x PP 2"],
     "PP 2, 1F1B, 16 layers": schedule("1F1B").of(n_layers=16),
     "PP 2, 1F1B, 5 passes": case(2, batch=2, training={"global_batch_size": 10}),
 }
@@ -46,7 +48,9 @@ def test_recorded_messages_are_those_of_the_formulas(name: str) -> None:
     layout = CASES[name]
     job, ranks = layouts.job(layout, "SGD"), layout.ranks
     degrees = job.degrees(ranks)
-    sizes = degrees._asdict() | {"fsdp": degrees.fsdp}
+    apart = job.parallelism.expert_parallel_degree
+    shared = {"fsdp": degrees.fsdp, "efsdp": degrees.fsdp // apart, "ep": apart}
+    sizes = degrees._asdict() | shared
     for stage_rank in range(degrees.pp):
         step = recorded(job, ranks, stage_rank * ranks // degrees.pp)
         found = Counter[tuple[object, ...]]()

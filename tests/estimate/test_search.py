@@ -9,7 +9,9 @@ from torchtitan.config import PlannedWorld, RecipeError
 from torchtitan.estimate.hardware import find_hardware
 from torchtitan.estimate.layout_costs import LayoutCosts
 from torchtitan.estimate.layouts import (
+    COPIES,
     CP,
+    EP,
     LOCAL,
     PP,
     RESHARD,
@@ -54,6 +56,16 @@ def test_layouts_of_two_ranks_are_those_found_by_hand():
         ("1F1B", 1, 4),
         ("1F1B", 2, 4),
     }
+
+
+def test_experts_are_on_numbers_of_ranks_that_divide_them_and_the_shards():
+    flags = ["--training.global_batch_size=12", "--training.local_batch_size=1"]
+    recipe = "train_configs/qwen3_moe_debug.toml"
+    job = load_job(recipe, flags, 12, "cpu", exempt=("model.tokenizer_path",)).config
+    found = {(each[TP], each[COPIES], each[EP]) for each in layouts(job, 12, 12)}
+    assert {ep for tp, copies, ep in found if tp == copies == 1} == {1, 2, 4}  # of 8 experts
+    assert {ep for tp, copies, ep in found if copies == 12} == {1}
+    assert EP not in next(layouts(debug_job(2), 2, 8))
 
 
 def test_matrices_are_not_split_over_nodes():

@@ -7,11 +7,13 @@ shorter than the sequence.
 
 import dataclasses
 import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import layouts, tiny
 from tests.checkpoint import test_resume
 from tests.layouts import (
     EXPERT_PARALLEL,
@@ -25,6 +27,7 @@ from tests.layouts import (
     TO_BALANCE,
     ULYSSES,
     WINDOW,
+    apart,
     balanced,
     case,
 )
@@ -38,7 +41,10 @@ from tests.parallel import (
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.tiers import tiers
+from torchtitan.build import Run
 from torchtitan.checkpoint.storage import SavedTensors
+from torchtitan.comm import GRADIENTS
+from torchtitan.torch_private.dtensor import local_extent
 
 pytestmark = test_compile.pytestmark  # warnings of the compiler
 TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
@@ -69,6 +75,7 @@ IN_GATE = {
         *("EP 2, full recomputation", "EP 2 of 4", "EP 2, HSDP 2 x 2", "EP 2, CP 2, ring"),
         *("EP 2 of 4, FSDP 4 x TP 2", "EP 2, FSDP 2 x PP 2, first stage without experts"),
         "EP 2, FSDP 2 x PP 2, ZBVZeroBubble, full recomputation",
+        "EP 2, FSDP 2 x TP 2, latent attention, full recomputation",
     ),
     BALANCED: [name for name in TO_BALANCE if (BALANCED, name) not in DAILY],
     LATENTS: (
@@ -196,6 +203,44 @@ def test_states_in_host_memory() -> None:
 def test_it_is_the_same_run_compiled() -> None:
     layout, graphs = test_compile.CASES["TP 2, loss in chunks"]
     test_compile.is_the_same_run(layout.of(**QWEN3), graphs)
+
+
+def held(run: Run) -> tuple[list[int], list[int], list[int]]:
+    """Shapes of the whole of an expert matrix, and of this rank's part; its share of the first."""
+    name = "layers.1.mixture.experts.w1"
+    weight = dict(run.model.parts[0].named_parameters())[name]
+    shape, first = local_extent(weight)  # type: ignore[arg-type]
+    return list(weight.shape), list(shape), list(first)
+
+
+def test_each_rank_has_its_experts_and_the_whole_has_the_shape_of_all() -> None:
+    job = test_resume.recipe(Path("unused"), EXPERT_PARALLEL["EP 2 of 4"], 1)
+    off = {"checkpoint": job.checkpoint.model_copy(update={"enable": False})}
+    ranks = run_ranks(partial(train, look=held), 4, job.model_copy(update=off))
+    assert [whole for whole, _, _ in ranks] == [[6, 48, 32]] * 4
+    assert [shape for _, shape, _ in ranks] == [[3, 48, 16]] * 4
+    assert [first for _, _, first in ranks] == [[0, 0, 0], [3, 0, 0], [0, 0, 16], [3, 0, 16]]
+
+
+APART_REFUSED = {
+    "does not divide the 6 experts": (case(shard=4, expert_parallel_degree=4).of(**SPARSE), 4),
+    "does not divide the 4 ranks": (case(shard=4, expert_parallel_degree=3).of(**SPARSE), 4),
+    "has no experts; use 1": (case(shard=2, expert_parallel_degree=2), 2),
+    'cannot be sent by "loco"': (
+        apart(2, shard=2, communication={"gradients": {"name": "loco"}}),
+        2,
+    ),
+    "the ranks of an expert are others": (apart(2, shard=4, sharding={"regather_size": 2}), 4),
+}
+
+
+@pytest.mark.parametrize("message", APART_REFUSED)
+def test_experts_that_cannot_be_on_these_ranks_are_refused(message: str) -> None:
+    layout, ranks = APART_REFUSED[message]
+    if "loco" in message and "loco" not in GRADIENTS:
+        pytest.skip("research is not installed")
+    found = [each.message for each in tiny.problems(layouts.job(layout, "AdamW"), ranks=ranks)]
+    assert any(message in each for each in found), found
 
 
 @pytest.mark.parametrize("name", tiers(["EP 2", "EP 2 of 4, FSDP 4 x TP 2"], []))

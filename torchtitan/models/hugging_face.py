@@ -216,6 +216,13 @@ def args_in(
     return family.checked(family.args_type(**sizes | own), theirs, problems)
 
 
+def inexpressible(args: Any, has: Mapping[str, Any], architecture: str) -> Iterator[str]:
+    """Find sizes of ours of which an architecture has another value only."""
+    for key, value in has.items():
+        if (got := getattr(args, key)) != value:
+            yield f"{key}: got {show(got)}; {architecture} has {show(value)}"
+
+
 def unsupported(
     found: Mapping[str, Any], fixed: Mapping[str, Any], family: type[DecoderConfig]
 ) -> Iterator[str]:

@@ -92,11 +92,11 @@ class Layout:
         """
         # Context parallelism sends all heads together, so they cannot be divided.
         has_heads = bool(spec.tensor_plan) and world.degrees.cp == 1
-        # (replicas, shards), or (shards) without replicas or if these synchronize outside of it.
-        sums_copies = self.communication.replicas.in_backward and world.degrees.dp_replicate > 1
-        copies = ("dp_replicate",) if sums_copies else ()
+        in_backward = self.communication.replicas.in_backward
+        mesh = world.data_mesh if in_backward else world.parameter_mesh["fsdp"]
+        *copies, _ = mesh.mesh_dim_names or ()
         target = ShardingTarget(
-            mesh=world.parameter_mesh[*copies, "fsdp"],
+            mesh=mesh,
             expert_mesh=expert_mesh[*copies, "efsdp"] if expert_mesh is not None else None,
             tensor_mesh=world.parameter_mesh["tp"],
             precision=self.precision,

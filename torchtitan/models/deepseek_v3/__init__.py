@@ -1,2 +1,2 @@
-"""DeepSeek-V3: latent attention in `attention`, its flavors in `spec`, its format in
+"""DeepSeek-V3: its attention in `latent_attention`, its flavors in `spec`, its format in
 `hugging_face`."""

@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan.config import RecipeError, show
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.deepseek_v3.settings import DeepSeekV3Config
-from torchtitan.models.hugging_face import args_in, config_of, decoder_format
+from torchtitan.models.hugging_face import args_in, config_of, decoder_format, inexpressible
 
 CONTEXT = 8192
 """Context of Moonlight, whose frequencies are not scaled."""
@@ -23,18 +23,9 @@ FIXED = {
 HAS: dict[str, Any] = {"router_scores": "sigmoid", "router_bias": True, "sliding_window": 0}
 """Our options of which the architecture has only one value."""
 SIZES = {
-    "latent_rank": "kv_lora_rank",
-    "plain_dim": "qk_nope_head_dim",
-    "rotated_dim": "qk_rope_head_dim",
-    "value_dim": "v_head_dim",
-    "n_experts": "n_routed_experts",
-    "top_k": "num_experts_per_tok",
-    "expert_dim": "moe_intermediate_size",
-    "renormalize": "norm_topk_prob",
-    "router_scale": "routed_scaling_factor",
-    "expert_groups": "n_group",
-    "top_groups": "topk_group",
-    "dense_layers": "first_k_dense_replace",
+    ours: theirs
+    for ours, theirs in DeepSeekV3Config.theirs.items()
+    if ours not in ("query_rank", "shared_dim")  # which have other units there
 }
 DEFAULTS: dict[str, Any] = {
     "kv_lora_rank": 512,
@@ -57,12 +48,7 @@ DEFAULTS: dict[str, Any] = {
 
 def to_config(args: Any, seq_len: int | None) -> dict[str, Any]:
     """Return the model's part of config.json."""
-    found = ((key, getattr(args, key), has) for key, has in HAS.items())
-    problems = [
-        f"{key}: got {show(got)}; DeepseekV3ForCausalLM has {show(has)}"
-        for key, got, has in found
-        if got != has
-    ]
+    problems = [*inexpressible(args, HAS, "DeepseekV3ForCausalLM")]
     if args.shared_dim % args.expert_dim:
         problems.append(
             f"shared_dim: got {args.shared_dim}; DeepseekV3ForCausalLM has a multiple of "

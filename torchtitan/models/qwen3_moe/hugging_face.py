@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.config import RecipeError, show
 from torchtitan.models.decoder import DecoderArgs
-from torchtitan.models.hugging_face import args_in, config_of, decoder_format
+from torchtitan.models.hugging_face import args_in, config_of, decoder_format, inexpressible
 from torchtitan.models.qwen3.hugging_face import CONTEXT
 from torchtitan.models.qwen3_moe.settings import Qwen3MoeConfig
 
@@ -25,12 +25,8 @@ EXPERTS = ("num_experts", "num_local_experts")
 
 def to_config(args: Any, seq_len: int | None) -> dict[str, Any]:
     """Return the model's part of config.json."""
-    found = ((key, getattr(args, key), has) for key, has in HAS.items())
-    if other := [each for each in found if each[1] != each[2]]:
-        raise RecipeError(
-            f"{key}: got {show(got)}; Qwen3MoeForCausalLM has {show(has)}"
-            for key, got, has in other
-        )
+    if problems := [*inexpressible(args, HAS, "Qwen3MoeForCausalLM")]:
+        raise RecipeError(problems)
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
