@@ -31,7 +31,7 @@ SIGN = {
 
 OTHER: dict[str, list[Any]] = {
     "job.config_file": ["other.toml"],
-    "model.name": ["llama4", "deepseek_v3"],
+    "model.name": ["llama4", "flux"],
     "model.flavor": ["8B", "671B"],
     "model.converters": [["float8"], ["mx"], ["other"], ["quantize.grouped_mm.mx"]],
     "optimizer.name": ["Adam", "Lion"],

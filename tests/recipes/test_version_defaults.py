@@ -216,7 +216,7 @@ def test_migrated_recipe_says_all(version: str) -> None:
     assert not [line for line in after.notices if "TorchTitan" in line]
 
 
-@pytest.mark.parametrize("name", ["llama4", "deepseek_v3", "qwen3_vl", "lama3"])
+@pytest.mark.parametrize("name", ["llama4", "flux", "qwen3_vl", "lama3"])
 def test_migrating_a_recipe_of_a_model_that_is_not_here(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
