@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from torchtitan.convert.rounded_experts import RoundedProducts
 from torchtitan.device import Device
 from torchtitan.models.experts import MixtureOfExperts, Products, Routing, expert_products
 from torchtitan.models.layers import FeedForward
@@ -59,23 +60,32 @@ LAYERS = {
 }
 
 
-def timed(layer: Layer, device: Device, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+EIGHT_BITS = "grouped, Float8"
+
+
+def timed(
+    layer: Layer, device: Device, dtype: torch.dtype, rounds: int, in_eight_bits: bool = False
+) -> dict[str, Any]:
     """Return milliseconds by what is computed, ratios to the feed-forward, and host waits."""
     where = {"device": device.torch_device, "dtype": dtype}
     x = torch.randn(1, layer.tokens, layer.dim, **where, requires_grad=True)
     mixture = _drawn(layer.build, device, dtype)
     dense = _drawn(lambda: FeedForward(layer.dim, layer.active_dim), device, dtype)
 
+    rounded = RoundedProducts("grouped", is_native=device.type == "cuda")
+
     def of(products: str) -> Callable[[], None]:
         def run() -> None:
+            mixture.experts.multiply = rounded if products == EIGHT_BITS else None
             mixture.experts.products = products
             mixture(x).backward(x.detach())
 
         return run
 
+    by_products = [*get_args(Products), *([EIGHT_BITS] if in_eight_bits else [])]
     ways: dict[str, Callable[[], None]] = {
         "feed-forward": lambda: dense(x).backward(x.detach()),
-        **{products: of(products) for products in get_args(Products)},
+        **{products: of(products) for products in by_products},
         **_parts(mixture, x),
     }
     found = _in_turns(ways, device, rounds, [x, *mixture.parameters(), *dense.parameters()])
@@ -90,12 +100,38 @@ def timed(layer: Layer, device: Device, dtype: torch.dtype, rounds: int) -> dict
     }
     figures: dict[str, Any] = {"ways": quartiles}
     if peak := device.peak_flops(dtype):
-        for name in ("feed-forward", *get_args(Products)):
+        for name in ("feed-forward", *by_products):
             figures[f"MFU, {name}"] = layer.flops / statistics.median(found[name]) / peak
     if device.type == "cuda":
-        figures["waits"] = {name: _waits(ways[name]) for name in get_args(Products)}
+        figures["waits"] = {name: _waits(ways[name]) for name in by_products}
         figures["GiB"] = device.memory_peak()
+    if in_eight_bits:
+        figures["off"] = _off(mixture, x, rounded)
     return figures
+
+
+def _off(mixture: MixtureOfExperts, x: Tensor, rounded: RoundedProducts) -> dict[str, float]:
+    """Return how far results in 8 bits are from emulated ones, and these from plain ones.
+
+    Each is the norm of the difference relative to that of the latter, for the output and gradients.
+    """
+    emulated = dataclasses.replace(rounded, is_native=False)
+    experts, found = mixture.experts, []
+    experts.products = "grouped"
+    given = [x, *experts.parameters()]
+    for multiply in (rounded, emulated, None):
+        experts.multiply = multiply
+        y = mixture(x)
+        found.append([y.detach(), *torch.autograd.grad(y, given, x.detach())])
+    names = ("output", "gradient of x", *(name for name, _ in experts.named_parameters()))
+    off = {}
+    for title, (ours, theirs) in {
+        "Float8 to emulated": (found[0], found[1]),
+        "emulated to bf16": (found[1], found[2]),
+    }.items():
+        for name, a, b in zip(names, ours, theirs, strict=True):
+            off[f"{title}, {name}"] = ((a - b).float().norm() / b.float().norm()).item()
+    return off
 
 
 def _parts(mixture: MixtureOfExperts, x: Tensor) -> dict[str, Callable[[], None]]:

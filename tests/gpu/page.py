@@ -189,6 +189,8 @@ def experts(rows: Rows) -> Iterator[str]:
         yield f"### {case[0].upper()}{case[1:]}"
         yield "Forward and backward of a layer in bf16; MFU is by the FLOPs of the chosen experts."
         yield table([*heads, "waits of the host"], cells)
+        if off := row["figures"].get("off"):
+            yield "Relative differences: " + ", ".join(f"{k} {v:.1e}" for k, v in off.items()) + "."
 
 
 def traces(found: Mapping[str, Mapping[str, Any]]) -> str:

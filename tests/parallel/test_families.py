@@ -49,7 +49,7 @@ from torchtitan.torch_private.dtensor import local_extent
 pytestmark = test_compile.pytestmark  # warnings of the compiler
 TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
 BALANCED, APART = "Qwen3-MoE, balanced", "Qwen3-MoE, expert parallelism"
-LATENTS = "DeepSeek-V3"
+LATENTS, ROUNDED = "DeepSeek-V3", "Qwen3-MoE, experts in 8 bits"
 ALL = [(family, name) for family, cases in FAMILIES.items() for name in cases if family != "Llama"]
 DAILY = [
     ("Qwen3", "TP 2"),
@@ -62,6 +62,7 @@ DAILY = [
     ("Qwen3-MoE", "FSDP 2, operators recomputed"),
     *((BALANCED, name) for name in ("TP 2", "PP 2, ZBVZeroBubble")),
     *((APART, name) for name in ("EP 2", "EP 2, FSDP 2 x TP 2, operators recomputed")),
+    (ROUNDED, "EP 2, rowwise"),
     *((LATENTS, name) for name in ("TP 2", "TP 2, no sequence parallelism", "CP 2, ring")),
 ]
 IN_GATE = {
@@ -77,6 +78,7 @@ IN_GATE = {
         "EP 2, FSDP 2 x PP 2, ZBVZeroBubble, full recomputation",
         "EP 2, FSDP 2 x TP 2, latent attention, full recomputation",
     ),
+    ROUNDED: ("EP 2, FSDP 2 x TP 2, rowwise", "TP 2, MXFP8"),
     BALANCED: [name for name in TO_BALANCE if (BALANCED, name) not in DAILY],
     LATENTS: (
         *("FSDP 2, operators recomputed", "CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),

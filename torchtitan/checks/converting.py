@@ -10,6 +10,7 @@ from torchtitan.config import PlannedWorld, Problem
 from torchtitan.convert import (
     Conversion,
     LinearConverterConfig,
+    experts,
     linears,
 )
 from torchtitan.job import JobConfig
@@ -92,6 +93,7 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             )
             yield Problem(f"{key}.name", message, SECTIONS)
         seen |= dict.fromkeys(wanted, number)
+        yield from _experts(key, converter, p.tensor_parallel_degree, network)
         tp, plan = p.tensor_parallel_degree, model.spec.tensor_plan
         yield from _uneven_parts(key, converter, tp, wanted, plan)
         if uneven := [str(count) for count in products if count % converter.multiple]:
@@ -100,6 +102,26 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
                 f"weights need a multiple of {converter.multiple}"
             )
             yield Problem(f"{key}.name", message, SECTIONS)
+
+
+def _experts(
+    key: str, converter: LinearConverterConfig, tp: int, network: nn.Module
+) -> Iterator[Problem]:
+    """Check that there are experts to convert, with shards of their hidden dim that can be."""
+    done = Conversion()
+    sizes = {module.w1.shape[1:] for _, module in experts(network, converter, done)}
+    if converter.experts and not sizes:
+        reasons = " and ".join(sorted(set(done.skipped.values())))
+        message = f"the experts are {reasons}" if reasons else "the model has no experts"
+        yield Problem(f"{key}.experts", f"{message}; use false", SECTIONS)
+    for hidden, _ in sizes:
+        if hidden % (tp * converter.multiple):
+            message = (
+                f"experts have {hidden} hidden features, and {tp} shards of them "
+                f"(tensor_parallel_degree) are not multiples of {converter.multiple}; use false, "
+                "or a smaller degree"
+            )
+            yield Problem(f"{key}.experts", message, SECTIONS)
 
 
 def _uneven_parts(

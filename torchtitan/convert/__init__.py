@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.config import Registry
+from torchtitan.convert.rounded_experts import experts
 from torchtitan.convert.float8 import Float8
 from torchtitan.convert.mxfp8 import MXFP8
 from torchtitan.convert.settings import (
@@ -41,6 +42,7 @@ __all__ = [
     "apply",
     "before_pass",
     "describe",
+    "experts",
     "linears",
     "replace",
 ]

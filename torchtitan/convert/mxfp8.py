@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from torchtitan.convert.rounded_experts import convert_experts
 from torchtitan.convert.settings import (
     Conversion,
     ConversionTarget,
@@ -42,6 +43,8 @@ class MXFP8(LinearConverterConfig):
         if capability < (10, 0):
             has = ".".join(map(str, capability))
             return f"its compute capability is {has}, and matrix products in MXFP8 need 10.0"
+        if self.experts:
+            return "products of experts in MXFP8 are emulated on every device"
         return None
 
     def convert(self, model: nn.Module, target: ConversionTarget) -> Conversion:
@@ -61,6 +64,8 @@ class MXFP8(LinearConverterConfig):
                 )
             converted.weight, converted.bias = linear.weight, linear.bias
             replace(model, name, converted)
+        wide = self.high_precision_weight_gradients
+        convert_experts(model, self, target, done, block=BLOCK, keeps_gradients=wide)
         return done
 
     def has_converted(self, module: nn.Module) -> bool:

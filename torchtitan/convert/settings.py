@@ -132,6 +132,8 @@ class LinearConverterConfig(ConverterConfig):
 
     filter_fqns: tuple[str, ...] = ("output",)
     """Linear layers whose name contains one of these are not converted."""
+    experts: bool = False
+    """Convert the products of experts too, if there are any."""
     emulate: bool = False
     """Emulate the matrix products on a device that lacks them: round the operands in the same way,
     and multiply them in their original dtype."""
@@ -202,8 +204,6 @@ def linears(
 ) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linears that `config` converts; `done` records all, with reasons for skipping."""
     for name, module in list(model.named_modules()):
-        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
-            done.skipped[name] = "experts are not converted"
         if not isinstance(module, nn.Linear):
             continue
         outputs, inputs = module.weight.shape

@@ -14,7 +14,7 @@ Settings = dict[KeyPath, Setting]
 
 NAMES: KeyPath = ("model", "converters")
 SWITCH: KeyPath = ("float8", "enable_float8_linear")
-ONLY_EXPERTS = "the products of experts are not converted"
+ONLY_EXPERTS = 'set experts = true in a [[convert]] section with recipe = "rowwise" or of mxfp8'
 EXPERTS = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 HERE = {
     "float8": "float8",

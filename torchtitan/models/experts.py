@@ -40,6 +40,8 @@ Products = Literal["grouped", "loop", "padded"]
 Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
 """Function of rows sorted by expert, these experts, and how to compute rows of the experts here,
 that lets all rows be computed where their experts are."""
+Multiply = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""Function like `expert_products` of rows, matrices, `ends`, and the dim of F of the matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +198,8 @@ class Experts(nn.Module):
         super().__init__()
         self.products = products
         self.exchange: Exchange | None = None
+        self.multiply: Multiply | None = None
+        """Product in another precision, if any."""
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
@@ -233,9 +237,12 @@ class Experts(nn.Module):
         """Compute rows (N, D), sorted by their expert (N,), the index of its matrices: (N, D)."""
         numbers = torch.arange(len(w1), device=rows.device)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)  # (E,)
-        gate = expert_products(rows, w1, ends, self.products)  # (N, F)
-        hidden = F.silu(gate) * expert_products(rows, w3, ends, self.products)
-        out: Tensor = expert_products(hidden, w2, ends, self.products)
+        multiply = self.multiply or self._multiply
+        hidden = F.silu(multiply(rows, w1, ends, 1)) * multiply(rows, w3, ends, 1)  # (N, F)
+        return multiply(hidden, w2, ends, 2)
+
+    def _multiply(self, rows: Tensor, weight: Tensor, ends: Tensor, hidden_dim: int) -> Tensor:
+        out: Tensor = expert_products(rows, weight, ends, self.products)
         return out
 
 

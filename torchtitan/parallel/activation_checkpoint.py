@@ -150,7 +150,7 @@ def _save_expensive_operators() -> Any:
     aten = torch.ops.aten
     products = {
         *(aten.mm.default, aten.addmm.default),
-        torch.ops.torchtitan.expert_products.default,
+        *(torch.ops.torchtitan.expert_products.default, aten._scaled_grouped_mm.default),
     }
     expensive = (
         KEPT_OPERATORS
