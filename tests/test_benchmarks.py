@@ -165,6 +165,7 @@ def test_precision(tmp_path: Path) -> None:
     assert re.search("SimpleFSDP, loss in chunks: left out: .*compile.backend: ", page)
 
 
+@pytest.mark.gate
 def test_collectives_of_a_layout(tmp_path: Path) -> None:
     output = tmp_path / "page.md"
     command = ["benchmarks/collectives.py", "--layouts", "CP 2", "--output", output]
@@ -294,6 +295,7 @@ def test_errors_of_attention_are_those_that_are_kept(monkeypatch: pytest.MonkeyP
         assert all(float(one) == pytest.approx(float(other), abs=0.11) for one, other in pairs)
 
 
+@pytest.mark.gate
 def test_memory_of_documents_is_linear(tmp_path: Path) -> None:
     """As it is without a mask; with a dense mask it is quadratic."""
     output = tmp_path / "page.md"

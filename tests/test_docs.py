@@ -65,15 +65,10 @@ PAGES += sorted((ROOT / "torchtitan/research").glob("*/README.md"))
 PAGES_AND_RESULTS = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 FOLDERS = ("torchtitan", "tests", "benchmarks", "scripts", "train_configs", "docs")
 LONG = (
-    "checkpoint.md",
-    "compare.md",
-    "debugging.md",
-    "evaluation.md",
-    "plan.md",
-    "profiling.md",
-    "weights.md",
+    *("checkpoint.md", "compare.md", "debugging.md", "evaluation.md", "from_torchtitan.md"),
+    *("plan.md", "profiling.md", "verify.md", "vision.md", "vision_results.md", "weights.md"),
 )
-DAILY = [page for page in PAGES if page.name not in LONG]
+DAILY = [page for page in PAGES if page.name not in LONG and page != ROOT / "README.md"]
 DEBUG_RECIPE = "train_configs/debug_model.toml"
 
 GLOO_AT_EXIT = "terminate called without an active exception"

@@ -89,6 +89,7 @@ def notes(folder: Path) -> list[dict[str, int]]:
     return [json.loads(text) for text in texts if text]
 
 
+@pytest.mark.gate
 def test_killed_rank_is_started_again_from_the_checkpoint(tmp_path: Path) -> None:
     words = command(tmp_path / "run", "--training.steps=5", processes="2")
     with started(words, tmp_path / "log", FAULT="kill 1 4") as process:

@@ -88,6 +88,7 @@ def test_who_only_looks_at_a_recipe_touches_no_device(
     assert contexts == []
 
 
+@pytest.mark.gate
 def test_the_smallest_of_the_devices_of_a_run_is_its_limit(
     contexts: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_plan_is_between_the_bounds(name: str, device_type: Any) -> None:
     assert peak_of(found).device + peak_of(found).host < bounds.most() / GIB
 
 
+@pytest.mark.gate
 def test_a_run_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["check", "--here", "--device", "cpu"], ["train"]):
         assert main([*words, *FLAGS]) == 2

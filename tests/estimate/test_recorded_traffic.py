@@ -28,8 +28,7 @@ CASES: dict[str, Case] = {
     "PP 2, 1F1B, 5 passes": case(2, batch=2, training={"global_batch_size": 10}),
 }
 DAILY = (
-    *("CP 2 x TP 2, Ulysses, documents", "PP 2, ZBVZeroBubble", "PP 2, 1F1B, 5 passes"),
-    *("FSDP 2, 12 layers, accumulating 4", "TP 2 x PP 2", "PP 2, DualPipeV"),
+    *("CP 2 x TP 2, Ulysses, documents", "PP 2, ZBVZeroBubble", "PP 2, DualPipeV"),
 )
 
 UNKNOWN = {

@@ -178,6 +178,7 @@ def timed(job: JobConfig, ranks: int, hardware: Hardware) -> StepTime:
     return step_time(job, ranks, steps, hardware)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", ["FSDP 2 x TP 2", "PP 2, ZBVZeroBubble", "PP 2, 1F1B"])
 def test_parts_add_up_to_the_time_of_the_step(name: str) -> None:
     layout = LAYOUTS[name]
@@ -194,6 +195,7 @@ def test_parts_add_up_to_the_time_of_the_step(name: str) -> None:
         assert all(0 <= each.start <= each.end <= found.seconds * 1.001 for each in lane)
 
 
+@pytest.mark.gate
 def test_faster_links_are_never_slower() -> None:
     layout = case(replicate=2, shard=2, tp=2, batch=1)
     job = layouts.job(layout, "SGD")

@@ -134,6 +134,7 @@ def stopped(folder: str) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.gate
 def test_what_a_way_keeps_is_in_a_checkpoint(tmp_path: Path) -> None:
     load_job(None, ["--job.imports", "tests.senders"], 1, "cpu")
     for at_once, _, resumed, *_ in run_ranks(stopped, 2, str(tmp_path)):

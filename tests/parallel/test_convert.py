@@ -254,6 +254,7 @@ def recipe(layout: Case, folder: Path | str = "unused", **sections: dict[str, An
     return layouts.job(layout, "SGD", job={"dump_folder": str(folder)}, **sections)
 
 
+@pytest.mark.gate
 def test_tensor_ranks_scale_by_the_whole_tensor() -> None:
     """One scale over all tensor ranks, whether the activations are sent in Float8 or not.
 

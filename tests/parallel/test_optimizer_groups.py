@@ -124,7 +124,7 @@ def resumable(folder: Path, layout: Case, optimizer: str, steps: int) -> JobConf
     )
 
 
-@pytest.mark.parametrize("optimizer", tiers(OPTIMIZERS, ["Normalized"]))
+@pytest.mark.parametrize("optimizer", tiers(OPTIMIZERS, []))
 def test_groups_resume_on_another_layout(optimizer: str, tmp_path: Path) -> None:
     expected = run_ranks(train, 2, resumable(tmp_path / "whole", LAYOUTS["FSDP 2"], optimizer, 4))
     run_ranks(train, 2, resumable(tmp_path / "FSDP 2", LAYOUTS["FSDP 2"], optimizer, 2))

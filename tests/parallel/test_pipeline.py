@@ -252,6 +252,7 @@ BY_HAND = (("tok_embeddings", *LAYERS[:1]), (*LAYERS[1:], "norm", "output"))
 ALONE = (("tok_embeddings",), LAYERS[:3], LAYERS[3:], ("norm", "output"))
 
 
+@pytest.mark.gate
 def test_every_schedule_on_two_ranks(tmp_path: Path) -> None:
     cases = {
         **{name: case(2, name) for name in SCHEDULES},

@@ -73,6 +73,7 @@ def test_a_layout_that_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(path.name for path in Path().rglob("*")) == ["r.toml"]
 
 
+@pytest.mark.gate
 def test_a_gradient_that_no_rank_sums_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_gradient_that_no_rank_sums_is_named(
     assert last.endswith("; 5 of 21 parameters differ")
 
 
+@pytest.mark.gate
 def test_gradients_that_are_averaged_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_rank_that_fails_is_told(
     assert "AssertionError: a rank that fails" in error
 
 
+@pytest.mark.gate
 def test_a_recipe_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert verify(SHARD, "--world-size", "3") == 2
     assert "r.toml:16: parallelism.data_parallel_shard_degree: got 2; " in capsys.readouterr().err
@@ -158,6 +161,7 @@ def shrunk(path: Path, *flags: str, world_size: int | None = None) -> Checked:
     return as_checked(recipe, world_size=world_size, steps=None, shrink=True)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_can_be_shrunk(path: Path) -> None:
     can_be_shrunk(path)

@@ -128,6 +128,7 @@ def over_each_other(data: st.DataObject) -> None:
 TRIALS = [in_a_recipe, in_a_flag, several_keys, over_each_other]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("trial", TRIALS)
 def test_any_value(trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

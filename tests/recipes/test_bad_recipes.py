@@ -209,6 +209,7 @@ def test_recipes_that_extend_each_other(tmp_path: Path, monkeypatch: pytest.Monk
     assert line.endswith(": a.toml -> b.toml -> c.toml -> a.toml")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("command", ["torchtitan.tools.cli check", "torchtitan.train"])
 def test_commands_end_with_2_and_leave_nothing(command: str, tmp_path: Path) -> None:
     recipe = tmp_path / "bad.toml"

@@ -53,6 +53,7 @@ def test_check_prints_the_resolved_recipe(capsys: pytest.CaptureFixture[str]) ->
     assert set(tomllib.loads(output)) == set(JobConfig.model_fields)
 
 
+@pytest.mark.gate
 def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe("[training]\nglobal_batch_size = 32\nsteps = 10\nlocal_batch_size = 2\n")
     words = ["--world-size", "4", "--parallelism.data_parallel_replicate_degree", "2"]
@@ -96,6 +97,7 @@ def test_the_first_lines_of_check_answer() -> None:
     assert "Error" not in done.stderr
 
 
+@pytest.mark.gate
 def test_check_here_says_where_the_run_starts(capsys: pytest.CaptureFixture[str]) -> None:
     words = [recipe("[checkpoint]\nenable = true\n"), "--here", "--device", "cpu"]
     small = ["--training.steps=1", "--model.dim=32", "--training.seq_len=8", "--no-data.shuffle"]
@@ -337,6 +339,7 @@ def test_version_in_short(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == text
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("module", "words"),
     [

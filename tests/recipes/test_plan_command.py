@@ -114,6 +114,7 @@ def test_the_page_has_the_plan_and_its_plots(planned: tuple[dict[str, Any], str]
     assert "src=" not in page.split("<script>")[0]
 
 
+@pytest.mark.gate
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_the_page_is_drawn(planned: tuple[dict[str, Any], str], tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
@@ -162,6 +163,7 @@ def test_unknown_hardware_has_memory_and_no_speed(capsys: pytest.CaptureFixture[
     assert "unknown, as the hardware is" in text
 
 
+@pytest.mark.gate
 def test_a_recipe_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--training.seq_len", "2048", "--training.local_batch_size", "8", "--job.hardware=")
     whole = answer(capsys, *words)["memory"]["peak_reserved_gib"]["value"]

@@ -184,6 +184,7 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("version", FACTS)
 def test_every_key_means_what_it_meant_or_is_named(version: str) -> None:
     wrong = [
@@ -210,6 +211,7 @@ def misspelt() -> Iterator[str]:
             yield ".".join([*parts[:depth], part[:cut] + part[cut + 1 :], *parts[depth + 1 :]])
 
 
+@pytest.mark.gate
 def test_misspelt_keys_are_refused() -> None:
     accepted = []
     for key in dict.fromkeys(misspelt()):

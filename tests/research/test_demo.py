@@ -210,7 +210,7 @@ LAYOUTS: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2", "DDP 2"]))
+@pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2"]))
 def test_replicas_have_the_same_weights_to_the_bit(name: str) -> None:
     layout = LAYOUTS[name]
     for way in NAMES if name == "DDP 2" else ["demo"]:
@@ -316,6 +316,7 @@ def stopped(folder: str, ways: dict[str, Any], optimizer: str, half: int) -> lis
 KEPT = {"demo in each step": {"name": "demo", "sign": False}, **APART}
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("way", KEPT)
 def test_a_run_that_resumes_is_the_same_to_the_bit(way: str, tmp_path: Path) -> None:
     """Also where it was stopped between two agreements."""

@@ -128,6 +128,7 @@ def test_errors_of_both_halves_between_replicas_are_sent_later(ranks: int, beta:
 TWO_HOPS = LOCO | {"replicas": {"name": "loco", "bucket": 64, "verify_steps": 1}}
 
 
+@pytest.mark.gate
 def test_both_hops_of_loco_are_nearly_the_run() -> None:
     """Replicas compare their weights after each step."""
     layout = LAYOUTS["HSDP 2 x 2"]

@@ -178,6 +178,7 @@ print((found[0] - found[1]).abs().max().item())
 """
 
 
+@pytest.mark.gate
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 def test_compiled_it_is_the_same_and_says_nothing() -> None:
     done = subprocess.run(

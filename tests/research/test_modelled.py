@@ -74,7 +74,7 @@ MODELLED = {
 
 
 @pytest.mark.parametrize(
-    "way", tiers(MODELLED, [name for name in ("QSDP", "local SGD") if name in MODELLED])
+    "way", tiers(MODELLED, [name for name in ("local SGD",) if name in MODELLED])
 )
 def test_what_sends_less_is_compared_with_a_model_of_it(
     way: str, capsys: pytest.CaptureFixture[str]
@@ -108,6 +108,7 @@ def test_rows_that_are_cut_differently_are_not_modelled(capsys: pytest.CaptureFi
     assert "the simulation to compare them with cuts all rows alike" in capsys.readouterr().err
 
 
+@pytest.mark.gate
 @pytest.mark.skipif("QSDP" not in MODELLED, reason="a system that is not there")
 def test_states_in_host_memory_are_verified_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Weights that replicas agree on are those that the next update of the host changes."""

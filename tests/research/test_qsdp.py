@@ -131,6 +131,7 @@ def test_blocks_are_compiled_around_it() -> None:
     is_compiled_around(QSDP)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("communication", [QSDP, LEARNED], ids=["uniform", "learned"])
 def test_a_run_that_resumes_is_the_same_to_the_bit(
     communication: dict[str, Any], tmp_path: Path

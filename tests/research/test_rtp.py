@@ -245,6 +245,7 @@ def resumed(folder: str) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.gate
 def test_a_run_resumes_to_the_bit_and_as_fsdp2(tmp_path: Path) -> None:
     """With an evaluation after each step; in place, which sends the same numbers."""
     for whole, _, resumed_run, loaded, _, back in run_ranks(resumed, 2, str(tmp_path)):

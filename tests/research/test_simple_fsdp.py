@@ -138,6 +138,7 @@ def saved_and_loaded(folder: str) -> list[dict[str, Tensor]]:
     return [train(job) for job in both_ways(folder)]
 
 
+@pytest.mark.gate
 def test_checkpoints_of_one_load_in_the_other(tmp_path: Path) -> None:
     results = run_ranks(saved_and_loaded, 4, str(tmp_path))
     for saved, loaded, saved_again, loaded_again in results:

@@ -50,6 +50,7 @@ def trained(folder: Path) -> tuple[list[list[int]], list[float]]:
     return [[row[key] for key in KEYS] for row in found], [row["loss"] for row in found]
 
 
+@pytest.mark.gate
 def test_what_is_skipped_is_counted_over_ranks_and_resumes(tmp_path: Path, images: Path) -> None:
     one, two, resumed = tmp_path / "one", tmp_path / "two", tmp_path / "resumed"
     run_ranks(train, 1, job(one, images, 6, 0))

@@ -76,7 +76,7 @@ LAYOUTS: dict[str, Case] = {
 }
 DRIFT = 2e-3
 """What Float8 may make of rounding in five steps; a nudge of all weights made 5e-4 of it."""
-DAILY = ("TP 2", "PP 2, 1F1B")
+DAILY = ("PP 2, 1F1B",)
 
 
 def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:

@@ -62,6 +62,7 @@ def fails(script: str, restarts: int, message: str) -> None:
     assert describe(failed.value.failures) == message
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("script", "restarts", "message"),
     [

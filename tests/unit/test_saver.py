@@ -93,6 +93,7 @@ def defective(job: JobConfig, place: str, rank: int) -> str:
         return "went on"
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize(
     ("place", "rank"), [("write_file", 1), ("write_manifest_of", 0), ("problems_of_files", 1)]
