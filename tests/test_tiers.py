@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint.test_resume import DAILY as CHANGES_DAILY
 from tests.checkpoint.test_resume import PAIRS
-from tests.layouts import DAILY, FAMILIES, LAYOUTS, LONG, Case
+from tests.layouts import DAILY, FAMILIES, GATE, LAYOUTS, Case
 from tests.research import layouts as research
 from tests.research.test_layouts import PAIRS as CHANGES
 from tests.tiers import tiers
@@ -25,12 +25,12 @@ def test_every_layout_stands_in_one_tier() -> None:
     cases = {param.values[0]: [mark.name for mark in param.marks] for param in marked()}
     assert list(cases) == list(LAYOUTS)
     assert {name for name, marks in cases.items() if not marks} == set(DAILY)
-    assert {name for name, marks in cases.items() if marks == ["slow"]} == set(LONG)
+    assert {name for name, marks in cases.items() if marks == ["gate"]} == set(GATE)
     assert all(marks in ([], ["gate"], ["slow"]) for marks in cases.values())
 
 
 def marked() -> list[pytest.param]:
-    return tiers(LAYOUTS, DAILY, LONG)
+    return tiers(LAYOUTS, DAILY, gate=GATE)
 
 
 def test_a_tier_names_only_what_there_is() -> None:
@@ -38,6 +38,8 @@ def test_a_tier_names_only_what_there_is() -> None:
         tiers(["one", "two"], ["three"])
     with pytest.raises(AssertionError, match="in one tier"):
         tiers(["one", "two"], ["one"], ["one"])
+    marks = [param.marks for param in tiers(["one", "two", "three"], ["one"], gate=["two", "four"])]
+    assert [[mark.name for mark in each] for each in marks] == [[], ["gate"], ["slow"]]
 
 
 def test_every_axis_converter_and_way_to_shard_is_compared_daily() -> None:
@@ -79,12 +81,12 @@ def test_what_is_left_out_is_the_gate_and_the_trials() -> None:
 
 def test_the_guide_counts_the_layouts() -> None:
     guide = (ROOT / "CONTRIBUTING.md").read_text()
-    both = ((LAYOUTS, research.LAYOUTS), (DAILY, research.DAILY), (LONG, research.LONG))
-    every, daily, long = (sum(map(len, each)) for each in both)
+    both = ((LAYOUTS, research.LAYOUTS), (DAILY, research.DAILY), (GATE, research.GATE))
+    every, daily, gate = (sum(map(len, each)) for each in both)
     for words in (
         f"{daily} of {every} layouts",
-        f"{every - daily - long} more layouts",
-        f"the {long} longest layouts",
+        f"{gate} more layouts",
+        f"the other {every - daily - gate} layouts",
     ):
         assert words in guide
     assert f"{every} layouts with a single rank" in (ROOT / "README.md").read_text()

@@ -19,6 +19,7 @@ from tests.layouts import (
     AFTERWARDS,
     ALL_BESIDE,
     FULL,
+    GATE,
     LAYOUTS,
     NO_LOSS,
     NO_SEQUENCE,
@@ -112,7 +113,7 @@ DAILY = (
 )
 
 
-@pytest.mark.parametrize("name", tiers(CASES, DAILY))
+@pytest.mark.parametrize("name", tiers(CASES, DAILY, gate=GATE))
 def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sends_what_the_formulas_say(CASES[name], monkeypatch)
 

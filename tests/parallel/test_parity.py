@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import layouts, tiny
-from tests.layouts import DAILY, LAYOUTS, LONG, ONE, OPTIMIZERS, Case, alone
+from tests.layouts import DAILY, GATE, LAYOUTS, ONE, OPTIMIZERS, Case, alone
 from tests.ranks import run_ranks
 from tests.runs import (
     Trace,
@@ -55,7 +55,7 @@ def bound(layout: Case) -> float:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY, LONG))
+@pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY, gate=GATE))
 def test_layout_trains_the_same_run_as_one_rank(name: str, device: str) -> None:
     is_the_run_of_one_rank(LAYOUTS[name], device)
 

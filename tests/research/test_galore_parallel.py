@@ -178,7 +178,7 @@ def reference() -> list[Trace]:
 
 
 @pytest.mark.parametrize(
-    "name", tiers(LAYOUTS, [], ["TP 2 x PP 2", "FSDP 2 x TP 2 x PP 2"])
+    "name", tiers(LAYOUTS, [], gate=["HSDP 2 x 2", "TP 2", "PP 2", "FSDP 2 x TP 2"])
 )
 def test_a_run_is_that_of_one_rank(name: str) -> None:
     layout = LAYOUTS[name]

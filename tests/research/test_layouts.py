@@ -34,7 +34,7 @@ from tests.research.layouts import (
     DAILY,
     IN_PLACE,
     LATENT_BESIDE,
-    LONG,
+    GATE,
     ROTATED,
     SIMPLE,
     installed,
@@ -53,7 +53,7 @@ QSDP = {way: {"name": "qsdp", "bits": 5, "bucket": 64} for way in ("weights", "g
 LEARNED = {way: each | {"bits": 4, "levels": "learned"} for way, each in QSDP.items()}
 
 
-@pytest.mark.parametrize("name", tiers(layouts.LAYOUTS, DAILY, LONG))
+@pytest.mark.parametrize("name", tiers(layouts.LAYOUTS, DAILY, gate=GATE))
 def test_layout_trains_the_same_run_as_one_rank(name: str) -> None:
     test_parity.is_the_run_of_one_rank(layouts.LAYOUTS[name], "cpu")
 

@@ -74,7 +74,12 @@ MODELLED = {
 
 
 @pytest.mark.parametrize(
-    "way", tiers(MODELLED, [name for name in ("local SGD",) if name in MODELLED])
+    "way",
+    tiers(
+        MODELLED,
+        [name for name in ("local SGD",) if name in MODELLED],
+        gate=["QSDP", "LoCo", "DeMo", "slices and TP"],
+    ),
 )
 def test_what_sends_less_is_compared_with_a_model_of_it(
     way: str, capsys: pytest.CaptureFixture[str]
