@@ -32,9 +32,9 @@ from tests.research import layouts
 from tests.research.layouts import (
     BESIDE_LATENT,
     DAILY,
+    GATE,
     IN_PLACE,
     LATENT_BESIDE,
-    GATE,
     ROTATED,
     SIMPLE,
     installed,
