@@ -5,6 +5,7 @@ from typing import Any
 
 from torchtitan.config import Registry
 from torchtitan.models.deepseek_v3.spec import DEEPSEEK_V3
+from torchtitan.models.gpt_oss.spec import GPT_OSS
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.qwen3.spec import QWEN3
 from torchtitan.models.qwen3_moe.spec import QWEN3_MOE
@@ -13,7 +14,13 @@ from torchtitan.models.spec import ModelSpec
 
 MODELS = Registry[ModelSpec[Any]](
     "model",
-    {"llama3": LLAMA3, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "deepseek_v3": DEEPSEEK_V3},
+    {
+        "llama3": LLAMA3,
+        "qwen3": QWEN3,
+        "qwen3_moe": QWEN3_MOE,
+        "deepseek_v3": DEEPSEEK_V3,
+        "gpt_oss": GPT_OSS,
+    },
 )
 
 

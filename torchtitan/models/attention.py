@@ -28,12 +28,17 @@ from torchtitan.torch_private.segment_kernels import (
 
 AttentionMask = Literal["causal", "block_causal"]
 
-Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, int], Tensor]
-"""Function of q, k, v, documents and window, as `causal_attention`."""
+Core = Callable[[Tensor, Tensor, Tensor, Tensor | None, int, Tensor | None], Tensor]
+"""Function of q, k, v, documents, window and sinks, as `causal_attention`."""
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of each token to itself and to earlier tokens of its document.
 
@@ -43,13 +48,14 @@ def causal_attention(
         documents: (B, S) int64 on the CPU; adjacent tokens with equal numbers are a document. None:
             all are one.
         window: number of most recent tokens that a token attends to, itself included; 0: all.
+        sinks: (H,), a further logit of each softmax, whose share of the values is nothing.
 
     Returns:
         (B, H, S, E).
     """
     assert documents is None or documents.is_cpu, "their boundaries are read without waiting"
-    if documents is not None or 0 < window < q.shape[2]:
-        out: Tensor = document_attention(q, k, v, documents, window)[0]
+    if documents is not None or sinks is not None or 0 < window < q.shape[2]:
+        out: Tensor = document_attention(q, k, v, documents, window, sinks)[0]
         return out
     if q.is_cuda and q.dtype == torch.float32:
         # With grouped heads in float32, the kernels materialize all scores, S x S per head.
@@ -59,7 +65,12 @@ def causal_attention(
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `causal_attention` with a mask of S x S elements, as a reference."""
     if q.is_cuda:  # with grouped heads and a mask, the kernels materialize all scores
@@ -67,8 +78,44 @@ def dense_attention(
         k, v = k.repeat_interleave(heads, dim=1), v.repeat_interleave(heads, dim=1)
     if documents is None:
         documents = torch.zeros(len(q), q.shape[2], dtype=torch.int64, device=q.device)
-    mask = document_mask(documents, window)[:, None]
+    return masked_attention(q, k, v, document_mask(documents, window)[:, None], sinks)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None = None
+) -> Tensor:
+    """Compute attention to the keys that a mask (B, 1, S, T) bool shows; a sink is one more key.
+
+    Its key and its value are zeros, so its score is what the mask adds.
+    """
+    if sinks is not None:
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+        shape = (len(mask), len(sinks), q.shape[2], -1)
+        of_sinks = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*shape[:3], 1)
+        mask = torch.cat((scores.expand(shape), of_sinks), dim=-1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Let attention to all keys, with its log-sum-exp, also go to sinks; changes `out` in place.
+
+    With these two results, the backward of attention gives the gradients of q, k and v.
+    """
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])  # (B, H, S)
+    return out.mul_((lse - total).exp()[..., None]), total
+
+
+def gradient_of_sinks(
+    grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None
+) -> Tensor | None:
+    """Return the gradient (H,) from the results of `add_sinks`; None without sinks."""
+    if sinks is None:
+        return None
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # (B, H, S)
+    return -(share * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def document_mask(documents: Tensor, window: int = 0) -> Tensor:
@@ -80,7 +127,12 @@ def document_mask(documents: Tensor, window: int = 0) -> Tensor:
 
 @torch.library.custom_op("torchtitan::document_attention", mutates_args=())
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `causal_attention` in memory linear in S, and time by the lengths of documents.
 
@@ -89,13 +141,11 @@ def document_attention(
     Returns:
         The output (B, H, S, E), and the log-sum-exp of the scores (B, H, S) in float32 or wider.
     """
-    return segments_forward(q, k, v, _segments(q, documents, window))
+    return add_sinks(*segments_forward(q, k, v, _segments(q, documents, window)), sinks)
 
 
 @document_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return tokens_first(q), q.new_empty(q.shape[:3], dtype=wide(q))
 
 
@@ -120,21 +170,22 @@ def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tenso
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, ctx.window, sinks = inputs
+    ctx.save_for_backward(*tensors, *output, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = document_attention_backward(grad_out, *ctx.saved_tensors, ctx.window)
-    return *gradients, None, None
+    *tensors, sinks = ctx.saved_tensors
+    gradients = document_attention_backward(grad_out, *tensors, ctx.window)
+    return *gradients, None, None, gradient_of_sinks(grad_out, tensors[-2], tensors[-1], sinks)
 
 
 document_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.torchtitan.document_attention)
-def _(q: torch.Size, k: Any, v: Any, documents: Any, window: int, **_: Any) -> int:
+def _(q: torch.Size, k: Any, v: Any, documents: Any, window: int, *_: Any, **__: Any) -> int:
     """Count two products, so that a memory budget knows the price of recomputation."""
     return 2 * _product(q, window)
 
@@ -189,8 +240,15 @@ class SelfAttention(nn.Module):
         self.window = window
         self.core: Core = causal_attention
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
-        return self.core(q, k, v, documents, self.window)
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self.core(q, k, v, documents, self.window, sinks)
 
 
 def attends(model: nn.Module) -> bool:

@@ -45,6 +45,8 @@ def init_std(args: DecoderArgs, name: str) -> InitialWeight:
     """
     if name.endswith("norm.weight"):
         return "ones"
+    if name.rpartition(".")[2] in ("bias", "logit_bias", "b1", "b2", "b3"):
+        return "zeros"
     if name.endswith((".wo.weight", ".w2.weight", ".experts.w2")):
         return 0.02 / math.sqrt(2 * args.n_layers)
     return 0.02
@@ -77,7 +79,7 @@ def flops_of(args: DecoderArgs, seq_len: int, name: str) -> int:
     """
     dim = args.dim
     parameters = args.attention_parameters + of_block(args, name).ffn_parameters + 2 * dim
-    block = 6 * (parameters + args.attended_size * attended(args, seq_len))
+    block = 6 * (parameters + args.attended_size * attended(of_block(args, name), seq_len))
     output = 6 * args.vocab_size * dim
     if name.startswith("layers."):
         return block

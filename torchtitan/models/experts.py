@@ -19,7 +19,7 @@ Shapes: B batch, S sequence, D model dim, E experts, K experts of a token, N = B
 F hidden dim of an expert.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -61,6 +61,8 @@ class Routing:
     """Number of groups of a token: those with the largest sums of their two best scores."""
     has_bias: bool = False
     """Whether the choice is by score plus a bias of each expert."""
+    has_logit_bias: bool = False
+    """Whether a trained bias is added to the logits."""
     balances: bool = False
     """Whether the loss `load_balance` is computed."""
     has_z_loss: bool = False
@@ -83,6 +85,8 @@ class Router(nn.Module):
     after its last microbatch, when the first have had their gradients.
     """
 
+    logit_bias: Tensor | None
+    """(E,)"""
     bias: Tensor | None
     """(E,) float32, no parameter: it is changed between steps, to balance the experts."""
     share: Tensor | None
@@ -93,6 +97,8 @@ class Router(nn.Module):
         super().__init__()
         self.routing = routing
         self.weight = nn.Parameter(torch.empty(n_experts, dim))
+        logit_bias = nn.Parameter(torch.empty(n_experts)) if routing.has_logit_bias else None
+        self.register_parameter("logit_bias", logit_bias)
         bias = torch.zeros(n_experts, dtype=torch.float32) if routing.has_bias else None
         self.register_buffer("bias", bias)
         share = torch.empty(n_experts, dtype=torch.float32) if routing.balances else None
@@ -113,20 +119,22 @@ class Router(nn.Module):
             self.share.fill_(1 / len(self.share))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.route(x, self.weight)
+        return self.route(x, self.weight, self.logit_bias)
 
-    def route(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, weight: Tensor, logit_bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Choose the experts with the largest scores; of equal ones, the first.
 
         Args:
             x: (B, S, D).
             weight: (E, D).
+            logit_bias: (E,).
 
         Returns:
             Scores (B, S, K) in float32 or wider, and the chosen experts (B, S, K) int64.
         """
         rule, wide = self.routing, torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), weight.to(wide))  # (B, S, E)
+        bias = None if logit_bias is None else logit_bias.to(wide)
+        logits = F.linear(x.to(wide), weight.to(wide), bias)  # (B, S, E)
         scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
         # Logits have the order of scores, and fewer of them are equal after rounding.
         by_logits = self.bias is None and rule.groups == 1
@@ -188,37 +196,64 @@ def _largest(values: Tensor, k: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
+@dataclass(frozen=True)
+class ExpertForm:
+    """How an expert computes, beyond its products."""
+
+    has_biases: bool = False
+    """Whether each of its linear layers has a bias."""
+    limit: float = 0.0
+    """Limit of the factors of `clamped_swiglu`; 0: it is plain SwiGLU."""
+
+
 class Experts(nn.Module):
     """E networks with SwiGLU, of which each token uses K."""
 
-    HIDDEN_DIM: ClassVar = {"w1": 1, "w2": 2, "w3": 1}
-    """Dim of F in each parameter."""
+    b1: Tensor | None
+    b2: Tensor | None
+    b3: Tensor | None
+    HIDDEN_DIM: ClassVar = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b3": 1}
+    """Dim of F in each parameter that has it."""
+    MODEL_DIM: ClassVar = {"w1": 2, "w2": 1, "w3": 2}
+    """Dim of D in each matrix."""
 
-    def __init__(self, dim: int, n_experts: int, hidden_dim: int, products: Products) -> None:
+    def __init__(
+        self,
+        dim: int,
+        n_experts: int,
+        hidden_dim: int,
+        products: Products,
+        form: ExpertForm = ExpertForm(),
+    ) -> None:
         super().__init__()
-        self.products = products
+        self.products, self.limit = products, form.limit
         self.exchange: Exchange | None = None
         self.multiply: Multiply | None = None
         """Product in another precision, if any."""
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        for name, width in ("b1", hidden_dim), ("b2", dim), ("b3", hidden_dim):
+            bias = nn.Parameter(torch.empty(n_experts, width)) if form.has_biases else None
+            self.register_parameter(name, bias)
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Matrices, then biases if there are any."""
+        biases = (bias for bias in (self.b1, self.b2, self.b3) if bias is not None)
+        return self.w1, self.w2, self.w3, *biases
 
     def forward(self, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        return self.mix(x, scores, chosen, self.w1, self.w2, self.w3)
+        return self.mix(x, scores, chosen, *self.weights)
 
-    def mix(
-        self, x: Tensor, scores: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor
-    ) -> Tensor:
+    def mix(self, x: Tensor, scores: Tensor, chosen: Tensor, *weights: Tensor) -> Tensor:
         """Add up the results of the chosen experts, weighted in float32.
 
         Args:
             x: (B, S, D).
             scores: (B, S, K) in float32 or wider.
             chosen: (B, S, K) int64.
-            w1, w3: (E, F, D), or some of the hidden features, for a part of the sum over them;
-                with `exchange`, of some of the experts.
-            w2: (E, D, F), with the same features.
+            weights: those of `compute`; with `exchange`, of some of the experts.
 
         Returns:
             (B, S, D).
@@ -227,23 +262,60 @@ class Experts(nn.Module):
         # Repeated before they are sorted: gradients of rows that are selected once are added up in
         # an order that is always the same.
         rows = x[..., None, :].expand(*chosen.shape, -1).flatten(0, -2).index_select(0, order)
-        compute = partial(self.compute, w1=w1, w2=w2, w3=w3)
+        compute = partial(self.compute, weights=weights)
         out = self.exchange(rows, expert, compute) if self.exchange else compute(rows, expert)
         out = out.index_select(0, order.argsort())
         by_token: Tensor = torch.unflatten(out, 0, (-1, top_k)).to(scores.dtype)  # (B S, K, D)
         return (by_token * scores.view(-1, top_k, 1)).sum(1).to(x.dtype).view_as(x)
 
-    def compute(self, rows: Tensor, expert: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-        """Compute rows (N, D), sorted by their expert (N,), the index of its matrices: (N, D)."""
+    def compute(self, rows: Tensor, expert: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Compute rows of experts.
+
+        Args:
+            rows: (N, D), sorted by expert.
+            expert: (N,) int64, the index of the expert of each row in its weights.
+            weights: w1 (E, F, D), w2 (E, D, F) and w3 (E, F, D), and b1 (E, F), b2 (E, D) and
+                b3 (E, F) if there are biases; or some of the hidden features, for a part of the sum
+                over them.
+
+        Returns:
+            (N, D).
+        """
+        w1, w2, w3, *biases = weights
+        b1, b2, b3 = biases or (None, None, None)
         numbers = torch.arange(len(w1), device=rows.device)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)  # (E,)
         multiply = self.multiply or self._multiply
-        hidden = F.silu(multiply(rows, w1, ends, 1)) * multiply(rows, w3, ends, 1)  # (N, F)
-        return multiply(hidden, w2, ends, 2)
+
+        def linear(x: Tensor, weight: Tensor, hidden_dim: int, bias: Tensor | None) -> Tensor:
+            out = multiply(x, weight, ends, hidden_dim)
+            return out if bias is None else _add_bias(out, bias, expert)
+
+        gate, up = linear(rows, w1, 1, b1), linear(rows, w3, 1, b3)  # (N, F)
+        hidden = clamped_swiglu(gate, up, self.limit) if self.limit else F.silu(gate) * up
+        return linear(hidden, w2, 2, b2)
 
     def _multiply(self, rows: Tensor, weight: Tensor, ends: Tensor, hidden_dim: int) -> Tensor:
         out: Tensor = expert_products(rows, weight, ends, self.products)
         return out
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """Compute the activation of GPT-OSS: `(up + 1) * gate * sigmoid(1.702 * gate)`, of clamped
+    factors: at most `limit`, and `up` at least its negative.
+    """
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+def _add_bias(out: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
+    """Add the bias of its expert to each row.
+
+    The gradient of a look-up is added up in an order that is always the same, and in float32,
+    since an expert has many rows.
+    """
+    wide = torch.promote_types(bias.dtype, torch.float32)
+    return (out + F.embedding(expert, bias.to(wide))).to(out.dtype)
 
 
 class MixtureOfExperts(nn.Module):
@@ -258,10 +330,11 @@ class MixtureOfExperts(nn.Module):
         *,
         shared_dim: int = 0,
         products: Products = "grouped",
+        form: ExpertForm = ExpertForm(),
     ) -> None:
         super().__init__()
         self.router = Router(dim, n_experts, routing)
-        self.experts = Experts(dim, n_experts, hidden_dim, products)
+        self.experts = Experts(dim, n_experts, hidden_dim, products, form)
         self.shared = FeedForward(dim, shared_dim) if shared_dim else None
 
     def forward(self, x: Tensor) -> Tensor:

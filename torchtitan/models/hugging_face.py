@@ -265,15 +265,16 @@ def decoder_format(
     config: Callable[[DecoderArgs, int | None], dict[str, Any]],
     args: Callable[[Mapping[str, Any]], DecoderArgs],
     rows: Callable[[DecoderArgs, str], Tensor | None] = rows,
+    **own: Any,
 ) -> WeightFormat[DecoderArgs]:
     """Return the format of a family; `WeightFormat` describes the arguments."""
+    usual: dict[str, Any] = {"name": name, "fused": FUSED}
     return WeightFormat(
+        **usual | own,
         architectures=architectures,
         config=config,
         args=args,
-        name=name,
         rows=rows,
-        fused=FUSED,
         repeated=lambda args: {"lm_head.weight": "tok_embeddings.weight"} if args.tied else {},
         computed=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
     )

@@ -142,22 +142,27 @@ class Attention(nn.Module):
         *,
         window: int = 0,
         norm_eps: float | None = None,
+        bias: bool = False,
+        has_sinks: bool = False,
     ) -> None:
         """
         Args:
             window: number of most recent tokens that a token attends to, itself included; 0: all.
             norm_eps: epsilon of the norms of each head's queries and keys; None: no such norms.
+            bias: whether the projections have a bias.
+            has_sinks: whether each query head has a sink.
         """
         super().__init__()
         self.head_dim = head_dim
         self.rope = rope
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=bias)
         has_norms = norm_eps is not None
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if has_norms else None
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if has_norms else None
+        self.sinks = Sinks(n_heads) if has_sinks else None
         self.attend = SelfAttention(window)
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
@@ -169,9 +174,25 @@ class Attention(nn.Module):
         q = self.rope(q, positions).transpose(1, 2)  # (B, H, S, E)
         k = self.rope(k, positions).transpose(1, 2)  # (B, K, S, E)
         v = self.wv(x).unflatten(-1, heads).transpose(1, 2)  # (B, K, S, E)
-        mixed = self.attend(q, k, v, documents)  # (B, H, S, E)
+        sinks = None if self.sinks is None else self.sinks(q)
+        mixed = self.attend(q, k, v, documents, sinks)  # (B, H, S, E)
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
         return out
+
+
+class Sinks(nn.Module):
+    """A learned logit of each query head, to which attention can go instead of to tokens.
+
+    It is a module so that it can be distributed with the heads.
+    """
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+
+    def forward(self, q: Tensor) -> Tensor:
+        """Return the logits (H,) of the heads of `q` (B, H, S, E)."""
+        return self.weight
 
 
 class FeedForward(nn.Module):

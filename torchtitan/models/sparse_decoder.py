@@ -15,7 +15,7 @@ from torchtitan.config import Problem
 from torchtitan.models.decoder import BlockBuilder, DecoderArgs, TransformerBlock
 from torchtitan.models.decoder_settings import DecoderConfig
 from torchtitan.models.decoder_spec import BLOCK_PLAN, decoder_spec, shrink, tensor_splits
-from torchtitan.models.experts import MixtureOfExperts, Products, Routing, Scores
+from torchtitan.models.experts import ExpertForm, MixtureOfExperts, Products, Routing, Scores
 from torchtitan.models.layers import RotaryEmbedding
 from torchtitan.models.spec import MinShape, ModelSpec, TensorRole, TensorSplits
 
@@ -56,6 +56,11 @@ class SparseArgs(DecoderArgs):
         )
 
     @property
+    def expert_form(self) -> ExpertForm:
+        """What experts have beyond three matrices."""
+        return ExpertForm()
+
+    @property
     def ffn_parameters(self) -> int:
         if not self.n_experts:
             return super().ffn_parameters
@@ -94,6 +99,7 @@ class SparseBlock(TransformerBlock):
                 *(args.dim, args.n_experts, args.expert_dim, args.routing),
                 shared_dim=args.shared_dim,
                 products=args.expert_products,
+                form=args.expert_form,
             )
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
@@ -216,5 +222,10 @@ def sparse_decoder_spec(
         optional=[*OF_SHARED, *OF_DENSE, *optional],
         **facts,
     )
-    roles = {"*.mixture.router.*": "router", "*.mixture.experts.*": "expert"}
+    roles = {
+        "*.mixture.router.logit_bias": "bias",
+        "*.mixture.router.*": "router",
+        "*.mixture.experts.b?": "bias",
+        "*.mixture.experts.*": "expert",
+    }
     return replace(spec, roles=roles, tensor_splits=sparse_splits, shrink=sparse_shrink)

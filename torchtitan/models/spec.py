@@ -29,6 +29,7 @@ TensorRole = Literal[
     "colwise",
     "gathered_colwise",
     "gathered",
+    "sinks",
     "rowwise",
     "logits",
     "router",
@@ -45,6 +46,7 @@ TensorRole = Literal[
     gathered_colwise
                   the same, whose input is gathered for it alone
     gathered      what heads of all ranks share: a module that returns its input, without weights
+    sinks         a vector with an element for each query head: sharded with the heads
     rowwise       a linear sharded by its inputs, whose results are summed over ranks
     logits        the last linear, sharded on the vocabulary
     router        replicated: each rank chooses experts for its tokens, and all learn of the choice
@@ -107,6 +109,10 @@ class AttentionShape(NamedTuple):
     """Number of most recent tokens that a token attends to, itself included; 0: all."""
     has_norms: bool = False
     """Whether the queries and keys of each head are normalized."""
+    has_sinks: bool = False
+    """Whether each head has a sink."""
+    is_mixed: bool = False
+    """Whether some have no window."""
 
     def window_in(self, seq_len: int) -> int:
         """Return the window if it is shorter than a sequence, else 0."""
@@ -123,6 +129,40 @@ class MinShape(NamedTuple):
 
 
 Args = TypeVar("Args", bound=ModelArgs)
+
+
+class Share(NamedTuple):
+    """Place of a parameter in a tensor of a `WeightFormat`.
+
+    If the parameter has three dims, its last two are exchanged there.
+    """
+
+    first: int = 0
+    """Index in the last dim there of the parameter's first element."""
+    step: int = 1
+    """Distance of its elements in that dim, and number of parameters that share it."""
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the tensor there from that of the parameter."""
+        *others, last = _exchanged(shape)
+        return *others, last * self.step
+
+    def block(
+        self, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return offsets and sizes of the block there that holds one of the parameter."""
+        (*begin, start), (*counts, count) = _exchanged(offsets), _exchanged(sizes)
+        return (*begin, start * self.step), (*counts, count * self.step)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the parameter's elements of a tensor there, or of such a block, as a view."""
+        own = whole[..., self.first :: self.step]
+        return own.mT if own.ndim == 3 else own
+
+
+def _exchanged(sizes: Sequence[int]) -> Sequence[int]:
+    """Return sizes with the last two of three exchanged."""
+    return (sizes[0], sizes[2], sizes[1]) if len(sizes) == 3 else sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +190,10 @@ class WeightFormat(Generic[Args]):
     """Whether the `repeated` tensors are required."""
     constants: Callable[[Args], Mapping[str, Tensor]] = lambda args: {}
     """Tensors there that are not parameters of ours: written, and compared if present."""
+    share: Callable[[str], "Share | None"] = lambda name: None
+    """Our name to the place in a tensor there of a parameter that several may share."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Patterns of tensors that cannot be read to what to do about them."""
     has_tokens: bool = True
     """Whether its config file names the tokens that start and end a text."""
     computed: str = "(?!)"

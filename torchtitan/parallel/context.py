@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.models.attention import SelfAttention
+from torchtitan.models.attention import SelfAttention, add_sinks, gradient_of_sinks
 from torchtitan.parallel.context_pieces import Cut, segments
 from torchtitan.parallel.context_rotation import ROTATIONS, Owned
 from torchtitan.parallel.settings import Balancing, Rotation
@@ -33,8 +33,16 @@ def apply(model: nn.Module, group: ProcessGroup, rotation: Rotation, balancing: 
     assert group.size() > 1, "one rank has the whole sequence"
     name = group.group_name
 
-    def core(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> Tensor:
-        out: Tensor = context_attention(q, k, v, documents, name, rotation, balancing, window)[0]
+    def core(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        window: int,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        exchange = (name, rotation, balancing)
+        out: Tensor = context_attention(q, k, v, documents, *exchange, window, sinks)[0]
         return out
 
     modules = [module for module in model.modules() if isinstance(module, SelfAttention)]
@@ -96,6 +104,7 @@ def context_attention(
     rotation: str,
     balancing: str,
     window: int = 0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of this rank's queries to the keys of all ranks of a group.
 
@@ -110,6 +119,7 @@ def context_attention(
         rotation: a key of `ROTATIONS`.
         balancing: the partitioning used by `shard`.
         window: number of most recent tokens that a token attends to; 0: all.
+        sinks: (H,), as in `causal_attention`.
 
     Returns:
         The output (B, H, S, E), and the log-sum-exp of the scores (B, H, S) in fp32.
@@ -129,6 +139,7 @@ def context_attention(
             own, (keys, values) = tile.queries, kv[..., tile.keys, :]
             part = attention_forward(q[:, :, own], keys, values, causal=tile.causal, bias=None)
             _merge(out[:, :, own], lse[:, :, own], *part)
+    out, lse = add_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
 
 
@@ -207,16 +218,18 @@ def _(grad_out: Tensor, q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.group_name, ctx.rotation, ctx.balancing, ctx.window = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, ctx.group_name, ctx.rotation, ctx.balancing, ctx.window, sinks = inputs
+    ctx.save_for_backward(*tensors, *output, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, sinks = ctx.saved_tensors
     grad_q, grad_kv = context_attention_backward(
-        grad_out, *ctx.saved_tensors, ctx.group_name, ctx.rotation, ctx.balancing, ctx.window
+        grad_out, *tensors, ctx.group_name, ctx.rotation, ctx.balancing, ctx.window
     )
-    return grad_q, *grad_kv.unbind(), None, None, None, None, None
+    of_sinks = gradient_of_sinks(grad_out, tensors[-2], tensors[-1], sinks)
+    return grad_q, *grad_kv.unbind(), None, None, None, None, None, of_sinks
 
 
 context_attention.register_autograd(_differentiate, setup_context=_save)

@@ -15,6 +15,7 @@ rank keeps a part of its sequence; without, every rank keeps all of it.
     columns           rows (*)  whole                  a part of the features
     gathered columns  rows (*)  stream -> whole        a part of the features
     gathered          -         stream -> whole        whole, for a part of the heads
+    sinks             rows      a part of the heads    a part of the heads
     rows              columns   a part of the features partial sums -> stream
     logits            rows (*)  stream -> whole        a part of the vocabulary, or whole
     router            whole     stream                 stream -> whole
@@ -80,6 +81,7 @@ def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Sty
         "colwise": Style(rows, given=whole, needed=whole, left=features),
         "gathered_colwise": Style(rows, given=stream, needed=whole, left=features),
         "gathered": Style(None, given=stream, needed=whole, left=whole, gradient=Partial()),
+        "sinks": Style(rows, given=columns, needed=columns, left=rows),
         "rowwise": Style(columns, given=features, needed=features, left=stream),
         "logits": Style(rows, given=stream, needed=whole, left=logits),
         "router": Style(whole, given=stream, needed=stream, left=None),
@@ -138,7 +140,7 @@ def _wire(
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | None) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     for name, parameter in list(module.named_parameters(recurse=False)):
         assert style.weight is not None, f"{name} is in a module without weights of its own"
@@ -146,7 +148,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
         splits_inputs = style.weight.is_shard(1) and parameter.ndim == 1
         placement = Replicate() if splits_inputs else style.weight
         if isinstance(module, Experts):
-            placement = Shard(module.HIDDEN_DIM[name])
+            placement = tensor_placement(name)
         # No values are sent, since all are drawn later, by name.
         placed = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(placed))
@@ -179,6 +181,13 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
     module.register_forward_pre_hook(enter)
     if style.left is not None:
         module.register_forward_hook(leave)
+
+
+def tensor_placement(name: str) -> "Placement":
+    """Return the placement of a parameter of `Experts` on the tensor axis."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return Shard(Experts.HIDDEN_DIM[name]) if name in Experts.HIDDEN_DIM else Replicate()
 
 
 def _look_up(module: nn.Embedding, tokens: "DTensor") -> "DTensor":
@@ -223,10 +232,13 @@ class SplitRouter(Router):
     def forward(self, x: "DTensor") -> tuple[Tensor, Tensor]:  # type: ignore[override]
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
-        weight: Tensor = self.weight
-        assert isinstance(weight, DTensor)
         grads = Partial() if x.placements[0].is_shard() else Replicate()
-        found = self.route(x.to_local(), weight.to_local(grad_placements=[grads]))
+        weight, bias = (
+            each.to_local(grad_placements=[grads]) if isinstance(each, DTensor) else None
+            for each in (self.weight, self.logit_bias)
+        )
+        assert weight is not None
+        found = self.route(x.to_local(), weight, bias)
         mine = [DTensor.from_local(t, x.device_mesh, x.placements, run_check=False) for t in found]
         scores, chosen = (each.redistribute(placements=[Replicate()]) for each in mine)
         # The gradient of a score is a sum over the features of an expert, of which ranks have some.
@@ -240,9 +252,24 @@ class SplitExperts(Experts):
         from torch.distributed.tensor import DTensor, Partial
 
         whole = x.to_local(grad_placements=[Partial()])
-        weights = [w.to_local() for w in (self.w1, self.w2, self.w3) if isinstance(w, DTensor)]
+        weights = [_summed_once(w) for w in self.weights if isinstance(w, DTensor)]
         out = self.mix(whole, scores, chosen, *weights)
         return DTensor.from_local(out, x.device_mesh, [Partial()], run_check=False)
+
+
+def _summed_once(weight: "DTensor") -> Tensor:
+    """Return the local part of a weight, such that results can be summed over tensor ranks.
+
+    A bias that all of them have is divided by their number. The gradient of the sum is the same on
+    all ranks, and is that of the bias.
+    """
+    from torch.distributed.tensor import Partial, Replicate
+
+    *others, last = weight.placements
+    if last.is_shard():
+        return weight.to_local()
+    parts = weight.redistribute(placements=[*others, Partial()])
+    return parts.to_local(grad_placements=[*others, Replicate()])
 
 
 SPLIT: dict[type[nn.Module], type[nn.Module]] = {Router: SplitRouter, Experts: SplitExperts}

@@ -22,9 +22,16 @@ from torchtitan.torch_private.collectives import process_group
 
 def exchanging_heads(core: Core, group: ProcessGroup) -> Core:
     """Return a core for contiguous parts of sequences, which uses `core` for whole ones."""
-    size, name = group.size(), group.group_name
+    rank, size, name = group.rank(), group.size(), group.group_name
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> Tensor:
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        window: int,
+        sinks: Tensor | None,
+    ) -> Tensor:
         heads = q.shape[1]
         if k.shape[1] < size:  # each is needed by several ranks
             k, v = (x.repeat_interleave(size // x.shape[1], dim=1) for x in (k, v))
@@ -32,7 +39,8 @@ def exchanging_heads(core: Core, group: ProcessGroup) -> Core:
         parts = all_to_all(parts.transpose(0, 1).contiguous(), name)  # (n, B, (H + 2 K) / n, S, E)
         whole = parts.permute(1, 2, 0, 3, 4).flatten(2, 3)  # (B, (H + 2 K) / n, n S, E)
         q, k, v = whole.split([x.shape[1] // size for x in (q, k, v)], dim=1)
-        out = core(q, k, v, documents, window)
+        own_sinks = None if sinks is None else sinks.view(size, -1)[rank]
+        out = core(q, k, v, documents, window, own_sinks)
         parts = torch.unflatten(out, 2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()
         own: Tensor = all_to_all(parts, name)  # (n, B, H / n, S, E)
         return own.transpose(0, 1).reshape(len(q), heads, -1, q.shape[-1])

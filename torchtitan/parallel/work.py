@@ -24,7 +24,7 @@ from torchtitan.parallel.settings import ParallelismConfig, Precision, ReshardPo
 from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.world import Degrees
 
-SPLIT_IN_ROWS = ("embedding", "colwise", "gathered_colwise", "logits")
+SPLIT_IN_ROWS = ("embedding", "colwise", "gathered_colwise", "sinks", "logits")
 """Roles whose weights tensor parallelism splits by rows."""
 
 
@@ -256,8 +256,9 @@ class Part:
         parts, split = self.sharing(name), self.tensor_dim(name)
         if self.is_placed(name):
             own = shape[0] // self.work.parallelism.expert_parallel_degree
-            return 3 - Experts.HIDDEN_DIM[name.rpartition(".")[2]] if own % parts else 0
-        return 1 if split == 0 and shape[0] % (self.work.degrees.tp * parts) else 0
+            return Experts.MODEL_DIM.get(name.rpartition(".")[2], 0) if own % parts else 0
+        is_uneven = shape[0] % (self.work.degrees.tp * parts) > 0
+        return 1 if split == 0 and is_uneven and len(shape) > 1 else 0
 
     def tensor_dim(self, name: str) -> int | None:
         """Return the dim of a parameter that tensor ranks split; None: each has all of it."""
@@ -266,8 +267,8 @@ class Part:
         if role in SPLIT_IN_ROWS:
             return 0
         if role == "rowwise":
-            return 1
-        return Experts.HIDDEN_DIM[last] if role == "experts" else None
+            return None if last == "bias" else 1
+        return Experts.HIDDEN_DIM.get(last) if role == "experts" else None
 
     def of_unit(
         self,

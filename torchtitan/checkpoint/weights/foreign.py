@@ -7,6 +7,7 @@ tensor that is missing, unexpected or of another shape. The names are part of a 
 (`torchtitan.models.spec.WeightFormat`); the layout of files is implemented one level up.
 """
 
+import itertools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.network import Network, Sizes, in_slices
 from torchtitan.config import ConfigError, RecipeError
+from torchtitan.models.spec import Share
 
 Kind = tuple[torch.dtype, Sizes]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -41,6 +43,9 @@ class ForeignWeights(ABC):
         """
         self.network, self.format = network, network.format(kind)
         self._names = {f"model.{ours}": self.format.name(ours) for ours in network.parameters()}
+        for name, (pattern, advice) in itertools.product(found, self.format.unreadable.items()):
+            if re.fullmatch(pattern, name):
+                raise ConfigError(f"{folder}: {name}: {advice}")
         constants = self.format.constants(network.args)
         known = {
             n: k
@@ -103,6 +108,8 @@ class ForeignWeights(ABC):
         sizes = shape if sizes is None else tuple(sizes)
         if 0 in sizes:
             return torch.empty(sizes, dtype=dtype)
+        if share := self.format.share(name.removeprefix("model.")):
+            return share.of(self._block(theirs, *share.block(offsets, sizes)))
         if "*" in theirs:
             indices = range(offsets[0], offsets[0] + sizes[0])
             slices = (theirs.replace("*", str(index)) for index in indices)
@@ -146,12 +153,15 @@ class Translated:
         self._kinds = weights_of(source, network)
         self._names: dict[str, str] = {}
         self._slices: dict[str, tuple[int, Sizes]] = {}
+        self._shares: dict[str, list[tuple[Share, str]]] = {}
         self._last: tuple[str, Tensor] | None = None
         for ours, (_, shape) in self._kinds.items():
             for index, (theirs, size) in enumerate(in_slices(self.format.name(ours), shape)):
                 self._names[theirs] = ours
                 if size != shape:
                     self._slices[theirs] = (index, size)
+            if share := self.format.share(ours):
+                self._shares.setdefault(self.format.name(ours), []).append((share, ours))
         if self.format.must_repeat:
             self._names |= self.format.repeated(network.args)
         self._constants = self.format.constants(network.args)
@@ -160,6 +170,9 @@ class Translated:
         """Return dtype and shape by foreign name, in the order of the network."""
         kinds = {theirs: self._kinds[ours] for theirs, ours in self._names.items()}
         kinds |= {n: (kinds[n][0], size) for n, (_, size) in self._slices.items()}
+        for theirs, shares in self._shares.items():
+            dtype, shape = kinds[theirs]
+            kinds[theirs] = dtype, shares[0][0].whole(shape)
         kinds |= {n: (self._dtype(c), tuple(c.shape)) for n, c in self._constants.items()}
         return {theirs: (self.dtype or dtype, shape) for theirs, (dtype, shape) in kinds.items()}
 
@@ -173,6 +186,12 @@ class Translated:
             constant = self._constants[theirs]
             return cast(theirs, constant, self.dtype or self._dtype(constant))
         ours = self._names[theirs]
+        if theirs in self._shares:
+            dtype, shape = self._kinds[ours]
+            whole = torch.empty(self._shares[theirs][0][0].whole(shape), dtype=dtype)
+            for share, part in self._shares[theirs]:
+                share.of(whole).copy_(self.source.read(f"model.{part}"))
+            return cast(theirs, whole, self.dtype)
         if theirs in self._slices:
             if self._last is None or self._last[0] != ours:  # the slices are read in turn
                 self._last = ours, self.source.read(f"model.{ours}")

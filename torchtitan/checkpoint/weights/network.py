@@ -71,7 +71,10 @@ class Network(NamedTuple):
         """Return shapes by a format's names: of required tensors, and of optional copies."""
         written, parameters = self.format(kind), self.parameters()
         repeated = written.repeated(self.args)
-        named = ((written.name(ours), shape) for ours, shape in parameters.items())
+        named = (
+            (written.name(ours), share.whole(shape) if (share := written.share(ours)) else shape)
+            for ours, shape in parameters.items()
+        )
         return (
             {name: size for theirs, shape in named for name, size in in_slices(theirs, shape)},
             {theirs: parameters[ours] for theirs, ours in repeated.items()},

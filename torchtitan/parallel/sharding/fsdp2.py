@@ -335,11 +335,13 @@ def placement(parameter: nn.Parameter, parts: int) -> "Shard | None":
     """Return the dim along which to split a parameter into `parts`; None: the first, the default.
 
     Rows already split by tensor parallelism are split again only if evenly divisible; otherwise
-    columns are split, so that each rank's part stays one contiguous piece.
+    columns are split, so that each rank's part stays one contiguous piece. Vectors have none.
     """
     from torch.distributed.tensor import DTensor, Shard
 
     if not isinstance(parameter, DTensor) or parameter.placements[0] != Shard(0):
+        return None
+    if parameter.ndim == 1:
         return None
     return Shard(1) if len(parameter) % (parameter.device_mesh.size() * parts) else None
 
@@ -353,7 +355,7 @@ def expert_placement(experts: Experts, parameter: nn.Parameter, parts: int) -> "
 
     own = len(local(parameter))
     name = next(name for name, p in experts.named_parameters() if p is parameter)
-    return Shard(3 - experts.HIDDEN_DIM[name] if own % parts else 0)
+    return Shard(experts.MODEL_DIM.get(name, 0) if own % parts else 0)
 
 
 def _gathers(part: Part) -> tuple[int, int]:

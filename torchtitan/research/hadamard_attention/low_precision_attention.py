@@ -175,14 +175,21 @@ class RoundedAttention(SelfAttention):
         self.watch: Callable[[str, Rounding], None] | None = None
         """Function called with the rounding of each of q, k and v."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         given = {"q": q, "k": k, "v": v}
         wide = {
             name: hadamard(x) if name in self.config.rotation else at_least_float32(x)
             for name, x in given.items()
         }
         q, k, v = (x.to(q.dtype) for x in self.rounded(*wide.values()))
-        mixed = self.core(q, k, v, documents, self.window)
+        mixed = self.core(q, k, v, documents, self.window, sinks)
         return hadamard(mixed).to(q.dtype) if "v" in self.config.rotation else mixed
 
     def rounded(self, *tensors: Tensor) -> list[Tensor]:

@@ -93,7 +93,13 @@ class Watched:
         self.balancing = parallelism.balancing
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        window: int,
+        sinks: Tensor | None,
     ) -> Tensor:
         if torch.is_grad_enabled():  # not in evaluation
             found = largest_logits(
@@ -102,7 +108,7 @@ class Watched:
             )
             with torch.no_grad():
                 self.largest.copy_(torch.maximum(self.largest, found))
-        return self.core(q, k, v, documents, window)
+        return self.core(q, k, v, documents, window, sinks)
 
 
 @torch.library.custom_op("torchtitan::largest_logits", mutates_args=())

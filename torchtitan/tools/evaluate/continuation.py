@@ -16,10 +16,9 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.attention import SelfAttention
+from torchtitan.models.attention import SelfAttention, masked_attention
 from torchtitan.tools.evaluate.inference import InferenceModel, padded
 from torchtitan.tools.evaluate.sampling import Sampling, choose
 
@@ -46,6 +45,7 @@ class Cache:
         v: Tensor,
         documents: Tensor | None,
         window: int,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Like `causal_attention`, from the tokens at `positions` to all up to them."""
         if module not in self.kept:
@@ -60,7 +60,7 @@ class Cache:
         mask = places <= queries
         if window:
             mask &= places > queries - window
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+        return masked_attention(q, keys, values, mask, sinks)
 
 
 @contextmanager

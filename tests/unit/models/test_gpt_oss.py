@@ -1,0 +1,208 @@
+"""GPT-OSS against transformers' on the same weights, sinks, and the facts of its spec."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests import tiny
+from tests.unit.test_memory import saved
+from torchtitan.config import RecipeError
+from torchtitan.models import MODELS
+from torchtitan.models.attention import causal_attention, dense_attention
+from torchtitan.models.decoder_spec import kept_by_block
+from torchtitan.models.experts import idle_parameters
+from torchtitan.models.gpt_oss.block import OssArgs
+from torchtitan.models.initialize import initialize
+from torchtitan.models.layers import Yarn
+from torchtitan.models.spec import MinShape, build_empty, count_parameters
+
+SPEC = MODELS["gpt_oss"]
+HUGGING_FACE = SPEC.formats["hf"]
+SEQ_LEN = 64
+SIZES = {"dim": 48, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 16}
+# Each width another, a window that hides most of a sequence, a limit that most rows reach.
+ROUTED = {"n_experts": 12, "top_k": 3, "expert_dim": 40, "ffn_dim": 40, "swiglu_limit": 0.05}
+# All three bands of pairs matter.
+YARN = Yarn(factor=4.0, original_context=16, beta_fast=4.0, beta_slow=0.5, truncate=False)
+FACTS = {"vocab_size": 128, "sliding_window": 9, "rope_theta": 100.0, "rope_scaling": YARN}
+ARGS = OssArgs(**SIZES, **ROUTED, **FACTS)
+
+
+def published(flavor):
+    """What matters of the config.json of a published model, without its quantization."""
+    n_layers, experts = {"20B": (24, 32), "120B": (36, 128)}[flavor]
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * (n_layers // 2),
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": n_layers,
+        "num_key_value_heads": 8,
+        "num_local_experts": experts,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 201088,
+    }
+
+
+def build(args):
+    """A network with biases and sinks as large as weights."""
+    model = SPEC.build(args, SEQ_LEN)
+    initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
+    return model
+
+
+def to_transformers(named):
+    """Weights or gradients under the names of transformers."""
+    result = {}
+    for name, value in named:
+        theirs, share = HUGGING_FACE.name(name), HUGGING_FACE.share(name)
+        if share is None:
+            rows = HUGGING_FACE.rows(ARGS, name)
+            result[theirs] = value if rows is None else value[rows.argsort()]
+        else:
+            whole = result.setdefault(theirs, torch.empty(share.whole(value.shape)))
+            share.of(whole).copy_(value)
+    return result
+
+
+@pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
+@pytest.mark.parametrize(
+    "change", [{}, {"swiglu_limit": 7.0, "rope_scaling": None}, {"sliding_window": 0}], ids=str
+)
+def test_logits_and_gradients_equal_those_of_transformers(change):
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    args = dataclasses.replace(ARGS, **change)
+    config = HUGGING_FACE.config(args, None)
+    theirs = GptOssForCausalLM(GptOssConfig(**config, attn_implementation="eager")).float()
+    ours = build(args)
+    theirs.load_state_dict(to_transformers(ours.state_dict().items()))
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randint(args.vocab_size, (2, SEQ_LEN), generator=generator)
+    logits, expected = ours(inputs), theirs(inputs, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    for out in (logits, expected):
+        F.cross_entropy(out.flatten(0, 1), inputs.roll(-1, dims=1).flatten()).backward()
+    gradients = to_transformers([(n, p.grad) for n, p in ours.named_parameters()])
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    torch.testing.assert_close(gradients, wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_the_comparison_sees_each_part():
+    """Without any of them the logits are others."""
+    model, tokens = build(ARGS), torch.arange(SEQ_LEN)[None]
+    whole = model(tokens)
+    for change in ({"swiglu_limit": 7.0}, {"sliding_window": 0}, {"rope_scaling": None}):
+        other = SPEC.build(dataclasses.replace(ARGS, **change), SEQ_LEN)
+        other.load_state_dict(model.state_dict())
+        assert (other(tokens) - whole).abs().max() > 1e-3, change
+    for part in ("sinks.weight", "wq.bias", "wo.bias", "logit_bias", ".b1", ".b2", ".b3"):
+        weights = {
+            name: torch.zeros_like(weight) if name.endswith(part) else weight
+            for name, weight in model.state_dict().items()
+        }
+        other = SPEC.build(ARGS, SEQ_LEN)
+        other.load_state_dict(weights)
+        assert (other(tokens) - whole).abs().max() > 1e-3, part
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_sinks_are_one_more_key_without_a_value(has_documents, window, dtype):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+
+    given = draw(2, 4, 24, 8), draw(2, 2, 24, 8), draw(2, 2, 24, 8), draw(4)
+    documents = torch.arange(48).view(2, 24) // 7 if has_documents else None
+    weights = torch.randn(2, 4, 24, 8, generator=generator, dtype=dtype)
+    found = []
+    for attention in (causal_attention, dense_attention):
+        out = attention(*given[:3], documents, window, given[3])
+        found.append((out, *torch.autograd.grad((out * weights).sum(), given)))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("flavor", "total", "active"),
+    [("20B", 20_914_757_184, 4_187_440_704), ("120B", 116_829_156_672, 5_711_982_912)],
+)
+def test_flavors_have_the_published_sizes(flavor, total, active):
+    """OpenAI counts 20.9 and 116.8 billion, and without the embedding 3.6 and 5.1 active ones."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    args, config = SPEC.flavors[flavor], published(flavor)
+    assert HUGGING_FACE.args(config) == args
+    written = HUGGING_FACE.config(args, None)
+    scaling = written.pop("rope_scaling")
+    assert {key: scaling.pop(key) for key in config["rope_scaling"]} == config["rope_scaling"]
+    assert scaling == {"mscale": 1.0, "mscale_all_dim": 0.0}
+    assert written.pop("swiglu_alpha") == 1.702
+    assert {key: config[key] for key in written} == written
+    ours = build_empty(SPEC.build, args, 16)
+    assert count_parameters(ours).total == total
+    assert total - idle_parameters(ours) == active
+    with torch.device("meta"):
+        theirs = GptOssForCausalLM(GptOssConfig(**config))
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == total
+    # A token's share of attention to 4,096 others, or 128; sinks and the embedding cost nothing.
+    in_products = active - args.vocab_size * args.dim
+    scores = 6 * args.n_layers // 2 * 64 * (64 + 64) * (4096 + 128)
+    assert SPEC.flops_per_unit(args, 4096) == 6 * in_products + scores
+
+
+def test_a_config_is_read_as_it_was_written():
+    for change in ({}, {"sliding_window": 0}, {"rope_scaling": None}, {"tied": True}):
+        args = dataclasses.replace(ARGS, **change)
+        assert HUGGING_FACE.args(HUGGING_FACE.config(args, None)) == args
+
+
+def test_operations_are_those_that_torch_counts():
+    """But for vectors, which it does not count, and scores, computed again in the backward."""
+    model = SPEC.build(ARGS, 16)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 16, dtype=torch.int64)).sum().backward()
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    biases = 3 * ARGS.top_k * (2 * ARGS.expert_dim + ARGS.dim)
+    again = 2 * (9 + 16 + 9) * ARGS.n_heads * ARGS.head_dim
+    counted = counter.get_total_flops() / 32 - again
+    assert SPEC.flops_per_unit(ARGS, 16) - 6 * (vectors + biases) == counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_what_a_block_keeps_is_what_autograd_saves(number, dtype):
+    network = SPEC.build(ARGS, SEQ_LEN).to(dtype)
+    network.init_buffers()  # in float32, as in training
+    positions = torch.arange(SEQ_LEN).repeat(2, 1)
+    x = torch.randn(2, SEQ_LEN, ARGS.dim, dtype=dtype, requires_grad=True)
+    block = network.layers[number]
+    kept = saved(network, lambda: block(x, positions, None))
+    # For all tokens together: the ends of rows, and the router in float32.
+    kept -= 4 * ARGS.n_experts * (1 if dtype == torch.float32 else 1 + ARGS.dim)
+    assert kept / (2 * SEQ_LEN) == kept_by_block(ARGS, dtype.itemsize, f"layers.{number}")
