@@ -432,6 +432,19 @@ OF_LATENT = (
     *("FSDP 2 x TP 2 x PP 2", "CP 2 x TP 2, documents, all auxiliary losses"),
     *("PP 2, 1F1B, all auxiliary losses", "FSDP 2 x TP 2, no sequence parallelism"),
 )
+OSS = {"name": "tiny_oss"}
+"""Sinks, every second block with a window, and biases everywhere."""
+OF_OSS = (
+    *("FSDP 2, accumulating 4", "FSDP 2, operators recomputed", "FSDP 2, full recomputation"),
+    *("DDP 2", "HSDP 2 x 2", "TP 2", "TP 2, no sequence parallelism", "TP 4"),
+    *("TP 2, operators recomputed", "FSDP 2 x TP 2", "CP 2, ring", "CP 4, ring, documents"),
+    *("CP 2, Ulysses, documents", "CP 2 x TP 2", "PP 2, Interleaved1F1B", "PP 2, ZBVZeroBubble"),
+    *("FSDP 2 x TP 2 x PP 2", "CP 2 x TP 2, documents, all auxiliary losses"),
+)
+OSS_APART = (
+    *("EP 2", "EP 2 of 4", "EP 2, full recomputation", "EP 2, FSDP 2 x TP 2"),
+    *("EP 2, FSDP 2 x TP 2, operators recomputed", "EP 2 of 4, FSDP 4 x TP 2"),
+)
 FAMILIES: dict[str, dict[str, Case]] = {
     "Llama": LAYOUTS,
     "Qwen3": {name: layout.of(**QWEN3) for name, layout in LAYOUTS.items()},
@@ -447,6 +460,12 @@ FAMILIES: dict[str, dict[str, Case]] = {
     "Qwen3-MoE, expert parallelism": EXPERT_PARALLEL,
     "Qwen3-MoE, experts in 8 bits": ROUNDED_EXPERTS,
     "DeepSeek-V3": {name: LAYOUTS[name].of(**LATENT) for name in OF_LATENT},
+    "GPT-OSS": {
+        **{name: LAYOUTS[name].of(**OSS) for name in OF_OSS},
+        **{name: EXPERT_PARALLEL[name].of(**OSS) for name in OSS_APART},
+        # Of the sinks of a tensor rank, which are two, two of four shards have none.
+        "FSDP 4 x TP 2, few heads": case(shard=4, tp=2).of(**OSS, n_heads=4, n_kv_heads=2),
+    },
     "Llama, sliding window": {
         name: layout.of(**WINDOW)
         for name, layout in LAYOUTS.items()

@@ -15,6 +15,8 @@ from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.deepseek_v3.latent_attention import LatentArgs
 from torchtitan.models.deepseek_v3.spec import DEEPSEEK_V3
+from torchtitan.models.gpt_oss.block import OssArgs
+from torchtitan.models.gpt_oss.spec import GPT_OSS
 from torchtitan.models.layers import Yarn
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.qwen3.spec import QWEN3
@@ -107,6 +109,14 @@ LATENTS = {
     if args.n_layers > 1
 }
 MODELS["tiny_latent"] = dataclasses.replace(DEEPSEEK_V3, name="tiny_latent", flavors=LATENTS)
+# Every second block with a window, and a limit of experts that many rows reach.
+OSS: dict[str, Any] = {
+    **{key: value for key, value in ROUTED.items() if key != "dense_layers"},
+    **{"ffn_dim": 48, "head_dim": 16, "sliding_window": 9, "swiglu_limit": 0.1},
+    "rope_scaling": Yarn(factor=4.0, original_context=16, truncate=False),
+}
+OSSES = {name: OssArgs(**vars(args) | OSS) for name, args in FLAVORS.items() if args.n_layers > 1}
+MODELS["tiny_oss"] = dataclasses.replace(GPT_OSS, name="tiny_oss", flavors=OSSES)
 
 
 def problems(

@@ -212,8 +212,8 @@ class Experts(nn.Module):
     b1: Tensor | None
     b2: Tensor | None
     b3: Tensor | None
-    HIDDEN_DIM: ClassVar = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b3": 1}
-    """Dim of F in each parameter that has it."""
+    SPLIT_DIM: ClassVar = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b2": 1, "b3": 1}
+    """Dim of each parameter that tensor parallelism splits: F, or D where there is no F."""
     MODEL_DIM: ClassVar = {"w1": 2, "w2": 1, "w3": 2}
     """Dim of D in each matrix."""
 

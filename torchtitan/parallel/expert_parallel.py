@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.experts import Experts
 from torchtitan.optim.norm import local
 from torchtitan.parallel.activation_checkpoint import ALWAYS_KEPT_OPERATORS
-from torchtitan.parallel.tensor import SplitExperts, tensor_placement
+from torchtitan.parallel.tensor import SplitExperts
 from torchtitan.torch_private.collectives import process_group
 from torchtitan.torch_private.fake_ranks import is_fake
 
@@ -38,7 +38,7 @@ def apply(part: nn.Module, mesh: DeviceMesh) -> None:
     for module in part.modules():
         if isinstance(module, Experts):
             for name, parameter in list(module.named_parameters(recurse=False)):
-                placements = [Shard(0), tensor_placement(name)][: placed.ndim]
+                placements = [Shard(0), Shard(module.SPLIT_DIM[name])][: placed.ndim]
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 distributed = distribute_tensor(whole, placed, placements, src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(distributed))

@@ -140,7 +140,7 @@ def _wire(
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | None) -> None:
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     for name, parameter in list(module.named_parameters(recurse=False)):
         assert style.weight is not None, f"{name} is in a module without weights of its own"
@@ -148,7 +148,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
         splits_inputs = style.weight.is_shard(1) and parameter.ndim == 1
         placement = Replicate() if splits_inputs else style.weight
         if isinstance(module, Experts):
-            placement = tensor_placement(name)
+            placement = Shard(module.SPLIT_DIM[name])
         # No values are sent, since all are drawn later, by name.
         placed = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(placed))
@@ -181,13 +181,6 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
     module.register_forward_pre_hook(enter)
     if style.left is not None:
         module.register_forward_hook(leave)
-
-
-def tensor_placement(name: str) -> "Placement":
-    """Return the placement of a parameter of `Experts` on the tensor axis."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    return Shard(Experts.HIDDEN_DIM[name]) if name in Experts.HIDDEN_DIM else Replicate()
 
 
 def _look_up(module: nn.Embedding, tokens: "DTensor") -> "DTensor":
@@ -252,24 +245,14 @@ class SplitExperts(Experts):
         from torch.distributed.tensor import DTensor, Partial
 
         whole = x.to_local(grad_placements=[Partial()])
-        weights = [_summed_once(w) for w in self.weights if isinstance(w, DTensor)]
+        weights = [w.to_local() for w in self.weights if isinstance(w, DTensor)]
+        if self.b2 is not None:
+            # Added once to the sum over ranks: each adds its features of the model.
+            own, width = weights[4], x.shape[-1]
+            first = -(-width // x.device_mesh.size()) * x.device_mesh.get_local_rank()
+            weights[4] = F.pad(own, (first, width - first - own.shape[1]))
         out = self.mix(whole, scores, chosen, *weights)
         return DTensor.from_local(out, x.device_mesh, [Partial()], run_check=False)
-
-
-def _summed_once(weight: "DTensor") -> Tensor:
-    """Return the local part of a weight, such that results can be summed over tensor ranks.
-
-    A bias that all of them have is divided by their number. The gradient of the sum is the same on
-    all ranks, and is that of the bias.
-    """
-    from torch.distributed.tensor import Partial, Replicate
-
-    *others, last = weight.placements
-    if last.is_shard():
-        return weight.to_local()
-    parts = weight.redistribute(placements=[*others, Partial()])
-    return parts.to_local(grad_placements=[*others, Replicate()])
 
 
 SPLIT: dict[type[nn.Module], type[nn.Module]] = {Router: SplitRouter, Experts: SplitExperts}

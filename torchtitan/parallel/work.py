@@ -268,7 +268,7 @@ class Part:
             return 0
         if role == "rowwise":
             return None if last == "bias" else 1
-        return Experts.HIDDEN_DIM.get(last) if role == "experts" else None
+        return Experts.SPLIT_DIM[last] if role == "experts" else None
 
     def of_unit(
         self,

@@ -48,10 +48,9 @@ def ranks_of(mesh: DeviceMesh) -> "NDArray[np.int64]":
 def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's part of `tensor`, and its offset in the whole.
 
-    Torch returns the first index only, so the part must be contiguous. Under FSDP over tensor
-    parallelism (`_StridedShard`) it is, if the split is even.
+    Under FSDP over tensor parallelism (`_StridedShard`), a part of a part is contiguous, even or not;
+    torch itself knows only the even ones.
     """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import _StridedShard
 
     sizes, placements = tensor.device_mesh.shape, tensor.placements
@@ -59,10 +58,11 @@ def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
         if isinstance(placement, _StridedShard):
             dim, inner = placement.dim, zip(sizes[axis + 1 :], placements[axis + 1 :], strict=True)
             split = math.prod(size for size, p in inner if p.is_shard(dim))
-            parts = sizes[axis] * split
             assert placement.split_factor == split, f"scattered part: {placements}"
-            assert tensor.shape[dim] % parts == 0, f"{tensor.shape} not evenly in {parts} parts"
-    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a tensor has a part on each rank of its mesh"
+    found = extents(tensor, coordinate)
+    return tuple(map(len, found)), tuple(each.start for each in found)
 
 
 def extents(tensor: Tensor, coordinate: Sequence[int]) -> list[range]:
