@@ -112,7 +112,10 @@ MODELS["tiny_latent"] = dataclasses.replace(DEEPSEEK_V3, name="tiny_latent", fla
 # Every second block with a window, and a limit of experts that many rows reach.
 OSS: dict[str, Any] = {
     **{key: value for key, value in ROUTED.items() if key != "dense_layers"},
-    **{"ffn_dim": 48, "head_dim": 16, "sliding_window": 9, "swiglu_limit": 0.1},
+    "ffn_dim": 48,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "swiglu_limit": 0.1,
     "rope_scaling": Yarn(factor=4.0, original_context=16, truncate=False),
 }
 OSSES = {name: OssArgs(**vars(args) | OSS) for name, args in FLAVORS.items() if args.n_layers > 1}

@@ -228,6 +228,8 @@ def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
         *(shape.window_in(layout.seq_len) if shape else 0, world.device.type),
         *(layout.precision.compute, shape.head_dim if shape else 0),
         separates_documents=job.model.separates_documents,
+        is_mixed=shape is not None and shape.is_mixed,
+        has_sinks=shape is not None and shape.has_sinks,
     ):
         logger.info("attention: %s", mask)
     if world.degrees.pp > 1:

@@ -180,7 +180,8 @@ def refused(capsys: pytest.CaptureFixture[str], source: Path) -> list[str]:
                 'error: HERE/config.json: architectures: got "Qwen2ForCausalLM"; the nearest is '
                 "Qwen3ForCausalLM",
                 "  allowed: LlamaForCausalLM, MistralForCausalLM, Qwen3ForCausalLM, "
-                "Qwen3MoeForCausalLM, DeepseekV3ForCausalLM, ViTMAEForPreTraining",
+                "Qwen3MoeForCausalLM, DeepseekV3ForCausalLM, GptOssForCausalLM, "
+                "ViTMAEForPreTraining",
                 "  add a model for the weights of another network, see docs/extending.md",
             ],
         ),

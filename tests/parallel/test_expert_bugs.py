@@ -19,12 +19,12 @@ from tests.parallel.test_families import APART, BALANCED
 from tests.small_weights import run
 from tests.tiers import tiers
 from tests.unit import test_expert_loads
-from tests.unit.models import test_qwen3_moe
+from tests.unit.models import test_gpt_oss, test_qwen3_moe
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
 from torchtitan.checks import mixtures
 from torchtitan.config import PlannedWorld
 from torchtitan.expert_loads import ExpertLoads
-from torchtitan.models.experts import Router
+from torchtitan.models.experts import Experts, Router
 from torchtitan.optim import norm
 from torchtitan.parallel.activation_checkpoint import _Repeating
 from torchtitan.parallel.expert_parallel import _RowExchange
@@ -80,6 +80,11 @@ def logits(_: Path) -> None:
     """Logits are those of transformers."""
     change = {"renormalize": False, "dense_layers": 1}
     test_qwen3_moe.test_logits_and_gradients_equal_those_of_transformers(change)
+
+
+def logits_of_oss(_: Path) -> None:
+    """Logits of GPT-OSS are those of transformers."""
+    test_gpt_oss.test_logits_and_gradients_equal_those_of_transformers({})
 
 
 def refusal(_: Path) -> None:
@@ -250,6 +255,42 @@ BUGS = {
         "torchtitan#2319",
         (Edit(Router, "route", "if rule.renormalizes:", "if True:"),),
         logits,
+        "not close",
+    ),
+    "the bias of an expert's output is added once for each tensor rank": Bug(
+        "torchtitan#4245",
+        (
+            Edit(
+                *(SplitExperts, "forward"),
+                "F.pad(own, (first, width - first - own.shape[1]))",
+                "self.b2.full_tensor()",
+            ),
+        ),
+        parity("GPT-OSS", "TP 2"),
+        OFF,
+    ),
+    "the bias of the router is left out": Bug(
+        "torchtitan#2319",
+        (Edit(Router, "route", "weight.to(wide), bias)", "weight.to(wide))"),),
+        logits_of_oss,
+        "not close",
+    ),
+    "scores are those of all experts, not of the chosen ones": Bug(
+        "torchtitan#2319",
+        (Edit(Router, "route", "if rule.renormalizes:", "if False:"),),
+        logits_of_oss,
+        "not close",
+    ),
+    "the limit of an expert's factors is ignored": Bug(
+        "Primus@a89d28b5",
+        (
+            Edit(
+                *(Experts, "compute"),
+                "clamped_swiglu(gate, up, self.limit)",
+                "clamped_swiglu(gate, up, float('inf'))",
+            ),
+        ),
+        logits_of_oss,
         "not close",
     ),
 }

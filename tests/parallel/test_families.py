@@ -50,6 +50,7 @@ pytestmark = test_compile.pytestmark  # warnings of the compiler
 TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
 BALANCED, APART = "Qwen3-MoE, balanced", "Qwen3-MoE, expert parallelism"
 LATENTS, ROUNDED = "DeepSeek-V3", "Qwen3-MoE, experts in 8 bits"
+OSSES = "GPT-OSS"
 ALL = [(family, name) for family, cases in FAMILIES.items() for name in cases if family != "Llama"]
 DAILY = [
     ("Qwen3", "TP 2"),
@@ -63,6 +64,7 @@ DAILY = [
     (APART, "EP 2"),
     (ROUNDED, "EP 2, rowwise"),
     *((LATENTS, name) for name in ("TP 2", "TP 2, no sequence parallelism", "CP 2, ring")),
+    *((OSSES, name) for name in ("TP 2", "CP 2, ring", "EP 2, FSDP 2 x TP 2")),
 ]
 IN_GATE = {
     "Qwen3": ("FSDP 2, operators recomputed", "TP 4", "FSDP 2 x TP 2", "PP 2, Interleaved1F1B"),
@@ -84,6 +86,10 @@ IN_GATE = {
     LATENTS: (
         *("FSDP 2, operators recomputed", "CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),
         *("FSDP 2 x TP 2 x PP 2", "CP 2 x TP 2, documents, all auxiliary losses"),
+    ),
+    OSSES: (
+        *("FSDP 2, full recomputation", "CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),
+        "FSDP 4 x TP 2, few heads",
     ),
     TIED: ("TP 2", "TP 2, loss in chunks"),
     WINDOWED: ("FSDP 2, operators recomputed", "PP 2, documents", "CP 2, ring"),

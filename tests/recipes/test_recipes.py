@@ -39,6 +39,7 @@ RANKS = {
     "debug_mixture": 1,
     "debug_model": 1,
     "deepseek_v3_debug": 1,
+    "gpt_oss_debug": 1,
     "llama3_1b": 8,
     "llama3_3b": 8,
     "llama3_405b": 512,
@@ -95,7 +96,8 @@ def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
     output = capsys.readouterr().out
     assert output.startswith(f"valid on {ranks} rank")
     assert re.search(
-        r"(llama3|qwen3\w*|deepseek_v3) .*: [\d,]+ parameters( \([\d,]+ used by a token\))?, ",
+        r"(llama3|qwen3\w*|deepseek_v3|gpt_oss) .*: [\d,]+ parameters"
+        r"( \([\d,]+ used by a token\))?, ",
         output,
     )
 

@@ -91,11 +91,10 @@ def _unreplayable(job: JobConfig, world: PlannedWorld) -> Iterator[str]:
             "documents start at other tokens in each batch, and a recorded graph repeats those of "
             'its first; use model.attn_mask_type = "causal"'
         )
-    elif (shape := attention_of(job)) and shape.window_in(t.seq_len):
-        yield (
-            "attention in a sliding window makes tensors on the host, which cannot be recorded; "
-            "use model.sliding_window = 0"
-        )
+    elif (shape := attention_of(job)) and (shape.has_sinks or shape.window_in(t.seq_len)):
+        use = "a model without sinks" if shape.has_sinks else "model.sliding_window = 0"
+        what = "with sinks" if shape.has_sinks else "in a sliding window"
+        yield (f"attention {what} makes tensors on the host, which cannot be recorded; use {use}")
     if p.context_parallel_degree > 1 or p.enable_async_tensor_parallel:
         yield (
             "the communication of context and async tensor parallelism has not been tested in "

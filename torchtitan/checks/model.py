@@ -124,6 +124,14 @@ def context_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem
             '"block_causal" for the mask'
         )
         yield Problem("parallelism.context_parallel_load_balancer", message, (key, "model"))
+    shape = model.spec.attention(model.args)
+    if job.parallelism.balancing == "documents" and shape and shape.is_mixed:
+        message = (
+            f"some blocks of {model.title} attend to a window and others to whole documents, so "
+            'their work differs, and no partition balances both; use "headtail", or '
+            "model.sliding_window = 0"
+        )
+        yield Problem("parallelism.context_parallel_load_balancer", message, (key, "model"))
 
 
 def ulysses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

@@ -257,11 +257,24 @@ def attends(model: nn.Module) -> bool:
 
 
 def describe(
-    window: int, device_type: str, dtype: torch.dtype, head_dim: int, *, separates_documents: bool
+    window: int,
+    device_type: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    separates_documents: bool,
+    is_mixed: bool = False,
+    has_sinks: bool = False,
 ) -> str | None:
-    """Return the mask of attention, and the kernel that computes it; None if it is only causal."""
+    """Return the mask of attention, and the kernel that computes it; None if it is only causal.
+
+    Args:
+        is_mixed: whether some blocks have no window.
+    """
     masks = ["within documents"] * separates_documents
-    masks += [f"in a window of {window:,} tokens"] * (window > 0)
+    where = " in some blocks" if is_mixed else ""
+    masks += [f"in a window of {window:,} tokens{where}"] * (window > 0)
+    masks += ["with sinks"] * has_sinks
     is_packed = packs(device_type, dtype, head_dim)
     kernel = "varlen flash attention" if is_packed else "fused kernels, segment by segment"
     return f"{', '.join(masks)}, by {kernel}" if masks else None

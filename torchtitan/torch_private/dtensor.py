@@ -48,8 +48,8 @@ def ranks_of(mesh: DeviceMesh) -> "NDArray[np.int64]":
 def local_extent(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape of this rank's part of `tensor`, and its offset in the whole.
 
-    Under FSDP over tensor parallelism (`_StridedShard`), a part of a part is contiguous, even or not;
-    torch itself knows only the even ones.
+    Under FSDP over tensor parallelism (`_StridedShard`), a part of a part is contiguous, if uneven
+    too; torch returns an offset of the even ones only.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -206,3 +206,86 @@ def test_what_a_block_keeps_is_what_autograd_saves(number, dtype):
     # For all tokens together: the ends of rows, and the router in float32.
     kept -= 4 * ARGS.n_experts * (1 if dtype == torch.float32 else 1 + ARGS.dim)
     assert kept / (2 * SEQ_LEN) == kept_by_block(ARGS, dtype.itemsize, f"layers.{number}")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("flavor", SPEC.flavors)
+def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
+    large = SPEC.flavors[flavor]
+    small = SPEC.shrink(large, MinShape(n_layers=3, tensor_ranks=tp, vocab_size=320))
+    assert small.ffn_dim == small.expert_dim
+    assert 0 < small.sliding_window < 16
+    assert SPEC.attention(small).is_mixed
+    assert small.rope_scaling == large.rope_scaling
+    assert not [*SPEC.settings().size_problems(small)]
+    assert count_parameters(build_empty(SPEC.build, small, 16)).total < 3e6
+
+
+def test_vectors_are_no_matrices_for_an_optimizer():
+    roles = {name: SPEC.role(name, weight.ndim) for name, weight in build(ARGS).named_parameters()}
+    block = {n.removeprefix("layers.1."): role for n, role in roles.items() if "layers.1." in n}
+    assert {name for name, role in block.items() if role == "expert"} == {
+        f"mixture.experts.w{number}" for number in (1, 2, 3)
+    }
+    biases = {name for name, role in block.items() if role == "bias"}
+    assert len(biases) == 8
+    assert block["attention.sinks.weight"] == "norm"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"num_experts_per_tok": 33}, "num_experts_per_tok: a token cannot have 33 of 32 experts"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit: got 0.0; input should be greater than 0"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha: got 1.0; gptoss has 1.702"),
+        ({"attention_bias": False}, "attention_bias: got false; gptoss has true"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 12}, "layer_types: got ["),
+        ({"sliding_window": 0}, "sliding_window: got 0; wanted at least 1"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: weights in MX"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            'rope_scaling: got "llama3"; supported: "yarn", or none',
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_network_of_another_kind_is_refused_in_words(change, line):
+    with pytest.raises(RecipeError) as error:
+        HUGGING_FACE.args(published("20B") | change)
+    assert error.value.lines[0].startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"router_bias": True}, "router_bias: got true; GptOssForCausalLM has false"),
+        ({"renormalize": False}, "renormalize: got false; GptOssForCausalLM has true"),
+    ],
+)
+def test_what_the_format_cannot_express_is_refused(change, message):
+    with pytest.raises(RecipeError, match=message):
+        HUGGING_FACE.config(dataclasses.replace(ARGS, **change), None)
+
+
+MODEL = {"name": "gpt_oss", "flavor": "debugmodel"}
+
+
+def test_keys_change_sizes():
+    args = tiny.job(model=MODEL | {"expert_dim": 96, "swiglu_limit": 5}).model_args()
+    assert (args.expert_dim, args.ffn_dim, args.swiglu_limit) == (96, 96, 5.0)
+
+
+@pytest.mark.parametrize("key", ["ffn_dim", "dense_layers", "shared_dim", "rope_low_freq_factor"])
+def test_sizes_of_other_families_are_refused(key):
+    with pytest.raises(ValueError, match=key):
+        tiny.job(model=MODEL | {key: 4})
+
+
+def test_work_that_differs_between_blocks_is_not_balanced_by_documents():
+    parallelism = {"context_parallel_degree": 2, "context_parallel_load_balancer": "documents"}
+    given = MODEL | {"attn_mask_type": "block_causal", "sliding_window": 8}
+    (found,) = tiny.problems(tiny.job(model=given, parallelism=parallelism), ranks=2)
+    assert found.path == "parallelism.context_parallel_load_balancer"
+    assert 'use "headtail", or model.sliding_window = 0' in found.message
+    given["sliding_window"] = 0
+    assert not tiny.problems(tiny.job(model=given, parallelism=parallelism), ranks=2)
