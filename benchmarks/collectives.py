@@ -188,7 +188,7 @@ def is_about_numbers(collective: Collective) -> bool:
     if collective.operation != "all_reduce":
         return False
     elements = sum(math.prod(shape.sizes) for shape in collective.inputs)
-    return elements <= SINGLE_NUMBERS or collective.caller.endswith("(table)")
+    return elements <= SINGLE_NUMBERS or collective.caller.endswith(("(table)", "(sum)"))
 
 
 def message(collective: Collective) -> Message:

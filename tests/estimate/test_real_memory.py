@@ -4,7 +4,7 @@ import pytest
 
 from tests import layouts
 from tests.estimate.real_memory import measured, planned
-from tests.layouts import EXPERT_PARALLEL, LAYOUTS, NO_LOSS, case
+from tests.layouts import EXPERT_PARALLEL, LAYOUTS, NO_LOSS, OSS, case
 from tests.ranks import run_ranks
 from tests.research.layouts import LAYOUTS as SYSTEMS
 from tests.research.layouts import installed
@@ -30,6 +30,16 @@ def test_planned_memory_is_that_of_a_real_step(name: str) -> None:
     job = layouts.job(layout, "AdamW", training={"steps": 4})
     for rank, real in enumerate(run_ranks(measured, layout.ranks, job)):
         plan = planned(job, layout.ranks, rank)
+        assert plan.bytes == pytest.approx(real.bytes, rel=0.02)
+        assert plan.moment == real.moment
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", ["FSDP 2, accumulating 4", "TP 2"])
+def test_planned_memory_of_biases_and_sinks_is_that_of_a_real_step(name: str) -> None:
+    job = layouts.job(LAYOUTS[name].of(**OSS), "AdamW", training={"steps": 4})
+    for rank, real in enumerate(run_ranks(measured, LAYOUTS[name].ranks, job)):
+        plan = planned(job, LAYOUTS[name].ranks, rank)
         assert plan.bytes == pytest.approx(real.bytes, rel=0.02)
         assert plan.moment == real.moment
 

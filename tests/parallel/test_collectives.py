@@ -133,7 +133,7 @@ def sends_what_the_formulas_say(layout: Case, monkeypatch: pytest.MonkeyPatch) -
         # That of latents is added up over tensor ranks for each microbatch; the norms of experts,
         # which are split on another dim than matrices, once more in each step; and their loads over
         # ranks with other sequences and over those with other parts of them.
-        has_experts = layout.model.get("name") in ("tiny_sparse", "tiny_latent")
+        has_experts = layout.model.get("name") in ("tiny_sparse", "tiny_latent", "tiny_oss")
         assert found.single_numbers <= 12 + 4 * bool(layout.auxiliary) + 6 * has_experts
 
 

@@ -16,12 +16,14 @@ import torch
 from tests import layouts, tiny
 from tests.checkpoint import test_resume
 from tests.layouts import (
+    EIGHT,
     EXPERT_PARALLEL,
     FAMILIES,
     FULL,
     LATENT,
     LAYOUTS,
     NO_SEQUENCE,
+    OSS,
     QWEN3,
     SPARSE,
     TO_BALANCE,
@@ -169,6 +171,22 @@ def test_latent_attention_sends_what_the_formulas_say(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     test_collectives.sends_what_the_formulas_say(LATENTS_SEND[name].of(**LATENT), monkeypatch)
+
+
+OSS_SEND = {
+    **EXPERTS_SEND,
+    "CP 2, ring": LAYOUTS["CP 2, ring"],
+    **{name: EXPERT_PARALLEL[name] for name in ("EP 2, FSDP 2 x TP 2", "EP 2 of 4")},
+}
+
+
+@pytest.mark.parametrize("name", tiers(OSS_SEND, []))
+def test_biases_and_sinks_send_what_the_formulas_say(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 experts, so that the bias of a router is more than a few single numbers."""
+    layout = OSS_SEND[name].of(**OSS, **EIGHT)
+    test_collectives.sends_what_the_formulas_say(layout, monkeypatch)
 
 
 @pytest.mark.gate

@@ -198,7 +198,7 @@ def _largest(values: Tensor, k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """How an expert computes, beyond its products."""
+    """Biases of experts, and the limit of their activation."""
 
     has_biases: bool = False
     """Whether each of its linear layers has a bias."""

@@ -57,7 +57,7 @@ class SparseArgs(DecoderArgs):
 
     @property
     def expert_form(self) -> ExpertForm:
-        """What experts have beyond three matrices."""
+        """Biases of experts, and the limit of their activation."""
         return ExpertForm()
 
     @property

@@ -131,7 +131,7 @@ class MinShape(NamedTuple):
 Args = TypeVar("Args", bound=ModelArgs)
 
 
-class Share(NamedTuple):
+class TensorShare(NamedTuple):
     """Place of a parameter in a tensor of a `WeightFormat`.
 
     If the parameter has three dims, its last two are exchanged there.
@@ -190,7 +190,7 @@ class WeightFormat(Generic[Args]):
     """Whether the `repeated` tensors are required."""
     constants: Callable[[Args], Mapping[str, Tensor]] = lambda args: {}
     """Tensors there that are not parameters of ours: written, and compared if present."""
-    share: Callable[[str], "Share | None"] = lambda name: None
+    share: Callable[[str], "TensorShare | None"] = lambda name: None
     """Our name to the place in a tensor there of a parameter that several may share."""
     unreadable: Mapping[str, str] = field(default_factory=dict)
     """Patterns of tensors that cannot be read to what to do about them."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.network import Network, Sizes, in_slices
 from torchtitan.config import ConfigError, RecipeError
-from torchtitan.models.spec import Share
+from torchtitan.models.spec import TensorShare
 
 Kind = tuple[torch.dtype, Sizes]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -153,7 +153,7 @@ class Translated:
         self._kinds = weights_of(source, network)
         self._names: dict[str, str] = {}
         self._slices: dict[str, tuple[int, Sizes]] = {}
-        self._shares: dict[str, list[tuple[Share, str]]] = {}
+        self._shares: dict[str, list[tuple[TensorShare, str]]] = {}
         self._last: tuple[str, Tensor] | None = None
         for ours, (_, shape) in self._kinds.items():
             for index, (theirs, size) in enumerate(in_slices(self.format.name(ours), shape)):

@@ -12,7 +12,7 @@ from torchtitan.models import hugging_face
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.gpt_oss.settings import GptOssConfig
 from torchtitan.models.hugging_face import args_in, config_of, decoder_format, inexpressible
-from torchtitan.models.spec import Share
+from torchtitan.models.spec import TensorShare
 
 WINDOW = 128
 """Window of networks that do not set it, or have none; transformers requires a number."""
@@ -57,7 +57,13 @@ WEIGHTS = {
     "router.logit_bias": "router.bias",
 }
 """Their names in `mlp` by ours in `mixture`."""
-SHARES = {"w1": Share(0, 2), "w3": Share(1, 2), "b1": Share(0, 2), "b3": Share(1, 2), "w2": Share()}
+SHARES = {
+    "w1": TensorShare(0, 2),
+    "w3": TensorShare(1, 2),
+    "b1": TensorShare(0, 2),
+    "b3": TensorShare(1, 2),
+    "w2": TensorShare(),
+}
 QUANTIZED = (
     "weights in MXFP4 cannot be read; write a copy in bf16 with transformers: from_pretrained(..., "
     "quantization_config=Mxfp4Config(dequantize=True)), then save_pretrained"
@@ -73,7 +79,7 @@ def name(ours: str) -> str:
     return hugging_face.name(ours)
 
 
-def share(ours: str) -> Share | None:
+def share(ours: str) -> TensorShare | None:
     return SHARES.get(ours.rpartition(".")[2])
 
 
