@@ -286,10 +286,25 @@ def test_experts_of_other_ranks_are_the_same_run_compiled(name: str) -> None:
 @pytest.mark.parametrize("name", ["FSDP 2 x TP 2", "TP 2, operators recomputed"])
 @pytest.mark.gate
 def test_experts_are_the_same_run_compiled(name: str) -> None:
-    """A first block without them would be a graph of its own."""
+    """A first block without them would be a graph of its own, as would one without a window."""
     layout, graphs = test_compile.CASES[name]
     test_compile.is_the_same_run(layout.of(**SPARSE, dense_layers=0), graphs)
     test_compile.is_the_same_run(layout.of(**LATENT, dense_layers=0), graphs)
+    test_compile.is_the_same_run(layout.of(**OSS, sliding_window=0), graphs)
+
+
+@pytest.mark.gate
+def test_sinks_that_some_ranks_have_none_of_go_on_in_another_layout(tmp_path: Path) -> None:
+    few = FAMILIES[OSSES]["FSDP 4 x TP 2, few heads"]
+    for folder, layout, steps in (
+        ("whole", case(batch=1), 6),
+        ("parts", few, 2),
+        ("parts", case(shard=2), 4),
+        ("parts", few, 6),
+    ):
+        recipe = test_resume.recipe(tmp_path / folder, layout.of(**few.model), steps)
+        run_ranks(train, layout.ranks, recipe)
+    test_resume.is_the_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("is_balanced", [False, True], ids=["Qwen3", BALANCED])

@@ -18,6 +18,7 @@ from torchtitan.models.gpt_oss.block import OssArgs
 from torchtitan.models.initialize import initialize
 from torchtitan.models.layers import Yarn
 from torchtitan.models.spec import MinShape, build_empty, count_parameters
+from torchtitan.tools.evaluate.continuation import cached
 
 SPEC = MODELS["gpt_oss"]
 HUGGING_FACE = SPEC.formats["hf"]
@@ -145,6 +146,17 @@ def test_sinks_are_one_more_key_without_a_value(has_documents, window, dtype):
         out = attention(*given[:3], documents, window, given[3])
         found.append((out, *torch.autograd.grad((out * weights).sum(), given)))
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def test_a_text_is_continued_with_sinks_and_windows():
+    model, tokens = build(ARGS), torch.arange(SEQ_LEN)[None]
+    with torch.no_grad(), cached(model, SEQ_LEN) as cache:
+        parts = []
+        for start, end in ((0, 20), (20, 21), (21, SEQ_LEN)):
+            positions = torch.arange(start, end)[None]
+            cache.move_to(positions, end)
+            parts.append(model(tokens[:, start:end], positions))
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=1e-5, rtol=0)
 
 
 @pytest.mark.filterwarnings("default")
