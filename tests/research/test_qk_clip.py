@@ -101,7 +101,9 @@ def test_a_head_is_scaled_down_to_the_limit_and_no_other(shared: bool) -> None:
         """Of each head of each layer, (layers, heads)."""
         found = []
 
-        def core(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> Tensor:
+        def core(
+            q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, *_: Any
+        ) -> Tensor:
             found.append(largest_logits(q, k, documents, "", "allgather", "headtail"))
             return torch.zeros_like(q)  # so that what comes after does not depend on them
 

@@ -39,7 +39,7 @@ def apply(model: nn.Module, group: ProcessGroup, rotation: Rotation, balancing: 
         v: Tensor,
         documents: Tensor | None,
         window: int,
-        sinks: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         exchange = (name, rotation, balancing)
         out: Tensor = context_attention(q, k, v, documents, *exchange, window, sinks)[0]

@@ -30,7 +30,7 @@ def exchanging_heads(core: Core, group: ProcessGroup) -> Core:
         v: Tensor,
         documents: Tensor | None,
         window: int,
-        sinks: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         heads = q.shape[1]
         if k.shape[1] < size:  # each is needed by several ranks

@@ -99,7 +99,7 @@ class Watched:
         v: Tensor,
         documents: Tensor | None,
         window: int,
-        sinks: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():  # not in evaluation
             found = largest_logits(

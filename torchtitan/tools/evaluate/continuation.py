@@ -45,7 +45,7 @@ class Cache:
         v: Tensor,
         documents: Tensor | None,
         window: int,
-        sinks: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Like `causal_attention`, from the tokens at `positions` to all up to them."""
         if module not in self.kept:
