@@ -91,12 +91,17 @@ def run(*command: str) -> None:
 
 
 @contextmanager
-def network() -> Iterator[Network]:
-    """Two nodes; skips the test where namespaces cannot be made."""
+def network(named: bool = True) -> Iterator[Network]:
+    """Two nodes; skips the test where namespaces cannot be made.
+
+    `named`: whether each node resolves the names of both; else of neither.
+    """
     names = (f"a{os.getpid()}", f"b{os.getpid()}")
     with ExitStack() as stack:
         try:
-            devices = [make(name, node, names, stack) for node, name in enumerate(names)]
+            devices = [
+                make(name, node, names if named else (), stack) for node, name in enumerate(names)
+            ]
         except (OSError, subprocess.CalledProcessError) as error:
             why = getattr(error, "stderr", None) or error
             pytest.skip(f"no network namespaces can be made here: {why}")
@@ -105,8 +110,8 @@ def network() -> Iterator[Network]:
         yield Network(wire, names)
 
 
-def make(name: str, node: int, names: tuple[str, str], stack: ExitStack) -> int:
-    """A namespace with a device, whose end outside it is returned."""
+def make(name: str, node: int, names: tuple[str, ...], stack: ExitStack) -> int:
+    """A namespace with a device, whose end outside it is returned; it resolves `names`."""
     run("ip", "netns", "add", name)
     stack.callback(run, "ip", "netns", "del", name)
     # What `ip netns exec` shows as /etc/hosts there.

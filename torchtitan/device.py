@@ -253,6 +253,11 @@ def pick(local_rank: int = 0) -> Device:
     return Device("cuda", local_rank)
 
 
+def devices_here() -> int:
+    """Return the number of devices of this machine: of CUDA, or one CPU."""
+    return torch.cuda.device_count() or 1
+
+
 def smallest(local_ranks: int) -> Device:
     """Return the device with the smallest memory of the first `local_ranks` of this machine.
 

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan.checkpoint import lock, saved_steps
 from torchtitan.checks.resuming import restarts
@@ -33,7 +34,8 @@ from torchtitan.logging import configure, logger
 from torchtitan.parallel import RANK_ROLE
 from torchtitan.remote import StoreError
 from torchtitan.resilience.agent import Agent, describe
-from torchtitan.resilience.rendezvous import LEFT_BEHIND
+from torchtitan.resilience.rendezvous import DEFAULT_PORT, LEFT_BEHIND, is_foreign, is_ours
+from torchtitan.resilience.schedulers import interface_for_gloo, local_address
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
 from torchtitan.train import batch_note, choose, read, refuse, refuse_short_data, saves
 
@@ -57,6 +59,10 @@ class LaunchOptions:
     """Maximum number of restarts; None: RESTARTS if the recipe allows any."""
     rejoin_minutes: float | None = None
     log_rank: str = "0"
+    local_addr: str | None = None
+    """Address by which other nodes reach this one; None: that of the route to the endpoint."""
+    origins: str = ""
+    """Description of what was taken from variables of a scheduler."""
 
     @property
     def patience(self) -> float:
@@ -83,15 +89,41 @@ def start(options: LaunchOptions, words: Sequence[str]) -> int:
             values = job.flat()
             why = " and ".join(f"{each.path} = {show(values[each.path])}" for each in obstacles)
             logger.info("Automatic restarts are off because %s.", why)
+    if options.origins:
+        logger.info("from the environment: %s", options.origins)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
+        options = at_an_address(options)
         run = LaunchedRun(job, torchrun_words(options, words), options.patience * 60)
         return leave(run.work())
+    except ConfigError as error:
+        return refuse(error)
     except RendezvousClosedError:
         logger.error("another node ended the run; see its output")
     except (RendezvousError, dist.DistError) as error:
         logger.error("%s", lost(error, options))
     return leave(1)
+
+
+def at_an_address(options: LaunchOptions) -> LaunchOptions:
+    """Complete the address of this node, and check that the port of the endpoint can be used.
+
+    Raises:
+        ConfigError: if another program of this node has the port.
+    """
+    if options.nnodes[-1] == 1:
+        return options
+    host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, DEFAULT_PORT)
+    if is_ours(host) and is_foreign(port):
+        raise ConfigError(
+            f"--rdzv-endpoint: port {port} of this node is taken by another program; use another"
+        )
+    address = options.local_addr or local_address(host, port)
+    if address is None:
+        logger.warning("%s does not resolve here yet; waiting for it", host)
+    elif interface := interface_for_gloo(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return replace(options, local_addr=address)
 
 
 def lost(error: Exception, options: LaunchOptions) -> str:
@@ -142,6 +174,7 @@ def torchrun_words(options: LaunchOptions, words: Sequence[str]) -> list[str]:
         f"--rdzv_endpoint={options.rdzv_endpoint}",
         f"--rdzv_id={options.rdzv_id}",
         f"--rdzv_conf={options.rdzv_conf}",
+        *([f"--local_addr={options.local_addr}"] if options.local_addr else []),
         f"--local-ranks-filter={options.log_rank}",
         f"--role={RANK_ROLE}",
         "--tee=3",

@@ -91,6 +91,7 @@ class Agent(LocalElasticAgent):
                 config.run_id,
                 config.min_nodes,
                 config.max_nodes,
+                config.local_addr,
                 **config.rdzv_configs,
             )
         )

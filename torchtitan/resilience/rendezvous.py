@@ -264,3 +264,20 @@ def is_ours(host: str) -> bool:
                 raise
             return True
     return False
+
+
+def is_foreign(port: int) -> bool:
+    """Whether a port of this machine is taken by something else than a store."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+        return False
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return False
+    try:
+        Store("localhost", port, is_host=False).check(["torchtitan"])
+        return False
+    except RendezvousConnectionError:
+        return True

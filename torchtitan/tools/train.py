@@ -8,7 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan import train as training
+from torchtitan.config import ConfigError
+from torchtitan.device import devices_here
 from torchtitan.launch import REJOIN_MINUTES, RESTARTS, LaunchOptions, start
+from torchtitan.resilience.schedulers import fill, node_range
 from torchtitan.tools.options import Choice, Recipe, RecipeVerb, count, integer, number, verb
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -17,13 +20,12 @@ minutes = number("minutes, a number > 0", lambda value: 0 < value < float("inf")
 app = verb()
 
 
-def node_range(word: str) -> range:
-    """Parse a number of nodes, `2`, or a range of them, `1:2`."""
-    low, _, high = word.partition(":")
-    bounds = [int(bound) if bound.isdecimal() else 0 for bound in (low, high or low)]
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise typer.BadParameter(f"got {word}; wanted 2, or 1:2 for one or two")
-    return range(bounds[0], bounds[1] + 1)
+def nodes(word: str) -> range:
+    """Parse `--nnodes`."""
+    try:
+        return node_range(word)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def Launched(metavar: str, help: str, parser: Callable[[str], Any] = str) -> Any:
@@ -44,7 +46,7 @@ def train(
     ] = None,
     nnodes: Annotated[
         range | None,
-        Launched("N", "Number of nodes, or minimum and maximum: 1:2 (default: 1).", node_range),
+        Launched("N", "Number of nodes, or minimum and maximum: 1:2 (default: 1).", nodes),
     ] = None,
     rdzv_endpoint: Annotated[
         str | None, Launched("HOST:PORT", "Address on one of the nodes, the same for all.")
@@ -55,6 +57,10 @@ def train(
     ] = None,
     rdzv_conf: Annotated[
         str | None, Launched("KEY=VALUE", "Rendezvous settings of torch: last_call_timeout=5.")
+    ] = None,
+    local_addr: Annotated[
+        str | None,
+        Launched("HOST", "Address of this node for the others (default: that of the route)."),
     ] = None,
     max_restarts: Annotated[
         int | None, Launched("N", f"Restarts after failures (default: {SAVES}).", integer(0))
@@ -75,14 +81,16 @@ def train(
     words = [*([recipe] if recipe else []), *context.args]
     if log_level:
         words += ["--metrics.log_level", log_level]
-    names = [field.name for field in fields(LaunchOptions)]
+    names = [field.name for field in fields(LaunchOptions) if field.name != "origins"]
     own = {name: context.params[name] for name in names if context.params[name] is not None}
-    if processes:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            context.fail("torchrun started this process as a rank; leave out --processes")
-        if nnodes and nnodes[-1] > 1 and not rdzv_endpoint:
-            context.fail("several nodes need a common endpoint; add --rdzv-endpoint HOST:PORT")
-        return start(LaunchOptions(**own), words)
+    if processes and "TORCHELASTIC_RUN_ID" in os.environ:
+        context.fail("torchrun started this process as a rank; leave out --processes")
+    try:
+        options, origins = fill(own, os.environ, devices_here)
+    except ConfigError as error:
+        return training.refuse(error)
+    if "processes" in options:
+        return start(LaunchOptions(**options, origins=origins), words)
     if own:
         option = next(iter(own)).replace("_", "-")
         context.fail(f"--{option} needs the ranks of this node; add --processes N")

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
 from torchtitan.config import RecipeError
-from torchtitan.convert import Conversion, linears
+from torchtitan.convert import Conversion, experts, linears
 from torchtitan.convert.float8 import Float8
 from torchtitan.models import MODELS
 from torchtitan.models.experts import MixtureOfExperts, idle_parameters
@@ -250,5 +250,6 @@ def test_tensor_ranks_must_divide_the_experts_width():
 def test_float8_says_that_experts_are_not_converted():
     model, done = build_empty(SPEC.build, ARGS, SEQ_LEN), Conversion()
     assert all("experts" not in name for name, _ in linears(model, Float8(), done))
+    assert [*experts(model, Float8(), done)] == []
     reasons = {name: why for name, why in done.skipped.items() if "experts" in why}
     assert [*reasons] == [f"layers.{number}.mixture.experts" for number in range(3)]

@@ -1,0 +1,198 @@
+"""Nodes of a job from the variables that schedulers set, as they set them."""
+
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.network import network
+from tests.runs import losses
+from tests.test_launch import ROOT, finish, start
+from torchtitan.config import ConfigError
+from torchtitan.resilience.schedulers import fill, local_address
+from torchtitan.tools.cli import main
+
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29500",
+}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "4",
+    "SKYPILOT_NODE_RANK": "0",
+    "SKYPILOT_NODE_IPS": "10.0.0.3\n10.0.0.4\n10.0.0.5\n10.0.0.6",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+}
+SLURM = {
+    "SLURM_JOB_ID": "31234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_NODEID": "2",
+    "SLURM_JOB_NODELIST": "gpu[07-08,12].cluster,other1",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    "SLURM_GPUS_ON_NODE": "4",
+}
+
+
+def filled(environment: dict[str, str], **given: Any) -> tuple[dict[str, Any], str]:
+    return fill(given, environment, lambda: 6)
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "wanted"),
+    [
+        (KUBEFLOW, {}, (2, 8, "job-node-0-0.job:29500", "is_host=false")),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, {}, (2, 6, "job-node-0-0.job:29500", None)),
+        (KUBEFLOW | {"PET_RDZV_ENDPOINT": "a:7"}, {}, (2, 8, "a:7", None)),
+        (KUBEFLOW, {"processes": 1, "nnodes": range(1, 3)}, (1, 1, "job-node-0-0.job:29500", None)),
+        (KUBEFLOW, {"rdzv_endpoint": "b:1"}, (2, 8, "b:1", "")),
+        (SKYPILOT, {}, (4, 8, "10.0.0.3:29500", "is_host=true")),
+        (SLURM, {}, (3, 4, "gpu07.cluster:21234", "is_host=false")),
+        (SLURM | {"SLURM_GPUS_PER_TASK": "a100:2"}, {}, (3, 2, "gpu07.cluster:21234", None)),
+        (SLURM | {"SLURM_GPUS_ON_NODE": ""}, {}, (3, 6, "gpu07.cluster:21234", None)),
+        ({"TORCHX_RANK0_HOST": "r0"}, {"nnodes": range(2, 3)}, (2, 6, "r0:29500", None)),
+        ({"VC_TRAIN_0_HOSTS": "v0,v1"}, {"nnodes": range(2, 3)}, (2, 6, "v0:29500", None)),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}, {}, None),
+        ({"TORCHX_RANK0_HOST": "localhost"}, {}, None),
+        (KUBEFLOW | {"RANK": "3", "WORLD_SIZE": "8"}, {}, None),  # started by torchrun or Ray
+        ({}, {}, None),
+    ],
+)
+def test_a_scheduler_is_read(
+    environment: dict[str, str], given: dict[str, Any], wanted: tuple[Any, ...] | None
+) -> None:
+    options, origins = filled(environment, **given)
+    if wanted is None:
+        assert "processes" not in options
+        assert origins == ""
+        return
+    least, processes, endpoint, host = wanted
+    assert options["nnodes"][0] == least
+    assert options["processes"] == processes
+    assert options["rdzv_endpoint"] == endpoint
+    assert host is None or options.get("rdzv_conf", "") == host
+    assert options.get("rdzv_id") == environment.get("SLURM_JOB_ID")
+
+
+def test_it_is_told_what_was_taken_from_where() -> None:
+    assert filled(KUBEFLOW)[1] == (
+        "nodes: 2 (PET_NNODES); processes: 8 (PET_NPROC_PER_NODE); "
+        "rendezvous: job-node-0-0.job:29500 (PET_MASTER_ADDR)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (
+            KUBEFLOW | SLURM,
+            "SLURM_JOB_NUM_NODES: got 3, but PET_NNODES is 2; unset one of them",
+        ),
+        (
+            KUBEFLOW | {"SKYPILOT_NODE_RANK": "0"},
+            "SKYPILOT_NODE_RANK: got 0, but PET_NODE_RANK is 1; unset one of them",
+        ),
+        ({"PET_NNODES": "two"}, "PET_NNODES: got two; wanted 2, or 1:2 for one or two"),
+        (
+            {"PET_NNODES": "2"},
+            "PET_NNODES is 2, but several nodes need a common endpoint; set PET_MASTER_ADDR, or "
+            "add --rdzv-endpoint HOST:PORT",
+        ),
+        (
+            {"PET_MASTER_ADDR": "a"},
+            "PET_MASTER_ADDR is a, but no variable has the number of nodes; set PET_NNODES, or "
+            "add --nnodes",
+        ),
+        (
+            KUBEFLOW | {"PET_MASTER_PORT": "high"},
+            "PET_MASTER_PORT: got high; wanted an integer >= 1",
+        ),
+        ({"PET_RDZV_ENDPOINT": "a"}, "PET_RDZV_ENDPOINT: got a; wanted HOST:PORT"),
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"},
+            "SLURM_JOB_NUM_NODES: got 4, but this is one process outside a step; start it on all "
+            "nodes: srun --ntasks-per-node=1 torchtitan train ...",
+        ),
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x3)"},
+            "SLURM_STEP_TASKS_PER_NODE: got 8(x3); wanted one task on each node, which starts its "
+            "ranks: srun --ntasks-per-node=1",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(environment: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        filled(environment)
+    assert str(error.value) == told
+
+
+def test_a_command_is_refused_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (KUBEFLOW | {"SKYPILOT_NUM_NODES": "3"}).items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(ROOT / "train_configs/debug_model.toml")]) == 2
+    printed = capsys.readouterr().err
+    assert "SKYPILOT_NUM_NODES: got 3, but PET_NNODES is 2" in printed
+    assert "Traceback" not in printed
+
+
+def test_the_address_for_the_others_is_that_of_the_route() -> None:
+    assert local_address("127.0.0.1", 1) == "127.0.0.1"
+    assert local_address("localhost", 1) in ("127.0.0.1", "::1")
+    assert local_address("no-such-host.invalid", 1) is None
+
+
+@pytest.mark.gate
+def test_nodes_whose_names_do_not_resolve_meet(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchtitan", "train", "train_configs/debug_model.toml"]
+    flags = ["--rdzv-conf", "last_call_timeout=1", "--training.steps", "2"]
+    with network(named=False) as net:
+        nodes = [
+            start(
+                net.on(rank, command),
+                tmp_path,
+                *flags,
+                PET_NNODES="2",
+                PET_NPROC_PER_NODE="1",
+                PET_NODE_RANK=str(rank),
+                PET_MASTER_ADDR=net.addresses[0],
+                PET_MASTER_PORT="29500",
+            )
+            for rank in (1, 0)
+        ]
+        for node in nodes:
+            finish(node)
+    assert list(losses(tmp_path)) == [1, 2]
+
+
+@pytest.mark.gate
+def test_two_nodes_of_kubeflow_meet_without_flags(tmp_path: Path) -> None:
+    """Two launchers on this machine as two nodes; the same command again resumes on one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torchtitan", "train", "train_configs/debug_model.toml"]
+    flags = ["--checkpoint.interval", "2", "--rdzv-conf", "last_call_timeout=1"]
+    flags += ["--training.global_batch_size", "32"]
+
+    def node(rank: int, nodes: int, steps: int) -> Any:
+        variables = {
+            "PET_NNODES": str(nodes),
+            "PET_NPROC_PER_NODE": "1",
+            "PET_NODE_RANK": str(rank),
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": str(port),
+        }
+        return start(command, tmp_path, *flags, "--training.steps", str(steps), **variables)
+
+    first, second = node(0, 2, 2), node(1, 2, 2)
+    assert "nodes: 2 (PET_NNODES)" in finish(first)
+    finish(second)
+    again = finish(node(0, 1, 4))
+    assert "step-2" in again
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]
