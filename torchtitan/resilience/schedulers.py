@@ -34,7 +34,7 @@ BY_DEVICES = ("auto", "cpu", "gpu")
 Environment = Mapping[str, str]
 
 
-class Found(NamedTuple):
+class Variable(NamedTuple):
     """Value, with the variable that it was read from."""
 
     value: Any
@@ -54,13 +54,13 @@ def node_range(word: str) -> range:
     return range(bounds[0], bounds[1] + 1)
 
 
-def read(environment: Environment) -> dict[str, Found]:
+def read(environment: Environment) -> dict[str, Variable]:
     """Return nodes, processes, rank, host, port and name of the job, as far as they are known.
 
     Raises:
         ConfigError: if two variables contradict each other, or one has no valid value.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, Variable] = {}
     for source in (_pet, _skypilot, _torchx, _slurm):
         for key, value in source(environment):
             first = found.setdefault(key, value)
@@ -108,7 +108,7 @@ def fill(
     if options.get("nnodes", range(1, 2))[-1] > 1:
         options.setdefault("processes", devices())
         if "host" in found:
-            port = found.get("port", Found(PORT, ""))
+            port = found.get("port", Variable(PORT, ""))
             endpoint = f"{found['host'].value}:{port.value}"
             is_ours = "rdzv_endpoint" not in options
             take("rdzv_endpoint", endpoint, f"rendezvous: {endpoint}", "host")
@@ -186,25 +186,25 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
-def _number(environment: Environment, variable: str, least: int = 1) -> Iterator[Found]:
+def _number(environment: Environment, variable: str, least: int = 1) -> Iterator[Variable]:
     """Yield the number that a variable has, if it is set; `gpu:8` is 8."""
     word = environment.get(variable, "")
     digits = word.rpartition(":")[2]
     if word and not (digits.isdecimal() and int(digits) >= least):
         raise ConfigError(f"{variable}: got {word}; wanted an integer >= {least}")
     if word:
-        yield Found(int(digits), variable)
+        yield Variable(int(digits), variable)
 
 
-def _nodes(environment: Environment, variable: str) -> Iterator[Found]:
+def _nodes(environment: Environment, variable: str) -> Iterator[Variable]:
     if word := environment.get(variable):
         try:
-            yield Found(node_range(word), variable)
+            yield Variable(node_range(word), variable)
         except ValueError as error:
             raise ConfigError(f"{variable}: {error}") from error
 
 
-def _pet(environment: Environment) -> Iterator[tuple[str, Found]]:
+def _pet(environment: Environment) -> Iterator[tuple[str, Variable]]:
     yield from (("nodes", found) for found in _nodes(environment, "PET_NNODES"))
     if environment.get("PET_NPROC_PER_NODE") not in BY_DEVICES:
         yield from (("processes", n) for n in _number(environment, "PET_NPROC_PER_NODE"))
@@ -213,31 +213,31 @@ def _pet(environment: Environment) -> Iterator[tuple[str, Found]]:
         host, _, port = endpoint.rpartition(":")
         if not (host and port.isdecimal()):
             raise ConfigError(f"PET_RDZV_ENDPOINT: got {endpoint}; wanted HOST:PORT")
-        yield "host", Found(host, "PET_RDZV_ENDPOINT")
-        yield "port", Found(int(port), "PET_RDZV_ENDPOINT")
+        yield "host", Variable(host, "PET_RDZV_ENDPOINT")
+        yield "port", Variable(int(port), "PET_RDZV_ENDPOINT")
     elif host := environment.get("PET_MASTER_ADDR", ""):
-        yield "host", Found(host, "PET_MASTER_ADDR")
+        yield "host", Variable(host, "PET_MASTER_ADDR")
         yield from (("port", found) for found in _number(environment, "PET_MASTER_PORT"))
 
 
-def _skypilot(environment: Environment) -> Iterator[tuple[str, Found]]:
+def _skypilot(environment: Environment) -> Iterator[tuple[str, Variable]]:
     yield from (("nodes", found) for found in _nodes(environment, "SKYPILOT_NUM_NODES"))
     gpus = _number(environment, "SKYPILOT_NUM_GPUS_PER_NODE", 0)
     yield from (("processes", found) for found in gpus if found.value)
     yield from (("rank", found) for found in _number(environment, "SKYPILOT_NODE_RANK", 0))
     if addresses := environment.get("SKYPILOT_NODE_IPS", "").split():
-        yield "host", Found(addresses[0], "SKYPILOT_NODE_IPS")
+        yield "host", Variable(addresses[0], "SKYPILOT_NODE_IPS")
 
 
-def _torchx(environment: Environment) -> Iterator[tuple[str, Found]]:
+def _torchx(environment: Environment) -> Iterator[tuple[str, Variable]]:
     of_volcano = [name for name in environment if re.fullmatch(r"VC_\w+_0_HOSTS", name)]
     for variable in ("TORCHX_RANK0_HOST", *sorted(of_volcano)):
         if host := environment.get(variable, "").partition(",")[0]:
-            yield "host", Found(host, variable)
+            yield "host", Variable(host, variable)
             return
 
 
-def _slurm(environment: Environment) -> Iterator[tuple[str, Found]]:
+def _slurm(environment: Environment) -> Iterator[tuple[str, Variable]]:
     if "SLURM_JOB_ID" not in environment:
         return
     for nodes in _nodes(environment, "SLURM_JOB_NUM_NODES"):
@@ -260,8 +260,8 @@ def _slurm(environment: Environment) -> Iterator[tuple[str, Found]]:
     yield from (("rank", found) for found in _number(environment, "SLURM_NODEID", 0))
     names = environment.get("SLURM_JOB_NODELIST", "")  # such as node[07-09,12].cluster,other
     if listed := re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,]*)", names):
-        yield "host", Found("".join(listed.groups("")), "SLURM_JOB_NODELIST")
+        yield "host", Variable("".join(listed.groups("")), "SLURM_JOB_NODELIST")
     for job in _number(environment, "SLURM_JOB_ID", 0):
         first, count = SLURM_PORTS
-        yield "port", Found(first + job.value % count, job.variable)
-        yield "name", Found(str(job.value), job.variable)
+        yield "port", Variable(first + job.value % count, job.variable)
+        yield "name", Variable(str(job.value), job.variable)
