@@ -62,7 +62,7 @@ class LaunchOptions:
     local_addr: str | None = None
     """Address by which other nodes reach this one; None: that of the route to the endpoint."""
     origins: str = ""
-    """Description of what was taken from variables of a scheduler."""
+    """Values taken from variables of a scheduler, with their names, for the log."""
 
     @property
     def patience(self) -> float:
