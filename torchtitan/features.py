@@ -68,6 +68,8 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     yield Hooks(flag=Flag(lambda: parts.stop.requested, parts.stop.agree), session=parts.stop)
     if isinstance(guard, GroupGuard):
         yield replica_group(parts, guard)
+    if health := parts.health:
+        yield Hooks(after_step=lambda state: health.after_step(state.step), session=health)
     yield Hooks(before_step=parts.startup.before_step)
     yield observer(parts)
     if parts.has_ledger:

@@ -24,13 +24,14 @@ from torchtitan.metrics import (
     build_sinks,
 )
 from torchtitan.metrics.data_ledger import DataLedger
+from torchtitan.metrics.health import Health
 from torchtitan.metrics.startup import Startup
 from torchtitan.models import MODELS, attention
 from torchtitan.models.experts import parameters_in_words
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty
 from torchtitan.optim import Compiled, name_parameters, open_optimizers
-from torchtitan.parallel import Degrees, ParallelModel, World, parallelize, stages
+from torchtitan.parallel import Degrees, Launch, ParallelModel, World, parallelize, stages
 from torchtitan.parallel.compile import compiled
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.profiling import Evidence, Profiler
@@ -112,6 +113,9 @@ class Parts:
             resume_policy(job), self.contents, world, about, self.ledger.record
         )
         folder = local_path(job.job.dump_folder)
+        self.health = open_health(self) if self.observer.sinks is None else None
+        if self.health is not None:
+            sinks = [*sinks, self.health]
         self.meter = build_meter(
             *(job, self.task, world, self.timeline, sinks),
             data=self.data_read if self.has_hash else None,
@@ -302,6 +306,24 @@ def build_meter(
         stragglers=StragglerWatch(job.metrics.straggler_pct, world.degrees.pp),
         shares=shares,
         sources=sources,
+    )
+
+
+def open_health(parts: Parts) -> Health | None:
+    """Build what answers requests about the run, on the first rank of each node if asked for."""
+    job, launch = parts.job, Launch.read()
+    if not job.metrics.serve or launch.local_rank:
+        return None
+    return Health(
+        job.metrics.serve,
+        unit=parts.task.unit,
+        rate=parts.task.rate,
+        total_steps=job.training.steps,
+        limit_seconds=float(job.comm.train_timeout_seconds),
+        restarts=launch.restart,
+        phase=lambda: parts.timeline.paused_in,
+        saved_step=lambda: parts.checkpoint.saver.saved_step,
+        is_finished=parts.is_finished,
     )
 
 

@@ -94,6 +94,11 @@ class Timeline:
             finally:
                 self._paused = outer
 
+    @property
+    def paused_in(self) -> str | None:
+        """The pause of training that this rank is in; any thread may ask."""
+        return self._inside[-1] if self._paused else None
+
     def take(self) -> dict[str, Spent]:
         """Return the seconds by phase since the last call; waits for the device."""
         self._note()

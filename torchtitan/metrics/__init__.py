@@ -11,6 +11,7 @@ from pydantic import Field
 
 from torchtitan.config import Config, Context, Problem
 from torchtitan.metrics.events import EventLog
+from torchtitan.metrics.health import parse, reason_not_to
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Console, Jsonl, Sink, SinkContext, TensorBoard, WandB
 from torchtitan.metrics.stragglers import StragglerWatch
@@ -72,6 +73,9 @@ class MetricsConfig(Config):
     save_events: bool = True
     """Write an event log of every rank, with the time of each phase of its steps, to
     events/rank{r}.jsonl."""
+    serve: str = ""
+    """Address at which the first rank of each node answers /healthz and /metrics (Prometheus):
+    ":9090" for this machine alone, "0.0.0.0:9090" for others too; "": none."""
     enable_wandb: bool = False
     """Report to Weights & Biases (project: WANDB_PROJECT, or torchtitan; WANDB_MODE=offline needs
     no network)."""
@@ -81,6 +85,14 @@ class MetricsConfig(Config):
             if getattr(self, f"enable_{package}") and not is_installed(package):
                 message = f"{title} is not installed: {install(package)}"
                 yield Problem(f"enable_{package}", message)
+        if self.serve:
+            try:
+                host, port = parse(self.serve)
+            except ValueError as error:
+                yield Problem("serve", str(error))
+            else:
+                if context.world.is_here and (why := reason_not_to(host, port)):
+                    yield Problem("serve", f"it cannot be served here: {why}; use another port")
 
 
 def build_sinks(config: MetricsConfig, context: SinkContext) -> list[Sink]:

@@ -1,0 +1,208 @@
+"""The state of a running job over HTTP: `/healthz` for probes, `/metrics` for Prometheus.
+
+Both show the last report; to ask waits for no device and no other rank. Text format:
+https://prometheus.io/docs/instrumenting/exposition_formats/
+"""
+
+import json
+import math
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from torchtitan.metrics.sinks import Metrics
+
+LIMIT_IN_STEPS = 10.0
+"""Age of the last step that is too old, in steps as long as the last."""
+Row = tuple[str, str, str, float | None]
+"""Name, type, help and value of a metric."""
+
+
+def parse(serve: str) -> tuple[str, int]:
+    """Split `[metrics] serve` into host and port.
+
+    Raises:
+        ValueError: if it has neither form.
+    """
+    found = re.fullmatch(r"([\w.\-]*):(\d{1,5})", serve)
+    if not found or not 0 < int(found[2]) < 2**16:
+        raise ValueError('wanted a port, as ":9090", or an address with one, as "0.0.0.0:9090"')
+    return found[1] or "127.0.0.1", int(found[2])
+
+
+def reason_not_to(host: str, port: int) -> str | None:
+    """Return why an address of this machine cannot be served, if it cannot."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return str(error.strerror or error)
+    return None
+
+
+class Health:
+    """Sink of the reports of a run that answers HTTP requests while it is open."""
+
+    def __init__(
+        self,
+        serve: str,
+        *,
+        unit: str,
+        rate: str,
+        total_steps: int,
+        limit_seconds: float,
+        restarts: int,
+        phase: Callable[[], str | None],
+        saved_step: Callable[[], int | None],
+        is_finished: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`unit` and `rate` are those of the task, as in `Meter`.
+
+        Args:
+            limit_seconds: age of the last step that is too old, unless steps are long.
+            restarts: number of restarts of the ranks so far.
+            phase: the pause of training that the run is in, if any.
+            saved_step: the step of the newest checkpoint of this process, if any.
+        """
+        self.address, self.unit, self.rate = parse(serve), unit, rate
+        self.total_steps, self.limit_seconds, self.restarts = total_steps, limit_seconds, restarts
+        self.paused_in, self.saved_step, self.is_finished = phase, saved_step, is_finished
+        self.clock = clock
+        self.values: dict[str, Any] = {}
+        self.skipped = 0.0
+        self.step = 0
+        self.step_seconds = 0.0
+        self.stepped = clock()
+        self.has_stepped = False
+        self.saved: tuple[int | None, float] = (None, clock())
+        self._server: Any = None
+
+    def open(self, start_step: int) -> None:
+        """Take the step that the run continues from."""
+        self.step = start_step
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Take the values of a report."""
+        self.skipped += float(metrics.get("skipped") or 0)
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, (int, float))}
+        self.values = self.values | numbers  # a new one, as the server reads it
+
+    def close(self, summary: Metrics) -> None:
+        """Keep the last values, as a scrape may still come."""
+
+    def after_step(self, step: int) -> None:
+        """Note that a step was done."""
+        now = self.clock()
+        self.step_seconds = now - self.stepped if self.has_stepped else 0.0
+        self.step, self.stepped, self.has_stepped = step, now, True
+        if self.saved_step() != self.saved[0]:
+            self.saved = self.saved_step(), now
+
+    def phase(self) -> str:
+        """Return the activity of the run: only in `training` are steps expected."""
+        if paused := self.paused_in():
+            return paused
+        if self.is_finished():
+            return "finishing"
+        return "training" if self.has_stepped else "starting"
+
+    def health(self) -> dict[str, Any]:
+        """Return the answer of `/healthz`."""
+        age, phase = self.clock() - self.stepped, self.phase()
+        limit = max(self.limit_seconds, LIMIT_IN_STEPS * self.step_seconds)
+        return {
+            "healthy": phase != "training" or age <= limit,
+            "phase": phase,
+            "step": self.step,
+            "age_seconds": round(age, 3),
+            "limit_seconds": round(limit, 3),
+        }
+
+    def rows(self) -> list[Row]:
+        """Return all metrics."""
+        now, last = self.clock(), self.values.get
+        step, saved_at = self.saved
+
+        return [
+            ("step", "gauge", "Last completed step.", self.step),
+            ("steps_wanted", "gauge", "Step at which the run ends.", self.total_steps),
+            ("step_age_seconds", "gauge", "Time since the last step.", now - self.stepped),
+            ("loss", "gauge", "Loss.", last("loss")),
+            ("validation_loss", "gauge", "Loss of the last validation.", last("validation_loss")),
+            ("grad_norm", "gauge", "Norm of the gradients before clipping.", last("grad_norm")),
+            ("learning_rate", "gauge", "Learning rate.", last("lr")),
+            (f"{self.unit}_total", "counter", f"Trained {self.unit}.", last(self.unit)),
+            (
+                f"{self.unit}_per_second_per_device",
+                "gauge",
+                f"{self.unit.capitalize()} per second and device.",
+                last(self.rate),
+            ),
+            ("mfu", "gauge", "Model FLOPs utilization, 0 to 1.", last("mfu")),
+            ("memory_peak_gib", "gauge", "Peak of the fullest rank.", last("memory_gib")),
+            ("skipped_steps_total", "counter", "Steps without an update.", self.skipped),
+            ("restarts_total", "counter", "Restarts of all ranks.", self.restarts),
+            ("checkpoint_step", "gauge", "Step of the newest checkpoint.", step),
+            (
+                "checkpoint_age_seconds",
+                "gauge",
+                "Time since a checkpoint, or since the start.",
+                now - saved_at,
+            ),
+        ]
+
+    def text(self) -> str:
+        """Return the answer of `/metrics`."""
+        lines = []
+        for name, kind, about, value in self.rows():
+            if value is None:
+                continue
+            full, shown = f"torchtitan_{name}", repr(value) if math.isfinite(value) else "NaN"
+            lines += [f"# HELP {full} {about}", f"# TYPE {full} {kind}", f"{full} {shown}"]
+        return "\n".join(lines) + "\n"
+
+    def __enter__(self) -> Self:
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+        health = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, body, kind = health.answer(self.path)
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Log nothing: probes come every few seconds."""
+
+        self._server = ThreadingHTTPServer(self.address, Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, path: str) -> tuple[int, bytes, str]:
+        """Return status, body and content type of a request."""
+        if path == "/healthz":
+            found: Mapping[str, Any] = self.health()
+            status = 200 if found["healthy"] else 503
+            return status, json.dumps(found).encode() + b"\n", "application/json"
+        if path == "/metrics":
+            return 200, self.text().encode(), "text/plain; version=0.0.4; charset=utf-8"
+        return 404, b"there are /healthz and /metrics\n", "text/plain"
