@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.models import initialize as module
 from torchtitan.models.initialize import initialize
 from torchtitan.seeds import seed_of
+from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.torch_private.generators import generator_of
 
 STD = 0.02
@@ -192,12 +193,28 @@ def test_model_under_fsdp_over_tensor_parallelism(tmp_path):
     start_processes(check_fsdp_over_tensor_parallelism, arguments, 4, start_method="fork")
 
 
-def test_uneven_strided_part_is_refused(ranks):
+def test_uneven_strided_part_is_a_part_of_a_part(ranks):
+    """Tensor ranks have 21 and 20 rows, which FSDP splits again."""
     placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    plain = torch.empty(41, 16)
+    initialize([("w", plain)], lambda _: STD, seed=0)
+    rows = []
     for _ in ranks(4):
         mesh = init_device_mesh("cpu", (2, 2))
         sharded = distribute_tensor(torch.zeros(41, 16), mesh, placements, src_data_rank=None)
-        with pytest.raises(AssertionError, match="not evenly"):
+        initialize([("w", sharded)], lambda _: STD, seed=0)
+        (size, _), (begin, _) = local_extent(sharded)
+        rows.append((begin, size))
+        torch.testing.assert_close(sharded.to_local(), plain[begin : begin + size])
+    assert rows == [(0, 11), (21, 10), (11, 10), (31, 10)]
+
+
+def test_scattered_part_is_refused(ranks):
+    placements = [_StridedShard(0, split_factor=4), Shard(0)]
+    for _ in ranks(4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        sharded = distribute_tensor(torch.zeros(48, 16), mesh, placements, src_data_rank=None)
+        with pytest.raises(AssertionError, match="scattered part"):
             initialize([("w", sharded)], lambda _: STD, seed=0)
 
 
