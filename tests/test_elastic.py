@@ -311,7 +311,11 @@ def test_restarts_that_could_not_go_on_are_refused(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--nnodes=2", "several nodes need a common endpoint\n  add --rdzv-endpoint HOST:PORT"),
+        (
+            "--nnodes=2",
+            "several nodes need a common endpoint\n  set PET_MASTER_ADDR, or add --rdzv-endpoint "
+            "HOST:PORT",
+        ),
         ("--nnodes=2:1", "got 2:1\n  wanted 2, or 1:2 for one or two"),
         ("--nnodes=two", "got two\n  wanted 2, or 1:2 for one or two"),
         ("--max-restarts=-1", "got -1\n  wanted an integer >= 0"),

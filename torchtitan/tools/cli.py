@@ -32,6 +32,7 @@ VERBS: Final = {
         "verify-parallelism": "verify.parallelism_command",
         "verify-resume": "verify.resume_command",
         "migrate": "migrate",
+        "manifest": "manifest",
         "recipes": "recipes",
         "doctor": "doctor",
     },

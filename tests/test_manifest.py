@@ -1,0 +1,247 @@
+"""What is written for schedulers: each field is one that they know, and means what it should."""
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from torchtitan.resilience.schedulers import fill
+from torchtitan.tools.cli import main
+from torchtitan.tools.manifest import WRITERS, _lines, split
+
+ROOT = Path(__file__).parent.parent
+LANGUAGES = {"slurm": "text", "torchx": "text"}
+"""Of the blocks in docs/clusters.md that are no YAML."""
+SBATCH = {
+    "job-name": r"[\w-]+",
+    "nodes": r"\d+",
+    "ntasks-per-node": r"\d+",
+    "gpus-per-task": r"\d+",
+    "exclusive": None,
+    "signal": r"(B:)?[A-Z0-9]+@\d{1,5}",
+    "requeue": None,
+    "open-mode": "append|truncate",
+}
+"""Options of https://slurm.schedmd.com/sbatch.html that are used, with the form of their values."""
+
+
+def written(capsys: pytest.CaptureFixture[str], target: str, *words: str) -> str:
+    recipe = "train_configs/llama3_70b.toml"
+    assert main(["manifest", recipe, "--for", target, *words]) == 0
+    return capsys.readouterr().out
+
+
+def checked(text: str, target: str) -> list[dict[str, Any]]:
+    schema = json.loads((ROOT / f"tests/schemas/{target}.json").read_text(encoding="utf-8"))
+    found = list(yaml.safe_load_all(text))
+    for each in found:
+        jsonschema.validate(each, schema)
+    return found
+
+
+def is_right_jobset(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the container, if nodes, exit codes and the time to stop are as they should be."""
+    [replicated] = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (32, 32, "Indexed")
+    codes = {
+        rule["action"]: rule["onExitCodes"]["values"]
+        for rule in job["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
+    }
+    assert codes == {"FailJob": [2, 3], "Ignore": [75]}
+    assert [rule["onJobFailureReasons"] for rule in spec["failurePolicy"]["rules"]] == [
+        ["PodFailurePolicy"]
+    ]
+    pod = job["template"]["spec"]
+    # 70.6 billion parameters x 12 bytes on 32 nodes at 1 GB/s, and two minutes.
+    assert pod["terminationGracePeriodSeconds"] == 150
+    [container] = pod["containers"]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert container["command"] == ["torchtitan", "train", "train_configs/llama3_70b.toml"]
+    mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounted == {"shm": "/dev/shm", "work": "/work"}
+    assert {each["name"] for each in pod["volumes"]} == set(mounted)
+    names = [each["name"] for each in container.get("env", [])]
+    assert not any(name.startswith("NCCL") for name in names)
+    result: dict[str, Any] = container
+    return result
+
+
+def test_a_jobset(capsys: pytest.CaptureFixture[str]) -> None:
+    [found] = checked(written(capsys, "jobset"), "jobset")
+    container = is_right_jobset(found["spec"])
+    set_there = {each["name"]: each.get("value", "3") for each in container["env"]}
+    options, _ = fill({}, set_there, lambda: 1)
+    assert options == {
+        "nnodes": range(32, 33),
+        "processes": 8,
+        "rdzv_endpoint": "llama3-70b-node-0-0.llama3-70b:29500",
+        "rdzv_conf": "is_host=false",
+    }
+
+
+def test_kubeflow(capsys: pytest.CaptureFixture[str]) -> None:
+    runtime, train = checked(written(capsys, "kubeflow"), "kubeflow")
+    assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 32, "torch": {"numProcPerNode": 8}}
+    container = is_right_jobset(runtime["spec"]["template"]["spec"])
+    assert "env" not in container, "Trainer sets PET_* itself, and refuses them"
+    [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = node["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+
+
+def test_skypilot(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--job.description", "it's a # test", "--data.dataset_path", "/data/c4"]
+    [task] = checked(written(capsys, "skypilot", *words), "skypilot")
+    assert task["num_nodes"] == 32
+    assert task["resources"]["accelerators"] == "H100:8"
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert task["file_mounts"] == {
+        "/work": {"name": "torchtitan", "mode": "MOUNT"},
+        "/data/c4": {"name": "torchtitan-data", "mode": "MOUNT"},
+    }
+    folder, command = task["run"].splitlines()
+    assert folder == "cd /work"
+    assert shlex.split(command) == ["torchtitan", "train", "train_configs/llama3_70b.toml", *words]
+
+
+def test_slurm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(written(capsys, "slurm", "--grace-seconds", "900"))
+    subprocess.run(["bash", "-n", script], check=True)
+    first, *lines = script.read_text().splitlines()
+    assert first == "#!/usr/bin/env bash"
+    found = {}
+    for line in lines:
+        if not line.startswith("#SBATCH"):
+            break  # sbatch reads none after the first command
+        option = re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(.+))?", line)
+        assert option
+        form = SBATCH[option[1]]
+        assert (option[2] is None) if form is None else re.fullmatch(form, option[2])
+        found[option[1]] = option[2]
+    assert "#SBATCH" not in "\n".join(lines[len(found) :])
+    assert (found["nodes"], found["gpus-per-task"], found["signal"]) == ("32", "8", "USR1@900")
+
+
+@pytest.mark.parametrize("status", [0, 2, 75])
+def test_a_script_of_slurm_is_requeued_after_75_alone(
+    status: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With stand-ins for Slurm's commands."""
+    (tmp_path / "job.sh").write_text(written(capsys, "slurm"))
+    for name, body in {"srun": f"exit {status}", "scontrol": 'echo "$@" > said'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == status
+    said = tmp_path / "said"
+    assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if status == 75 else "")
+
+
+def test_torchx(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = ast.parse(written(capsys, "torchx"))
+    [role] = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "specs.Role"
+    ]
+    given = {word.arg: ast.unparse(word.value) for word in role.keywords}
+    assert given["num_replicas"] == "32"
+    assert ast.literal_eval(given["args"]) == ["train", "train_configs/llama3_70b.toml"]
+    set_there = ast.literal_eval(given["env"]) | {"TORCHX_RANK0_HOST": "first"}
+    options, _ = fill({}, set_there, lambda: 1)
+    assert (options["processes"], options["rdzv_endpoint"]) == (8, "first:29500")
+    assert "gpu=8" in given["resource"]
+
+
+def test_a_recipe_of_a_laptop_asks_for_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = "train_configs/debug_model.toml"
+    words = ["manifest", recipe, "--world-size", "4", "--devices-per-node", "2"]
+    hardware = ["--job.hardware", "cpu"]
+    assert main([*words, *hardware, "--for", "jobset"]) == 0
+    [found] = checked(capsys.readouterr().out, "jobset")
+    [container] = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert "resources" not in container
+    assert main([*words, *hardware, "--for", "slurm"]) == 0
+    assert "export PET_NPROC_PER_NODE=2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--for", "slrum"], "got slrum"),
+        (["--for", "slrum"], "did you mean slurm?"),
+        ([], "--for"),
+        (
+            [
+                "--for",
+                "slurm",
+                "--world-size",
+                "12",
+                "--training.global_batch_size",
+                "12",
+                "--devices-per-node",
+                "8",
+            ],
+            "--devices-per-node: got 8, but 12 ranks are not a multiple of that",
+        ),
+        (["--for", "slurm", "--training.stps", "5"], "unknown key"),
+    ],
+)
+def test_mistakes_are_named(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["manifest", "train_configs/debug_model.toml", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.sh"
+    words = ["manifest", "train_configs/debug_model.toml", "--for", "slurm", "-o", str(file)]
+    assert main(words) == 0
+    before = file.read_text()
+    assert before.startswith("#!")
+    assert main(words) == 2
+    assert "already exists; nothing was written" in capsys.readouterr().err
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize(("ranks", "each", "nodes"), [(1, 8, 1), (8, 8, 1), (24, 8, 3), (6, 8, 1)])
+def test_ranks_are_split_over_nodes(ranks: int, each: int, nodes: int) -> None:
+    assert split(ranks, each) == (nodes, ranks // nodes)
+
+
+def test_yaml_is_read_as_it_was_meant() -> None:
+    value = {
+        "text": "it's: # 1",
+        "number": 5,
+        "like a number": "5",
+        "yes": "yes",
+        "lines": "one\ntwo\n",
+        "list": [{"a": 1, "b": ["x", "-y"]}, "z"],
+        "/a.b/c": {"d": {"e": "f"}},
+    }
+    assert yaml.safe_load("\n".join(_lines(value))) == value
+
+
+@pytest.mark.parametrize("target", WRITERS)
+def test_the_page_shows_what_is_written(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
+    command = f"torchtitan manifest train_configs/qwen3_32b.toml --for {target}"
+    assert f"```bash\n{command}\n```" in page
+    assert main(command.split()[1:]) == 0
+    text = capsys.readouterr().out
+    assert f"```{LANGUAGES.get(target, 'yaml')}\n{text}```" in page, text
