@@ -24,7 +24,7 @@ LAYERS = [
     ["tools.cli"],
     ["tools.plan"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
-    ["tools.recipes", "tools.doctor"],
+    ["tools.recipes", "tools.doctor", "tools.manifest"],
     ["tools.watch", "tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer", "tools.data"],
     ["tools.explain", "tools.evaluate"],

@@ -186,16 +186,7 @@ def test_a_recipe_of_a_laptop_asks_for_no_devices(capsys: pytest.CaptureFixture[
         (["--for", "slrum"], "did you mean slurm?"),
         ([], "--for"),
         (
-            [
-                "--for",
-                "slurm",
-                "--world-size",
-                "12",
-                "--training.global_batch_size",
-                "12",
-                "--devices-per-node",
-                "8",
-            ],
+            "--for slurm --world-size 12 --devices-per-node 8 --training.global_batch_size 12".split(),
             "--devices-per-node: got 8, but 12 ranks are not a multiple of that",
         ),
         (["--for", "slurm", "--training.stps", "5"], "unknown key"),
