@@ -17,6 +17,7 @@ from torchtitan.tools.cli import main
 from torchtitan.tools.manifest import WRITERS, _lines, split
 
 ROOT = Path(__file__).parent.parent
+TWELVE = ["--training.global_batch_size", "12"]
 LANGUAGES = {"slurm": "text", "torchx": "text"}
 """Of the blocks in docs/clusters.md that are no YAML."""
 SBATCH = {
@@ -186,7 +187,7 @@ def test_a_recipe_of_a_laptop_asks_for_no_devices(capsys: pytest.CaptureFixture[
         (["--for", "slrum"], "did you mean slurm?"),
         ([], "--for"),
         (
-            "--for slurm --world-size 12 --devices-per-node 8 --training.global_batch_size 12".split(),
+            ["--for=slurm", "--world-size=12", "--devices-per-node=8", *TWELVE],
             "--devices-per-node: got 8, but 12 ranks are not a multiple of that",
         ),
         (["--for", "slurm", "--training.stps", "5"], "unknown key"),

@@ -25,7 +25,7 @@ WRONG_RECIPE = 2
 WORK = "/work"
 """Folder of the recipe, of relative paths and of the run in the image of `Dockerfile`."""
 SAVED_BYTES = 12
-"""Of a parameter: its weight and the two moments of Adam in float32."""
+"""Bytes saved for a parameter: its weight and the two moments of Adam in float32."""
 WRITTEN_PER_SECOND = 1e9
 """Bytes that a node is taken to write."""
 LEAST_GRACE = 120
@@ -49,7 +49,7 @@ ELSEWHERE = (
     *(TOKENIZER, "data.dataset_path", "validation.dataset_path"),
     *("checkpoint.initial_load_path", "metrics.serve"),
 )
-"""Keys of what need not be on this machine."""
+"""Keys of files and ports that need not be on this machine."""
 RESERVED = ("true", "false", "yes", "no", "on", "off", "y", "n", "null")
 """Words that YAML 1.1 does not read as text."""
 
@@ -91,7 +91,7 @@ def manifest(
             "--for",
             metavar="SCHEDULER",
             parser=one_of(["kubeflow", "jobset", "skypilot", "slurm", "torchx"]),
-            help="kubeflow, jobset, skypilot, slurm or torchx.",
+            help="Scheduler: kubeflow, jobset, skypilot, slurm or torchx.",
         ),
     ],
     recipe: Recipe = None,
