@@ -177,7 +177,10 @@ def test_converters(old: str, flags: str, expected: tuple[Any, ...], tmp_path: P
             "[float8]\nrecipe_name = 'colwise'",
             '4: convert.0.recipe: got "colwise"; allowed: tensorwise, ',
         ),
-        ("[float8]\nmoe_fqns = ['experts']", '4: float8.moe_fqns: got ["experts"]; the products '),
+        (
+            "[float8]\nmoe_fqns = ['experts']",
+            '4: float8.moe_fqns: got ["experts"]; set experts = true ',
+        ),
         ("[float8]\nscaling_type_input = 'delayed'", "4: float8.scaling_type_input: got "),
     ],
 )
