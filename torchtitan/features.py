@@ -66,10 +66,11 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     job, world, model, state = parts.job, parts.world, parts.model, parts.state
     yield Hooks(session=parts.meter)
     yield Hooks(flag=Flag(lambda: parts.stop.requested, parts.stop.agree), session=parts.stop)
+    if health := parts.observer.health:
+        # A step that is void shows that the run is alive, too.
+        yield Hooks(after_step=lambda state: health.after_step(state.step))
     if isinstance(guard, GroupGuard):
         yield replica_group(parts, guard)
-    if health := parts.health:
-        yield Hooks(after_step=lambda state: health.after_step(state.step), session=health)
     yield Hooks(before_step=parts.startup.before_step)
     yield observer(parts)
     if parts.has_ledger:

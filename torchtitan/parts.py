@@ -31,7 +31,7 @@ from torchtitan.models.experts import parameters_in_words
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty
 from torchtitan.optim import Compiled, name_parameters, open_optimizers
-from torchtitan.parallel import Degrees, Launch, ParallelModel, World, parallelize, stages
+from torchtitan.parallel import Degrees, ParallelModel, World, parallelize, stages
 from torchtitan.parallel.compile import compiled
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.profiling import Evidence, Profiler
@@ -56,6 +56,8 @@ class Observer:
     """Sinks that replace those of the recipe."""
     session: AbstractContextManager[None] | None = None
     """Context in which steps run; entered once the run's state is loaded."""
+    health: Health | None = None
+    """State of the run for HTTP requests, if it answers any."""
 
 
 class Parts:
@@ -113,9 +115,16 @@ class Parts:
             resume_policy(job), self.contents, world, about, self.ledger.record
         )
         folder = local_path(job.job.dump_folder)
-        self.health = open_health(self) if self.observer.sinks is None else None
-        if self.health is not None:
-            sinks = [*sinks, self.health]
+        if health := self.observer.health:
+            health.watch(
+                self.timeline,
+                unit=self.task.unit,
+                rate=self.task.rate,
+                total_steps=job.training.steps,
+                saved_step=lambda: self.checkpoint.saver.saved_step,
+                is_finished=self.is_finished,
+            )
+            sinks = [*sinks, health]
         self.meter = build_meter(
             *(job, self.task, world, self.timeline, sinks),
             data=self.data_read if self.has_hash else None,
@@ -306,24 +315,6 @@ def build_meter(
         stragglers=StragglerWatch(job.metrics.straggler_pct, world.degrees.pp),
         shares=shares,
         sources=sources,
-    )
-
-
-def open_health(parts: Parts) -> Health | None:
-    """Build what answers requests about the run, on the first rank of each node if asked for."""
-    job, launch = parts.job, Launch.read()
-    if not job.metrics.serve or launch.local_rank:
-        return None
-    return Health(
-        job.metrics.serve,
-        unit=parts.task.unit,
-        rate=parts.task.rate,
-        total_steps=job.training.steps,
-        limit_seconds=float(job.comm.train_timeout_seconds),
-        restarts=launch.restart,
-        phase=lambda: parts.timeline.paused_in,
-        saved_step=lambda: parts.checkpoint.saver.saved_step,
-        is_finished=parts.is_finished,
     )
 
 

@@ -54,6 +54,8 @@ class Timeline:
         self._moments: list[tuple[str, Stamp, float]] = []
         self._inside = [REST]
         self._paused = False
+        self.resumed = clock()
+        """Time at which the last pause ended."""
         self.is_traced = False
         """Whether a profiler runs; to be changed between steps."""
         self.left_in: str | None = None
@@ -92,7 +94,7 @@ class Timeline:
             try:
                 yield
             finally:
-                self._paused = outer
+                self._paused, self.resumed = outer, self.clock()
 
     @property
     def paused_in(self) -> str | None:

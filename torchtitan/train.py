@@ -33,6 +33,7 @@ from torchtitan.estimate.fitting import misfits, room
 from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig, in_words
 from torchtitan.logging import configure, logger
+from torchtitan.metrics.health import Health, serving
 from torchtitan.models import MODELS
 from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
@@ -99,6 +100,10 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             if launch.size == 1:
                 return 2  # no other rank waits to learn of it
 
+    try:
+        health = open_health(recipe, launch, held)
+    except ConfigError as error:
+        return refuse(error)
     degrees, shared = job.degrees(launch.size), (ConfigError, TrainingDiverged, SaveFailed)
     recorder = Recorder(
         job.comm, folder, launch.rank, launch.size, device.type, shared, launch.restart
@@ -113,6 +118,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
                 return 2  # rank 0 has reported why
             job = job.with_batch(world.degrees, start.global_batch)
             observer = observe(job, folder, world, recorder, stop, locked)
+            observer = replace(observer, health=health)
             try:
                 with recorder:
                     made = build(job, world, observer, stop)
@@ -154,6 +160,25 @@ def announce(
         ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
         counts = launch.restart, launch.restarts
         logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
+
+
+def open_health(recipe: Recipe[JobConfig], launch: Launch, held: ExitStack) -> Health | None:
+    """Answer requests about the run on the first rank of each node, if the recipe asks for it.
+
+    Raises:
+        ConfigError: if the address cannot be served.
+    """
+    address = recipe.config.metrics.serve
+    if not address or launch.local_rank:
+        return None
+    # A rank that hangs is reported and restarted after the timeout, which a probe is to leave time.
+    health = Health(2.0 * recipe.config.comm.train_timeout_seconds, launch.restart)
+    try:
+        held.enter_context(serving(address, health))
+    except OSError as error:
+        message = f"it cannot be served here: {error.strerror or error}; use another port"
+        recipe.refuse([Problem("metrics.serve", message)])
+    return health
 
 
 def observe(

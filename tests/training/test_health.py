@@ -3,6 +3,9 @@
 import json
 import re
 import socket
+import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,18 @@ import pytest
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import rows, train
+from tests.runs import rows
 from torchtitan.checkpoint.manager import Checkpointer
 from torchtitan.config import Context, PlannedWorld
+from torchtitan.device import Device
 from torchtitan.metrics import MetricsConfig
-from torchtitan.metrics.health import LIMIT_IN_STEPS, Health
+from torchtitan.metrics.health import LIMIT_IN_STEPS, Health, parse, serving
 from torchtitan.optim.optimizer_group import Optimizers
+from torchtitan.parts import Parts
+from torchtitan.provenance import to_toml
+from torchtitan.timeline import Timeline
 from torchtitan.tools.cli import main
+from torchtitan.train import main as train_main
 from torchtitan.validate import Validator
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +46,26 @@ def ask(port: int, path: str) -> tuple[int, str]:
         with urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
             return answer.status, answer.read().decode()
     except HTTPError as error:
-        return error.code, error.read().decode()
+        with error:
+            return error.code, error.read().decode()
+
+
+def write_recipe(folder: Path, port: int, **sections: dict[str, Any]) -> list[str]:
+    """The arguments of a run that answers at a port."""
+    job = tiny.job(
+        folder,
+        **{
+            "job": {"imports": ["tests.tiny"]},
+            "metrics": {"serve": f":{port}", "log_freq": 1},
+            "checkpoint": {"enable": True, "interval": 2},
+            "validation": {"enable": True, "freq": 2, "steps": 1},
+            "training": {"steps": 5},
+            **sections,
+        },
+    )
+    folder.mkdir(exist_ok=True)
+    (folder / "asked.toml").write_text(to_toml(job))
+    return ["--job.config_file", str(folder / "asked.toml")]
 
 
 def values(text: str) -> dict[str, float]:
@@ -58,7 +85,7 @@ def values(text: str) -> dict[str, float]:
     return found
 
 
-def asked(folder: str, port: int) -> dict[str, Any]:
+def asked(folder: str, port: int, **sections: dict[str, Any]) -> dict[str, Any]:
     """Train, and ask at each of these moments."""
     found: dict[str, Any] = {}
 
@@ -72,18 +99,12 @@ def asked(folder: str, port: int) -> dict[str, Any]:
 
         setattr(kind, method, call)
 
+    asks(Parts, "__init__", "starting")
     asks(Validator, "run", "validation")
     asks(Checkpointer, "save", "checkpoint")
     asks(Checkpointer, "finish", "finishing")
     asks(Optimizers, "norm", "training")
-    job = tiny.job(
-        folder,
-        metrics={"serve": f":{port}", "log_freq": 1},
-        checkpoint={"enable": True, "interval": 2},
-        validation={"enable": True, "freq": 2, "steps": 1},
-        training={"steps": 5},
-    )
-    train(job)
+    assert train_main(write_recipe(Path(folder), port, **sections)) == 0
     return found
 
 
@@ -95,6 +116,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], P
 
 
 STEPS = {
+    "starting": [0],
     "training": [0, 1, 2, 3, 4],
     "validation": [2, 4, 5],
     "checkpoint": [2, 4, 5],
@@ -140,24 +162,23 @@ def test_prometheus_gets_the_last_report(answers: tuple[Any, Path]) -> None:
     assert first["torchtitan_step"] == 4
 
 
-def health(**changes: Any) -> tuple[Health, list[float]]:
+def health(saved_step: int | None = None) -> tuple[Health, list[float], Timeline]:
     now = [100.0]
-    given: dict[str, Any] = {
-        "unit": "tokens",
-        "rate": "tps",
-        "total_steps": 9,
-        "limit_seconds": 30.0,
-        "restarts": 2,
-        "phase": lambda: None,
-        "saved_step": lambda: None,
-        "is_finished": lambda: False,
-        "clock": lambda: now[0],
-    }
-    return Health(":9090", **(given | changes)), now
+    one = Health(limit_seconds=30.0, restarts=2, clock=lambda: now[0])
+    timeline = Timeline(Device("cpu"), clock=lambda: now[0])
+    one.watch(
+        timeline,
+        unit="tokens",
+        rate="tps",
+        total_steps=9,
+        saved_step=lambda: saved_step,
+        is_finished=lambda: False,
+    )
+    return one, now, timeline
 
 
 def test_a_run_that_hangs_is_not_healthy_and_one_that_compiles_is() -> None:
-    one, now = health()
+    one, now, timeline = health()
     now[0] = 10_000.0  # the first step may take long
     assert one.health()["phase"] == "starting"
     assert one.answer("/healthz")[0] == 200
@@ -174,14 +195,19 @@ def test_a_run_that_hangs_is_not_healthy_and_one_that_compiles_is() -> None:
         "age_seconds": 31.0,
         "limit_seconds": 30.0,
     }
-    saving, now = health(phase=lambda: "checkpoint")
-    saving.after_step(1)
-    now[0] += 1000.0
-    assert saving.answer("/healthz")[0] == 200
+    with timeline.pause("checkpoint"):
+        assert one.answer("/healthz")[0] == 200
+        now[0] += 1000.0
+    # The step after a save has as much time as any other.
+    assert one.health()["phase"] == "training"
+    now[0] += 29.0
+    assert one.answer("/healthz")[0] == 200
+    now[0] += 2.0
+    assert one.answer("/healthz")[0] == 503
 
 
 def test_long_steps_have_more_time() -> None:
-    one, now = health()
+    one, now, _ = health()
     for step in (1, 2):
         now[0] += 20.0
         one.after_step(step)
@@ -189,12 +215,13 @@ def test_long_steps_have_more_time() -> None:
 
 
 def test_skipped_steps_and_values_that_are_not_finite() -> None:
-    one, _ = health(saved_step=lambda: 7)
-    one.write(1, {"loss": float("nan"), "skipped": 1, "note": "x"})
+    one, _, _ = health(saved_step=7)
+    one.write(1, {"loss": float("nan"), "grad_norm": float("inf"), "skipped": 1, "note": "x"})
     one.write(2, {"skipped": 2})
     one.after_step(2)
     text = one.text()
     assert "torchtitan_loss NaN\n" in text
+    assert "torchtitan_grad_norm +Inf\n" in text
     seen = values(text)
     assert seen["torchtitan_skipped_steps_total"] == 3
     assert seen["torchtitan_restarts_total"] == 2
@@ -209,14 +236,93 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def test_a_port_that_is_taken_is_refused(taken: int, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(ROOT / "train_configs/debug_model.toml")
-    assert main(["train", recipe, "--metrics.serve", f":{taken}"]) == 2
-    printed = capsys.readouterr().err
-    assert "metrics.serve: got" in printed
-    assert "it cannot be served here: Address already in use\n  use another port" in printed
-    elsewhere = Context(world=PlannedWorld(1, "cpu"))
-    assert not list(MetricsConfig(serve=f":{taken}").problems(elsewhere))
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_port_that_is_taken_is_refused(processes: int, taken: int, tmp_path: Path) -> None:
+    shards = {"data_parallel_shard_degree": -1}
+    words = write_recipe(tmp_path / "run", taken, parallelism=shards)
+    launch = [f"--processes={processes}"] if processes > 1 else []
+    command = [sys.executable, "-m", "torchtitan", "train", *launch, *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f'metrics.serve: got ":{taken}"; it cannot be served here: Address already in use\n' in (
+        done.stderr
+    )
+    assert "  use another port\n" in done.stderr
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    # Whether it is taken on another machine, `check` cannot know.
+    assert main(["check", words[1]]) == 0
+
+
+def test_an_address_is_split() -> None:
+    assert parse(":9090") == ("127.0.0.1", 9090)
+    assert parse("0.0.0.0:9090") == ("0.0.0.0", 9090)
+    assert parse("[::]:9090") == ("::", 9090)
+
+
+def test_a_client_that_leaves_is_not_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    one, _, _ = health()
+    port = free_port()
+    with serving(f":{port}", one):
+        with socket.socket() as client:
+            client.connect(("127.0.0.1", port))
+            # Closed at once, by a reset.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(b"GET /metrics HTTP/1.0\r\n")
+        assert ask(port, "/healthz?from=probe")[0] == 200
+    assert capfd.readouterr().err == ""
+    # A restarted run can serve the port at once.
+    with serving(f":{port}", one):
+        assert ask(port, "/healthz")[0] == 200
+
+
+def test_a_second_run_waits_for_the_first_that_ends_in_its_folder(tmp_path: Path) -> None:
+    """A requeued run starts while the last one saves, and has the same address."""
+    port = free_port()
+    words = write_recipe(tmp_path / "run", port, training={"steps": 2})
+    code = (
+        "import sys, time, tests.tiny, torchtitan.train as train\n"
+        "from torchtitan.checkpoint import Checkpointer\n"
+        "finish = Checkpointer.finish\n"
+        "def slow(self):\n"
+        "    print('ending', flush=True)\n"
+        "    time.sleep(3)\n"
+        "    finish(self)\n"
+        "Checkpointer.finish = slow\n"
+        f"sys.exit(train.main({words!r}))"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as first:
+        assert first.stdout
+        assert first.stdout.readline() == "ending\n"
+        second = subprocess.run(
+            [sys.executable, "-m", "torchtitan", "train", *words, "--training.steps=3"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        assert second.returncode == 0, second.stderr
+    assert first.returncode == 0
+    assert [row["step"] for row in rows(tmp_path / "run") if "loss" in row] == [1, 2, 3]
+
+
+def test_the_first_rank_of_a_node_answers_for_all(tmp_path: Path) -> None:
+    shards = {"data_parallel_shard_degree": -1}
+    found = run_ranks(asked_by_ranks, 2, str(tmp_path / "run"), free_port(), shards)
+    assert [each["checkpoint"][-1]["/healthz"][0] for each in found] == [200, 200]
+
+
+def asked_by_ranks(folder: str, port: int, parallelism: dict[str, Any]) -> dict[str, Any]:
+    return asked(folder, port, parallelism=parallelism)
+
+
+def test_a_run_that_answers_nothing_imports_no_server(tmp_path: Path) -> None:
+    words = [*write_recipe(tmp_path, 1), "--metrics.serve=", "--training.steps=1"]
+    code = (
+        f"import sys, tests.tiny, torchtitan.train as train\nassert train.main({words!r}) == 0\n"
+        "assert 'http.server' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("serve", ["9090", ":0", ":99999", "http://a:1", "a:b"])
@@ -228,6 +334,6 @@ def test_an_address_without_a_port_is_refused(serve: str) -> None:
 
 def test_the_dashboard_shows_what_there_is() -> None:
     named = set(re.findall(r"torchtitan_\w+", DASHBOARD.read_text(encoding="utf-8")))
-    one, _ = health()
+    one, _, _ = health()
     assert named
     assert named <= {f"torchtitan_{name}" for name, *_ in one.rows()}

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from torchtitan.config import Config, Context, Problem
 from torchtitan.metrics.events import EventLog
-from torchtitan.metrics.health import parse, reason_not_to
+from torchtitan.metrics.health import parse
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Console, Jsonl, Sink, SinkContext, TensorBoard, WandB
 from torchtitan.metrics.stragglers import StragglerWatch
@@ -87,12 +87,9 @@ class MetricsConfig(Config):
                 yield Problem(f"enable_{package}", message)
         if self.serve:
             try:
-                host, port = parse(self.serve)
+                parse(self.serve)
             except ValueError as error:
                 yield Problem("serve", str(error))
-            else:
-                if context.world.is_here and (why := reason_not_to(host, port)):
-                    yield Problem("serve", f"it cannot be served here: {why}; use another port")
 
 
 def build_sinks(config: MetricsConfig, context: SinkContext) -> list[Sink]:

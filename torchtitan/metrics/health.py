@@ -1,23 +1,26 @@
 """The state of a running job over HTTP: `/healthz` for probes, `/metrics` for Prometheus.
 
-Both show the last report; to ask waits for no device and no other rank. Text format:
+A thread answers with what the training thread has noted, and the last report; to ask waits for no
+device and no other rank. Text format:
 https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
 import json
-import math
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
+from torchtitan.logging import logger
 from torchtitan.metrics.sinks import Metrics
+from torchtitan.timeline import Timeline
 
 LIMIT_IN_STEPS = 10.0
 """Age of the last step that is too old, in steps as long as the last."""
+NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 Row = tuple[str, str, str, float | None]
 """Name, type, help and value of a metric."""
 
@@ -28,52 +31,30 @@ def parse(serve: str) -> tuple[str, int]:
     Raises:
         ValueError: if it has neither form.
     """
-    found = re.fullmatch(r"([\w.\-]*):(\d{1,5})", serve)
+    found = re.fullmatch(r"([\w.\-]*|\[[\da-fA-F:.]+\]):(\d{1,5})", serve, re.ASCII)
     if not found or not 0 < int(found[2]) < 2**16:
         raise ValueError('wanted a port, as ":9090", or an address with one, as "0.0.0.0:9090"')
-    return found[1] or "127.0.0.1", int(found[2])
-
-
-def reason_not_to(host: str, port: int) -> str | None:
-    """Return why an address of this machine cannot be served, if it cannot."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return str(error.strerror or error)
-    return None
+    return found[1].strip("[]") or "127.0.0.1", int(found[2])
 
 
 class Health:
-    """Sink of the reports of a run that answers HTTP requests while it is open."""
+    """State of a run as HTTP requests see it, and the sink of its reports."""
 
     def __init__(
         self,
-        serve: str,
-        *,
-        unit: str,
-        rate: str,
-        total_steps: int,
         limit_seconds: float,
         restarts: int,
-        phase: Callable[[], str | None],
-        saved_step: Callable[[], int | None],
-        is_finished: Callable[[], bool],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`unit` and `rate` are those of the task, as in `Meter`.
-
-        Args:
-            limit_seconds: age of the last step that is too old, unless steps are long.
-            restarts: number of restarts of the ranks so far.
-            phase: the pause of training that the run is in, if any.
-            saved_step: the step of the newest checkpoint of this process, if any.
         """
-        self.address, self.unit, self.rate = parse(serve), unit, rate
-        self.total_steps, self.limit_seconds, self.restarts = total_steps, limit_seconds, restarts
-        self.paused_in, self.saved_step, self.is_finished = phase, saved_step, is_finished
-        self.clock = clock
+        Args:
+            limit_seconds: time without a step that is too long, unless steps are long.
+            restarts: number of restarts of the ranks so far.
+        """
+        self.limit_seconds, self.restarts, self.clock = limit_seconds, restarts, clock
+        self.unit, self.rate = "tokens", "tps"
+        self.total_steps: int | None = None
+        self.timeline: Timeline | None = None
         self.values: dict[str, Any] = {}
         self.skipped = 0.0
         self.step = 0
@@ -81,7 +62,25 @@ class Health:
         self.stepped = clock()
         self.has_stepped = False
         self.saved: tuple[int | None, float] = (None, clock())
-        self._server: Any = None
+
+    def watch(
+        self,
+        timeline: Timeline,
+        *,
+        unit: str,
+        rate: str,
+        total_steps: int,
+        saved_step: Callable[[], int | None],
+        is_finished: Callable[[], bool],
+    ) -> None:
+        """Watch a run that is being built; `unit` and `rate` are those of the task.
+
+        Args:
+            saved_step: the step of the newest checkpoint of this process, if any.
+        """
+        self.unit, self.rate, self.total_steps = unit, rate, total_steps
+        self.saved_step, self.is_finished = saved_step, is_finished
+        self.timeline = timeline
 
     def open(self, start_step: int) -> None:
         """Take the step that the run continues from."""
@@ -106,7 +105,9 @@ class Health:
 
     def phase(self) -> str:
         """Return the activity of the run: only in `training` are steps expected."""
-        if paused := self.paused_in():
+        if self.timeline is None:
+            return "starting"
+        if paused := self.timeline.paused_in:
             return paused
         if self.is_finished():
             return "finishing"
@@ -114,13 +115,15 @@ class Health:
 
     def health(self) -> dict[str, Any]:
         """Return the answer of `/healthz`."""
-        age, phase = self.clock() - self.stepped, self.phase()
+        now, phase = self.clock(), self.phase()
+        # The step after a pause has all of its time.
+        resumed = self.timeline.resumed if self.timeline else 0.0
         limit = max(self.limit_seconds, LIMIT_IN_STEPS * self.step_seconds)
         return {
-            "healthy": phase != "training" or age <= limit,
+            "healthy": phase != "training" or now - max(self.stepped, resumed) <= limit,
             "phase": phase,
             "step": self.step,
-            "age_seconds": round(age, 3),
+            "age_seconds": round(now - self.stepped, 3),
             "limit_seconds": round(limit, 3),
         }
 
@@ -163,39 +166,9 @@ class Health:
         for name, kind, about, value in self.rows():
             if value is None:
                 continue
-            full, shown = f"torchtitan_{name}", repr(value) if math.isfinite(value) else "NaN"
+            full, shown = f"torchtitan_{name}", NOT_FINITE.get(str(value), value)
             lines += [f"# HELP {full} {about}", f"# TYPE {full} {kind}", f"{full} {shown}"]
         return "\n".join(lines) + "\n"
-
-    def __enter__(self) -> Self:
-        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-        health = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                status, body, kind = health.answer(self.path)
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Log nothing: probes come every few seconds."""
-
-        self._server = ThreadingHTTPServer(self.address, Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def answer(self, path: str) -> tuple[int, bytes, str]:
         """Return status, body and content type of a request."""
@@ -206,3 +179,45 @@ class Health:
         if path == "/metrics":
             return 200, self.text().encode(), "text/plain; version=0.0.4; charset=utf-8"
         return 404, b"there are /healthz and /metrics\n", "text/plain"
+
+
+@contextmanager
+def serving(serve: str, health: Health) -> Iterator[None]:
+    """Answer requests at the address of `[metrics] serve`.
+
+    Raises:
+        OSError: if it cannot be served.
+    """
+    from http.server import BaseHTTPRequestHandler
+    from socketserver import ThreadingTCPServer
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0
+        """Seconds until a client that sends nothing is left."""
+
+        def do_GET(self) -> None:
+            status, body, kind = health.answer(self.path.partition("?")[0])
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing: probes come every few seconds."""
+
+    # An HTTPServer would look up its own name, which may take long.
+    class Server(ThreadingTCPServer):
+        # A restarted run need not wait for connections of the last one to time out.
+        allow_reuse_address = daemon_threads = True
+        address_family = socket.AF_INET6 if "[" in serve else socket.AF_INET
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            logger.debug("metrics.serve: %s was not answered", client_address, exc_info=True)
+
+    with Server(parse(serve), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield
+        finally:
+            server.shutdown()

@@ -47,9 +47,9 @@ ACCELERATORS = {
 
 ELSEWHERE = (
     *(TOKENIZER, "data.dataset_path", "validation.dataset_path"),
-    *("checkpoint.initial_load_path", "metrics.serve"),
+    "checkpoint.initial_load_path",
 )
-"""Keys of files and ports that need not be on this machine."""
+"""Keys of files that need not be on this machine."""
 RESERVED = ("true", "false", "yes", "no", "on", "off", "y", "n", "null")
 """Words that YAML 1.1 does not read as text."""
 
