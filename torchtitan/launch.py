@@ -8,6 +8,7 @@ exit status for the outcome; docs/elastic.md lists all of them.
 
 import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -217,11 +218,13 @@ class LaunchedRun:
         except SignalException as error:
             if agent.at_once or agent.stopped_by is None:
                 return 128 + error.sigval
-        if agent.stopped_by is None or agent.is_finished():
+        if agent.is_finished() or not (agent.stopped_by or agent.has_others):
             return 0
-        status = status_of_stop(agent.stopped_by, saves(self.job))
+        # All nodes end with the same status, or a scheduler would start only some of them again.
+        status = status_of_stop(agent.stopped_by or signal.SIGTERM, saves(self.job))
         what = "start it again to resume" if saves(self.job) else "nothing was saved"
-        logger.info("stopped by %s: %s (status %d)", agent.stopped_by.name, what, status)
+        by = agent.stopped_by.name if agent.stopped_by else "another node"
+        logger.info("stopped by %s: %s (status %d)", by, what, status)
         return status
 
     def last_step(self) -> int:

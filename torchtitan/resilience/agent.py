@@ -17,7 +17,7 @@ https://docs.pytorch.org/docs/stable/elastic/agent.html
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 
 import torch.distributed as dist
@@ -84,6 +84,8 @@ class Agent(LocalElasticAgent):
         assert config.logs_specs is not None
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
         self.is_elastic = config.min_nodes < config.max_nodes
+        self.has_others = config.max_nodes > 1
+        """Whether there may be other nodes, which may stop the run."""
         self.rendezvous = open_rendezvous(
             RendezvousParameters(
                 config.rdzv_backend,
@@ -203,6 +205,8 @@ class Agent(LocalElasticAgent):
         if self.stopped_by and not self._has_forwarded:
             self._request_save(self.stopped_by)
             self._has_forwarded = True
+        if os.getpid() == 1:
+            reap(keep=[worker.id for worker in worker_group.workers])
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._restart_or_raise(result.failures)
@@ -238,6 +242,13 @@ class Agent(LocalElasticAgent):
             self.at_failure()
             logger.warning("%s", self._failure)
             self._failure = ""
+
+
+def reap(keep: Collection[int]) -> None:
+    """Wait for processes that ended and were left to this one, the first of its container."""
+    peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while (ended := os.waitid(os.P_ALL, 0, peek)) and ended.si_pid not in keep:
+        os.waitpid(ended.si_pid, 0)
 
 
 def describe(failures: Mapping[int, ProcessFailure]) -> str:

@@ -1,0 +1,131 @@
+"""Restarts by a scheduler: each node runs the same command again, whichever of them was stopped."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.processes import descendants
+from tests.runs import losses
+from tests.test_elastic import command, started, undisturbed
+from tests.test_launch import wait_for_step
+from torchtitan.checkpoint import saved_steps
+
+pytestmark = pytest.mark.gate
+
+STUBS = {
+    "Kubeflow": lambda node, nodes, port: {
+        "PET_NNODES": nodes,
+        "PET_NODE_RANK": node,
+        "PET_NPROC_PER_NODE": 1,
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": port,
+    },
+    "SkyPilot": lambda node, nodes, port: {
+        "SKYPILOT_NUM_NODES": nodes,
+        "SKYPILOT_NODE_RANK": node,
+        "SKYPILOT_NUM_GPUS_PER_NODE": 1,
+        "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * nodes),
+        "PET_MASTER_ADDR": "127.0.0.1",  # for a port of its own
+        "PET_MASTER_PORT": port,
+    },
+    "Slurm": lambda node, nodes, port: {
+        "SLURM_JOB_ID": port,
+        "SLURM_STEP_ID": 0,
+        "SLURM_JOB_NUM_NODES": nodes,
+        "SLURM_NODEID": node,
+        "SLURM_GPUS_ON_NODE": 1,
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{nodes})",
+        "SLURM_JOB_NODELIST": "127.0.0.1",
+    },
+    "TorchX": lambda node, nodes, port: {
+        "TORCHX_RANK0_HOST": "127.0.0.1",
+        "PET_NNODES": nodes,
+        "PET_NPROC_PER_NODE": 1,
+        "PET_NODE_RANK": node,
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": port,
+    },
+}
+"""Variables that a scheduler sets for a node of several, with one process each."""
+PORTS: Iterator[int] = iter(range(21_000 + os.getpid() % 5000, 30_000))
+
+
+def nodes_of(
+    scheduler: str, nodes: int, words: list[str], folder: Path, stack: ExitStack, fault: str
+) -> list[subprocess.Popen[str]]:
+    """Start the same command on each node of a scheduler."""
+    port = next(PORTS)
+    variables = (STUBS[scheduler](node, nodes, port) for node in range(nodes))
+    return [
+        stack.enter_context(
+            started(
+                words, folder / f"log{node}", FAULT=fault, **{k: str(v) for k, v in own.items()}
+            )
+        )
+        for node, own in enumerate(variables)
+    ]
+
+
+@pytest.mark.parametrize("scheduler", STUBS)
+def test_same_command_resumes_on_two_nodes_and_on_one(scheduler: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = command(folder, "--training.steps=8")
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    with ExitStack() as stack:
+        nodes = nodes_of(scheduler, 2, words, tmp_path, stack, "slow 0 0")
+        wait_for_step(folder, 3, nodes[0])
+        nodes[1].send_signal(signal.SIGTERM)  # to one node, as an eviction does
+        statuses = [node.wait(timeout=100) for node in nodes]
+    assert statuses == [75, 75], [log.read_text() for log in logs]
+    assert "stopped by another node: start it again to resume (status 75)" in logs[0].read_text()
+    assert max(saved_steps(folder / "checkpoint")) < 8
+
+    with ExitStack() as stack:
+        (node,) = nodes_of(scheduler, 1, words, tmp_path, stack, "raise 9 9")
+        assert node.wait(timeout=100) == 0, logs[0].read_text()
+    whole = undisturbed(tmp_path / "whole", "--training.steps=8")
+    assert losses(folder) == pytest.approx(whole, rel=1e-5)
+
+
+def test_launcher_as_first_process_forwards_signals_and_reaps(tmp_path: Path) -> None:
+    if os.getuid() or shutil.which("unshare") is None:
+        pytest.skip("needs root, and unshare")
+    folder = tmp_path / "run"
+    words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    words += command(folder, "--training.steps=1000", processes="2")
+    with started(words, tmp_path / "log", FAULT="slow 0 0") as outer:
+        wait_for_step(folder, 3, outer)
+        launcher, *ranks = descendants(outer.pid)
+        assert Path(f"/proc/{launcher}/status").read_text().split("NSpid:")[1].split()[1] == "1"
+        # A child of a rank that ends before it becomes a child of the first process.
+        orphan = "import os, time; os.fork() or (time.sleep(1), os._exit(0))"
+        enter = ["nsenter", "-t", str(launcher), "-p", sys.executable, "-c", orphan]
+        subprocess.run(enter, check=True)
+        until = time.monotonic() + 20
+        time.sleep(1.5)
+        while zombies(launcher) and time.monotonic() < until:
+            time.sleep(0.5)
+        left = zombies(launcher)
+        os.kill(launcher, signal.SIGTERM)
+        assert outer.wait(timeout=100) == 75, (tmp_path / "log").read_text()
+    assert max(saved_steps(folder / "checkpoint")) == max(losses(folder))
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert not left, "ended processes stay"
+
+
+def zombies(pid: int) -> list[int]:
+    """Processes below `pid` that have ended, and for which nobody has waited."""
+    found = []
+    for each in descendants(pid):
+        status = Path(f"/proc/{each}/status")
+        if status.exists() and "State:\tZ" in status.read_text():
+            found.append(each)
+    return found
