@@ -92,7 +92,8 @@ def test_a_jobset(capsys: pytest.CaptureFixture[str]) -> None:
 def test_kubeflow(capsys: pytest.CaptureFixture[str]) -> None:
     runtime, train = checked(written(capsys, "kubeflow"), "kubeflow")
     assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
-    assert runtime["spec"]["mlPolicy"] == {"numNodes": 32, "torch": {"numProcPerNode": 8}}
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 32, "torch": {}}
+    assert train["spec"]["trainer"] == {"numProcPerNode": 8}
     container = is_right_jobset(runtime["spec"]["template"]["spec"])
     assert "env" not in container, "Trainer sets PET_* itself, and refuses them"
     [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
@@ -105,7 +106,7 @@ def test_skypilot(capsys: pytest.CaptureFixture[str]) -> None:
     [task] = checked(written(capsys, "skypilot", *words), "skypilot")
     assert task["num_nodes"] == 32
     assert task["resources"]["accelerators"] == "H100:8"
-    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [75]}
     assert task["file_mounts"] == {
         "/work": {"name": "torchtitan", "mode": "MOUNT"},
         "/data/c4": {"name": "torchtitan-data", "mode": "MOUNT"},
@@ -134,9 +135,12 @@ def test_slurm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (found["nodes"], found["gpus-per-task"], found["signal"]) == ("32", "8", "USR1@900")
 
 
-@pytest.mark.parametrize("status", [0, 2, 75])
-def test_a_script_of_slurm_is_requeued_after_75_alone(
-    status: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("status", "before", "requeued"),
+    [(0, 0, False), (2, 0, False), (3, 0, False), (75, 99, True), (1, 9, True), (1, 10, False)],
+)
+def test_a_script_of_slurm_is_requeued_by_its_status(
+    status: int, before: int, requeued: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """With stand-ins for Slurm's commands."""
     (tmp_path / "job.sh").write_text(written(capsys, "slurm"))
@@ -144,10 +148,11 @@ def test_a_script_of_slurm_is_requeued_after_75_alone(
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    environment["SLURM_RESTART_COUNT"] = str(before)
     done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, check=False)
     assert done.returncode == status
     said = tmp_path / "said"
-    assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if status == 75 else "")
+    assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if requeued else "")
 
 
 def test_torchx(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.small_weights import content, run, same
+from tests.small_weights import SEQ_LEN, content, run, same, write_run
 from torchtitan.checkpoint.folder import look_at, read_state
 from torchtitan.checkpoint.storage import SavedTensors, Sizes, StoredBlock, assemble, write_tensors
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
@@ -17,7 +17,6 @@ from torchtitan.models.initialize import initialize
 from torchtitan.models.qwen3_moe.settings import Qwen3MoeConfig
 from torchtitan.tools.checkpoint.inspection import verify
 
-SEQ_LEN = 64
 SIZES = {
     "dim": 48,
     "n_layers": 2,
@@ -48,13 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_ours(folder: Path) -> Path:
     """A checkpoint of a run with these sizes."""
-    folder.mkdir()
-    recipe: dict[str, Any] = {f"model.{key}": value for key, value in SIZES.items()}
-    recipe |= {"model.name": "qwen3_moe", "model.flavor": "debugmodel"}
-    recipe |= {"training.seq_len": SEQ_LEN}
-    weights = network().state_dict().items()
-    write_tensors(folder, ((f"model.{n}", w) for n, w in weights), {"recipe": recipe}, 10**9)
-    return folder
+    return write_run(folder, "qwen3_moe", SIZES, network())
 
 
 @pytest.fixture(scope="module")

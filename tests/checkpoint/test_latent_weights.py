@@ -8,15 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.test_expert_weights import MLP, changed, fuse
-from tests.small_weights import content, run, same
-from torchtitan.checkpoint.storage import write_tensors
+from tests.small_weights import SEQ_LEN, content, run, same, write_run
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
 from torchtitan.models.deepseek_v3.settings import DeepSeekV3Config
 from torchtitan.models.experts import Router
 from torchtitan.models.initialize import initialize
 
-SEQ_LEN = 64
 SIZES = {
     "dim": 48,
     "n_layers": 2,
@@ -61,14 +59,8 @@ def query_rank(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="module")
 def source(query_rank: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a run with these sizes."""
-    folder = tmp_path_factory.mktemp("ours") / "step-1"
-    folder.mkdir()
-    recipe: dict[str, Any] = {f"model.{key}": value for key, value in SIZES.items()}
-    recipe |= {"model.name": "deepseek_v3", "model.flavor": "debugmodel"}
-    recipe |= {"training.seq_len": SEQ_LEN, "model.query_rank": query_rank}
-    weights = network(query_rank).state_dict().items()
-    write_tensors(folder, ((f"model.{n}", w) for n, w in weights), {"recipe": recipe}, 10**9)
-    return folder
+    folder, sizes = tmp_path_factory.mktemp("ours") / "step-1", SIZES | {"query_rank": query_rank}
+    return write_run(folder, "deepseek_v3", sizes, network(query_rank))
 
 
 @pytest.fixture(scope="module")

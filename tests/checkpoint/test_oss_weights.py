@@ -9,15 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.test_expert_weights import MLP, changed
-from tests.small_weights import content, run, same
-from torchtitan.checkpoint.storage import write_tensors
+from tests.small_weights import SEQ_LEN, content, run, same, write_run
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
 from torchtitan.models.gpt_oss.settings import GptOssConfig
 from torchtitan.models.initialize import initialize
 
-SEQ_LEN = 64
 SIZES = {
     "dim": 48,
     "n_layers": 2,
@@ -45,14 +43,7 @@ def network() -> Any:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a run with these sizes."""
-    folder = tmp_path_factory.mktemp("ours") / "step-1"
-    folder.mkdir()
-    recipe: dict[str, Any] = {f"model.{key}": value for key, value in SIZES.items()}
-    recipe |= {"model.name": "gpt_oss", "model.flavor": "debugmodel"}
-    recipe |= {"training.seq_len": SEQ_LEN}
-    weights = network().state_dict().items()
-    write_tensors(folder, ((f"model.{n}", w) for n, w in weights), {"recipe": recipe}, 10**9)
-    return folder
+    return write_run(tmp_path_factory.mktemp("ours") / "step-1", "gpt_oss", SIZES, network())
 
 
 @pytest.fixture(scope="module")

@@ -50,6 +50,11 @@ def filled(environment: dict[str, str], **given: Any) -> tuple[dict[str, Any], s
         (KUBEFLOW | {"PET_RDZV_ENDPOINT": "a:7"}, {}, (2, 8, "a:7", None)),
         (KUBEFLOW, {"processes": 1, "nnodes": range(1, 3)}, (1, 1, "job-node-0-0.job:29500", None)),
         (KUBEFLOW, {"rdzv_endpoint": "b:1"}, (2, 8, "b:1", "")),
+        (
+            KUBEFLOW | {"SKYPILOT_NUM_NODES": "3"},
+            {"nnodes": range(5, 6)},
+            (5, 8, "job-node-0-0.job:29500", "is_host=false"),
+        ),
         (SKYPILOT, {}, (4, 8, "10.0.0.3:29500", "is_host=true")),
         (SLURM, {}, (3, 4, "gpu07.cluster:21234", "is_host=false")),
         (SLURM | {"SLURM_GPUS_PER_TASK": "a100:2"}, {}, (3, 2, "gpu07.cluster:21234", None)),
@@ -96,6 +101,11 @@ def test_it_is_told_what_was_taken_from_where() -> None:
             KUBEFLOW | {"SKYPILOT_NODE_RANK": "0"},
             "SKYPILOT_NODE_RANK: got 0, but PET_NODE_RANK is 1; unset one of them",
         ),
+        (
+            KUBEFLOW | {"PET_NODE_RANK": "5"},
+            "PET_NODE_RANK: got 5; wanted less than PET_NNODES, 2",
+        ),
+        ({"RANK": "5"}, "RANK is 5, but WORLD_SIZE is not set; unset RANK"),
         ({"PET_NNODES": "two"}, "PET_NNODES: got two; wanted 2, or 1:2 for one or two"),
         (
             {"PET_NNODES": "2"},

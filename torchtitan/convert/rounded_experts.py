@@ -63,7 +63,7 @@ def convert_experts(
             block=block,
             keeps_gradients=keeps_gradients,
             group_name=group.group_name if group else "",
-            is_native=not target.emulate,
+            is_native=not target.emulate and module.products == "grouped",
         )
 
 
@@ -112,7 +112,8 @@ class RoundedProducts:
             return _native_gradients(grad, rows, ends)
         if not self.keeps_gradients:
             segment, count = _segments(ends, len(rows), self.block)
-            grad, rows = (_wide(*_round_rows(x, segment, count), x.dtype) for x in (grad, rows))
+            rounded = [_round_rows(x, segment, count) for x in (grad, rows)]
+            grad, rows = (_wide(x, scale[segment], grad.dtype) for x, scale in rounded)
         found: Tensor = expert_gradients(grad, rows, ends, self.products)
         return found
 
@@ -187,11 +188,11 @@ def _segments(ends: Tensor, rows: int, block: int) -> tuple[Tensor, int]:
 
 
 def _round_rows(x: Tensor, segment: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Round the rows of `x` with a scale for each column of a segment: (N, I) twice."""
+    """Round the rows of `x` (N, I); return them, and a scale for each column of a segment."""
     where = segment[:, None].expand_as(x)
     largest = x.new_zeros(count, x.shape[1]).scatter_reduce(0, where, x.abs(), "amax")
-    scale = _scale(largest)[segment]
-    return _cast(x, scale), scale
+    scale = _scale(largest)
+    return _cast(x, scale[segment]), scale
 
 
 def _native_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
@@ -206,20 +207,16 @@ def _native_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     new_ends = padded.cumsum(0, dtype=torch.int32)
     shift = (new_ends - padded) - (ends - counts)
     place = torch.arange(len(rows), device=rows.device) + shift[expert]
-    factors, scales = list[Tensor](), list[Tensor]()
+    spaced, scales = list[Tensor](), list[Tensor]()
     for x in (grad, rows):
-        largest = x.new_zeros(count, x.shape[1])
-        largest = largest.scatter_reduce(0, expert[:, None].expand_as(x), x.abs(), "amax")
-        scale = _scale(largest)
-        spaced = torch.zeros(
-            x.shape[1], len(rows) + count * GROUPED_MULTIPLE, dtype=FORMAT, device=x.device
+        rounded, scale = _round_rows(x, expert, count)
+        columns = torch.zeros(
+            *(x.shape[1], len(rows) + count * GROUPED_MULTIPLE), dtype=torch.uint8, device=x.device
         )
-        columns = spaced.view(torch.uint8)  # as not all operators support Float8
-        columns[:, place] = _cast(x, scale[expert]).view(torch.uint8).t()
-        factors.append(spaced)
+        columns[:, place] = rounded.view(torch.uint8).t()  # not all operators support Float8
+        spaced.append(columns.view(FORMAT))
         scales.append(scale.reciprocal().flatten())
-    of_grad, of_rows = factors
-    out = _multiply(of_grad, of_rows.t(), scales[0], scales[1], new_ends)
+    out = _multiply(spaced[0], spaced[1].t(), scales[0], scales[1], new_ends)
     return out.to(grad.dtype)
 
 

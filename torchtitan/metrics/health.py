@@ -46,7 +46,8 @@ class Health:
         restarts: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """
+        """Show that the run is starting, until `watch`.
+
         Args:
             limit_seconds: time without a step that is too long, unless steps are long.
             restarts: number of restarts of the ranks so far.

@@ -13,7 +13,7 @@ import fcntl
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torchtitan.config import ConfigError
@@ -25,8 +25,9 @@ ROUTED = "192.0.2.1"
 """Address without a host (RFC 5737): the route to it is that to other machines."""
 SIOCGIFADDR = 0x8915
 """Request of Linux for the address of an interface (linux/sockios.h)."""
-COMPARED = ("nodes", "processes", "rank")
-"""Values that must be equal wherever they are given; a machine may have several names."""
+COMPARED = {"nodes": "nnodes", "processes": "processes", "rank": "rdzv_endpoint"}
+"""Values that must be equal wherever they are given, with the flag that overrides them. A host is
+none of them, as a machine may have several names."""
 
 BY_DEVICES = ("auto", "cpu", "gpu")
 """Values of PET_NPROC_PER_NODE that stand for the number of devices."""
@@ -54,8 +55,11 @@ def node_range(word: str) -> range:
     return range(bounds[0], bounds[1] + 1)
 
 
-def read(environment: Environment) -> dict[str, Variable]:
+def read(environment: Environment, flags: Collection[str]) -> dict[str, Variable]:
     """Return nodes, processes, rank, host, port and name of the job, as far as they are known.
+
+    Args:
+        flags: options that are given, which variables may contradict.
 
     Raises:
         ConfigError: if two variables contradict each other, or one has no valid value.
@@ -64,7 +68,8 @@ def read(environment: Environment) -> dict[str, Variable]:
     for source in (_pet, _skypilot, _torchx, _slurm):
         for key, value in source(environment):
             first = found.setdefault(key, value)
-            if key in COMPARED and first.value != value.value:
+            is_compared = key in COMPARED and COMPARED[key] not in flags
+            if is_compared and first.value != value.value:
                 raise ConfigError(
                     f"{value.variable}: got {environment[value.variable]}, but "
                     f"{first.variable} is {environment[first.variable]}; unset one of them"
@@ -87,36 +92,44 @@ def fill(
     Raises:
         ConfigError: if variables contradict each other, or something is missing.
     """
+    if "RANK" in environment and "WORLD_SIZE" not in environment:
+        raise ConfigError(f"RANK is {environment['RANK']}, but WORLD_SIZE is not set; unset RANK")
     if "RANK" in environment or "TORCHELASTIC_RUN_ID" in environment:
         return dict(given), ""
-    found = read(environment)
+    found = read(environment, given)
     options = dict(given)
     from_where = []
 
-    def take(option: str, value: Any, shown: Any, *keys: str) -> None:
+    def take(option: str, value: Any, what: str, shown: Any, key: str) -> None:
         if option not in options:
             options[option] = value
-            from_where.append(f"{shown} ({', '.join(found[key].variable for key in keys)})")
+            from_where.append(f"{what}: {shown} ({found[key].variable})")
 
     if (nodes := found.get("nodes")) and (nodes.value[-1] > 1 or "processes" in found):
         many = f"{nodes.value[0]} to {nodes.value[-1]}" if len(nodes.value) > 1 else nodes.value[0]
-        take("nnodes", nodes.value, f"nodes: {many}", "nodes")
+        take("nnodes", nodes.value, "nodes", many, "nodes")
     if processes := found.get("processes"):
-        take("processes", processes.value, f"processes: {processes.value}", "processes")
+        take("processes", processes.value, "processes", processes.value, "processes")
+    most, rank = options.get("nnodes", range(1, 2))[-1], found.get("rank")
+    if rank and nodes and rank.value >= most and "nnodes" not in given:
+        raise ConfigError(
+            f"{rank.variable}: got {rank.value}; wanted less than {nodes.variable}, "
+            f"{environment[nodes.variable]}"
+        )
     if environment.get("PET_NPROC_PER_NODE") in BY_DEVICES:
         options.setdefault("processes", devices())
-    if options.get("nnodes", range(1, 2))[-1] > 1:
+    if most > 1:
         options.setdefault("processes", devices())
         if "host" in found:
             port = found.get("port", Variable(PORT, ""))
             endpoint = f"{found['host'].value}:{port.value}"
             is_ours = "rdzv_endpoint" not in options
-            take("rdzv_endpoint", endpoint, f"rendezvous: {endpoint}", "host")
+            take("rdzv_endpoint", endpoint, "rendezvous", endpoint, "host")
             if is_ours and "rank" in found and "is_host" not in options.get("rdzv_conf", ""):
                 holds = f"is_host={str(found['rank'].value == 0).lower()}"
                 options["rdzv_conf"] = ",".join(filter(None, (options.get("rdzv_conf"), holds)))
         if "name" in found:
-            take("rdzv_id", found["name"].value, f"name: {found['name'].value}", "name")
+            take("rdzv_id", found["name"].value, "name", found["name"].value, "name")
         if "rdzv_endpoint" not in options:
             where = f"{nodes.variable} is {environment[nodes.variable]}, but " if nodes else ""
             raise ConfigError(

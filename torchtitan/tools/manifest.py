@@ -16,12 +16,12 @@ from torchtitan.checks.model import model_of
 from torchtitan.config import ConfigError, show
 from torchtitan.estimate.hardware import find_hardware
 from torchtitan.job import JobConfig
+from torchtitan.launch import WRONG_RECIPE
 from torchtitan.models.spec import count_parameters
 from torchtitan.resilience.stop import DIVERGED, REQUEUE
 from torchtitan.tools.options import Count, Recipe, RecipeVerb, one_of, verb
 from torchtitan.train import require_recipe
 
-WRONG_RECIPE = 2
 WORK = "/work"
 """Folder of the recipe, of relative paths and of the run in the image of `Dockerfile`."""
 SAVED_BYTES = 12
@@ -263,7 +263,7 @@ def kubeflow(job: Submission) -> str:
         "kind": "TrainingRuntime",
         "metadata": {"name": job.name, "labels": {"trainer.kubeflow.org/framework": "torch"}},
         "spec": {
-            "mlPolicy": {"numNodes": job.nodes, "torch": {"numProcPerNode": job.devices}},
+            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
             "template": {"spec": _jobset(job, [], label)},
         },
     }
@@ -276,7 +276,7 @@ def kubeflow(job: Submission) -> str:
         "apiVersion": version,
         "kind": "TrainJob",
         "metadata": {"name": job.name},
-        "spec": {"runtimeRef": reference},
+        "spec": {"runtimeRef": reference, "trainer": {"numProcPerNode": job.devices}},
     }
     return f"{yaml(runtime)}---\n{yaml(train)}"
 
@@ -287,10 +287,8 @@ def skypilot(job: Submission) -> str:
     if job.hardware != "cpu":
         name = ACCELERATORS.get(job.hardware, job.hardware.upper())
         resources["accelerators"] = f"{name}:{job.devices}"
-    resources["job_recovery"] = {
-        "max_restarts_on_errors": RESTARTS,
-        "recover_on_exit_codes": [REQUEUE],
-    }
+    # Restarts on errors would not look at the exit code; the launcher restarts ranks by itself.
+    resources["job_recovery"] = {"recover_on_exit_codes": [REQUEUE]}
     mounts = {path: {"name": claim, "mode": "MOUNT"} for path, claim in job.mounts.values()}
     command = f"cd {WORK}\n{shlex.join(job.words)}\n"
     return yaml(
@@ -325,9 +323,12 @@ def slurm(job: Submission) -> str:
             f"{REQUEUE}.",
             f"srun {shlex.join(job.words)}",
             "status=$?",
-            f'if [ "$status" = {REQUEUE} ]; then',
-            '    scontrol requeue "$SLURM_JOB_ID"',
-            "fi",
+            'case "$status" in',
+            f"    0 | {WRONG_RECIPE} | {DIVERGED}) ;;",
+            f'    {REQUEUE}) scontrol requeue "$SLURM_JOB_ID" ;;',
+            f'    *) [ "${{SLURM_RESTART_COUNT:-0}}" -ge {RESTARTS} ] ||',
+            '        scontrol requeue "$SLURM_JOB_ID" ;;',
+            "esac",
             'exit "$status"',
             "",
         ]

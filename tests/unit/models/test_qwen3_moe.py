@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
+from tests.oracles import equals_that_of_transformers
 from torchtitan.config import RecipeError
 from torchtitan.convert import Conversion, experts, linears
 from torchtitan.convert.float8 import Float8
@@ -94,20 +94,11 @@ def test_logits_and_gradients_equal_those_of_transformers(change):
     args = dataclasses.replace(ARGS, **change)
     config = HUGGING_FACE.config(args, SEQ_LEN)
     theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config, attn_implementation="eager")).float()
-    ours = build(args)
-    missing, unexpected = theirs.load_state_dict(
-        to_transformers(args, ours.state_dict().items()), strict=False
-    )
-    assert (missing, unexpected) == ([], [])
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randint(args.vocab_size, (2, SEQ_LEN), generator=generator)
-    logits, expected = ours(inputs), theirs(inputs, use_cache=False).logits
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-    for out in (logits, expected):
-        F.cross_entropy(out.flatten(0, 1), inputs.roll(-1, dims=1).flatten()).backward()
-    gradients = to_transformers(args, [(n, p.grad) for n, p in ours.named_parameters()])
-    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    torch.testing.assert_close(gradients, wanted, atol=1e-6, rtol=1e-4)
+    equals_that_of_transformers(
+        build(args), theirs, lambda named: to_transformers(args, named), inputs
+    )
 
 
 @pytest.mark.filterwarnings("default")
