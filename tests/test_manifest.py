@@ -66,7 +66,10 @@ def is_right_jobset(spec: dict[str, Any]) -> dict[str, Any]:
     assert pod["terminationGracePeriodSeconds"] == 150
     [container] = pod["containers"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
-    assert container["command"] == ["torchtitan", "train", "train_configs/llama3_70b.toml"]
+    shell, option, line = container["command"]
+    assert (shell, option) == ("sh", "-c")
+    recipe = "train_configs/llama3_70b.toml"
+    assert line == f"torchtitan preflight {recipe} && exec torchtitan train {recipe}"
     mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
     assert mounted == {"shm": "/dev/shm", "work": "/work"}
     assert {each["name"] for each in pod["volumes"]} == set(mounted)
@@ -111,9 +114,13 @@ def test_skypilot(capsys: pytest.CaptureFixture[str]) -> None:
         "/work": {"name": "torchtitan", "mode": "MOUNT"},
         "/data/c4": {"name": "torchtitan-data", "mode": "MOUNT"},
     }
-    folder, command = task["run"].splitlines()
+    folder, *commands = task["run"].splitlines()
     assert folder == "cd /work"
-    assert shlex.split(command) == ["torchtitan", "train", "train_configs/llama3_70b.toml", *words]
+    given = ["train_configs/llama3_70b.toml", *words]
+    assert shlex.split("\n".join(commands)) == [
+        *("torchtitan", "preflight", *given, "&&"),
+        *("torchtitan", "train", *given),
+    ]
 
 
 def test_slurm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -164,11 +171,24 @@ def test_torchx(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     given = {word.arg: ast.unparse(word.value) for word in role.keywords}
     assert given["num_replicas"] == "32"
-    assert ast.literal_eval(given["args"]) == ["train", "train_configs/llama3_70b.toml"]
+    recipe = "train_configs/llama3_70b.toml"
+    assert ast.literal_eval(given["entrypoint"]) == "sh"
+    assert ast.literal_eval(given["args"]) == [
+        *("-c", f"torchtitan preflight {recipe} && exec torchtitan train {recipe}")
+    ]
     set_there = ast.literal_eval(given["env"]) | {"TORCHX_RANK0_HOST": "first"}
     options, _ = fill({}, set_there, lambda: 1)
     assert (options["processes"], options["rdzv_endpoint"]) == (8, "first:29500")
     assert "gpu=8" in given["resource"]
+
+
+def test_without_a_preflight(capsys: pytest.CaptureFixture[str]) -> None:
+    for target in ("jobset", "slurm", "skypilot", "torchx"):
+        text = written(capsys, target, "--no-preflight")
+        assert "preflight" not in text
+        assert "&&" not in text
+    [task] = checked(written(capsys, "skypilot", "--no-preflight"), "skypilot")
+    assert task["run"] == "cd /work\ntorchtitan train train_configs/llama3_70b.toml\n"
 
 
 def test_a_recipe_of_a_laptop_asks_for_no_devices(capsys: pytest.CaptureFixture[str]) -> None:

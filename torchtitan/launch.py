@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 
@@ -90,13 +90,25 @@ def start(options: LaunchOptions, words: Sequence[str]) -> int:
             values = job.flat()
             why = " and ".join(f"{each.path} = {show(values[each.path])}" for each in obstacles)
             logger.info("Automatic restarts are off because %s.", why)
+
+    def run(options: LaunchOptions) -> int:
+        command = torchrun_words(options, "torchtitan.train", *words)
+        return LaunchedRun(job, command, options.patience * 60).work()
+
+    return with_nodes(options, run)
+
+
+def with_nodes(options: LaunchOptions, act: Callable[[LaunchOptions], int]) -> int:
+    """Call `act` with the complete options, and explain why the nodes did not meet if they do not.
+
+    Returns:
+        The exit status.
+    """
     if options.origins:
         logger.info("from the environment: %s", options.origins)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        options = at_an_address(options)
-        run = LaunchedRun(job, torchrun_words(options, words), options.patience * 60)
-        return leave(run.work())
+        return leave(act(at_an_address(options)))
     except ConfigError as error:
         return refuse(error)
     except RendezvousClosedError:
@@ -165,8 +177,8 @@ def check(options: LaunchOptions, words: Sequence[str]) -> JobConfig:
     return job
 
 
-def torchrun_words(options: LaunchOptions, words: Sequence[str]) -> list[str]:
-    """Return the torchrun command that starts training with these arguments."""
+def torchrun_words(options: LaunchOptions, module: str, *words: str) -> list[str]:
+    """Return the torchrun command that runs a module with these arguments on every rank."""
     return [
         f"--nnodes={options.nnodes[0]}:{options.nnodes[-1]}",
         f"--nproc_per_node={options.processes}",
@@ -180,7 +192,7 @@ def torchrun_words(options: LaunchOptions, words: Sequence[str]) -> list[str]:
         f"--role={RANK_ROLE}",
         "--tee=3",
         "--signals-to-handle=SIGQUIT",
-        *("-m", "torchtitan.train", *words),
+        *("-m", module, *words),
     ]
 
 

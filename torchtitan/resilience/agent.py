@@ -70,6 +70,7 @@ class Agent(LocalElasticAgent):
         not_restarted: Sequence[int],
         is_finished: Callable[[], bool],
         at_failure: Callable[[], None],
+        yields_to: str | None = None,
     ) -> None:
         """`words` are the arguments of a torchrun command.
 
@@ -78,6 +79,8 @@ class Agent(LocalElasticAgent):
             not_restarted: exit statuses of a rank that a restart cannot fix.
             is_finished: whether the run reached its last step.
             at_failure: called before a restart, which removes the traces of the failure.
+            yields_to: name of a run at the same endpoint; `work` raises RendezvousClosedError if
+                it begins before all nodes have met.
         """
         parsed = get_args_parser().parse_args(list(words))
         config, command, arguments = config_from_args(parsed)
@@ -95,7 +98,8 @@ class Agent(LocalElasticAgent):
                 config.max_nodes,
                 config.local_addr,
                 **config.rdzv_configs,
-            )
+            ),
+            yields_to,
         )
         self.spec = WorkerSpec(
             role=config.role,
@@ -183,6 +187,7 @@ class Agent(LocalElasticAgent):
             forget_store(self.rendezvous)
             try:
                 super()._rendezvous(worker_group)
+                self.rendezvous.backend.closed_by = None
                 return
             except (RendezvousClosedError, RendezvousGracefulExitError):
                 raise

@@ -24,6 +24,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousParameters,
     RendezvousTimeoutError,
@@ -53,6 +54,8 @@ Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 class Rendezvous(DynamicRendezvousHandler):
     """Torch's rendezvous, but ranks continue to train while the store is unreachable."""
 
+    backend: "Backend"
+
     def num_nodes_waiting(self) -> int:
         """The number of waiting nodes, as far as this node knows."""
         try:
@@ -61,8 +64,12 @@ class Rendezvous(DynamicRendezvousHandler):
             return 0
 
 
-def open_rendezvous(params: RendezvousParameters) -> Rendezvous:
-    """The rendezvous at an endpoint; nothing is connected before it is used."""
+def open_rendezvous(params: RendezvousParameters, yields_to: str | None = None) -> Rendezvous:
+    """The rendezvous at an endpoint; nothing is connected before it is used.
+
+    Args:
+        yields_to: name of a rendezvous at the same endpoint that closes this one when it begins.
+    """
     # Of each heartbeat that fails; the store says once that it is out of reach.
     logging.getLogger(DynamicRendezvousHandler.__module__).setLevel(logging.ERROR)
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
@@ -75,10 +82,11 @@ def open_rendezvous(params: RendezvousParameters) -> Rendezvous:
 
     last_call = seconds("last_call") or timedelta(seconds=30)
     attempt = max(timedelta(seconds=ATTEMPT), 2 * last_call)
+    backend = Backend(store, params.run_id, yields_to)
     made: Rendezvous = Rendezvous.from_backend(
         params.run_id,
         store,
-        Backend(store, params.run_id),
+        backend,
         params.min_nodes,
         params.max_nodes,
         params.local_addr,
@@ -86,6 +94,7 @@ def open_rendezvous(params: RendezvousParameters) -> Rendezvous:
         params.get_as_int("keep_alive_interval", 5) or 5,
         params.get_as_int("keep_alive_max_attempt", 3) or 3,
     )
+    made.backend = backend
     return made
 
 
@@ -94,11 +103,14 @@ class Backend(RendezvousBackend):
 
     name = "c10d"
 
-    def __init__(self, store: "Store", run_id: str) -> None:
+    def __init__(self, store: "Store", run_id: str, yields_to: str | None = None) -> None:
         self.store, self.key = store, f"torchtitan.rendezvous.{run_id}"
+        self.closed_by = yields_to and f"torchtitan.rendezvous.{yields_to}"
 
     def get_state(self) -> tuple[bytes, bytes] | None:
         """The state and its token, if there is one."""
+        if self.closed_by and self.store.check([self.closed_by]):
+            raise RendezvousClosedError("another rendezvous has begun")
         if not self.store.check([self.key]):
             return None
         value = self.store.get(self.key)

@@ -33,6 +33,7 @@ VERBS: Final = {
         "verify-resume": "verify.resume_command",
         "migrate": "migrate",
         "manifest": "manifest",
+        "preflight": "preflight",
         "recipes": "recipes",
         "doctor": "doctor",
     },

@@ -67,13 +67,32 @@ class Submission:
     hardware: str
     """Name of the hardware; "cpu": there are no devices to ask for."""
     words: list[str]
-    """Command of each node."""
+    """Recipe and flags."""
+    has_preflight: bool
+    """Whether each node is checked before it trains."""
     grace: int
     """Seconds between a request to stop and the end."""
     image: str
     volume: str
     data: str | None
     """Absolute path of data outside `WORK`, if any."""
+
+    @property
+    def train(self) -> str:
+        """Command of each node, for a shell."""
+        return shlex.join(["torchtitan", "train", *self.words])
+
+    @property
+    def preflight(self) -> str:
+        """Command of each node before that; empty if there is none."""
+        return shlex.join(["torchtitan", "preflight", *self.words]) if self.has_preflight else ""
+
+    @property
+    def command(self) -> list[str]:
+        """Both commands as one, which the launcher of the ranks replaces at last."""
+        if not self.has_preflight:
+            return shlex.split(self.train)
+        return ["sh", "-c", f"{self.preflight} && exec {self.train}"]
 
     @property
     def mounts(self) -> dict[str, tuple[str, str]]:
@@ -105,6 +124,9 @@ def manifest(
         int | None,
         Count("Time to save and stop (default: two minutes, and the state at 1 GB/s a node)."),
     ] = None,
+    no_preflight: Annotated[
+        bool, typer.Option("--no-preflight", help="Do not check the nodes before they train.")
+    ] = False,
     image: Annotated[
         str, typer.Option(metavar="NAME", help="Container image (default: torchtitan).")
     ] = "torchtitan",
@@ -134,7 +156,8 @@ def manifest(
         nodes=nodes,
         devices=each,
         hardware=job.job.hardware,
-        words=["torchtitan", "train", str(path), *flags],
+        words=[str(path), *flags],
+        has_preflight=not no_preflight,
         grace=grace_seconds or grace_of(job, nodes),
         image=image,
         volume=volume,
@@ -184,7 +207,7 @@ def _pod(job: Submission, environment: list[dict[str, Any]]) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "node",
         "image": job.image,
-        "command": job.words,
+        "command": job.command,
         "workingDir": WORK,
         **({"env": environment} if environment else {}),
         **({"resources": {"limits": limits}} if limits else {}),
@@ -290,7 +313,8 @@ def skypilot(job: Submission) -> str:
     # Restarts on errors would not look at the exit code; the launcher restarts ranks by itself.
     resources["job_recovery"] = {"recover_on_exit_codes": [REQUEUE]}
     mounts = {path: {"name": claim, "mode": "MOUNT"} for path, claim in job.mounts.values()}
-    command = f"cd {WORK}\n{shlex.join(job.words)}\n"
+    before = f"{job.preflight} &&\n" if job.has_preflight else ""
+    command = f"cd {WORK}\n{before}{job.train}\n"
     return yaml(
         {
             "name": job.name,
@@ -306,33 +330,32 @@ def slurm(job: Submission) -> str:
     """Return a script for sbatch, submitted in the folder of the recipe."""
     devices = [] if job.hardware == "cpu" else [f"#SBATCH --gpus-per-task={job.devices}"]
     processes = [] if devices else [f"export PET_NPROC_PER_NODE={job.devices}"]
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            f"#SBATCH --job-name={job.name}",
-            f"#SBATCH --nodes={job.nodes}",
-            "#SBATCH --ntasks-per-node=1",
-            *devices,
-            "#SBATCH --exclusive",
-            f"#SBATCH --signal=USR1@{job.grace}",
-            "#SBATCH --requeue",
-            "#SBATCH --open-mode=append",
-            "set -uo pipefail",
-            *processes,
-            "# The highest status of all nodes; the run is saved, and can be resumed, after "
-            f"{REQUEUE}.",
-            f"srun {shlex.join(job.words)}",
-            "status=$?",
-            'case "$status" in',
-            f"    0 | {WRONG_RECIPE} | {DIVERGED}) ;;",
-            f'    {REQUEUE}) scontrol requeue "$SLURM_JOB_ID" ;;',
-            f'    *) [ "${{SLURM_RESTART_COUNT:-0}}" -ge {RESTARTS} ] ||',
-            '        scontrol requeue "$SLURM_JOB_ID" ;;',
-            "esac",
-            'exit "$status"',
-            "",
-        ]
-    )
+    lines = [
+        "#!/usr/bin/env bash",
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --nodes={job.nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        *devices,
+        "#SBATCH --exclusive",
+        f"#SBATCH --signal=USR1@{job.grace}",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "set -uo pipefail",
+        *processes,
+        "# The highest status of all nodes; the run is saved, and can be resumed, after "
+        f"{REQUEUE}.",
+        f"srun {job.preflight} &&" if job.has_preflight else "",
+        f"srun {job.train}",
+        "status=$?",
+        'case "$status" in',
+        f"    0 | {WRONG_RECIPE} | {DIVERGED}) ;;",
+        f'    {REQUEUE}) scontrol requeue "$SLURM_JOB_ID" ;;',
+        f'    *) [ "${{SLURM_RESTART_COUNT:-0}}" -ge {RESTARTS} ] ||',
+        '        scontrol requeue "$SLURM_JOB_ID" ;;',
+        "esac",
+        'exit "$status"',
+    ]
+    return "".join(f"{line}\n" for line in lines if line)
 
 
 def torchx(job: Submission) -> str:
@@ -350,15 +373,15 @@ from torchx import specs
 
 
 def train() -> specs.AppDef:
-    """Train {job.words[2]}."""
+    """Train {job.words[0]}."""
     return specs.AppDef(
         name={job.name!r},
         roles=[
             specs.Role(
                 name="node",
                 image={job.image!r},
-                entrypoint={job.words[0]!r},
-                args={job.words[1:]!r},
+                entrypoint={job.command[0]!r},
+                args={job.command[1:]!r},
                 env={environment!r},
                 num_replicas={job.nodes},
                 max_retries={RESTARTS},

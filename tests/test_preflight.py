@@ -1,0 +1,305 @@
+"""`torchtitan preflight`: healthy ranks pass, and each planted fault is found and placed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.test_elastic import started
+from tests.test_launch import RECIPE, ROOT, environment
+from torchtitan.checks import load_job
+from torchtitan.device import pick
+from torchtitan.preflight import Verdict, check_rank, measurements, one_rank
+from torchtitan.preflight.judgment import RankReport, judge
+from torchtitan.tools.cli import main
+
+LOOSE = 0.05
+"""Least rate at which a rank that is slow only by chance is not a fault."""
+PORTS: Iterator[int] = iter(range(11_000 + os.getpid() % 5000, 20_000))
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def checked(
+    world: int, folder: Path, plant: Plant = lambda patch: None, at: int = 1, problem: str = ""
+) -> Verdict:
+    """The verdict on some ranks, at one of which something is planted; all have the same."""
+    words = [f"--job.dump_folder={folder}", f"--training.global_batch_size={world}"]
+    words += ["--training.local_batch_size=1"]
+    job = load_job(ROOT / RECIPE, words, world, "cpu").config
+
+    def rank() -> Verdict:
+        device = pick()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(measurements, "SECONDS", {"cpu": 0.1})
+            for name in ("COPIED", "SENT", "WRITTEN"):
+                patch.setattr(measurements, name, {"cpu": 2**16})
+            patch.setattr(measurements, "SEEN_SECONDS", 0.3)
+            is_there = int(os.environ["RANK"]) == at
+            if is_there:
+                plant(patch)
+            return check_rank(job, device, problem if is_there else "", LOOSE)
+
+    first, *others = run_ranks(rank, world)
+    assert all(other == first for other in others)
+    return first
+
+
+def found(verdict: Verdict) -> list[tuple[str, tuple[int, ...]]]:
+    return [(fault.what, fault.ranks) for fault in verdict.faults]
+
+
+def test_healthy_ranks_pass_and_leave_nothing(tmp_path: Path) -> None:
+    verdict = checked(3, tmp_path / "run")
+    assert verdict.faults == []
+    assert verdict.status == 0
+    assert verdict.ranks == 3
+    names = {"products", "memory", "free memory", "pairs inside a node", "sum"}
+    assert names | {"writing", "reading"} == verdict.rates.keys()
+    assert all(rate["lowest"] > 0 for rate in verdict.rates.values())
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_rank_has_none_to_compare_with(tmp_path: Path) -> None:
+    verdict = checked(1, tmp_path)
+    assert verdict.status == 0
+    assert "  one rank: there is none to compare it with" in verdict.lines()
+
+
+def slow_products(patch: pytest.MonkeyPatch) -> None:
+    multiply = torch.mm
+
+    def slow(*words: Any, **more: Any) -> torch.Tensor:
+        time.sleep(0.5)
+        return multiply(*words, **more)
+
+    patch.setattr(torch, "mm", slow)
+
+
+def wrong_products(patch: pytest.MonkeyPatch) -> None:
+    multiply = torch.mm
+
+    def wrong(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
+        multiply(a, b, out=out)
+        out[7, 9] += 1.0
+
+    patch.setattr(torch, "mm", wrong)
+
+
+def other_torch(patch: pytest.MonkeyPatch) -> None:
+    version = one_rank.version
+    patch.setattr(one_rank, "version", lambda name: "2.0" if name == "torch" else version(name))
+
+
+def other_code(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(one_rank, "code", lambda: "0123")
+
+
+def other_variable(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("NCCL_ALGO", "Ring")
+
+
+def slow_clock(patch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    patch.setattr(measurements.time, "time", lambda: now() - 60)
+
+
+def slow_link(patch: pytest.MonkeyPatch) -> None:
+    send = measurements.dist.batch_isend_irecv
+
+    def slow(operations: Any) -> Any:
+        time.sleep(0.5)
+        return send(operations)
+
+    patch.setattr(measurements.dist, "batch_isend_irecv", slow)
+
+
+def wrong_messages(patch: pytest.MonkeyPatch) -> None:
+    full = torch.full
+    patch.setattr(torch, "full", lambda shape, value, **more: full(shape, value + 8, **more))
+
+
+@pytest.mark.parametrize(
+    ("plant", "what", "message"),
+    [
+        (slow_products, "products", "of the median; wanted"),
+        (wrong_products, "broken", "the product of two matrices is wrong"),
+        (other_torch, "torch", "torch is 2.0; that of most ranks is 2."),
+        (other_code, "torchtitan", "code 0123; that of most ranks is"),
+        (other_variable, "NCCL_ALGO", "NCCL_ALGO is Ring; that of most ranks is none"),
+        (slow_clock, "clock", "s behind the others"),
+    ],
+)
+def test_planted_fault_is_found_on_its_rank(
+    plant: Plant, what: str, message: str, tmp_path: Path
+) -> None:
+    verdict = checked(3, tmp_path, plant)
+    assert found(verdict) == [(what, (1,))]
+    (fault,) = verdict.faults
+    assert fault.message.startswith("rank 1 (")
+    assert message in fault.message
+    assert verdict.status == 1
+
+
+def test_slow_link_is_not_held_against_partners(tmp_path: Path) -> None:
+    verdict = checked(4, tmp_path, slow_link, at=3)
+    assert found(verdict) == [("pairs inside a node", (3,))]
+
+
+def test_message_that_does_not_arrive_whole_is_found_by_its_partners(tmp_path: Path) -> None:
+    verdict = checked(2, tmp_path, wrong_messages)
+    (fault,) = verdict.faults
+    assert fault.message.endswith("what rank 1 sent is not what arrived")
+    assert fault.ranks == (0,)
+
+
+def test_folder_that_is_not_shared(tmp_path: Path) -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(one_rank, "local_path", lambda name: tmp_path / "another")
+
+    verdict = checked(2, tmp_path / "run", plant)
+    assert found(verdict) == []  # the second process of a node has nothing to see
+
+    def of_another_node(patch: pytest.MonkeyPatch) -> None:
+        plant(patch)
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setenv("GROUP_RANK", "1")
+
+    verdict = checked(2, tmp_path / "run", of_another_node)
+    (fault,) = verdict.faults
+    assert fault.message.startswith("rank 1 (")
+    assert "is not the folder that rank 0 sees; use one that all nodes share" in fault.message
+    assert verdict.nodes == 2
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_locks_and_renames_that_other_nodes_do_not_see(tmp_path: Path) -> None:
+    def without_locks(patch: pytest.MonkeyPatch) -> None:
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setattr(measurements.fcntl, "flock", lambda file, how: None)
+
+    (fault,) = checked(2, tmp_path / "run", without_locks).faults
+    assert "a lock of rank 0" in fault.message
+
+    def with_old_names(patch: pytest.MonkeyPatch) -> None:
+        patch.setenv("LOCAL_RANK", "0")
+        exists = Path.exists
+        patch.setattr(Path, "exists", lambda path: path.name == "made" or exists(path))
+
+    (fault,) = checked(2, tmp_path / "run", with_old_names).faults
+    assert "has its old name here" in fault.message
+
+
+def test_mistake_that_one_node_finds_is_a_fault_of_that_node(tmp_path: Path) -> None:
+    verdict = checked(2, tmp_path, problem="data.dataset_path: there is no such folder")
+    (fault,) = verdict.faults
+    assert (fault.what, fault.ranks, verdict.status) == ("recipe", (1,), 1)
+    assert fault.message.endswith(": data.dataset_path: there is no such folder")
+
+
+def test_recipe_that_no_rank_accepts_ends_with_2() -> None:
+    reports = [RankReport(rank, 0, "a", "cpu:0", problem="model.flavor: no") for rank in range(4)]
+    verdict = judge(reports, 1.0)
+    assert verdict.status == 2
+    assert [fault.ranks for fault in verdict.faults] == [(0, 1, 2, 3)]
+    reports[0].problem = ""
+    assert judge(reports, 1.0).status == 1
+
+
+def test_rates_are_compared_with_the_median() -> None:
+    rates = [100.0, 101.0, 99.0, 79.0]
+    reports = [
+        RankReport(n, 0, "a", f"cuda:{n}", rates={"products": r}) for n, r in enumerate(rates)
+    ]
+    (fault,) = judge(reports, 1.0).faults
+    assert fault.message == (
+        "rank 3 (a, cuda:3): products 79 TFLOP/s, 0.79 of the median; wanted 79.6 or more"
+    )
+    assert judge(reports, 1.0, least=0.5).faults == []
+    of_links = [RankReport(n, 0, "a", "cuda", rates={"sum": rate}) for n, rate in enumerate(rates)]
+    assert judge(of_links, 1.0).faults == []
+
+
+def command(folder: Path, *flags: str) -> list[str]:
+    words = [sys.executable, "-m", "torchtitan", "preflight", RECIPE]
+    return [*words, f"--least-rate={LOOSE}", f"--job.dump_folder={folder}", *flags]
+
+
+@pytest.mark.gate
+def test_command_prints_what_it_found(tmp_path: Path) -> None:
+    words = command(tmp_path / "run", "--json", "--processes=2")
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    verdict = json.loads(done.stdout)
+    assert (verdict["ranks"], verdict["faults"]) == (2, [])
+    assert verdict["rates"]["products"]["median"] > 0
+
+
+def test_wrong_recipe_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preflight", RECIPE, "--training.stps=2"]) == 2
+    assert "did you mean training.steps?" in capsys.readouterr().err
+    assert main(["preflight", RECIPE, "--least-rate=2"]) == 2
+    assert "--least-rate: got 2\n  wanted a number > 0 and <= 1" in capsys.readouterr().err
+
+
+def two_nodes() -> dict[str, str]:
+    """Variables of both nodes of a job, with a port of its own."""
+    port = str(next(PORTS))
+    nodes = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    return nodes | {"PET_MASTER_PORT": port}
+
+
+@pytest.mark.gate
+def test_node_without_the_shared_folder_ends_the_job_on_both(tmp_path: Path) -> None:
+    if os.getuid() or shutil.which("unshare") is None:
+        pytest.skip("needs root, and unshare")
+    (tmp_path / "run").mkdir()
+    mount = f"mount -t tmpfs none {tmp_path}/run && exec "
+    words = command(tmp_path / "run")
+    apart = ["unshare", "--mount", "sh", "-c", mount + " ".join(words)]
+    variables = two_nodes()
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(
+                started(each, tmp_path / f"log{rank}", **variables, PET_NODE_RANK=str(rank))
+            )
+            for rank, each in enumerate((words, apart))
+        ]
+        statuses = [each.wait(timeout=100) for each in both]
+    logs = [(tmp_path / f"log{rank}").read_text() for rank in range(2)]
+    assert statuses == [1, 1], logs
+    for log in logs:
+        assert "fault: rank 1 (" in log
+        assert "use one that all nodes share" in log
+        assert "\n1 fault\n" in log
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("first", ["preflight", "train"])
+def test_node_that_comes_back_is_not_checked_without_the_others(first: str, tmp_path: Path) -> None:
+    """The others train or wait for it; the command of each node is the preflight, then the run."""
+    folder, variables = tmp_path / "run", two_nodes()
+    words = {"preflight": command(folder)}
+    words["train"] = [*words["preflight"][:3], "train", RECIPE, f"--job.dump_folder={folder}"]
+    order = [first, *({"preflight", "train"} - {first})]
+    with ExitStack() as stack:
+        nodes = {}
+        for rank, verb in enumerate(order):
+            log = tmp_path / verb
+            nodes[verb] = stack.enter_context(
+                started(words[verb], log, **variables, PET_NODE_RANK=str(rank))
+            )
+            time.sleep(8 * (rank == 0))
+        assert nodes["preflight"].wait(timeout=100) == 0
+        assert nodes["train"].poll() is None
+    log_of_it = (tmp_path / "preflight").read_text()
+    assert "the run has begun on other nodes, so this one is not checked" in log_of_it
