@@ -20,8 +20,8 @@ from torchtitan.job import JobConfig
 from torchtitan.packages import PACKAGE, requirements
 from torchtitan.parallel import Degrees, Launch, World, open_world
 from torchtitan.preflight import measurements
-from torchtitan.preflight.measurements import Rates
 from torchtitan.preflight.judgment import RankReport, Verdict, judge
+from torchtitan.preflight.measurements import Rates
 
 SETTINGS = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_LAUNCH", "OMP_")
 """Beginnings of variables that change how a run computes or communicates."""
