@@ -122,6 +122,15 @@ def debug_recipe(folder: str) -> dict[str, Any]:
     return {"first loss": found[1], "last loss": found[max(found)]}
 
 
+def preflight(folder: str) -> dict[str, Any]:
+    """Of one rank, with nothing to compare; rates beside the data sheet."""
+    said = start("preflight", *DEBUG, "--job.dump_folder", folder, "--json", "--processes", "1")
+    verdict = json.loads(said[said.index("{") : said.rindex("}") + 1])
+    assert not verdict["faults"], verdict["faults"]
+    rates = {f"{name} {rate['unit']}": rate["lowest"] for name, rate in verdict["rates"].items()}
+    return {"seconds": verdict["seconds"], **rates}
+
+
 COMPILED = ("--compile.enable", "true")
 CASES: dict[str, Callable[[str], dict[str, Any]]] = {
     "trains": learns,
@@ -135,6 +144,7 @@ CASES: dict[str, Callable[[str], dict[str, Any]]] = {
     "traces and memory snapshots": traces,
     "out of memory": says_out_of_memory,
     "generates": generates,
+    "preflight": preflight,
 }
 
 
@@ -145,4 +155,4 @@ def check(name: str, device: Device) -> dict[str, Any]:
 
 def names(rehearsed: bool) -> list[str]:
     """The cases."""
-    return ["trains", "generates"] if rehearsed else list(CASES)
+    return ["trains", "generates", "preflight"] if rehearsed else list(CASES)
