@@ -105,9 +105,10 @@ def fast(rows: Rows) -> str:
     if found := rows.get("calibration", {}).get("figures"):
         measured = "; ".join(f"{name} {value:,.4g}" for name, value in found.items())
         parts.append(f"`torchtitan plan --calibrate`: {measured}.")
-    if rotated := rows.get("Hadamard transform", {}).get("figures"):
-        times = "; ".join(f"{name} {ms:.3g}" for name, ms in rotated.items())
-        parts.append(f"A Hadamard transform of rows of 128 in bf16: {times}.")
+    for case, row in rows.items():
+        if case.startswith("Hadamard transform") and (rotated := row.get("figures")):
+            times = "; ".join(f"{name} {number:.3g}" for name, number in rotated.items())
+            parts.append(f"{case} in bf16: {times}.")
     parts += attention(rows)
     parts += experts(rows)
     models: dict[str, Rows] = {}

@@ -19,6 +19,7 @@ from torchtitan import convert
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.spec import build_empty
+from torchtitan.research.hadamard_attention import hadamard as module
 from torchtitan.research.hadamard_attention.hadamard import hadamard
 from torchtitan.research.hadamard_attention.low_precision_attention import (
     LowPrecisionAttention,
@@ -42,6 +43,38 @@ def test_the_transform_is_that_of_scipy(size: int) -> None:
 def test_the_gradient_of_the_transform() -> None:
     x = torch.randn(3, 32, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(hadamard, x)
+
+
+def on_tensor_cores(patch: pytest.MonkeyPatch) -> None:
+    """Products in 16 bits that are summed in float32, as on CUDA; a CPU has no such operator."""
+    patch.setattr(module, "_sums_in_float32", lambda x: x.dtype != torch.float64)
+    patch.setattr(module, "_product", lambda a, b: (a.double() @ b.double()).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 64, 256])
+def test_a_transform_in_16_bits_is_exact_on_tensor_cores(
+    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = heads(5, size).to(dtype)
+    expected = hadamard(x.double())
+    on_tensor_cores(monkeypatch)
+    assert hadamard(x).dtype == torch.float32
+    torch.testing.assert_close(hadamard(x).double(), expected, rtol=0, atol=2e-7 * 4)
+
+
+@pytest.mark.parametrize("size", [64, 512, 32768])
+def test_a_transform_in_32_bits_keeps_16_of_24_on_tensor_cores(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = heads(3, size).float().requires_grad_()
+    on_tensor_cores(monkeypatch)
+    y = hadamard(x)
+    expected = hadamard(x.detach().double())
+    # An element is off by 2^-17 of itself at most, and the sum of as many divides by their root.
+    assert 1e-8 < float((y.detach() - expected).norm() / expected.norm()) < 2 * 2**-17
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    torch.testing.assert_close(gradient, hadamard(torch.ones_like(y)), rtol=0, atol=0)
 
 
 def test_the_transform_wants_a_power_of_two() -> None:
