@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import Graph
 
 from tests import layouts, tiny
 from tests.layouts import RESHARD, ROWWISE, Case, case
@@ -173,13 +174,18 @@ UNITS = (("first",), ("blocks.a",), ("blocks.b",), ("last",))
 Made = tuple[list[Tensor], dict[str, Tally], int]
 
 
-def made(freed: tuple[str, ...], merging: Any, megabytes: float) -> Made:
-    """Gradients of this rank's share of a loss over a graph, and what stood in the graph."""
+def made(freed: tuple[str, ...], merging: Any, megabytes: float, device_type: str = "cpu") -> Made:
+    """Gradients of this rank's share of a loss over a graph, and what stood in the graph.
+
+    `device_type`: that for which the collectives are merged.
+    """
     forget()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     model = Small()
-    plan = BucketingPlan((mesh.get_group().group_name,), UNITS, freed, merging, megabytes, "cpu")
+    plan = BucketingPlan(
+        (mesh.get_group().group_name,), UNITS, freed, merging, megabytes, device_type
+    )
     config = CompileConfig(enable=True, granularity="model")
     gathered.apply(model, mesh, mesh, Precision())
     compile.apply([model], config, plan.options())
@@ -234,6 +240,45 @@ def test_graphs_free_and_merge_what_they_are_told(cache: Path) -> None:
             assert scatters.bytes == 6 * 6 * 6 * 4
             # Ranks with the same graph may find each other's, but never one made otherwise.
             assert hits or "from the cache" not in name
+
+
+def products_before_gathers(device_type: str) -> list[list[int]]:
+    """For each graph, forward first, how many products stand before each all-gather in it."""
+    from torch._inductor import utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        # The scheduler asks for both, but its order of blocks does not depend on them.
+        patch.setattr(utils, "get_gpu_dram_gbps", lambda: 3000)
+        patch.setattr(utils, "get_device_tflops", lambda dtype: 900.0)
+        orders, count = list[list[int]](), bucketing._count
+
+        def note(plan: BucketingPlan, graph: Graph, when: str) -> None:
+            count(plan, graph, when)
+            products, order = 0, list[int]()
+            for node in graph.nodes:
+                # The scheduler wraps one that must follow something into a graph of its own.
+                wrapped = node.op == "get_attr" and str(node.target).startswith("subgraph_mm")
+                products += wrapped or node.target is torch.ops.aten.mm.default
+                order += [products] * (bucketing._kind(plan, node) == "all-gathers")
+            orders.extend([order] * (when == "after"))
+
+        patch.setattr(bucketing, "_count", note)
+        gradients, _, _ = made(("",), "block", 1, device_type)
+    for found, expected in zip(gradients, expected_gradients(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    return orders
+
+
+@pytest.mark.gate
+def test_gathers_are_issued_before_the_products_of_the_block_before(cache: Path) -> None:
+    """By the passes for CUDA, on graphs for a CPU; blocks have 1, 2, 2 and 1 products."""
+    (merged, merged_back), (moved, moved_back) = (
+        run_ranks(products_before_gathers, 2, device_type)[0] for device_type in ("cpu", "cuda")
+    )
+    assert merged == [0, 1, 3, 5]
+    assert moved == [0, 0, 1, 3]
+    assert len(moved_back) == len(merged_back) == 3  # the input has no gradient
+    assert all(now < then for now, then in zip(moved_back, merged_back, strict=True))
 
 
 WHOLE = {"enable": True, "granularity": "model", "components": ["model"]}
