@@ -202,7 +202,7 @@ def test_two_nodes_of_kubeflow_meet_without_flags(tmp_path: Path) -> None:
 
     first, second = node(0, 2, 2), node(1, 2, 2)
     assert "nodes: 2 (PET_NNODES)" in finish(first)
-    finish(second)
+    assert "only used for static" not in finish(second)
     again = finish(node(0, 1, 4))
     assert "step-2" in again
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
