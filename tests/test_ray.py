@@ -52,9 +52,9 @@ def job(cluster: str, folder: Path, *flags: str, log: Path) -> subprocess.Popen[
         )
 
 
-def actors(folder: Path) -> list[int]:
-    """Processes of Ray that have started launchers of this run."""
-    found = []
+def launchers(folder: Path) -> dict[int, int]:
+    """Processes of the launchers of this run, with the actors of Ray that started them."""
+    found = {}
     for each in Path("/proc").glob("[0-9]*"):
         try:
             words = (each / "cmdline").read_text().split("\0")
@@ -63,29 +63,38 @@ def actors(folder: Path) -> list[int]:
         except OSError:
             continue  # it has ended
         if is_actor and f"--job.dump_folder={folder}" in words:
-            found.append(int(parent))
+            found[int(each.name)] = int(parent)
     return found
 
 
-def test_a_lost_node_is_started_again_and_the_run_stays_the_same(
+def test_a_lost_node_and_a_stopped_one_start_again_and_the_run_stays_the_same(
     cluster: str, tmp_path: Path
 ) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
-    steps = "--training.steps=12"
+    steps = "--training.steps=150"
     process = job(cluster, folder, steps, log=log)
     try:
         wait_for_step(folder, 4, process)
-        first = actors(folder)
+        first = launchers(folder)
         assert len(first) == 2
-        os.kill(first[0], signal.SIGKILL)
-        while set(actors(folder)) & set(first) or len(actors(folder)) < 2:
+        os.kill(list(first.values())[1], signal.SIGKILL)
+        while "starting again" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        wait_for_step(folder, max(losses(folder)) + 4, process)
+        second = launchers(folder)
+        assert len(second) == 2
+        assert not set(second) & set(first)
+        os.kill(max(second), signal.SIGTERM)
+        while log.read_text().count("starting again") < 2:
             assert process.poll() is None, log.read_text()
             time.sleep(0.1)
         (folder / "hurry").touch()
-        assert process.wait(timeout=200) == 0, log.read_text()
+        assert process.wait(timeout=300) == 0, log.read_text()
     finally:
         process.kill()
-    assert "starting again (" in log.read_text()
+    assert "ended with status 1; starting again (1 failures)" in log.read_text()
+    assert "ended with status 75; starting again (1 failures)" in log.read_text()
     assert losses(folder) == pytest.approx(undisturbed(tmp_path / "whole", steps), rel=1e-5)
 
 
