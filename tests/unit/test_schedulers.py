@@ -63,7 +63,7 @@ def filled(environment: dict[str, str], **given: Any) -> tuple[dict[str, Any], s
         ({"VC_TRAIN_0_HOSTS": "v0,v1"}, {"nnodes": range(2, 3)}, (2, 6, "v0:29500", None)),
         ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}, {}, None),
         ({"TORCHX_RANK0_HOST": "localhost"}, {}, None),
-        (KUBEFLOW | {"RANK": "3", "WORLD_SIZE": "8"}, {}, None),  # started by torchrun or Ray
+        (KUBEFLOW | {"RANK": "3", "WORLD_SIZE": "8"}, {}, None),  # started by torchrun
         ({}, {}, None),
     ],
 )
