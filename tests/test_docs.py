@@ -77,6 +77,7 @@ pytorch/pytorch, issue 190489. A run of ours leaves before that, a plain script 
 
 NOT_RUN = {
     "README.md": ["installs", "installs", "needs Docker", "needs Slurm"],
+    "clusters.md": ["needs Ray"],
     "remote.md": ["needs s3fs", "needs s3fs", "needs a bucket"],
     "elastic.md": ["needs a scheduler that stops it", "needs Slurm", "needs Slurm"],
     "evaluation.md": ["needs lm_eval"],

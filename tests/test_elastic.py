@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -130,6 +131,33 @@ def test_status_of_one_process_that_is_stopped(
     assert told in (tmp_path / "log").read_text()
 
 
+IF_KILLED = r"s, but the run may be killed after 1e-09 s \(TORCHTITAN_GRACE_SECONDS\); if it is, it"
+
+
+@pytest.mark.parametrize(
+    ("mode", "at_step", "grace", "told"),
+    [
+        ("disabled", 3, "", r"the last save took \S+ s; the newest is of step 2"),
+        (
+            "disabled",
+            3,
+            "1e-9",
+            rf"WARNING .* took \S+ {IF_KILLED} resumes from step 2, the newest",
+        ),
+        ("disabled", 1, "1e-9", rf"WARNING a save is expected to take \S+ {IF_KILLED} starts over"),
+        # Nor is one finished that is still being written.
+        ("async", 3, "900", r"a save is expected to take \S+ s; none is finished yet"),
+    ],
+)
+def test_stopped_run_compares_a_save_with_the_grace_period(
+    mode: str, at_step: int, grace: str, told: str, tmp_path: Path
+) -> None:
+    words = [RECIPE, *FLAGS, f"--job.dump_folder={tmp_path / 'run'}"]
+    words += [f"--checkpoint.async_mode={mode}"]
+    run_ranks(stop_at, 1, at_step, words, signal.SIGTERM, 75, tmp_path / "log", grace)
+    assert re.search(rf"SIGTERM: finishing this step.*\n.*{told}", (tmp_path / "log").read_text())
+
+
 def test_status_of_one_process_that_diverges(tmp_path: Path) -> None:
     words = [RECIPE, *FLAGS, f"--job.dump_folder={tmp_path / 'run'}"]
     words += ["--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0"]
@@ -151,14 +179,21 @@ def ends_with(words: list[str], status: int) -> None:
 
 
 def stop_at_step_3(words: list[str], number: int, status: int, log: Path) -> None:
+    stop_at(3, words, number, status, log)
+
+
+def stop_at(
+    at_step: int, words: list[str], number: int, status: int, log: Path, grace: str = ""
+) -> None:
     step = Trainer.step
 
     def interrupted(trainer: Trainer) -> bool:
-        if trainer.run.state.step + 1 == 3:
+        if trainer.run.state.step + 1 == at_step:
             os.kill(os.getpid(), number)
         return step(trainer)
 
     Trainer.step = interrupted  # type: ignore[method-assign]
+    os.environ["TORCHTITAN_GRACE_SECONDS"] = grace
     logged(words, status, log)
 
 

@@ -73,7 +73,8 @@ def is_right_jobset(spec: dict[str, Any]) -> dict[str, Any]:
     mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
     assert mounted == {"shm": "/dev/shm", "work": "/work"}
     assert {each["name"] for each in pod["volumes"]} == set(mounted)
-    names = [each["name"] for each in container.get("env", [])]
+    names = [each["name"] for each in container["env"]]
+    assert {"name": "TORCHTITAN_GRACE_SECONDS", "value": "150"} in container["env"]
     assert not any(name.startswith("NCCL") for name in names)
     result: dict[str, Any] = container
     return result
@@ -98,7 +99,10 @@ def test_kubeflow(capsys: pytest.CaptureFixture[str]) -> None:
     assert runtime["spec"]["mlPolicy"] == {"numNodes": 32, "torch": {}}
     assert train["spec"]["trainer"] == {"numProcPerNode": 8}
     container = is_right_jobset(runtime["spec"]["template"]["spec"])
-    assert "env" not in container, "Trainer sets PET_* itself, and refuses them"
+    names = [each["name"] for each in container["env"]]
+    assert not any(name.startswith("PET") for name in names), (
+        "Trainer refuses them, as it sets them"
+    )
     [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     labels = node["template"]["metadata"]["labels"]
     assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
@@ -140,6 +144,17 @@ def test_slurm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         found[option[1]] = option[2]
     assert "#SBATCH" not in "\n".join(lines[len(found) :])
     assert (found["nodes"], found["gpus-per-task"], found["signal"]) == ("32", "8", "USR1@900")
+    assert "export TORCHTITAN_GRACE_SECONDS=900" in lines
+
+
+def test_a_grace_shorter_than_a_save_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds, is_short in (("26", True), ("27", False)):
+        words = ["train_configs/llama3_70b.toml", "--for", "jobset", "--grace-seconds", seconds]
+        assert main(["manifest", *words]) == 0
+        printed = capsys.readouterr()
+        assert f"terminationGracePeriodSeconds: {seconds}\n" in printed.out
+        told = "--grace-seconds: 26 s is less than a save is expected to take, 26.5 s"
+        assert (told in printed.err) == is_short
 
 
 @pytest.mark.parametrize(

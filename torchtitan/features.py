@@ -22,9 +22,10 @@ from torchtitan.logging import logger
 from torchtitan.metrics.precision import PrecisionWatch
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty
-from torchtitan.parallel import Degrees, stages
+from torchtitan.models.spec import build_empty, count_parameters
+from torchtitan.parallel import Degrees, Launch, stages
 from torchtitan.parts import Parts
+from torchtitan.resilience.grace import outlook, planned_seconds
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard
 from torchtitan.step import Flag, StepBatch, UpdateGuard
 from torchtitan.validate import Validator
@@ -65,6 +66,8 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     """Yield the hooks of all features that are on, in the order in which they are called."""
     job, world, model, state = parts.job, parts.world, parts.model, parts.state
     yield Hooks(session=parts.meter)
+    if job.checkpoint.enable and not job.checkpoint.load_only:
+        parts.stop.outlook = save_outlook(parts)
     yield Hooks(flag=Flag(lambda: parts.stop.requested, parts.stop.agree), session=parts.stop)
     if health := parts.observer.health:
         # A step that is void shows that the run is alive, too.
@@ -110,6 +113,15 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     yield Hooks(after_step=once(model.confirm))
     yield Hooks(after_step=lambda state: model.after_step(state.step, parts.is_finished()))
     yield Hooks(after_step=lambda state: parts.startup.after_step(state.step))
+
+
+def save_outlook(parts: Parts) -> Callable[[], tuple[int, str]]:
+    """Return a function that compares the time of a save with the grace period."""
+    spec, saver, launch = MODELS[parts.job.model.name], parts.checkpoint.saver, Launch.read()
+    model = build_empty(spec.build, parts.job.model_args(), 1)
+    nodes = max(1, launch.size // launch.local_size)
+    planned = planned_seconds(count_parameters(model).total, nodes)
+    return lambda: outlook(saver.seconds, planned, saver.saved_step, parts.stop.grace)
 
 
 def once(action: Callable[[], None]) -> Callable[[TrainState], None]:

@@ -183,6 +183,7 @@ def torchrun_words(options: LaunchOptions, module: str, *words: str) -> list[str
         f"--nnodes={options.nnodes[0]}:{options.nnodes[-1]}",
         f"--nproc_per_node={options.processes}",
         f"--max-restarts={options.max_restarts}",
+        "--node-rank=0",  # torch would read PET_NODE_RANK, and warn that it ignores it
         "--rdzv_backend=c10d",
         f"--rdzv_endpoint={options.rdzv_endpoint}",
         f"--rdzv_id={options.rdzv_id}",

@@ -4,6 +4,7 @@
 finished, or was stopped by Ctrl-C and saved; the others are in docs/elastic.md.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ from torchtitan.parallel import Launch, World, open_world
 from torchtitan.parts import Observer, open_stream, open_task, resume_policy
 from torchtitan.provenance import to_toml, write_provenance
 from torchtitan.resilience.divergence import TrainingDiverged
+from torchtitan.resilience.grace import read_grace
 from torchtitan.resilience.stop import DIVERGED, StopSignal, status_of_stop, stop_without_launcher
 from torchtitan.tasks import TASKS
 from torchtitan.trainer import Trainer
@@ -60,6 +62,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
     if launch.by_agent:
         stop_without_launcher()
     try:
+        grace = read_grace(os.environ)
         device = pick(launch.local_rank)
         # First of all, as CUDA creates a context on the current device on first use.
         device.make_current()
@@ -108,7 +111,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
     recorder = Recorder(
         job.comm, folder, launch.rank, launch.size, device.type, shared, launch.restart
     )
-    stop = StopSignal(at_request=locked.mark_ending if locked else None)
+    stop = StopSignal(locked.mark_ending if locked else None, grace)
     try:
         with ExitStack() as joined:
             joined.push(recorder.leave)

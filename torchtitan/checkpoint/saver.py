@@ -49,6 +49,7 @@ class Save:
     state: Mapping[str, Any]
     """Content of train_state.json; only rank 0's is used."""
     writing: SaveThread[Written | None]
+    began: float
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Saver:
         """Newest step on disk."""
         self.failed_step: int | None = None
         """Newest step, if it could not be saved."""
+        self.seconds: float | None = None
+        """Seconds that the last save took, while training waited or not; None: there was none."""
         self._stage: Save | Check | None = None
         self._waits: Callable[[], float] = lambda: 0.0
 
@@ -93,7 +96,7 @@ class Saver:
         pieces = self.writers.pieces("weights" if model_only else "all", tensors)
         copies = self.staging.begin(pieces) if self.is_async else lambda: pieces
         writing = SaveThread(lambda: self._write(path, copies))
-        self._stage = Save(step, path, model_only, state, writing)
+        self._stage = Save(step, path, model_only, state, writing, time.perf_counter())
         if not self.is_async:
             self.advance()
         called = time.perf_counter() - began
@@ -158,6 +161,9 @@ class Saver:
             return
         path = self.folder / f"step-{save.step}"
         self.saved_step, self.failed_step = save.step, None
+        # An asynchronous save is committed after a step, which may be long after it was written.
+        whole = time.perf_counter() - save.began
+        self.seconds = save.writing.seconds if self.is_async else whole
         waits = f"; training waited {self._waits():.2f} s" if self.is_async else ""
         message = "saved %s: %s MB, written in %.2f s%s"
         logger.info(message, path, f"{size / 1e6:,.1f}", save.writing.seconds, waits)

@@ -5,8 +5,8 @@
     TORCHX_*      TorchX, which names only the first node; on Volcano VC_<ROLE>_0_HOSTS does
     SLURM_*       Slurm, in a step with one task on each node
 
-The first in this order that has a value provides it, and flags override all. Processes that Ray
-Train or torchrun start are ranks already: they have `RANK` and `WORLD_SIZE`.
+The first in this order that has a value provides it, and flags override all. Processes that
+torchrun starts are ranks already: they have `RANK` and `WORLD_SIZE`.
 """
 
 import fcntl

@@ -44,9 +44,17 @@ class StopSignal:
     One rank's request is no decision: all ranks agree on it with each step.
     """
 
-    def __init__(self, at_request: Callable[[], None] | None = None) -> None:
-        """`at_request` is called at the first signal."""
-        self.at_request = at_request
+    def __init__(
+        self, at_request: Callable[[], None] | None = None, grace: float | None = None
+    ) -> None:
+        """
+        Args:
+            at_request: called at the first signal.
+            grace: seconds between the signal and SIGKILL; None: unknown.
+        """
+        self.at_request, self.grace = at_request, grace
+        self.outlook: Callable[[], tuple[int, str]] | None = None
+        """Level and text of a message about the save that follows; None: nothing is saved."""
         self.by: signal.Signals | None = None
         """The first signal."""
         self.is_agreed = False
@@ -86,6 +94,8 @@ class StopSignal:
             self.by = received
             message = "%s: finishing this step, then saving; send it again to stop immediately"
             logger.info(message, received.name)
+            if self.outlook is not None:
+                logger.log(*self.outlook())
             if self.at_request is not None:
                 self.at_request()
         # A scheduler may signal all processes of a job, and the launcher passes on what it got: so

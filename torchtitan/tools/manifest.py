@@ -17,17 +17,15 @@ from torchtitan.config import ConfigError, show
 from torchtitan.estimate.hardware import find_hardware
 from torchtitan.job import JobConfig
 from torchtitan.launch import WRONG_RECIPE
+from torchtitan.logging import logger
 from torchtitan.models.spec import count_parameters
+from torchtitan.resilience.grace import VARIABLE, planned_seconds
 from torchtitan.resilience.stop import DIVERGED, REQUEUE
 from torchtitan.tools.options import Count, Recipe, RecipeVerb, one_of, verb
 from torchtitan.train import require_recipe
 
 WORK = "/work"
 """Folder of the recipe, of relative paths and of the run in the image of `Dockerfile`."""
-SAVED_BYTES = 12
-"""Bytes saved for a parameter: its weight and the two moments of Adam in float32."""
-WRITTEN_PER_SECOND = 1e9
-"""Bytes that a node is taken to write."""
 LEAST_GRACE = 120
 """Seconds for the step that is under way, and to stop."""
 RESTARTS = 10
@@ -150,6 +148,12 @@ def manifest(
     ranks = world_size or job.job.ranks or job.parallelism.least_ranks
     job = load_job(path, flags, ranks, "cuda", exempt=ELSEWHERE).config
     nodes, each = split(ranks, devices_per_node or find_hardware(job.job.hardware).ranks_per_node)
+    if grace_seconds and grace_seconds < (planned := save_seconds(job, nodes)):
+        logger.warning(
+            "--grace-seconds: %d s is less than a save is expected to take, %.3g s; a run that is "
+            "killed during one resumes from the checkpoint before",
+            *(grace_seconds, planned),
+        )
     dataset = job.data.dataset_path or ""
     submission = Submission(
         name=re.sub(r"[^a-z0-9]+", "-", Path(str(path)).stem.lower()).strip("-"),
@@ -192,10 +196,14 @@ def split(ranks: int, each: int) -> tuple[int, int]:
 
 def grace_of(job: JobConfig, nodes: int) -> int:
     """Return the seconds that the run may need to stop, in multiples of 30."""
+    return 30 * math.ceil((LEAST_GRACE + save_seconds(job, nodes)) / 30)
+
+
+def save_seconds(job: JobConfig, nodes: int) -> float:
+    """Return the seconds that a save is expected to take."""
     model = model_of(job)
     assert model is not None, "the recipe was checked"
-    written = SAVED_BYTES * count_parameters(model.empty()).total / nodes
-    return 30 * math.ceil((LEAST_GRACE + written / WRITTEN_PER_SECOND) / 30)
+    return planned_seconds(count_parameters(model.empty()).total, nodes)
 
 
 def _pod(job: Submission, environment: list[dict[str, Any]]) -> dict[str, Any]:
@@ -209,7 +217,7 @@ def _pod(job: Submission, environment: list[dict[str, Any]]) -> dict[str, Any]:
         "image": job.image,
         "command": job.command,
         "workingDir": WORK,
-        **({"env": environment} if environment else {}),
+        "env": [*environment, {"name": VARIABLE, "value": str(job.grace)}],
         **({"resources": {"limits": limits}} if limits else {}),
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
@@ -341,6 +349,7 @@ def slurm(job: Submission) -> str:
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         "set -uo pipefail",
+        f"export {VARIABLE}={job.grace}",
         *processes,
         "# The highest status of all nodes; the run is saved, and can be resumed, after "
         f"{REQUEUE}.",
