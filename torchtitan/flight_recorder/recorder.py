@@ -250,7 +250,7 @@ class Recorder:
 
     def _log_failure(self) -> None:
         if self.world_size > 1:
-            message = describe_rank(read_rank(self.folder, self.rank))
+            message = describe_rank(read_rank(self.folder, self.rank, self.prefix))
             where = self.folder / self.traceback_file
             found = f"; traceback: {where}" if where.exists() else ""
             self.is_failure_logged = where.exists()
@@ -265,7 +265,10 @@ class Recorder:
         """Return the files of a rank, from this run or an earlier one."""
         names = [f"{self.prefix}{rank}", *(f"{rank}.{kind}" for kind in KINDS)]
         found = [path for name in names if (path := self.folder / name).exists()]
-        return found if self.restart else [*found, *self.folder.glob(f"{rank}.*traceback")]
+        # A rank that left no note left no traceback: most ranks need not look at all files.
+        if self.restart or self.folder / f"{rank}.step" not in found:
+            return found
+        return [*found, *self.folder.glob(f"{rank}.*traceback")]
 
 
 class Terminated(SystemExit):
