@@ -63,6 +63,8 @@ class RankTrace:
     """Time of the note of the step in Unix seconds."""
     pid: int = 0
     host: str = ""
+    restart: int = 0
+    """Number of this start of the ranks."""
     failure: Failure | None = None
     crash: str = ""
     has_ring: bool = False
@@ -141,14 +143,22 @@ def _read_rank(folder: Path, rank: int, of_rings: Sequence[Path]) -> RankTrace:
     failure = read_failure(folder / f"{rank}.json")
     rings = [ring for path in of_rings if (ring := _read_ring(path)) is not None]
     records = [c for ring in rings for c in collectives(ring, failure.groups if failure else {})]
-    noted = step.read_text() if step.exists() else ""
     return RankTrace(
-        **{"rank": rank, **json.loads(noted or "{}")},
+        **{"rank": rank, **(read_note(step) if step.exists() else {})},
         failure=failure,
         crash=read_crash(stack.read_text()) if stack.exists() else "",
         has_ring=bool(rings),
         collectives=sorted(records, key=lambda collective: collective.created),
     )
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """Read the note of a rank's step; empty if the rank was killed before it wrote all of it."""
+    try:
+        note: dict[str, Any] = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    return note
 
 
 def read_failure(path: Path) -> Failure | None:
