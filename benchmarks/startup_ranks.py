@@ -8,7 +8,6 @@ end of the first step are files, entries of folders, process groups, objects rec
 ranks, and the operations of gloo that all ranks take part in; seconds are those of its processor.
 For Llama 3.1 405B, a step is recorded on fake tensors, as for its plan. Connections and operations
 of the store are those of real groups of gloo and of real rendezvous, on threads of this process.
-The last table extrapolates: of each number, a polynomial through its values at the sizes measured.
 """
 
 import argparse
@@ -39,7 +38,7 @@ THREADS = (8, 16, 32, 64)
 LARGE_SIZES = (512, 4096, 16384)
 RECIPE, LARGE = "debug_model", ROOT / "train_configs/llama3_405b.toml"
 LOCAL, SEQ_LEN = 8, 32
-FILES, LINES, LANES = 4, 10000, 16384
+LINES, LANES = 20000, 16384
 FLAGS = f"""--training.seq_len {SEQ_LEN} --training.local_batch_size 1
     --no-validation.enable --no-data.report_unigram_loss --data.dataset jsonl
     --metrics.log_freq 1""".split()
@@ -317,33 +316,21 @@ def meet(nodes: int) -> dict[str, float]:
     return {name: n / nodes for name, n in found.items()} | {"state": len(state), "wall": seconds}
 
 
-def slope(sizes: Sequence[int], values: Sequence[float], degree: int) -> list[float]:
-    """Return the coefficients of the polynomial nearest to relative errors, constant first."""
-    x = torch.tensor(sizes, dtype=torch.float64)
-    y = torch.tensor(values, dtype=torch.float64)
-    weights = 1 / y.abs().clamp_min(1e-9)
-    columns = torch.stack([x**power for power in range(degree + 1)], 1) * weights[:, None]
-    found = torch.linalg.lstsq(columns, (y * weights)[:, None]).solution
-    return [float(each) for each in found[:, 0]]
-
-
 def write_data(folder: Path) -> None:
     """Write documents, as JSON Lines."""
     folder.mkdir()
-    for file in range(FILES):
-        lines = (json.dumps({"text": f"{file} {n} " + "words " * 20}) for n in range(LINES))
-        (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
+    lines = (json.dumps({"text": f"{n} " + "words " * 20}) for n in range(LINES))
+    (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def child(*words: str, **variables: str) -> dict[str, Any]:
+def child(*words: str, **variables: str) -> Any:
     """Run this script in a process of its own, and return what it found."""
     command = [sys.executable, __file__, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def words(ranks: int, dump: Path, resume: str) -> list[str]:
@@ -362,7 +349,9 @@ def words(ranks: int, dump: Path, resume: str) -> list[str]:
     ]
 
 
-def count(sizes: Sequence[int]) -> list[dict[str, Any]]:
+def count(
+    sizes: Sequence[int], package: Path = ROOT, resumes: Sequence[str] = ("auto", "must")
+) -> list[dict[str, Any]]:
     """Count what rank 0 and a middle rank do when they start, anew and from a checkpoint."""
     found = []
     with tempfile.TemporaryDirectory() as name:
@@ -370,15 +359,16 @@ def count(sizes: Sequence[int]) -> list[dict[str, Any]]:
         write_data(folder / "data")
         first = [*words(1, folder / "saved", "auto"), "--training.steps", "1"]
         run = [sys.executable, "-m", "torchtitan.train", RECIPE, *first]
-        subprocess.run(run, check=True, capture_output=True)
-        for resume in ("auto", "must"):
+        environment = os.environ | {"PYTHONPATH": str(package)}
+        subprocess.run(run, check=True, capture_output=True, env=environment)
+        for resume in resumes:
             for ranks in sizes:
                 dump = folder / f"{resume}-{ranks}"
                 if resume == "must":
                     leave_run(folder / "saved", dump, ranks)
                 part = ["--part", *words(ranks, dump, resume), "--training.steps", "3"]
                 for rank in (0, ranks // 2):
-                    place = {"RANK": rank, "WORLD_SIZE": ranks}
+                    place = {"RANK": rank, "WORLD_SIZE": ranks, "PYTHONPATH": package}
                     place |= {"LOCAL_RANK": rank % LOCAL, "LOCAL_WORLD_SIZE": LOCAL}
                     one = child(*part, **{name: str(value) for name, value in place.items()})
                     found.append({"ranks": ranks, "rank": rank, "resume": resume, **one})
@@ -430,6 +420,15 @@ def read_many_traces(ranks: int) -> float:
         return time.process_time() - began
 
 
+def earlier(sizes: Sequence[int], package: Path) -> dict[str, Any]:
+    """Count the starts of an earlier version, and let it read few traces, as it is slow."""
+    few, place = [n for n in sizes if n <= 1000], {"PYTHONPATH": str(package)}
+    return {
+        "starts": count(sizes, package),
+        "traces": {n: child("--traces", str(n), **place) for n in few},
+    }
+
+
 def gather_seconds(ranks: int) -> float:
     """Return the processor seconds of a rank to gather None of many ranks, without the network."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -463,9 +462,87 @@ def measure(sizes: Sequence[int], threads: Sequence[int], large: Sequence[int]) 
         "rendezvous": {n: meet(n) for n in threads},
         "large": {n: [child("--large", str(n), str(rank)) for rank in (0, n // 2)] for n in large},
         "index": sizes_of_index((1, 2, 4)),
-        "traces": {n: read_many_traces(n) for n in sizes},
+        "traces": {n: child("--traces", str(n)) for n in sizes},
         "gather": {n: gather_seconds(n) for n in sizes},
     }
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *([shown(cell) for cell in row] for row in rows)]
+    return [*(f"| {' | '.join(line)} |" for line in lines), ""]
+
+
+def shown(value: object) -> str:
+    """Return a number with few digits, and other values as they are."""
+    if isinstance(value, float) and value < 100:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value)
+
+
+COUNTED = (
+    *("files opened", "entries of folders", "broadcasts", "gathers on rank 0"),
+    *("gathers on all ranks", "objects received", "bytes of objects", "reductions of flags"),
+    *("their bytes", "bytes of tables", "groups", "ranks in groups"),
+)
+
+
+def starts_table(starts: Sequence[dict[str, Any]], resume: str, is_first: bool) -> list[str]:
+    """Return the counts and the seconds of one rank's starts, by number of ranks."""
+    chosen = [s for s in starts if s["resume"] == resume and (s["rank"] == 0) == is_first]
+    rows: list[list[object]] = [[name, *(s.get(name, 0) for s in chosen)] for name in COUNTED]
+    for stage in chosen[0]["stages"]:
+        rows.append([f"{stage}, s", *(s["stages"][stage]["processor"] for s in chosen)])
+    resident = [s["stages"]["first step"]["resident"] / 2**20 for s in chosen]
+    rows.append(["memory of the process, MiB", *resident])
+    return table(["ranks", *(f"{s['ranks']:,}" for s in chosen)], rows)
+
+
+def page(found: dict[str, Any]) -> str:
+    """Return the page of the numbers."""
+    about = ("device", "torch", "python", "date")
+    lines = [
+        "# What grows with ranks at start",
+        "",
+        f"`{found['command']}` wrote this page and the numbers next to it ([scale]"
+        "(../../docs/scale.md) says what they mean). Counts are exact; seconds are those of the "
+        "processor, of one start each. "
+        + ", ".join(f"{name} {found[name]}" for name in about)
+        + f", load {found['load']:.0f}: other work ran beside it.",
+        "",
+    ]
+    for title, starts in (("", found["starts"]), (", before", found["before"]["starts"])):
+        for resume, kind in (("auto", "anew"), ("must", "from a checkpoint")):
+            for is_first, which in ((True, "rank 0"), (False, "a middle rank")):
+                lines += [f"## Start {kind}, {which}{title}", ""]
+                lines += starts_table(starts, resume, is_first)
+    lines += ["## A group of gloo, and a reduction in it, on each rank", ""]
+    keys = ("operations", "bytes read", "open sockets")
+    head = ["ranks", *(f"{key}, {way}" for way in ("full", "lazy") for key in keys)]
+    rows = [[int(n), *(g[way][k] for way in g for k in keys)] for n, g in found["gloo"].items()]
+    lines += table(head, rows)
+    lines += ["## A rendezvous, on each node", ""]
+    head = ["nodes", "operations", "bytes read", "attempts to write", "bytes of the state"]
+    keys = ("operations", "bytes read", "writes", "state")
+    lines += table(head, [[int(n), *(m[k] for k in keys)] for n, m in found["rendezvous"].items()])
+    lines += ["## Llama 3.1 405B: the groups of a rank, and its recording", ""]
+    head = ["ranks", "rank", "groups", "their sizes", "processor seconds"]
+    large = [
+        [int(n), rank, len(one["groups"]), ", ".join(map(str, one["groups"])), one["processor"]]
+        for n, ones in found["large"].items()
+        for rank, one in zip((0, int(n) // 2), ones, strict=True)
+    ]
+    lines += table(head, large)
+    lines += ["## Bytes of a checkpoint that each rank reads to load it", ""]
+    files = list(next(iter(found["index"].values())))
+    index = [[int(n), *(sizes[f] for f in files)] for n, sizes in found["index"].items()]
+    lines += table(["ranks that saved", *files], index)
+    lines += ["## Processor seconds", ""]
+    before = found["before"]["traces"]
+    head = ["ranks", "to read their notes", "before", "a gather of None on all ranks"]
+    traces = found["traces"].items()
+    rows = [[int(n), s, before.get(n, "-"), found["gather"][n]] for n, s in traces]
+    return "\n".join([*lines, *table(head, rows)])
 
 
 def main() -> None:
@@ -474,12 +551,18 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="ranks of a start")
     parser.add_argument("--threads", type=int, nargs="+", default=THREADS, help="ranks of gloo")
     parser.add_argument("--large", type=int, nargs="*", default=LARGE_SIZES)
-    parser.add_argument("--output", type=Path, help="page; the numbers are next to it, as JSON")
+    parser.add_argument("--before", type=Path, help="folder of an earlier version")
+    parser.add_argument("--again", action="store_true", help="write the page from its numbers")
+    help_text = "page; the numbers are next to it, as JSON"
+    parser.add_argument("--output", type=Path, required=True, help=help_text)
     options = parser.parse_args()
-    found = measure(options.sizes, options.threads, options.large)
-    text = json.dumps(found, indent=1)
-    if options.output:
-        options.output.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
+    numbers = options.output.with_suffix(".json")
+    if not options.again:
+        found = measure(options.sizes, options.threads, options.large)
+        if options.before:
+            found["before"] = earlier(options.sizes[::2], options.before)
+        numbers.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    options.output.write_text(page(json.loads(numbers.read_text())), encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -487,5 +570,7 @@ if __name__ == "__main__":
         take_part(sys.argv[2:])
     elif sys.argv[1:2] == ["--large"] and len(sys.argv) == 4:
         print(json.dumps(record_large(*map(int, sys.argv[2:]))))
+    elif sys.argv[1:2] == ["--traces"]:
+        print(json.dumps(read_many_traces(int(sys.argv[2]))))
     else:
         main()
