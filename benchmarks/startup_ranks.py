@@ -352,7 +352,7 @@ def words(ranks: int, dump: Path, resume: str) -> list[str]:
 def count(
     sizes: Sequence[int], package: Path = ROOT, resumes: Sequence[str] = ("auto", "must")
 ) -> list[dict[str, Any]]:
-    """Count what rank 0 and a middle rank do when they start, anew and from a checkpoint."""
+    """Count what rank 0 and a middle rank do when they start a new run and resume one."""
     found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -512,7 +512,7 @@ def page(found: dict[str, Any]) -> str:
         "",
     ]
     for title, starts in (("", found["starts"]), (", before", found["before"]["starts"])):
-        for resume, kind in (("auto", "anew"), ("must", "from a checkpoint")):
+        for resume, kind in (("auto", "of a new run"), ("must", "of a resumed run")):
             for is_first, which in ((True, "rank 0"), (False, "a middle rank")):
                 lines += [f"## Start {kind}, {which}{title}", ""]
                 lines += starts_table(starts, resume, is_first)
