@@ -258,9 +258,10 @@ class LaunchedRun:
 
     def explain(self) -> None:
         """Print a report of the traces of all nodes, on one node, if they show a failure."""
-        traces = self.traces()
         is_first = not self.agent.get_worker_group().group_rank
-        if is_first and any(trace.fate != "done" for trace in traces):
+        # Those of all ranks, which the other nodes need not read.
+        traces = self.traces() if is_first else []
+        if any(trace.fate != "done" for trace in traces):
             folder = self.folder / self.job.comm.save_traces_folder
             raised = next((trace.rank for trace in traces if trace.fate == "raised"), None)
             files = sorted(

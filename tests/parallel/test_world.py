@@ -59,6 +59,18 @@ def test_ranks_of_a_sample_read_the_same_data() -> None:
     assert found[0]["members"]["pp"] == [0, 4]
 
 
+def ask() -> tuple[list[bool], list[str], list[str]]:
+    with open_world(Degrees(dp_shard=3), CommConfig(), Device("cpu")) as world:
+        found = [f"of rank {world.rank}"] * world.rank
+        flags = world.any([world.rank == 1, False, world.rank > 0])
+        return flags, world.gather_found(found), world.gather_found([])
+
+
+def test_what_some_ranks_have_found_is_known_on_all() -> None:
+    found = ["of rank 1", "of rank 2", "of rank 2"]
+    assert run_ranks(ask, 3) == [([True, False, True], found, [])] * 3
+
+
 def uneven(level: str | None) -> tuple[str, str]:
     """What becomes of a collective to which one rank gives more than the other."""
     with open_world(Degrees(dp_shard=2), CommConfig(debug_level=level), Device("cpu")) as world:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchtitan.checkpoint.folder import read_state
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.placement import differences, load_into, on_all_ranks, on_rank_0
+from torchtitan.checkpoint.placement import differences, load_into, on_all_ranks
 from torchtitan.checkpoint.state import TrainState
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.config import ConfigError
@@ -178,29 +178,25 @@ class Checkpointable:
     ) -> None:
         """Load `tensors` in place; the source must have no others of these `parts`."""
         # A pipeline's ranks hold different names, and all must fail if one does.
-        everyones = self.world.gather_object((differences(tensors, source), list(tensors))) or ()
-
-        def compare() -> None:
-            mistakes = list(dict.fromkeys(mistake for own, _ in everyones for mistake in own))
-            known = {name for _, names in everyones for name in names}
-            mistakes += [
-                f"{name} is in the checkpoint, but not in this run"
-                for name in source.shapes()
-                if name not in known and name.partition(".")[0] in parts
-            ]
-            if mistakes:
-                more = f" (and {len(mistakes) - SHOWN} more)" if len(mistakes) > SHOWN else ""
-                told = "; ".join(mistakes[:SHOWN])
-                raise ConfigError(f"{path}: does not fit this recipe: {told}{more}")
-
-        on_rank_0(self.world, compare)
+        mistakes = list(dict.fromkeys(self.world.gather_found(differences(tensors, source))))
+        wanted = [name for name in source.shapes() if name.partition(".")[0] in parts]
+        known = self.world.any([name in tensors for name in wanted])
+        mistakes += [
+            f"{name} is in the checkpoint, but not in this run"
+            for name, is_known in zip(wanted, known, strict=True)
+            if not is_known
+        ]
+        if mistakes:
+            more = f" (and {len(mistakes) - SHOWN} more)" if len(mistakes) > SHOWN else ""
+            told = "; ".join(mistakes[:SHOWN])
+            raise ConfigError(f"{path}: does not fit this recipe: {told}{more}")
         on_all_ranks(self.world, lambda: load_into(tensors, source))
 
     def _not_finite(self) -> str:
         """Return the names of parameters with a value that is not finite on any rank."""
         weights = self.weights().items()
         own = [n for n, w in weights if not _is_finite(stored(local(w.detach())))]
-        names = list(dict.fromkeys(name for names in self.world.gather(own) for name in names))
+        names = list(dict.fromkeys(self.world.gather_found(own)))
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         return ", ".join(names[:SHOWN]) + more
 
@@ -227,10 +223,10 @@ class Checkpointable:
         own, source = self._of_sending(), saved.tensors
         is_same = dict(saved.layout) == self.world.degrees._asdict()
         fits = is_same and not differences(own, source)
-        everyones = self.world.gather((fits, bool(own)))
-        if not any(has for _, has in everyones):
+        has_any, misfits_any = self.world.any([bool(own), not fits])
+        if not has_any:
             return
-        if all(fits for fits, _ in everyones):
+        if not misfits_any:
             on_all_ranks(self.world, lambda: load_into(own, source))
         else:
             self.start_over()

@@ -119,8 +119,8 @@ class Checkpointer:
                 logger.info("deleted %s: an unfinished save", self.folder / name)
 
         is_new = on_rank_0(self.world, make)
-        seen = self.world.gather(self.store.is_shared(self.folder, self.world.rank))
-        if blind := [str(rank) for rank, sees in enumerate(seen) if not sees]:
+        sees = self.store.is_shared(self.folder, self.world.rank)
+        if blind := self.world.gather_found([] if sees else [str(self.world.rank)]):
             key = "checkpoint.folder" if is_url(self.config.folder) else "job.dump_folder"
             if is_new and self.world.rank == 0:
                 self.store.discard(self.folder)
@@ -158,8 +158,7 @@ class Checkpointer:
             mine = sorted(manifest.files)[self.world.rank :: self.world.size]
             return list(problems_of_files(path, manifest, mine))
 
-        found = self.world.gather(on_all_ranks(self.world, read))
-        return [problem for own in found for problem in own]
+        return self.world.gather_found(on_all_ranks(self.world, read))
 
     def _restore(self, saved: SavedRun, skip: tuple[str, ...] = ()) -> None:
         self.contents.restore(saved, skip)

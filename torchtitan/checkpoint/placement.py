@@ -98,13 +98,12 @@ def on_all_ranks(world: World, work: Callable[[], T]) -> T:
         FailedOnRank: if another rank met any other error, which that rank raises itself.
     """
     value, problem = _attempt(work)
+    if not world.any([problem is not None])[0]:
+        return cast(T, value)
     everyones = world.gather(_for_others(world.rank, problem))
     if isinstance(everyones[world.rank], FailedOnRank):
         raise cast(Exception, problem)
-    for found in everyones:
-        if found is not None:
-            raise found
-    return cast(T, value)
+    raise next(found for found in everyones if found is not None)
 
 
 def on_rank_0(world: World, work: Callable[[], T]) -> T:

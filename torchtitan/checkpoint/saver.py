@@ -207,9 +207,9 @@ class Saver:
     def _forget_old(self, check: Check) -> None:
         """After the newest checkpoint was read back, delete those it replaces, or set it aside."""
         self._stage = None
-        found = self.world.gather(on_all_ranks(self.world, check.reading.result))
-        problems = [problem for own, _ in found for problem in own]
-        if unread := [why for _, why in found if why]:
+        own, why = on_all_ranks(self.world, check.reading.result)
+        problems = self.world.gather_found(own)
+        if unread := self.world.gather_found([why] if why else []):
             message = "%s; %s could not be read back, so older checkpoints are kept"
             logger.error(message, unread[0], check.path)
         elif problems:

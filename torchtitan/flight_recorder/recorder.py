@@ -35,7 +35,14 @@ import torch.distributed as dist
 from torchtitan import parallel
 from torchtitan.flight_recorder.diagnosis import describe_rank
 from torchtitan.flight_recorder.records import place
-from torchtitan.flight_recorder.traces import Failure, Kind, State, read_failure, read_rank
+from torchtitan.flight_recorder.traces import (
+    Failure,
+    Kind,
+    State,
+    read_failure,
+    read_note,
+    read_rank,
+)
 from torchtitan.logging import logger
 from torchtitan.parallel import CommConfig
 from torchtitan.torch_private.collectives import flight_records, group_members
@@ -232,6 +239,7 @@ class Recorder:
             "time": time.time(),
             "pid": os.getpid(),
             "host": self.host,
+            "restart": self.restart,
         }
         os.pwrite(self._line, json.dumps(note).ljust(NOTE_BYTES).encode() + b"\n", 0)
         self.at, self.notes = step, self.notes + 1
@@ -250,7 +258,7 @@ class Recorder:
 
     def _log_failure(self) -> None:
         if self.world_size > 1:
-            message = describe_rank(read_rank(self.folder, self.rank))
+            message = describe_rank(read_rank(self.folder, self.rank, self.prefix))
             where = self.folder / self.traceback_file
             found = f"; traceback: {where}" if where.exists() else ""
             self.is_failure_logged = where.exists()
@@ -265,7 +273,13 @@ class Recorder:
         """Return the files of a rank, from this run or an earlier one."""
         names = [f"{self.prefix}{rank}", *(f"{rank}.{kind}" for kind in KINDS)]
         found = [path for name in names if (path := self.folder / name).exists()]
-        return found if self.restart else [*found, *self.folder.glob(f"{rank}.*traceback")]
+        note = self.folder / f"{rank}.step"
+        if self.restart or note not in found:
+            return found
+        # The note tells their names: a look at the files of all ranks would grow with the ranks.
+        restart = read_note(note).get("restart", self.restart)
+        names = [f"{rank}.traceback", *(f"{rank}.{n}.traceback" for n in range(1, restart + 1))]
+        return [*found, *(path for name in names if (path := self.folder / name).exists())]
 
 
 class Terminated(SystemExit):

@@ -16,7 +16,7 @@ too.
 import json
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +63,8 @@ class RankTrace:
     """Time of the note of the step in Unix seconds."""
     pid: int = 0
     host: str = ""
+    restart: int = 0
+    """Number of this start of the ranks."""
     failure: Failure | None = None
     crash: str = ""
     has_ring: bool = False
@@ -115,34 +117,48 @@ def read_traces(folder: Path) -> list[RankTrace]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; wanted one with the traces of a run")
-    found = (re.fullmatch(r"(\d+)\.(?:step|gloo)|(?:.*\D)?(\d+)", p.name) for p in folder.iterdir())
-    ranks = {int(name[1] or name[2]) for name in found if name}
+    ranks = set[int]()
+    rings: dict[int, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if name := re.fullmatch(r"(\d+)\.(?:step|(gloo))|(?:.*\D)?(\d+)", path.name):
+            rank = int(name[1] or name[3])
+            ranks.add(rank)
+            if name[2] or name[3]:
+                rings.setdefault(rank, []).append(path)
     if not ranks:
         raise ConfigError(
             f"{folder}: no traces here; wanted the folder of a run, or its comm.save_traces_folder"
         )
-    return [read_rank(folder, rank) for rank in sorted(ranks)]
+    return [_read_rank(folder, rank, rings.get(rank, ())) for rank in sorted(ranks)]
 
 
-def read_rank(folder: Path, rank: int) -> RankTrace:
-    """Read the traces of one rank in `folder`."""
+def read_rank(folder: Path, rank: int, prefix: str) -> RankTrace:
+    """Read the traces of one rank in `folder`; `prefix` is that of its Flight Recorder."""
+    rings = [folder / f"{rank}.gloo", folder / f"{prefix}{rank}"]
+    return _read_rank(folder, rank, [path for path in rings if path.exists()])
+
+
+def _read_rank(folder: Path, rank: int, of_rings: Sequence[Path]) -> RankTrace:
     step, stack = folder / f"{rank}.step", folder / f"{rank}.stack"
     failure = read_failure(folder / f"{rank}.json")
-    rings = [
-        ring
-        for path in sorted(folder.iterdir())
-        if re.fullmatch(rf"{rank}\.gloo|(.*\D)?{rank}", path.name)
-        and (ring := _read_ring(path)) is not None
-    ]
+    rings = [ring for path in of_rings if (ring := _read_ring(path)) is not None]
     records = [c for ring in rings for c in collectives(ring, failure.groups if failure else {})]
-    noted = step.read_text() if step.exists() else ""
     return RankTrace(
-        **{"rank": rank, **json.loads(noted or "{}")},
+        **{"rank": rank, **(read_note(step) if step.exists() else {})},
         failure=failure,
         crash=read_crash(stack.read_text()) if stack.exists() else "",
         has_ring=bool(rings),
         collectives=sorted(records, key=lambda collective: collective.created),
     )
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """Read the note of a rank's step; empty if the rank was killed before it wrote all of it."""
+    try:
+        note: dict[str, Any] = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    return note
 
 
 def read_failure(path: Path) -> Failure | None:

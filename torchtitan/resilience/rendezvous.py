@@ -209,11 +209,12 @@ class Store(TorchStore):
             time.sleep(POLL_INTERVAL)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
+        self.wait(keys)
+        values: list[bytes] = self._call("multi_get", keys)
+        return values
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+        self._call("multi_set", keys, values)
 
     def has_extended_api(self) -> bool:
         return True

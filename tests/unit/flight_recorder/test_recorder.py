@@ -55,6 +55,16 @@ def test_good_run_leaves_its_steps_alone(tmp_path: Path) -> None:
     assert report(read_traces(tmp_path / "comm_traces")) == ["rank 0 finished at step 2"]
 
 
+def test_a_start_removes_the_tracebacks_of_all_earlier_ones(tmp_path: Path) -> None:
+    for restart in range(3):
+        again = Recorder(CommConfig(), tmp_path, 1, 2, "cpu", restart=restart)
+        with pytest.raises(ValueError, match="wrong"), again:
+            raise ValueError("wrong")
+    assert names(tmp_path) >= {"1.traceback", "1.1.traceback", "1.2.traceback"}
+    with recorder(tmp_path, 1, 2):
+        assert "traceback" not in " ".join(names(tmp_path))
+
+
 def test_error_of_all_ranks_leaves_no_trace(tmp_path: Path) -> None:
     mine = recorder(tmp_path)
     with ExitStack() as stack:
