@@ -7,9 +7,9 @@ against accidents, not against forgery of both file and manifest.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,10 @@ class Manifest:
     """Digest of all tensors, independent of the layout; see `storage`."""
     files: Mapping[str, File]
     format: int = FORMAT
+    start: str = ""
+    """Start of the run that saved a frequent checkpoint (`tiers.History`); empty for others."""
+    nodes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Nodes that hold a file of a frequent checkpoint, if not all do."""
 
     @property
     def bytes(self) -> int:
@@ -70,6 +74,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> File:
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
     """Write the manifest with a hash of its own content."""
     content = asdict(manifest)
+    for key in ("start", "nodes"):  # which other versions do not know
+        if not content[key]:
+            del content[key]
     write_json(checkpoint / MANIFEST, content | {HASH: _hash_of(content)})
 
 

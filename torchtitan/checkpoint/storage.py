@@ -355,6 +355,17 @@ class SavedTensors:
         found = xor_digest(tensor) if self._has_xor else unsigned(int(digest(tensor).item()))
         return found == int(self.index[name]["digest"], 16)
 
+    def files_of(self, name: str, offsets: Sizes, sizes: Sizes) -> set[str]:
+        """Return the files that contain a block of a tensor."""
+        return {
+            file
+            for file, _, at, shape in self.index[name]["pieces"]
+            if all(
+                max(a, b) < min(a + n, b + m)
+                for a, n, b, m in zip(offsets, sizes, at, shape, strict=True)
+            )
+        }
+
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:

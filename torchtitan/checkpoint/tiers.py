@@ -1,0 +1,335 @@
+"""Frequent checkpoints, whose files may lie on the disks of several nodes.
+
+    <folder>/step-40   on each node: the files that it holds, and index, state and manifest
+
+Each node commits a save by itself, so `step-40` on one node says nothing of the others. A
+checkpoint is whole if every file of its manifest is on some node, with the bytes that were saved.
+What a rank reads and its node lacks is sent to it by a node that has it.
+
+A node that was away may come back with checkpoints of steps that the run has trained anew since;
+the history of the run's starts, next to the other checkpoints, tells which ones still count.
+"""
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+from torch import Tensor
+
+from torchtitan.checkpoint.folder import saved_steps, state_file, sweep
+from torchtitan.checkpoint.initial import ResumePoint
+from torchtitan.checkpoint.manifest import (
+    Damaged,
+    File,
+    Manifest,
+    problems_of_files,
+    read_manifest,
+    write_json,
+    write_manifest,
+)
+from torchtitan.checkpoint.nodes import Transfer, find_nodes, transfer
+from torchtitan.checkpoint.placement import blocks_to_load, on_all_ranks, on_rank_0
+from torchtitan.checkpoint.settings import CheckpointConfig
+from torchtitan.checkpoint.start import ResumePolicy
+from torchtitan.checkpoint.storage import INDEX, SavedTensors, Written
+from torchtitan.checkpoint.store import DISK, HISTORY, MANIFEST, OF_NODE
+from torchtitan.logging import logger
+from torchtitan.parallel import World
+
+KEY = "checkpoint.frequent"
+SHOWN = 3
+"""Maximum number of files in a message."""
+Starts = list[tuple[str, int]]
+
+
+def read_history(path: Path) -> Starts:
+    """Return the starts of a run so far: a name for each, and the step that it began at."""
+    try:
+        return [(name, step) for name, step in json.loads(path.read_bytes())["starts"]]
+    except FileNotFoundError:
+        return []
+
+
+def is_past(starts: Starts, start: str, step: int) -> bool:
+    """Whether a step that a start has saved is of the run's past: no later start began before."""
+    names = [name for name, _ in starts]
+    return start in names and all(step <= at for _, at in starts[names.index(start) + 1 :])
+
+
+class Held(NamedTuple):
+    """What one node holds of a checkpoint."""
+
+    expected: int
+    """Number of files in its manifest."""
+    files: Mapping[str, File]
+
+
+class Known(NamedTuple):
+    """What all nodes hold of a checkpoint."""
+
+    manifest: Manifest
+    holders: Mapping[str, set[int]]
+    """Nodes that hold a file, for each of the manifest."""
+
+    def lacking(self) -> list[str]:
+        """Return the files that no node holds."""
+        return [name for name, nodes in self.holders.items() if not nodes]
+
+
+class FrequentTier:
+    """The frequent checkpoints of a run; all methods are called by every rank."""
+
+    def __init__(self, config: CheckpointConfig, dump_folder: Path, world: World) -> None:
+        self.config, self.world = config.frequent, world
+        self.history = config.path_in(dump_folder) / HISTORY
+        full = dump_folder.resolve()
+        own = f"{full.name}-{xxhash.xxh3_64_hexdigest(str(full).encode())[:8]}"
+        about = (own, f".rank-{secrets.token_hex(4)}-", read_history(self.history))
+        own, mark, self.starts = on_rank_0(world, lambda: about)
+        folder = dump_folder / self.config.folder
+        self.folder = folder / own if Path(self.config.folder).is_absolute() else folder
+        host = socket.gethostname()
+        self.nodes = find_nodes(world, self.folder, mark, host, f"{KEY}.folder")
+        self.start = ""
+        self.known: dict[int, Known] = {}
+        self.refused: dict[int, str] = {}
+        """Damaged checkpoints, with the reasons."""
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a checkpoint on this node."""
+        return self.folder / f"step-{step}"
+
+    def holds(self, path: Path | None) -> bool:
+        """Whether a checkpoint is of this tier."""
+        return path is not None and path.parent == self.folder
+
+    # --- what there is ---
+
+    def survey(self) -> None:
+        """Find out which files of which checkpoints there are on which nodes."""
+        by_node = self.nodes.lead(self._held)
+        steps = sorted({step for held in by_node for step in held})
+
+        def first(step: int) -> int:
+            """The node whose manifest counts: one that records a rollback has a file more."""
+            expected = [held[step].expected if step in held else 0 for held in by_node]
+            return expected.index(max(expected))
+
+        own = [step for step in steps if first(step) == self.nodes.own]
+        manifests = self.nodes.lead(lambda: {n: read_manifest(self.path(n)) for n in own})
+        for step in steps:
+            manifest = manifests[first(step)][step]
+            self.known[step] = Known(
+                manifest,
+                {
+                    name: {
+                        node
+                        for node, held in enumerate(by_node)
+                        if step in held and held[step].files.get(name) == file
+                    }
+                    for name, file in manifest.files.items()
+                },
+            )
+        if self.starts and not steps and self.world.rank == 0:
+            message = "%s: no node holds a checkpoint of this run in %s"
+            logger.warning(message, KEY, self.folder)
+
+    def _held(self) -> dict[int, Held]:
+        """Return what this node holds of the run's past, by names and sizes."""
+        found = {}
+        for step, path in saved_steps(self.folder).items():
+            if not (path / MANIFEST).exists():
+                continue  # its files were just being received
+            try:
+                manifest = read_manifest(path)
+            except Damaged as error:
+                logger.error("%s", error)
+                continue
+            if is_past(self.starts, manifest.start, step):
+                files = {n: f for n, f in manifest.files.items() if _size(path / n) == f.bytes}
+                found[step] = Held(len(manifest.files), files)
+        return found
+
+    def whole(self) -> list[int]:
+        """Return the steps of whole checkpoints, as far as known, in order."""
+        return [n for n in self.known if n not in self.refused and not self.known[n].lacking()]
+
+    def choose(self, policy: ResumePolicy, damaged: Mapping[Path, str]) -> ResumePoint:
+        """Choose the starting point of the run over both tiers; see `ResumePolicy.start`."""
+        asked = policy.config.load_step
+        steps = [n for n in self.whole() if asked in (-1, n)]
+        offered = {} if policy.config.resume == "never" else {n: self.path(n) for n in steps[-1:]}
+        for step in offered:
+            self.describe(step)
+
+        def start() -> tuple[ResumePoint, int]:
+            found = policy.start(damaged, offered)
+            return found, next((n for n, path in offered.items() if path == found.path), -1)
+
+        found, step = on_rank_0(self.world, start)
+        # The path of this node, which need not be that of rank 0's.
+        return found if step < 0 else found._replace(path=self.path(step))
+
+    def describe(self, step: int) -> None:
+        """Have the index, state and manifest of a checkpoint on every node."""
+        manifest, path = self.known[step].manifest, self.path(step)
+        self.nodes.lead(lambda: path.mkdir(exist_ok=True))
+        self._send(step, [{INDEX, state_file(manifest)}] * len(self.nodes.ranks))
+
+        def write() -> None:
+            if not (path / MANIFEST).exists() or read_manifest(path) != manifest:
+                write_manifest(path, manifest)
+                DISK.sync(path)
+
+        self.nodes.lead(write)
+
+    def verify(self, step: int) -> str | None:
+        """Read all that nodes hold of a checkpoint; return why it is not whole, None if it is."""
+        known, own = self.known[step], self.nodes.own
+        ranks = self.nodes.ranks[own]
+        here = sorted(name for name, nodes in known.holders.items() if own in nodes)
+        mine = here[ranks.index(self.world.rank) :: len(ranks)]
+
+        def read() -> dict[str, str]:
+            return {
+                name: problem
+                for name in mine
+                for problem in problems_of_files(self.path(step), known.manifest, [name])
+            }
+
+        for rank, damaged in enumerate(self.world.gather(on_all_ranks(self.world, read))):
+            for name, problem in damaged.items():
+                node = self.nodes.of_rank(rank)
+                known.holders[name].discard(node)
+                logger.error("%s: %s", self.nodes.names[node], problem)
+                self.refused |= {step: problem} if not known.holders[name] else {}
+        return self.refused.get(step)
+
+    def _send(self, step: int, needed: Sequence[set[str]]) -> None:
+        """Send each node the files of a checkpoint that it needs, of those that it lacks."""
+        known, ranks, transfers = self.known[step], self.nodes.ranks, []
+        for node, names in enumerate(needed):
+            lacking = sorted(name for name in names if node not in known.holders[name])
+            for number, name in enumerate(lacking):
+                there = sorted(known.holders[name])
+                sender = ranks[there[node % len(there)]]
+                source, target = (
+                    sender[number % len(sender)],
+                    ranks[node][number % len(ranks[node])],
+                )
+                transfers.append(Transfer(source, target, name, known.manifest.files[name]))
+        if transfers:
+            transfer(self.world, self.path(step), transfers)
+            size = sum(each.file.bytes for each in transfers)
+            logger.info("%s: sent %.1f MB from node to node", KEY, size / 1e6)
+        for each in transfers:
+            known.holders[each.name].add(self.nodes.of_rank(each.target))
+
+    def fetch(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Have the files on each node in which its ranks find `tensors`."""
+        saved = SavedTensors(self.path(step))
+        everyones = self.world.gather(sorted(_files_of(tensors, saved)))
+        needed = [{n for rank in ranks for n in everyones[rank]} for ranks in self.nodes.ranks]
+        self._send(step, needed)
+
+    # --- a start ---
+
+    def begin(self, step: int) -> None:
+        """Record that the run starts from a step, and delete what is not of its past."""
+
+        def record() -> str:
+            name = secrets.token_hex(4)
+            self.history.parent.mkdir(parents=True, exist_ok=True)
+            starts = [*read_history(self.history), (name, step)]
+            write_json(self.history, {"folder": str(self.folder), "starts": starts})
+            return name
+
+        self._report(step)
+        self.start = on_rank_0(self.world, record)
+        self.starts = [*self.starts, (self.start, step)]
+        self.nodes.lead(lambda: self._clear(step))
+
+    def _clear(self, step: int) -> None:
+        (self.folder / OF_NODE).touch()
+        for name in sweep(self.folder):
+            logger.info("deleted %s: an unfinished save", self.folder / name)
+        for number, path in saved_steps(self.folder).items():
+            if number in self.refused:
+                logger.error("renamed %s to %s", path, DISK.set_aside(path))
+            elif number > step or not (path / MANIFEST).exists():
+                DISK.delete(path)
+
+    def _report(self, step: int) -> None:
+        """Log the newest checkpoint that cannot be resumed, and what that costs."""
+        lost = [number for number in self.known if number > step and number not in self.whole()]
+        if not lost or self.world.rank:
+            return
+        newest = lost[-1]
+        why = self.refused.get(newest) or "; ".join(self._missing(newest))
+        logger.warning(
+            "%s: step-%d is lost: %s. The run goes on from step %d: %d steps are trained again",
+            *(KEY, newest, why, step, newest - step),
+        )
+
+    def _missing(self, step: int) -> Iterator[str]:
+        manifest, lacking = self.known[step].manifest, self.known[step].lacking()
+        for name in lacking[:SHOWN]:
+            nodes = manifest.nodes.get(name, ())
+            yield f"{name} was on {' and '.join(nodes)}" if nodes else f"{name} is on no node"
+        if len(lacking) > SHOWN:
+            yield f"and {len(lacking) - SHOWN} more files"
+
+    # --- a save ---
+
+    def about_save(self, everyones: Sequence[Written | None]) -> dict[str, Any]:
+        """Return the fields of a manifest that say who holds the files of each rank."""
+        names, is_shared = self.nodes.names, len(self.nodes.ranks) == 1
+        nodes = {
+            one.name: [names[self.nodes.of_rank(rank)]]
+            for rank, one in enumerate(everyones)
+            if one is not None
+        }
+        return {"start": self.start, "nodes": {} if is_shared else nodes}
+
+
+def open_tier(config: CheckpointConfig, dump_folder: Path, world: World) -> FrequentTier | None:
+    """Return the frequent checkpoints of a run; None if it has none."""
+    return FrequentTier(config, dump_folder, world) if config.frequent.interval else None
+
+
+def choose_together(policy: ResumePolicy, world: World) -> ResumePoint:
+    """Choose on all ranks together where the run starts; see `ResumePolicy.start`."""
+    tier = open_tier(policy.config, policy.dump_folder, world)
+    if tier is None:
+        return on_rank_0(world, policy.start)
+    tier.survey()
+    return tier.choose(policy, {})
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None
+
+
+def _files_of(tensors: Mapping[str, Tensor], saved: SavedTensors) -> set[str]:
+    """Return the files in which a checkpoint has what this rank holds of `tensors`."""
+    found = saved.shapes()
+    # Of a replica of the model, which starts as the first if the checkpoint has no other.
+    firsts = {n.split(".", 2)[2]: t for n, t in tensors.items() if n.startswith("replica.")}
+    wanted = {
+        name: tensor
+        for name, tensor in [*tensors.items(), *firsts.items()]
+        if name in found and found[name][1] == tuple(tensor.shape)
+    }
+    return {
+        file
+        for name, offsets, sizes in blocks_to_load(wanted, found)
+        for file in saved.files_of(name, offsets, sizes)
+    }
