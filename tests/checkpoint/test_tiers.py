@@ -1,9 +1,12 @@
-"""Frequent checkpoints beside rare ones, with folders that each node has for itself."""
+"""Frequent checkpoints beside rare ones, in folders that each node has for itself."""
 
+import json
+import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,41 +14,72 @@ from torch import Tensor
 from tests import layouts
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
+from tests.reliability.trials import at_call
 from tests.runs import losses, train
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.tiers import is_past
 from torchtitan.job import JobConfig
+from torchtitan.logging import logger
+
+STEP = "torchtitan.trainer:Trainer.step"
+ALL = (0, 1, 2, 3)
 
 
-def recipe(
-    folder: Path, steps: int, layout: str = "FSDP 2", rare: int = 4, **frequent: Any
-) -> JobConfig:
-    """A run that is saved at every second step, and for good at every fourth."""
+class Ended(NamedTuple):
+    """A rank that trained to the end."""
+
+    weights: dict[str, Tensor]
+    said: list[str]
+
+
+class Death(NamedTuple):
+    """Ranks that are killed when they call a function for the n-th time."""
+
+    place: str
+    number: int
+    ranks: tuple[int, ...] = ALL
+
+
+def recipe(folder: Path, layout: str = "FSDP 2", mode: str = "disabled", **keys: Any) -> JobConfig:
+    """Eight steps, each of which is saved, and every fourth for good."""
+    frequent = {"interval": 1, "folder": str(folder / "disk")} | keys
     sections: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(folder / "run")},
-        "training": {"steps": steps},
-        "lr_scheduler": {"total_steps": 8},
-        "checkpoint": {
-            "enable": True,
-            "interval": rare,
-            "frequent": {"interval": 1, "folder": str(folder / "disk")} | frequent,
-        },
+        "training": {"steps": 8},
+        "checkpoint": {"enable": True, "interval": 4, "async_mode": mode, "frequent": frequent},
     }
     return layouts.job(LAYOUTS[layout], "AdamW", **sections)
 
 
-def on_nodes(job: JobConfig, each: int = 1, order: tuple[int, ...] = ()) -> dict[str, Tensor]:
-    """Train on nodes of `each` ranks, whose disks are folders; `order`: of the disks."""
-    node = dist.get_rank() // each
-    node = order[node] if order else node
+def on_nodes(job: JobConfig, disks: tuple[int, ...], death: Death | None = None) -> Ended:
+    """Train on nodes whose disks are folders; `disks`: that of each rank."""
+    rank, said = dist.get_rank(), list[str]()
     frequent = job.checkpoint.frequent
-    own = frequent.model_copy(update={"folder": f"{frequent.folder}-{node}"})
+    own = frequent.model_copy(update={"folder": f"{frequent.folder}-{disks[rank]}"})
     checkpoint = job.checkpoint.model_copy(update={"frequent": own})
-    return train(job.model_copy(update={"checkpoint": checkpoint}))
+    if death and rank in death.ranks:
+        at_call(death.place, death.number)()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return Ended(train(job.model_copy(update={"checkpoint": checkpoint})), said)
+
+
+def run(job: JobConfig, *disks: int) -> Ended:
+    """Train to the end, on ranks with these disks; what rank 0 says."""
+    return run_ranks(on_nodes, len(disks), job, disks or (0, 1))[0]
+
+
+def killed(job: JobConfig, death: Death, *disks: int) -> None:
+    """Train until ranks die."""
+    with pytest.raises(AssertionError, match="ended with status -9"):
+        run_ranks(on_nodes, len(disks), job, disks, death)
 
 
 def disk(folder: Path, node: int) -> Path:
-    """The folder of the frequent checkpoints of a node."""
+    """The folder of the frequent checkpoints on a disk."""
     (found,) = (folder / f"disk-{node}").iterdir()
     return found
 
@@ -58,16 +92,172 @@ def held(folder: Path, node: int) -> dict[int, list[int]]:
     }
 
 
-def stopped(folder: Path, after: int, steps: int = 8, **keys: Any) -> None:
-    """A run that ended without its last save, as if it was killed `after` a step."""
-    run_ranks(on_nodes, 2, recipe(folder, after, **keys))
-    shutil.rmtree(folder / f"run/checkpoint/step-{after}")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    """A run on two nodes that is never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(recipe(folder), 0, 1)
 
 
-def test_frequent(tmp_path: Path) -> None:
-    run_ranks(on_nodes, 2, recipe(tmp_path, 8))
-    print(held(tmp_path, 0), held(tmp_path, 1))
-    print(saved_steps(tmp_path / "run/checkpoint"))
-    print((tmp_path / "run/checkpoint/frequent.json").read_text())
-    print(read_manifest(disk(tmp_path, 0) / "step-7"))
-    assert 0
+@pytest.fixture(scope="module")
+def after_7(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two nodes that is killed after its seventh step."""
+    folder = tmp_path_factory.mktemp("killed")
+    killed(recipe(folder), Death(STEP, 8), 0, 1)
+    return folder
+
+
+def copied(source: Path, target: Path, *lost: int) -> None:
+    """Copy the folders of a run, whose disks have names by it, without those of lost nodes."""
+    for path in source.iterdir():
+        shutil.copytree(path, target / path.name)
+    for node in range(2):
+        # The name says which run they are of, by its path, which is another now.
+        own = disk(target, node)
+        shutil.move(own, own.with_name(name_of(target)))
+    for node in lost:
+        shutil.rmtree(target / f"disk-{node}")
+
+
+def name_of(folder: Path) -> str:
+    import xxhash
+
+    full = (folder / "run").resolve()
+    return f"run-{xxhash.xxh3_64_hexdigest(str(full).encode())[:8]}"
+
+
+def is_the_same(folder: Path, ended: Ended, whole: tuple[Path, Ended]) -> None:
+    """A run that was broken ended with every bit of one that was not."""
+    assert losses(folder / "run") == losses(whole[0] / "run")
+    assert all(torch.equal(ended.weights[name], w) for name, w in whole[1].weights.items())
+
+
+def test_each_node_keeps_few_files_of_its_own(whole: tuple[Path, Ended]) -> None:
+    folder, _ = whole
+    # Step 8 is due in both tiers, and is saved once.
+    assert held(folder, 0) == {6: [0], 7: [0]}
+    assert held(folder, 1) == {6: [1], 7: [1]}
+    assert list(saved_steps(folder / "run/checkpoint")) == [4, 8]
+    manifests = [read_manifest(disk(folder, node) / "step-7") for node in (0, 1)]
+    assert manifests[0] == manifests[1]
+    assert [name.split()[1] for (name,) in manifests[0].nodes.values()] == ["0", "1"]
+    rare = json.loads((folder / "run/checkpoint/step-8/manifest.json").read_text())
+    assert not {"start", "nodes"} & rare.keys()  # as any version reads it
+
+
+def test_resumes_from_local_disks(after_7: Path, tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+    copied(after_7, tmp_path)
+    ended = run(recipe(tmp_path), 0, 1)
+    assert f"resumed from {disk(tmp_path, 0)}/step-7 at step 7" in ended.said
+    # Only what the other rank has written for both: counters of the optimizer.
+    assert any("sent 0.0 MB from node to node" in line for line in ended.said)
+    assert not any("lost" in line for line in ended.said)
+    is_the_same(tmp_path, ended, whole)
+
+
+def test_nodes_in_another_order_send_each_other_their_files(
+    after_7: Path, tmp_path: Path, whole: tuple[Path, Ended]
+) -> None:
+    copied(after_7, tmp_path)
+    ended = run(recipe(tmp_path), 1, 0)
+    assert any("sent 0.5 MB from node to node" in line for line in ended.said)
+    assert not list(disk(tmp_path, 0).glob("*/received-*"))
+    is_the_same(tmp_path, ended, whole)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_lost_node_costs_the_steps_since_the_rare_checkpoint(
+    lost: int, after_7: Path, tmp_path: Path, whole: tuple[Path, Ended]
+) -> None:
+    copied(after_7, tmp_path, lost)
+    ended = run(recipe(tmp_path), 0, 1)
+    (line,) = (line for line in ended.said if "is lost" in line)
+    assert line.startswith(
+        f"checkpoint.frequent: step-7 is lost: rank-{lost}.safetensors was on node {lost} ("
+    )
+    assert line.endswith("). The run goes on from step 4: 3 steps are trained again")
+    is_the_same(tmp_path, ended, whole)
+    assert held(tmp_path, 1 - lost) == {6: [1 - lost], 7: [1 - lost]}
+
+
+def test_no_disk_is_left(after_7: Path, tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+    copied(after_7, tmp_path, 0, 1)
+    ended = run(recipe(tmp_path), 0, 1)
+    assert any("no node holds a checkpoint of this run" in line for line in ended.said)
+    is_the_same(tmp_path, ended, whole)
+
+
+def test_node_that_comes_back_does_not_bring_back_the_past(
+    after_7: Path, tmp_path: Path, whole: tuple[Path, Ended]
+) -> None:
+    copied(after_7, tmp_path)
+    for node in range(2):
+        shutil.move(tmp_path / f"disk-{node}", tmp_path / f"away-{node}")
+    killed(recipe(tmp_path), Death(STEP, 2), 0, 1)  # from step 4, after step 5
+    for node in range(2):
+        shutil.rmtree(tmp_path / f"disk-{node}")
+        shutil.move(tmp_path / f"away-{node}", tmp_path / f"disk-{node}")
+    ended = run(recipe(tmp_path), 0, 1)
+    assert f"resumed from {tmp_path}/run/checkpoint/step-4 at step 4" in ended.said
+    is_the_same(tmp_path, ended, whole)
+
+
+def test_past_of_a_run() -> None:
+    starts = [("a", 0), ("b", 4), ("c", 6)]
+    assert [is_past(starts, "a", step) for step in (3, 4, 5)] == [True, True, False]
+    assert [is_past(starts, "b", step) for step in (6, 7)] == [True, False]
+    assert is_past(starts, "c", 9)
+    assert not is_past(starts, "d", 1)
+
+
+def test_damaged_file_is_named_and_the_one_before_is_used(
+    after_7: Path, tmp_path: Path, whole: tuple[Path, Ended]
+) -> None:
+    copied(after_7, tmp_path)
+    path = disk(tmp_path, 1) / "step-7/rank-1.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    ended = run(recipe(tmp_path), 0, 1)
+    (line,) = (line for line in ended.said if "is lost" in line)
+    assert f"step-7 is lost: {path}: damaged: its bytes differ from those saved. The run" in line
+    assert line.endswith("goes on from step 6: 1 steps are trained again")
+    assert (disk(tmp_path, 1) / "step-7.damaged").is_dir()
+    is_the_same(tmp_path, ended, whole)
+
+
+@pytest.mark.parametrize(
+    ("layout", "disks"),
+    [("TP 2", (0, 1)), ("one rank, accumulating 8", (0,))],
+)
+def test_another_layout(
+    layout: str, disks: tuple[int, ...], after_7: Path, tmp_path: Path, whole: tuple[Path, Ended]
+) -> None:
+    copied(after_7, tmp_path)
+    ended = run(recipe(tmp_path, layout), *disks)
+    step = 7 if len(disks) == 2 else 4
+    assert any(f"step-{step} at step {step}" in line for line in ended.said)
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole[0] / "run"), rel=1e-5)
+
+
+DEATHS = {
+    "before a byte": Death("torchtitan.checkpoint.saver:write_file", 6, (1,)),
+    "before the manifest of one node": Death(
+        "torchtitan.checkpoint.saver:write_manifest_of", 5, (1,)
+    ),
+    "before one node has committed": Death("torchtitan.checkpoint.store:Disk.commit", 5, (1,)),
+    "while it is read back": Death("torchtitan.checkpoint.saver:_read_back", 6, (0,)),
+    "while an old one is deleted": Death("torchtitan.checkpoint.store:Disk.delete", 2, (1,)),
+}
+"""Of the sixth step, or the fifth of those that the second node commits."""
+
+
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.gate)])
+@pytest.mark.parametrize("when", DEATHS)
+def test_killed_during_a_save(
+    when: str, mode: str, tmp_path: Path, whole: tuple[Path, Ended]
+) -> None:
+    killed(recipe(tmp_path, mode=mode), DEATHS[when], 0, 1)
+    ended = run(recipe(tmp_path, mode=mode), 0, 1)
+    assert any(line.startswith("resumed from") for line in ended.said)
+    is_the_same(tmp_path, ended, whole)

@@ -15,6 +15,7 @@ from torchtitan.checkpoint.nodes import RankZero
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
 from torchtitan.checkpoint.saver import Retention, Saver
 from torchtitan.checkpoint.start import ResumePolicy, taken
+from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checkpoint.store import store_of
 from torchtitan.checkpoint.tiers import open_tier
 from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert
@@ -87,7 +88,7 @@ class Checkpointer:
             logger.info("starting from the weights of %s (format %s)", start.path, start.format)
         elif start.path is not None:
             saved = on_all_ranks(self.world, lambda: open_initial(start, self.choice.recipe))
-            self._fetch(start.path)
+            self._fetch(saved)
             self._restore(saved, self.config.exclude_from_loading)
             if saved.data is None:
                 advice = "data.skip_samples = -1 skips the samples that it was trained on"
@@ -151,7 +152,8 @@ class Checkpointer:
         damaged: dict[Path, str] = {}
         tier = self.frequent
         while start.path and start.format == "ours" and (found := self._problems_of(start.path)):
-            damaged[start.path] = found[0]
+            if not (tier and tier.holds(start.path)):
+                damaged[start.path] = found[0]
             if not start.is_resume:
                 raise ConfigError(f"checkpoint.initial_load_path: {found[0]}")
             if tier:
@@ -160,10 +162,11 @@ class Checkpointer:
                 start = on_rank_0(self.world, lambda: self.choice.start(damaged))
         return start
 
-    def _fetch(self, path: Path) -> None:
-        """Have what this node's ranks will read of a checkpoint on its disk."""
-        if self.frequent and self.frequent.holds(path):
-            self.frequent.fetch(step_of(path), self.contents.tensors())
+    def _fetch(self, saved: SavedRun) -> None:
+        """Have what ranks will read of a checkpoint on the disks of their nodes."""
+        if self.frequent and self.frequent.holds(saved.path):
+            assert isinstance(saved.tensors, SavedTensors), "a frequent checkpoint is ours"
+            self.frequent.fetch(step_of(saved.path), saved.tensors, self.contents.tensors())
 
     def _now_at(self, step: int) -> None:
         """Let a step that was loaded count as saved."""
@@ -218,7 +221,7 @@ class Checkpointer:
         leaders.lead(lambda: self._record_rollback(path, data))
         on_rank_0(self.world, lambda: self._delete_skipped(before_step))
         saved = on_all_ranks(self.world, lambda: open_run(path))
-        self._fetch(path)
+        self._fetch(saved)
         self._restore(saved)
         if self.frequent:
             self.frequent.begin(self.state.step)

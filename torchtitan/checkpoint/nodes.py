@@ -1,23 +1,20 @@
-"""Nodes of a run, as far as a folder on their disks tells them apart, and files sent between them.
+"""Nodes of a run, as far as a folder on their disks tells them apart, and bytes sent between them.
 
 Ranks that see the same files at a path are a node; one of them leads. If the path is on a disk that
 all share, there is one node.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor
 
-from torchtitan.checkpoint.manifest import File
+from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
-from torchtitan.checkpoint.store import DISK
 from torchtitan.config import ConfigError
-from torchtitan.logging import logger
 from torchtitan.parallel import World
 
 CHUNK = 8 * 2**20
@@ -94,33 +91,41 @@ def find_nodes(world: World, folder: Path, mark: str, host: str, key: str) -> No
     return Nodes(world, ranks, [f"node {n} ({name})" for n, name in enumerate(hosts)])
 
 
+class Span(NamedTuple):
+    """Bytes of a file."""
+
+    name: str
+    begin: int
+    size: int
+
+
 class Transfer(NamedTuple):
-    """A file that one rank sends to another, from and to the same path of their disks."""
+    """Bytes that one rank reads in a folder and sends to another, one span after the other."""
 
     source: int
     target: int
-    name: str
-    file: File
+    spans: tuple[Span, ...]
 
 
-def transfer(world: World, folder: Path, transfers: Sequence[Transfer]) -> None:
-    """Carry out transfers, of which every rank knows all, between the nodes of `folder`.
+def transfer(
+    world: World, folder: Path, transfers: Sequence[Transfer], take: Callable[[memoryview], object]
+) -> None:
+    """Carry out transfers, of which every rank knows all; `take` is called with what arrives here.
 
     Raises:
         OSError: if a disk failed; all ranks raise it.
-        ConfigError: if the bytes received are not those that were saved.
+        Damaged: if bytes could not be read, or arrive as others.
     """
     problems: list[Exception] = []
     # All ranks follow one order, so the first pair that is not done can always proceed.
     for each in transfers:
-        path = folder / each.name
-        if each.source == world.rank:
-            send_file(path, each.file.bytes, each.target, world.slow_group)
-        if each.target == world.rank:
-            try:
-                receive_file(path, each.file, each.source, world.slow_group)
-            except (OSError, ConfigError) as error:
-                problems.append(error)
+        try:
+            if each.source == world.rank:
+                send(folder, each, world.slow_group)
+            if each.target == world.rank:
+                receive(folder, each, world.slow_group, take)
+        except (OSError, Damaged) as error:
+            problems.append(error)
 
     def settle() -> None:
         for problem in problems:
@@ -129,43 +134,77 @@ def transfer(world: World, folder: Path, transfers: Sequence[Transfer]) -> None:
     on_all_ranks(world, settle)
 
 
-def send_file(path: Path, size: int, rank: int, group: "dist.ProcessGroup") -> None:
-    """Send a file of `size` bytes; zeros in place of what cannot be read, which its hash shows."""
-    for begin in range(0, size, CHUNK):
-        dist.send(_chunk(path, begin, min(CHUNK, size - begin)), rank, group)
+def messages(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Divide spans into messages, none of more than `CHUNK` bytes."""
+    message: list[Span] = []
+    for name, begin, size in spans:
+        for at in range(0, size, CHUNK):
+            part = Span(name, begin + at, min(CHUNK, size - at))
+            if sum(each.size for each in message) + part.size > CHUNK:
+                yield message
+                message = []
+            message.append(part)
+    if message:
+        yield message
 
 
-def _chunk(path: Path, begin: int, count: int) -> Tensor:
-    data = bytearray(count)
-    try:
-        with path.open("rb") as file:
-            file.seek(begin)
-            file.readinto(data)
-    except OSError as error:
-        logger.error("%s", error)
-    return torch.frombuffer(data, dtype=torch.uint8)
+def send(folder: Path, transfer: Transfer, group: "dist.ProcessGroup") -> None:
+    """Send spans and their hash; all messages are sent even if a disk fails, as they are awaited.
 
-
-def receive_file(path: Path, expected: File, rank: int, group: "dist.ProcessGroup") -> None:
-    """Receive a file, flushed to disk under its name only if it is what was saved.
-
-    All of it is received even if the disk fails, as the sender waits for that.
+    Raises:
+        OSError: if the disk failed; the hash sent is then wrong.
     """
-    new, state, problem = path.with_name(f"{path.name}.new"), xxhash.xxh3_128(), None
-    for begin in range(0, expected.bytes, CHUNK):
-        part = torch.empty(min(CHUNK, expected.bytes - begin), dtype=torch.uint8)
-        dist.recv(part, rank, group)
+    state, problem = xxhash.xxh3_128(), None
+    for message in messages(transfer.spans):
+        data = bytearray(sum(span.size for span in message))
+        try:
+            if problem is None:
+                _read_into(memoryview(data), folder, message)
+        except OSError as error:
+            problem = error
+        state.update(data)
+        dist.send(torch.frombuffer(data, dtype=torch.uint8), transfer.target, group)
+    proof = bytearray(len(state.digest())) if problem else bytearray(state.digest())
+    dist.send(torch.frombuffer(proof, dtype=torch.uint8), transfer.target, group)
+    if problem:
+        raise problem
+
+
+def _read_into(data: memoryview, folder: Path, spans: Sequence[Span]) -> None:
+    for span in spans:
+        with (folder / span.name).open("rb") as file:
+            file.seek(span.begin)
+            if file.readinto(data[: span.size]) != span.size:
+                raise OSError(f"{folder / span.name}: it ends early")
+        data = data[span.size :]
+
+
+def receive(
+    folder: Path,
+    transfer: Transfer,
+    group: "dist.ProcessGroup",
+    take: Callable[[memoryview], object],
+) -> None:
+    """Receive what `send` sends, all of it even if `take` fails.
+
+    Raises:
+        OSError: as `take` does.
+        Damaged: if it is not what was read.
+    """
+    state, problem = xxhash.xxh3_128(), None
+    for message in messages(transfer.spans):
+        part = torch.empty(sum(span.size for span in message), dtype=torch.uint8)
+        dist.recv(part, transfer.source, group)
         data = memoryview(part.numpy())  # type: ignore[arg-type]
         state.update(data)
         try:
-            with new.open("ab" if begin else "wb") as file:
-                file.write(data)
-                DISK.flush(file)
+            if problem is None:
+                take(data)
         except OSError as error:
-            problem = problem or error
+            problem = error
+    proof = torch.empty(len(state.digest()), dtype=torch.uint8)
+    dist.recv(proof, transfer.source, group)
     if problem:
         raise problem
-    if state.hexdigest() != expected.xxh3_128:
-        raise ConfigError(f"{path}: damaged: rank {rank} sent other bytes than were saved")
-    new.replace(path)
-    DISK.sync(path.parent)
+    if proof.numpy().tobytes() != state.digest():
+        raise Damaged(f"{folder}: rank {transfer.source} could not send its files")

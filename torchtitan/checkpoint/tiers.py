@@ -15,6 +15,8 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +31,11 @@ from torchtitan.checkpoint.manifest import (
     Manifest,
     problems_of_files,
     read_manifest,
+    read_whole,
     write_json,
     write_manifest,
 )
-from torchtitan.checkpoint.nodes import Transfer, find_nodes, transfer
+from torchtitan.checkpoint.nodes import Span, Transfer, find_nodes, transfer
 from torchtitan.checkpoint.placement import blocks_to_load, on_all_ranks, on_rank_0
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.start import ResumePolicy
@@ -120,10 +123,10 @@ class FrequentTier:
             expected = [held[step].expected if step in held else 0 for held in by_node]
             return expected.index(max(expected))
 
-        own = [step for step in steps if first(step) == self.nodes.own]
-        manifests = self.nodes.lead(lambda: {n: read_manifest(self.path(n)) for n in own})
         for step in steps:
-            manifest = manifests[first(step)][step]
+            leader = self.nodes.ranks[first(step)][0]
+            mine = read_manifest(self.path(step)) if leader == self.world.rank else None
+            manifest: Manifest = self.world.broadcast_object(mine, leader)
             self.known[step] = Known(
                 manifest,
                 {
@@ -177,14 +180,27 @@ class FrequentTier:
 
     def describe(self, step: int) -> None:
         """Have the index, state and manifest of a checkpoint on every node."""
-        manifest, path = self.known[step].manifest, self.path(step)
-        self.nodes.lead(lambda: path.mkdir(exist_ok=True))
-        self._send(step, [{INDEX, state_file(manifest)}] * len(self.nodes.ranks))
+        known, path = self.known[step], self.path(step)
+        manifest = known.manifest
+        names = (INDEX, state_file(manifest))
+        lacking = {name: set(range(self.nodes.count)) - known.holders[name] for name in names}
+        if not any(lacking.values()):
+            return
+        found: dict[str, bytes] = {}
+        for name in names:
+            source = self.nodes.ranks[min(known.holders[name])][0]
+            read = partial(read_whole, path, manifest, name)
+            mine = on_all_ranks(self.world, read if self.world.rank == source else lambda: b"")
+            found[name] = self.world.broadcast_object(mine, source)
+            known.holders[name].update(range(self.nodes.count))
 
         def write() -> None:
-            if not (path / MANIFEST).exists() or read_manifest(path) != manifest:
-                write_manifest(path, manifest)
-                DISK.sync(path)
+            path.mkdir(exist_ok=True)
+            for name, data in found.items():
+                if self.nodes.own in lacking[name]:
+                    DISK.write(path / name, data)
+            write_manifest(path, manifest)
+            DISK.sync(path)
 
         self.nodes.lead(write)
 
@@ -210,32 +226,34 @@ class FrequentTier:
                 self.refused |= {step: problem} if not known.holders[name] else {}
         return self.refused.get(step)
 
-    def _send(self, step: int, needed: Sequence[set[str]]) -> None:
-        """Send each node the files of a checkpoint that it needs, of those that it lacks."""
-        known, ranks, transfers = self.known[step], self.nodes.ranks, []
-        for node, names in enumerate(needed):
-            lacking = sorted(name for name in names if node not in known.holders[name])
-            for number, name in enumerate(lacking):
-                there = sorted(known.holders[name])
-                sender = ranks[there[node % len(there)]]
-                source, target = (
-                    sender[number % len(sender)],
-                    ranks[node][number % len(ranks[node])],
-                )
-                transfers.append(Transfer(source, target, name, known.manifest.files[name]))
-        if transfers:
-            transfer(self.world, self.path(step), transfers)
-            size = sum(each.file.bytes for each in transfers)
-            logger.info("%s: sent %.1f MB from node to node", KEY, size / 1e6)
-        for each in transfers:
-            known.holders[each.name].add(self.nodes.of_rank(each.target))
+    def fetch(self, step: int, saved: SavedTensors, tensors: Mapping[str, Tensor]) -> None:
+        """Have what ranks will read of `tensors`, and their nodes lack, sent to their disks."""
+        known, own = self.known[step], self.nodes.own
+        places = dict.fromkeys(_places(tensors, saved))
+        needed = [span for span in places if own not in known.holders[span.name]]
+        transfers = list(self._transfers(known, self.world.gather(needed)))
+        if not transfers:
+            return
+        name = f"received-{self.world.rank}"
+        with (self.path(step) / name).open("wb") as file:
+            transfer(self.world, self.path(step), transfers, file.write)
+        mine = [span for each in transfers if each.target == self.world.rank for span in each.spans]
+        ends = accumulate(span.size for span in mine)
+        for span, end in zip(mine, ends, strict=True):
+            saved.moved[span.name, span.begin] = name, end - span.size
+        size = sum(span.size for each in transfers for span in each.spans)
+        logger.info("%s: sent %.1f MB from node to node", KEY, size / 1e6)
 
-    def fetch(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Have the files on each node in which its ranks find `tensors`."""
-        saved = SavedTensors(self.path(step))
-        everyones = self.world.gather(sorted(_files_of(tensors, saved)))
-        needed = [{n for rank in ranks for n in everyones[rank]} for ranks in self.nodes.ranks]
-        self._send(step, needed)
+    def _transfers(self, known: Known, needed: Sequence[Sequence[Span]]) -> Iterator[Transfer]:
+        """Yield the transfers of what each rank needs, each from one rank of a node that has it."""
+        for target, spans in enumerate(needed):
+            by_source: dict[int, list[Span]] = {}
+            for span in spans:
+                there = sorted(known.holders[span.name])
+                ranks = self.nodes.ranks[there[target % len(there)]]
+                by_source.setdefault(ranks[target % len(ranks)], []).append(span)
+            for source in sorted(by_source):
+                yield Transfer(source, target, tuple(by_source[source]))
 
     # --- a start ---
 
@@ -256,6 +274,8 @@ class FrequentTier:
 
     def _clear(self, step: int) -> None:
         (self.folder / OF_NODE).touch()
+        for path in self.folder.glob("step-*/received-*"):
+            path.unlink()
         for name in sweep(self.folder):
             logger.info("deleted %s: an unfinished save", self.folder / name)
         for number, path in saved_steps(self.folder).items():
@@ -318,8 +338,8 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _files_of(tensors: Mapping[str, Tensor], saved: SavedTensors) -> set[str]:
-    """Return the files in which a checkpoint has what this rank holds of `tensors`."""
+def _places(tensors: Mapping[str, Tensor], saved: SavedTensors) -> Iterator[Span]:
+    """Yield the pieces in which a checkpoint has what this rank holds of `tensors`."""
     found = saved.shapes()
     # Of a replica of the model, which starts as the first if the checkpoint has no other.
     firsts = {n.split(".", 2)[2]: t for n, t in tensors.items() if n.startswith("replica.")}
@@ -328,8 +348,5 @@ def _files_of(tensors: Mapping[str, Tensor], saved: SavedTensors) -> set[str]:
         for name, tensor in [*tensors.items(), *firsts.items()]
         if name in found and found[name][1] == tuple(tensor.shape)
     }
-    return {
-        file
-        for name, offsets, sizes in blocks_to_load(wanted, found)
-        for file in saved.files_of(name, offsets, sizes)
-    }
+    for block in blocks_to_load(wanted, found):
+        yield from starmap(Span, saved.places(*block))
