@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import layouts
+from tests import layouts, tiny
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.reliability.trials import at_call
@@ -19,8 +19,10 @@ from tests.runs import losses, train
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.tiers import is_past
+from torchtitan.checkpoint.weights.opening import find
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
+from torchtitan.tools.cli import main
 
 STEP = "torchtitan.trainer:Trainer.step"
 ALL = (0, 1, 2, 3)
@@ -41,7 +43,9 @@ class Death(NamedTuple):
     ranks: tuple[int, ...] = ALL
 
 
-def recipe(folder: Path, layout: str = "FSDP 2", mode: str = "disabled", **keys: Any) -> JobConfig:
+def recipe(
+    folder: Path, /, layout: str = "FSDP 2", mode: str = "disabled", **keys: Any
+) -> JobConfig:
     """Eight steps, each of which is saved, and every fourth for good."""
     frequent = {"interval": 1, "folder": str(folder / "disk")} | keys
     sections: dict[str, dict[str, Any]] = {
@@ -53,10 +57,11 @@ def recipe(folder: Path, layout: str = "FSDP 2", mode: str = "disabled", **keys:
 
 
 def on_nodes(job: JobConfig, disks: tuple[int, ...], death: Death | None = None) -> Ended:
-    """Train on nodes whose disks are folders; `disks`: that of each rank."""
+    """Train on nodes whose disks are folders; `disks`: that of each rank, if there are several."""
     rank, said = dist.get_rank(), list[str]()
     frequent = job.checkpoint.frequent
-    own = frequent.model_copy(update={"folder": f"{frequent.folder}-{disks[rank]}"})
+    folder = f"{frequent.folder}-{disks[rank]}" if disks else frequent.folder
+    own = frequent.model_copy(update={"folder": folder})
     checkpoint = job.checkpoint.model_copy(update={"frequent": own})
     if death and rank in death.ranks:
         at_call(death.place, death.number)()
@@ -65,6 +70,11 @@ def on_nodes(job: JobConfig, disks: tuple[int, ...], death: Death | None = None)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     return Ended(train(job.model_copy(update={"checkpoint": checkpoint})), said)
+
+
+def shared(job: JobConfig, death: Death | None = None) -> Ended:
+    """Train on ranks that see the same disks."""
+    return on_nodes(job, (), death)
 
 
 def run(job: JobConfig, *disks: int) -> Ended:
@@ -202,6 +212,17 @@ def test_node_that_comes_back_does_not_bring_back_the_past(
     is_the_same(tmp_path, ended, whole)
 
 
+def test_replicas_on_the_next_node_outlive_one(tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+    job = recipe(tmp_path, replicas=1)
+    killed(job, Death(STEP, 8), 0, 1)
+    assert held(tmp_path, 0)[6] == held(tmp_path, 1)[6] == [0, 1]
+    shutil.rmtree(tmp_path / "disk-0")
+    ended = run(job, 0, 1)
+    # Of step 7 there may be copies already.
+    assert any(f"resumed from {disk(tmp_path, 0)}/step-" in line for line in ended.said)
+    is_the_same(tmp_path, ended, whole)
+
+
 def test_past_of_a_run() -> None:
     starts = [("a", 0), ("b", 4), ("c", 6)]
     assert [is_past(starts, "a", step) for step in (3, 4, 5)] == [True, True, False]
@@ -261,3 +282,75 @@ def test_killed_during_a_save(
     ended = run(recipe(tmp_path, mode=mode), 0, 1)
     assert any(line.startswith("resumed from") for line in ended.said)
     is_the_same(tmp_path, ended, whole)
+
+
+def test_tools_tell_what_is_on_this_node(
+    after_7: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied(after_7, tmp_path)
+    own = disk(tmp_path, 0)
+    history = tmp_path / "run/checkpoint/frequent.json"
+    told = json.loads(history.read_text()) | {"folder": str(own)}
+    history.write_text(json.dumps(told))
+    assert main(["checkpoint", "ls", str(tmp_path / "run")]) == 0
+    rows = capsys.readouterr().out
+    assert [f"step-{step}" in rows for step in (4, 5, 6, 7)] == [True] * 4
+    assert rows.count("1 of 4 files are on node 1 (") == 3
+    assert main(["checkpoint", "verify", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{tmp_path}/run/checkpoint/step-4: OK"
+    assert f"{own}/step-7: OK, as far as it is here: 1 of 4 files are on node 1 (" in lines[3]
+    # What starts from a run's newest checkpoint takes one that is whole.
+    assert find(tmp_path / "run")[-1].name == "step-4"
+    data = (own / "step-7/rank-0.safetensors").read_bytes()
+    (own / "step-7/rank-0.safetensors").write_bytes(data[:-1] + b"?")
+    assert main(["checkpoint", "verify", str(own)]) == 1
+    assert "step-7/rank-0.safetensors: damaged" in capsys.readouterr().out
+
+
+def test_folder_that_all_share_is_one_node(tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+    job = recipe(tmp_path, folder="often")
+    with pytest.raises(AssertionError, match="ended with status -9"):
+        run_ranks(shared, 2, job, Death(STEP, 7))
+    folder = tmp_path / "run/often"
+    assert max(saved_steps(folder)) == 6
+    assert len(list((folder / "step-6").glob("rank-*"))) == 2
+    alone = recipe(tmp_path, "one rank, accumulating 8", folder="often")
+    ended = run_ranks(shared, 1, alone)[0]
+    assert f"resumed from {folder}/step-6 at step 6" in ended.said
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole[0] / "run"), rel=1e-5)
+    assert [path.parent.name for path in find(tmp_path / "run", True)][-1] == "often"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "interval: wanted less than the 4 steps of checkpoint.interval, or 0": ({"interval": 4}, {}),
+    "folder: wanted another folder than that of checkpoint.folder, and none inside the other": (
+        {"interval": 1, "folder": "checkpoint"},
+        {},
+    ),
+    "folder: wanted a folder on a disk; only checkpoint.folder may be a URL": (
+        {"interval": 1, "folder": "s3://bucket/often"},
+        {},
+    ),
+    "folder: wanted an absolute path, or a folder inside job.dump_folder": (
+        {"interval": 1, "folder": "../often"},
+        {},
+    ),
+    "interval: it has no effect while checkpoint.enable is false": (
+        {"interval": 1},
+        {"enable": False},
+    ),
+    "keep_latest_k: it has no effect while checkpoint.frequent.interval is 0": (
+        {"keep_latest_k": 3},
+        {},
+    ),
+    "replicas: it has no effect while checkpoint.frequent.interval is 0": ({"replicas": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refuses(message: str, tmp_path: Path) -> None:
+    frequent, checkpoint = REFUSED[message]
+    keys = {"enable": True, "interval": 4, "frequent": frequent} | checkpoint
+    found = tiny.problems(tiny.job(tmp_path, checkpoint=keys))
+    assert f"checkpoint.frequent.{message}" in [f"{p.path}: {p.message}" for p in found]

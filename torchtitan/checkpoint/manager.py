@@ -60,7 +60,10 @@ class Checkpointer:
         if tier := self.frequent:
             keep, leaders = Retention(tier.config.keep_latest_k), tier.nodes
             self.savers.append(
-                Saver(self.config, tier.folder, world, keep, leaders, tier.about_save)
+                Saver(
+                    *(self.config, tier.folder, world, keep, leaders, tier.about_save),
+                    spread=tier.spread,
+                )
             )
         self.foreign: set[int] = set()
         """Steps of checkpoints of a run that went further than `load_step`."""

@@ -139,10 +139,17 @@ def read_whole(checkpoint: Path, manifest: Manifest, name: str) -> bytes:
     return data
 
 
+def elsewhere(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """Return the files of a frequent checkpoint that are not here, but on other nodes."""
+    return [name for name in manifest.nodes if not (checkpoint / name).exists()]
+
+
 def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
     """Yield the files that are missing or have another size, without reading any."""
-    size_of = store_of(checkpoint).sizes(checkpoint)
+    size_of, others = store_of(checkpoint).sizes(checkpoint), elsewhere(checkpoint, manifest)
     for name, file in manifest.files.items():
+        if name in others:
+            continue
         try:
             size = size_of(name)
         except OSError as error:
@@ -155,12 +162,15 @@ def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
 def problems_of_files(
     checkpoint: Path, manifest: Manifest, names: Iterable[str] | None = None, cached: bool = True
 ) -> Iterator[str]:
-    """Yield the files, of all or of `names`, whose size or hash differs from the manifest.
+    """Yield the files, of all here or of `names`, whose size or hash differs from the manifest.
 
     Args:
         cached: whether to accept the kernel's page cache; False reads the disk.
     """
-    for name in manifest.files if names is None else names:
+    if names is None:
+        others = elsewhere(checkpoint, manifest)
+        names = [name for name in manifest.files if name not in others]
+    for name in names:
         path, file = checkpoint / name, manifest.files[name]
         try:
             size, found = hash_file(path, cached)

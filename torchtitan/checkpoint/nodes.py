@@ -5,6 +5,7 @@ all share, there is one node.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ import xxhash
 
 from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
+from torchtitan.checkpoint.store import DISK
 from torchtitan.config import ConfigError
 from torchtitan.parallel import World
 
@@ -89,6 +91,18 @@ def find_nodes(world: World, folder: Path, mark: str, host: str, key: str) -> No
         raise ConfigError(f"{key}: ranks see different files in {folder}; use a local disk")
     hosts = [everyones[each[0]][1] for each in ranks]
     return Nodes(world, ranks, [f"node {n} ({name})" for n, name in enumerate(hosts)])
+
+
+def appending(path: Path) -> Callable[[memoryview], None]:
+    """Return a function that writes a file piece by piece, from its beginning, flushed to disk."""
+    modes = chain(["wb"], repeat("ab"))
+
+    def write(data: memoryview) -> None:
+        with path.open(next(modes)) as file:
+            file.write(data)
+        DISK.sync(path)
+
+    return write
 
 
 class Span(NamedTuple):

@@ -82,14 +82,16 @@ class Saver:
         retention: Retention,
         leaders: RankZero | None = None,
         about: Callable[[Sequence[Any]], Mapping[str, Any]] = lambda everyones: {},
+        spread: Callable[[Path], None] = lambda checkpoint: None,
     ) -> None:
         """
         Args:
             leaders: ranks that commit and delete checkpoints in `folder`; by default rank 0.
             about: returns further fields of a manifest, given what each rank has written.
+            spread: copies files of a checkpoint to other nodes, on a thread.
         """
         self.config, self.folder, self.world = config, folder, world
-        self.retention, self.about = retention, about
+        self.retention, self.about, self.spread = retention, about, spread
         self.leaders = leaders or RankZero(world)
         self.store = store_of(folder)
         self.writers = Writers(world)
@@ -193,7 +195,13 @@ class Saver:
         names = [mine.name] if isinstance(mine, Written) else []
         if self.leaders.is_leader:
             names += [INDEX, STATE_FILE]
-        self._stage = Check(save.step, path, SaveThread(lambda: _read_back(path, names)))
+        self._stage = Check(save.step, path, SaveThread(lambda: self._look_after(path, names)))
+
+    def _look_after(self, path: Path, names: Sequence[str]) -> tuple[list[str], str | None]:
+        """Read files back, and spread them, on a thread; return as `_read_back` does."""
+        found = _read_back(path, names)
+        self.spread(path)
+        return found
 
     def _complete(
         self, save: Save, everyones: Sequence[Written | str | None], state: Mapping[str, Any]

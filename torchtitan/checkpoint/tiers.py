@@ -20,6 +20,7 @@ from itertools import accumulate, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
@@ -29,13 +30,22 @@ from torchtitan.checkpoint.manifest import (
     Damaged,
     File,
     Manifest,
+    hash_file,
     problems_of_files,
     read_manifest,
     read_whole,
     write_json,
     write_manifest,
 )
-from torchtitan.checkpoint.nodes import Span, Transfer, find_nodes, transfer
+from torchtitan.checkpoint.nodes import (
+    Span,
+    Transfer,
+    appending,
+    find_nodes,
+    receive,
+    send,
+    transfer,
+)
 from torchtitan.checkpoint.placement import blocks_to_load, on_all_ranks, on_rank_0
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.start import ResumePolicy
@@ -43,6 +53,7 @@ from torchtitan.checkpoint.storage import INDEX, SavedTensors, Written
 from torchtitan.checkpoint.store import DISK, HISTORY, MANIFEST, OF_NODE
 from torchtitan.logging import logger
 from torchtitan.parallel import World
+from torchtitan.parallel.world import OBJECT_TIMEOUT
 
 KEY = "checkpoint.frequent"
 SHOWN = 3
@@ -99,6 +110,11 @@ class FrequentTier:
         host = socket.gethostname()
         self.nodes = find_nodes(world, self.folder, mark, host, f"{KEY}.folder")
         self.start = ""
+        self.replicas = min(self.config.replicas, self.nodes.count - 1)
+        if self.replicas < self.config.replicas and world.rank == 0:
+            message = "%s.replicas: there are %d nodes, so that each file has %d further copies"
+            logger.warning(message, KEY, self.nodes.count, self.replicas)
+        self.group: dist.ProcessGroup | None = None
         self.known: dict[int, Known] = {}
         self.refused: dict[int, str] = {}
         """Damaged checkpoints, with the reasons."""
@@ -235,8 +251,7 @@ class FrequentTier:
         if not transfers:
             return
         name = f"received-{self.world.rank}"
-        with (self.path(step) / name).open("wb") as file:
-            transfer(self.world, self.path(step), transfers, file.write)
+        transfer(self.world, self.path(step), transfers, appending(self.path(step) / name))
         mine = [span for each in transfers if each.target == self.world.rank for span in each.spans]
         ends = accumulate(span.size for span in mine)
         for span, end in zip(mine, ends, strict=True):
@@ -271,6 +286,9 @@ class FrequentTier:
         self.start = on_rank_0(self.world, record)
         self.starts = [*self.starts, (self.start, step)]
         self.nodes.lead(lambda: self._clear(step))
+        if self.replicas and self.group is None:
+            # Of its own, as a thread uses it.
+            self.group = dist.new_group(backend="gloo", timeout=OBJECT_TIMEOUT, group_desc="copies")
 
     def _clear(self, step: int) -> None:
         (self.folder / OF_NODE).touch()
@@ -308,13 +326,51 @@ class FrequentTier:
 
     def about_save(self, everyones: Sequence[Written | None]) -> dict[str, Any]:
         """Return the fields of a manifest that say who holds the files of each rank."""
-        names, is_shared = self.nodes.names, len(self.nodes.ranks) == 1
+        if self.nodes.count == 1:
+            return {"start": self.start}
         nodes = {
-            one.name: [names[self.nodes.of_rank(rank)]]
+            one.name: [self.nodes.names[node] for node in self._keepers(rank)]
             for rank, one in enumerate(everyones)
             if one is not None
         }
-        return {"start": self.start, "nodes": {} if is_shared else nodes}
+        return {"start": self.start, "nodes": nodes}
+
+    def _keepers(self, rank: int) -> list[int]:
+        """Return the nodes that keep the file of a rank: its own, and the next ones."""
+        first = self.nodes.of_rank(rank)
+        return [(first + n) % self.nodes.count for n in range(self.replicas + 1)]
+
+    def spread(self, checkpoint: Path) -> None:
+        """Send this rank's file to the next nodes and keep those of others, on a thread.
+
+        The checkpoint is there already; a copy appears in it when all its bytes are on disk.
+        """
+        if self.group is None:
+            return
+        files = read_manifest(checkpoint).files
+        for rank in range(self.world.size):
+            if (name := f"rank-{rank}.safetensors") not in files:
+                continue
+            for node in self._keepers(rank)[1:]:
+                target = self.nodes.ranks[node][rank % len(self.nodes.ranks[node])]
+                copy = Transfer(rank, target, (Span(name, 0, files[name].bytes),))
+                try:
+                    self._copy(checkpoint, copy, files[name])
+                except (OSError, Damaged) as error:
+                    logger.error("%s: %s was not copied: %s", KEY, checkpoint / name, error)
+
+    def _copy(self, checkpoint: Path, copy: Transfer, expected: File) -> None:
+        """Send or keep a file, if this rank does either."""
+        assert self.group is not None, "replicas have a group"
+        if copy.source == self.world.rank:
+            send(checkpoint, copy, self.group)
+        if copy.target == self.world.rank:
+            new = checkpoint / f"{copy.spans[0].name}.new"
+            receive(checkpoint, copy, self.group, appending(new))
+            if hash_file(new) != (expected.bytes, expected.xxh3_128):
+                raise Damaged(f"{new}: damaged: its bytes differ from those saved")
+            new.replace(checkpoint / copy.spans[0].name)
+            DISK.sync(checkpoint)
 
 
 def open_tier(config: CheckpointConfig, dump_folder: Path, world: World) -> FrequentTier | None:
