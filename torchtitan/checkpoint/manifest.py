@@ -53,7 +53,7 @@ class Manifest:
     files: Mapping[str, File]
     format: int = FORMAT
     start: str = ""
-    """Start of the run that saved a frequent checkpoint (`tiers.History`); empty for others."""
+    """Start of the run that saved a frequent checkpoint (see `tiers`); empty for others."""
     nodes: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Nodes that hold a file of a frequent checkpoint, if not all do."""
 

@@ -133,6 +133,7 @@ class FrequentTier:
         """Find out which files of which checkpoints there are on which nodes."""
         by_node = self.nodes.lead(self._held)
         steps = sorted({step for held in by_node for step in held})
+        self.known = {}
 
         def first(step: int) -> int:
             """The node whose manifest counts: one that records a rollback has a file more."""
@@ -257,7 +258,7 @@ class FrequentTier:
         for span, end in zip(mine, ends, strict=True):
             saved.moved[span.name, span.begin] = name, end - span.size
         size = sum(span.size for each in transfers for span in each.spans)
-        logger.info("%s: sent %.1f MB from node to node", KEY, size / 1e6)
+        logger.info("%s: sent %s kB from node to node", KEY, f"{size / 1e3:,.1f}")
 
     def _transfers(self, known: Known, needed: Sequence[Sequence[Span]]) -> Iterator[Transfer]:
         """Yield the transfers of what each rank needs, each from one rank of a node that has it."""
@@ -286,6 +287,7 @@ class FrequentTier:
         self.start = on_rank_0(self.world, record)
         self.starts = [*self.starts, (self.start, step)]
         self.nodes.lead(lambda: self._clear(step))
+        self.refused = {}
         if self.replicas and self.group is None:
             # Of its own, as a thread uses it.
             self.group = dist.new_group(backend="gloo", timeout=OBJECT_TIMEOUT, group_desc="copies")
