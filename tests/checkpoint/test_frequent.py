@@ -244,7 +244,7 @@ def test_damaged_file_is_named_and_the_one_before_is_used(
     ended = run(recipe(tmp_path), 0, 1)
     (line,) = (line for line in ended.said if "is lost" in line)
     assert f"step-7 is lost: {path}: damaged: its bytes differ from those saved. The run" in line
-    assert line.endswith("goes on from step 6: 1 steps are trained again")
+    assert line.endswith("goes on from step 6: 1 step is trained again")
     assert (disk(tmp_path, 1) / "step-7.damaged").is_dir()
     is_the_same(tmp_path, ended, whole)
 
@@ -356,3 +356,55 @@ def test_refuses(message: str, tmp_path: Path) -> None:
     keys = {"enable": True, "interval": 4, "frequent": frequent} | checkpoint
     found = tiny.problems(tiny.job(tmp_path, checkpoint=keys))
     assert f"checkpoint.frequent.{message}" in [f"{p.path}: {p.message}" for p in found]
+
+
+def full(function: Any, path: Path, *rest: Any) -> Any:
+    raise OSError(28, "No space left on device", str(path))
+
+
+def on_a_full_disk(job: JobConfig) -> Ended:
+    """Train where the third write of the second node fails."""
+    if dist.get_rank() == 1:
+        at_call("torchtitan.checkpoint.saver:write_file", 3, full)()
+    return on_nodes(job, (0, 1))
+
+
+def test_full_disk_of_one_node_costs_a_save(tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+    job = recipe(tmp_path, keep_latest_k=8)
+    once = job.checkpoint.model_copy(update={"save_attempts": 1})
+    ended = run_ranks(on_a_full_disk, 2, job.model_copy(update={"checkpoint": once}))[0]
+    assert any("step 3 could NOT be saved" in line for line in ended.said)
+    assert list(held(tmp_path, 0)) == list(held(tmp_path, 1)) == [1, 2, 5, 6, 7]
+    assert not list(tmp_path.glob("disk-*/*/*.saving"))
+    is_the_same(tmp_path, ended, whole)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize(
+    "place",
+    [
+        "torchtitan.checkpoint.tiers:FrequentTier.describe",
+        "torchtitan.checkpoint.nodes:receive",
+        "torchtitan.checkpoint.tiers:FrequentTier.begin",
+        "torchtitan.checkpoint.tiers:FrequentTier._clear",
+    ],
+)
+def test_killed_while_it_resumes(
+    place: str, after_7: Path, tmp_path: Path, whole: tuple[Path, Ended]
+) -> None:
+    copied(after_7, tmp_path)
+    # Nodes in another order, so that there is something to send.
+    killed(recipe(tmp_path), Death(place, 1, (1,)), 1, 0)
+    is_the_same(tmp_path, run(recipe(tmp_path), 1, 0), whole)
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("layout", ["FSDP 4", "FSDP 2 x TP 2"])
+def test_two_nodes_of_two_ranks(layout: str, tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+    job = recipe(tmp_path, layout, "async", replicas=1)
+    killed(job, Death(STEP, 8), 0, 0, 1, 1)
+    assert held(tmp_path, 0)[6] == held(tmp_path, 1)[6] == [0, 1, 2, 3]
+    shutil.rmtree(tmp_path / "disk-0")
+    ended = run(recipe(tmp_path, mode="async", replicas=1), 0, 1)
+    assert any(f"resumed from {disk(tmp_path, 0)}/step-" in line for line in ended.said)
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole[0] / "run"), rel=1e-5)

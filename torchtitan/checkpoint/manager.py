@@ -109,6 +109,8 @@ class Checkpointer:
                     "stopped at one of these steps, it cannot be saved",
                     ", ".join(f"step-{step}" for step in sorted(self.foreign)),
                 )
+        if self.frequent:
+            self.frequent.report(self.state.step)
         if self.config.enable and not self.config.load_only:
             self._make_folder()
             if self.frequent:

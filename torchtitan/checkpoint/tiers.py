@@ -112,8 +112,8 @@ class FrequentTier:
         self.start = ""
         self.replicas = min(self.config.replicas, self.nodes.count - 1)
         if self.replicas < self.config.replicas and world.rank == 0:
-            message = "%s.replicas: there are %d nodes, so that each file has %d further copies"
-            logger.warning(message, KEY, self.nodes.count, self.replicas)
+            message = "%s.replicas: got %d, but there are only %d other nodes"
+            logger.warning(message, KEY, self.config.replicas, self.replicas)
         self.group: dist.ProcessGroup | None = None
         self.known: dict[int, Known] = {}
         self.refused: dict[int, str] = {}
@@ -283,7 +283,6 @@ class FrequentTier:
             write_json(self.history, {"folder": str(self.folder), "starts": starts})
             return name
 
-        self._report(step)
         self.start = on_rank_0(self.world, record)
         self.starts = [*self.starts, (self.start, step)]
         self.nodes.lead(lambda: self._clear(step))
@@ -294,7 +293,7 @@ class FrequentTier:
 
     def _clear(self, step: int) -> None:
         (self.folder / OF_NODE).touch()
-        for path in self.folder.glob("step-*/received-*"):
+        for path in [*self.folder.glob("step-*/received-*"), *self.folder.glob(".rank-*")]:
             path.unlink()
         for name in sweep(self.folder):
             logger.info("deleted %s: an unfinished save", self.folder / name)
@@ -304,17 +303,16 @@ class FrequentTier:
             elif number > step or not (path / MANIFEST).exists():
                 DISK.delete(path)
 
-    def _report(self, step: int) -> None:
-        """Log the newest checkpoint that cannot be resumed, and what that costs."""
+    def report(self, step: int) -> None:
+        """Log the newest checkpoint that is lost to a run that starts from a step, and the cost."""
         lost = [number for number in self.known if number > step and number not in self.whole()]
         if not lost or self.world.rank:
             return
         newest = lost[-1]
         why = self.refused.get(newest) or "; ".join(self._missing(newest))
-        logger.warning(
-            "%s: step-%d is lost: %s. The run goes on from step %d: %d steps are trained again",
-            *(KEY, newest, why, step, newest - step),
-        )
+        again = f"{newest - step} step{'s are' if newest - step > 1 else ' is'} trained again"
+        message = "%s: step-%d is lost: %s. The run goes on from step %d: %s"
+        logger.warning(message, KEY, newest, why, step, again)
 
     def _missing(self, step: int) -> Iterator[str]:
         manifest, lacking = self.known[step].manifest, self.known[step].lacking()

@@ -24,6 +24,7 @@ from torchtitan.config import ConfigError, RecipeError, allowed_names, show
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.spec import ModelSpec
+from torchtitan.remote import RemotePath
 
 SIGNS = {
     "ours": (MANIFEST, INDEX, STATE_FILE, "step-*", "*/step-*"),
@@ -57,9 +58,9 @@ def find(path: Path, frequent: bool = False) -> list[Path]:
     if is_step or (path / MANIFEST).is_file() or saved_by_dcp(path):
         return [path]
     below = sorted(p for p in path.iterdir() if p.is_dir()) if path.is_dir() else []
-    folders = [path, *(each for each in below if not (each / OF_NODE).exists())]
+    own = [] if isinstance(path, RemotePath) else [p for p in below if (p / OF_NODE).exists()]
+    folders = [path, *(each for each in below if each not in own)]
     if frequent:
-        own = [each for each in below if each not in folders]
         told = [frequent_folder(each / HISTORY) for each in folders if (each / HISTORY).exists()]
         folders += dict.fromkeys(each for each in [*own, *told] if each != path)
     found = [step for folder in folders for step in saved_steps(folder).values()]
