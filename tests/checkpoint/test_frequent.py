@@ -249,6 +249,21 @@ def test_damaged_file_is_named_and_the_one_before_is_used(
     is_the_same(tmp_path, ended, whole)
 
 
+@pytest.mark.parametrize("name", ["tensors.json", "train_state.json", "manifest.json"])
+def test_damaged_description_is_replaced_by_that_of_another_node(
+    name: str, after_7: Path, tmp_path: Path, whole: tuple[Path, Ended]
+) -> None:
+    copied(after_7, tmp_path)
+    path = disk(tmp_path, 0) / "step-7" / name
+    path.write_text(path.read_text().replace("0", "1"))
+    ended = run(recipe(tmp_path), 0, 1)
+    assert any(f"{path}: damaged" in line for line in ended.said)
+    # Without its manifest, the files of a node do not count.
+    step = 6 if name == "manifest.json" else 7
+    assert any(f"step-{step} at step {step}" in line for line in ended.said)
+    is_the_same(tmp_path, ended, whole)
+
+
 @pytest.mark.parametrize(
     ("layout", "disks"),
     [("TP 2", (0, 1)), ("one rank, accumulating 8", (0,))],
@@ -326,15 +341,15 @@ def test_folder_that_all_share_is_one_node(tmp_path: Path, whole: tuple[Path, En
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "interval: wanted less than the 4 steps of checkpoint.interval, or 0": ({"interval": 4}, {}),
-    "folder: wanted another folder than that of checkpoint.folder, and none inside the other": (
+    "folder: wanted neither checkpoint.folder, nor a folder inside it or around it": (
         {"interval": 1, "folder": "checkpoint"},
         {},
     ),
-    "folder: wanted a folder on a disk; only checkpoint.folder may be a URL": (
+    "folder: wanted a folder on a disk, not a URL": (
         {"interval": 1, "folder": "s3://bucket/often"},
         {},
     ),
-    "folder: wanted an absolute path, or a folder inside job.dump_folder": (
+    "folder: wanted an absolute path, or the name of a folder inside job.dump_folder": (
         {"interval": 1, "folder": "../often"},
         {},
     ),

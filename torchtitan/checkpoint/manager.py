@@ -55,7 +55,7 @@ class Checkpointer:
         keep = Retention(self.config.keep_latest_k, self.config.keep_every)
         self.saver = Saver(self.config, self.folder, world, keep)
         self.savers = [self.saver]
-        """Of the checkpoints that are kept for good, and of the frequent ones, if there are any."""
+        """Savers of the checkpoints that are kept for good, and of the frequent ones, if any."""
         self.frequent = open_tier(self.config, choice.dump_folder, world)
         if tier := self.frequent:
             keep, leaders = Retention(tier.config.keep_latest_k), tier.nodes

@@ -63,7 +63,7 @@ class Check:
 
 
 class Retention(NamedTuple):
-    """Which checkpoints of a folder are kept."""
+    """Rule by which checkpoints of a folder are kept."""
 
     latest: int
     """Number of most recent ones; 0: all."""
@@ -82,13 +82,13 @@ class Saver:
         retention: Retention,
         leaders: RankZero | None = None,
         about: Callable[[Sequence[Any]], Mapping[str, Any]] = lambda everyones: {},
-        spread: Callable[[Path], None] = lambda checkpoint: None,
+        spread: Callable[[Path, Sequence[Any]], None] = lambda checkpoint, everyones: None,
     ) -> None:
         """
         Args:
             leaders: ranks that commit and delete checkpoints in `folder`; by default rank 0.
             about: returns further fields of a manifest, given what each rank has written.
-            spread: copies files of a checkpoint to other nodes, on a thread.
+            spread: copies files of a checkpoint to other nodes, on a thread, given the same.
         """
         self.config, self.folder, self.world = config, folder, world
         self.retention, self.about, self.spread = retention, about, spread
@@ -195,13 +195,13 @@ class Saver:
         names = [mine.name] if isinstance(mine, Written) else []
         if self.leaders.is_leader:
             names += [INDEX, STATE_FILE]
-        self._stage = Check(save.step, path, SaveThread(lambda: self._look_after(path, names)))
 
-    def _look_after(self, path: Path, names: Sequence[str]) -> tuple[list[str], str | None]:
-        """Read files back, and spread them, on a thread; return as `_read_back` does."""
-        found = _read_back(path, names)
-        self.spread(path)
-        return found
+        def look_after() -> tuple[list[str], str | None]:
+            found = _read_back(path, names)
+            self.spread(path, everyones)
+            return found
+
+        self._stage = Check(save.step, path, SaveThread(look_after))
 
     def _complete(
         self, save: Save, everyones: Sequence[Written | str | None], state: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Frequent checkpoints, whose files may lie on the disks of several nodes.
+"""Frequent checkpoints, whose files may be on the disks of several nodes.
 
     <folder>/step-40   on each node: the files that it holds, and index, state and manifest
 
@@ -6,12 +6,11 @@ Each node commits a save by itself, so `step-40` on one node says nothing of the
 checkpoint is whole if every file of its manifest is on some node, with the bytes that were saved.
 What a rank reads and its node lacks is sent to it by a node that has it.
 
-A node that was away may come back with checkpoints of steps that the run has trained anew since;
+A node that was away may come back with checkpoints of steps that the run has trained again since;
 the history of the run's starts, next to the other checkpoints, tells which ones still count.
 """
 
 import json
-import os
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
+from torchtitan.checkpoint.deliveries import Delivery, Span, appending, deliver, receive, send
 from torchtitan.checkpoint.folder import saved_steps, state_file, sweep
 from torchtitan.checkpoint.initial import ResumePoint
 from torchtitan.checkpoint.manifest import (
@@ -37,15 +37,7 @@ from torchtitan.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
-from torchtitan.checkpoint.nodes import (
-    Span,
-    Transfer,
-    appending,
-    find_nodes,
-    receive,
-    send,
-    transfer,
-)
+from torchtitan.checkpoint.nodes import find_nodes
 from torchtitan.checkpoint.placement import blocks_to_load, on_all_ranks, on_rank_0
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.start import ResumePolicy
@@ -76,7 +68,7 @@ def is_past(starts: Starts, start: str, step: int) -> bool:
 
 
 class Held(NamedTuple):
-    """What one node holds of a checkpoint."""
+    """Files that one node holds of a checkpoint."""
 
     expected: int
     """Number of files in its manifest."""
@@ -84,7 +76,7 @@ class Held(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What all nodes hold of a checkpoint."""
+    """Files that all nodes together hold of a checkpoint."""
 
     manifest: Manifest
     holders: Mapping[str, set[int]]
@@ -103,8 +95,9 @@ class FrequentTier:
         self.history = config.path_in(dump_folder) / HISTORY
         full = dump_folder.resolve()
         own = f"{full.name}-{xxhash.xxh3_64_hexdigest(str(full).encode())[:8]}"
-        about = (own, f".rank-{secrets.token_hex(4)}-", read_history(self.history))
-        own, mark, self.starts = on_rank_0(world, lambda: about)
+        mark = f".rank-{secrets.token_hex(4)}-"
+        about = on_rank_0(world, lambda: (own, mark, read_history(self.history)))
+        own, mark, self.starts = about
         folder = dump_folder / self.config.folder
         self.folder = folder / own if Path(self.config.folder).is_absolute() else folder
         host = socket.gethostname()
@@ -160,7 +153,7 @@ class FrequentTier:
             logger.warning(message, KEY, self.folder)
 
     def _held(self) -> dict[int, Held]:
-        """Return what this node holds of the run's past, by names and sizes."""
+        """Return what this node holds of the run's past: small files intact, others by size."""
         found = {}
         for step, path in saved_steps(self.folder).items():
             if not (path / MANIFEST).exists():
@@ -171,7 +164,7 @@ class FrequentTier:
                 logger.error("%s", error)
                 continue
             if is_past(self.starts, manifest.start, step):
-                files = {n: f for n, f in manifest.files.items() if _size(path / n) == f.bytes}
+                files = {n: f for n, f in manifest.files.items() if _is_there(path, manifest, n)}
                 found[step] = Held(len(manifest.files), files)
         return found
 
@@ -248,20 +241,22 @@ class FrequentTier:
         known, own = self.known[step], self.nodes.own
         places = dict.fromkeys(_places(tensors, saved))
         needed = [span for span in places if own not in known.holders[span.name]]
-        transfers = list(self._transfers(known, self.world.gather(needed)))
-        if not transfers:
+        deliveries = list(self._deliveries(known, self.world.gather(needed)))
+        if not deliveries:
             return
         name = f"received-{self.world.rank}"
-        transfer(self.world, self.path(step), transfers, appending(self.path(step) / name))
-        mine = [span for each in transfers if each.target == self.world.rank for span in each.spans]
+        deliver(self.world, self.path(step), deliveries, appending(self.path(step) / name))
+        mine = [
+            span for each in deliveries if each.target == self.world.rank for span in each.spans
+        ]
         ends = accumulate(span.size for span in mine)
         for span, end in zip(mine, ends, strict=True):
             saved.moved[span.name, span.begin] = name, end - span.size
-        size = sum(span.size for each in transfers for span in each.spans)
+        size = sum(span.size for each in deliveries for span in each.spans)
         logger.info("%s: sent %s kB from node to node", KEY, f"{size / 1e3:,.1f}")
 
-    def _transfers(self, known: Known, needed: Sequence[Sequence[Span]]) -> Iterator[Transfer]:
-        """Yield the transfers of what each rank needs, each from one rank of a node that has it."""
+    def _deliveries(self, known: Known, needed: Sequence[Sequence[Span]]) -> Iterator[Delivery]:
+        """Yield deliveries of the bytes that ranks need, each from a rank whose node has them."""
         for target, spans in enumerate(needed):
             by_source: dict[int, list[Span]] = {}
             for span in spans:
@@ -269,7 +264,7 @@ class FrequentTier:
                 ranks = self.nodes.ranks[there[target % len(there)]]
                 by_source.setdefault(ranks[target % len(ranks)], []).append(span)
             for source in sorted(by_source):
-                yield Transfer(source, target, tuple(by_source[source]))
+                yield Delivery(source, target, tuple(by_source[source]))
 
     # --- a start ---
 
@@ -340,26 +335,22 @@ class FrequentTier:
         first = self.nodes.of_rank(rank)
         return [(first + n) % self.nodes.count for n in range(self.replicas + 1)]
 
-    def spread(self, checkpoint: Path) -> None:
+    def spread(self, checkpoint: Path, everyones: Sequence[Written | None]) -> None:
         """Send this rank's file to the next nodes and keep those of others, on a thread.
 
         The checkpoint is there already; a copy appears in it when all its bytes are on disk.
         """
-        if self.group is None:
-            return
-        files = read_manifest(checkpoint).files
-        for rank in range(self.world.size):
-            if (name := f"rank-{rank}.safetensors") not in files:
-                continue
-            for node in self._keepers(rank)[1:]:
+        for rank, one in enumerate(everyones if self.group else ()):
+            for node in self._keepers(rank)[1:] if one else ():
+                assert one is not None, "a rank without a file sends none"
                 target = self.nodes.ranks[node][rank % len(self.nodes.ranks[node])]
-                copy = Transfer(rank, target, (Span(name, 0, files[name].bytes),))
+                copy = Delivery(rank, target, (Span(one.name, 0, one.file.bytes),))
                 try:
-                    self._copy(checkpoint, copy, files[name])
+                    self._copy(checkpoint, copy, one.file)
                 except (OSError, Damaged) as error:
-                    logger.error("%s: %s was not copied: %s", KEY, checkpoint / name, error)
+                    logger.error("%s: %s was not copied: %s", KEY, checkpoint / one.name, error)
 
-    def _copy(self, checkpoint: Path, copy: Transfer, expected: File) -> None:
+    def _copy(self, checkpoint: Path, copy: Delivery, expected: File) -> None:
         """Send or keep a file, if this rank does either."""
         assert self.group is not None, "replicas have a group"
         if copy.source == self.world.rank:
@@ -387,11 +378,17 @@ def choose_together(policy: ResumePolicy, world: World) -> ResumePoint:
     return tier.choose(policy, {})
 
 
-def _size(path: Path) -> int | None:
+def _is_there(checkpoint: Path, manifest: Manifest, name: str) -> bool:
+    """Whether a file has its size, and, if it is small, its bytes."""
     try:
-        return os.stat(path).st_size
-    except OSError:
-        return None
+        if name in (INDEX, state_file(manifest)):
+            read_whole(checkpoint, manifest, name)
+        return (checkpoint / name).stat().st_size == manifest.files[name].bytes
+    except FileNotFoundError:
+        return False
+    except (OSError, Damaged) as error:
+        logger.error("%s", error)
+        return False
 
 
 def _places(tensors: Mapping[str, Tensor], saved: SavedTensors) -> Iterator[Span]:
