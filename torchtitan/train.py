@@ -98,10 +98,10 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         try:
             # First the lock: a run that is ending may still write the checkpoint to start from.
             locked = held.enter_context(lock(folder))
-            # What frequent checkpoints there are, all ranks find out together.
-            start = ResumePoint(None) if job.checkpoint.frequent.interval else choose(job)
-            if not job.checkpoint.frequent.interval:
-                prepare(recipe, start, launch, device)
+            if job.checkpoint.frequent.interval:
+                start = ResumePoint(None)  # until all ranks have told what their nodes hold
+            else:
+                start = prepare(recipe, choose(job), launch, device)
         except ConfigError as error:
             refuse(error)
             held.close()
@@ -153,8 +153,10 @@ def run(words: Sequence[str], held: ExitStack) -> int:
     return exit_status(job, made.state.step, stop, launch)
 
 
-def prepare(recipe: Recipe[JobConfig], start: ResumePoint, launch: Launch, device: Device) -> None:
-    """Check that the run can start at `start`, and log what is known of it.
+def prepare(
+    recipe: Recipe[JobConfig], start: ResumePoint, launch: Launch, device: Device
+) -> ResumePoint:
+    """Check that the run can start at `start`, log what is known of it, and return `start`.
 
     Raises:
         ConfigError: if it cannot.
@@ -171,6 +173,7 @@ def prepare(recipe: Recipe[JobConfig], start: ResumePoint, launch: Launch, devic
         ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
         counts = launch.restart, launch.restarts
         logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
+    return start
 
 
 def open_health(recipe: Recipe[JobConfig], launch: Launch, held: ExitStack) -> Health | None:
