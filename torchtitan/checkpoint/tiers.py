@@ -148,9 +148,6 @@ class FrequentTier:
                     for name, file in manifest.files.items()
                 },
             )
-        if self.starts and not steps and self.world.rank == 0:
-            message = "%s: no node holds a checkpoint of this run in %s"
-            logger.warning(message, KEY, self.folder)
 
     def _held(self) -> dict[int, Held]:
         """Return what this node holds of the run's past: small files intact, others by size."""
@@ -300,6 +297,9 @@ class FrequentTier:
 
     def report(self, step: int) -> None:
         """Log the newest checkpoint that is lost to a run that starts from a step, and the cost."""
+        if self.starts and not self.known and self.world.rank == 0:
+            message = "%s: no node holds a checkpoint of this run in %s"
+            logger.warning(message, KEY, self.folder)
         lost = [number for number in self.known if number > step and number not in self.whole()]
         if not lost or self.world.rank:
             return
