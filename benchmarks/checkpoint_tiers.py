@@ -204,7 +204,8 @@ copy. *In all* is what a block of {steps} steps with a save takes longer than on
 steps of {a_step:.2f} s, median (quartiles) of {rounds} blocks.
 
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
-Others used the machine meanwhile: its load was {load}.
+Others used the machine meanwhile: its load was {load}. Quartiles that are more than a step apart
+show that load rather than the cost of a save, which only the waits can be compared by.
 
 | save | waits, synchronous | in all | waits, asynchronous | in all |
 |---|---:|---:|---:|---:|
