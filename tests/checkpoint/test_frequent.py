@@ -399,7 +399,7 @@ def test_full_disk_of_one_node_costs_a_save(tmp_path: Path, whole: tuple[Path, E
     "place",
     [
         "torchtitan.checkpoint.tiers:FrequentTier.describe",
-        "torchtitan.checkpoint.nodes:receive",
+        "torchtitan.checkpoint.deliveries:receive",
         "torchtitan.checkpoint.tiers:FrequentTier.begin",
         "torchtitan.checkpoint.tiers:FrequentTier._clear",
     ],
