@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 
 import tests.tiny  # noqa: F401  (a spawned rank knows the model by it)
 from torchtitan.build import Run, build
+from torchtitan.checkpoint import choose_together
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
+from torchtitan.parts import resume_policy
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.dtensor import local_extent
-from torchtitan.train import choose
 from torchtitan.trainer import Trainer
 
 __all__ = [
@@ -150,8 +151,7 @@ def train(job: JobConfig, look: Callable[[Run], Found] = weights) -> Found:
     """Train as the entry point does, resuming if the recipe says so; the weights at the end."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
-        start = choose(job) if world.rank == 0 else None
-        start = world.broadcast_object(start)
+        start = choose_together(resume_policy(job), world)
         run = build(job.with_batch(world.degrees, start.global_batch), world)
         with closing(run.batches):
             Trainer(run).train(start)

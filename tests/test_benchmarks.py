@@ -242,7 +242,7 @@ def test_figures_of_a_page_are_those_of_the_results_that_it_links_to(page: Path)
     "name",
     [
         *("parallel", "collectives", "bandwidth", "communication", "attention", "optimizers"),
-        *("data", "document_attention", "experts", "plan_memory"),
+        *("data", "document_attention", "experts", "plan_memory", "checkpoint_tiers"),
     ],
 )
 def test_pages_of_results_say_how_they_were_made(name: str) -> None:
@@ -314,6 +314,19 @@ def test_memory_of_documents_is_linear(tmp_path: Path) -> None:
         growth = [other / one for one, other in zip(short, long, strict=True)]
         is_dense = "dense" in name
         assert min(growth) > 3 if is_dense else max(growth) < 2.3, (name, growth)
+
+
+@pytest.mark.slow
+def test_two_tiers_of_checkpoints(tmp_path: Path) -> None:
+    output = tmp_path / "page.md"
+    command = [sys.executable, "benchmarks/checkpoint_tiers.py", "--quick", "--output", str(output)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    lost = json.loads(output.with_suffix(".json").read_text())["losses"]
+    kept = json.loads((ROOT / "benchmarks/results/checkpoint_tiers.json").read_text())["losses"]
+    assert lost.keys() == kept.keys()
+    assert lost["a process"] < lost["a node"] == lost["a process; rare checkpoints only"]
+    assert lost["a node, with one replica"] < lost["a node"]
 
 
 @pytest.mark.slow

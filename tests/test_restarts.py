@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import descendants
 from tests.runs import losses
-from tests.test_elastic import command, started, undisturbed
+from tests.test_elastic import command, kill, started, undisturbed
 from tests.test_launch import wait_for_step
 from torchtitan.checkpoint import saved_steps
 
@@ -91,6 +91,48 @@ def test_same_command_resumes_on_two_nodes_and_on_one(scheduler: str, tmp_path: 
     with ExitStack() as stack:
         (node,) = nodes_of(scheduler, 1, words, tmp_path, stack, "raise 9 9")
         assert node.wait(timeout=100) == 0, logs[0].read_text()
+    whole = undisturbed(tmp_path / "whole", "--training.steps=8")
+    assert losses(folder) == pytest.approx(whole, rel=1e-5)
+
+
+def test_nodes_resume_from_their_own_disks(tmp_path: Path) -> None:
+    if os.getuid() or shutil.which("unshare") is None:
+        pytest.skip("needs root, and unshare")
+    folder, shared = tmp_path / "run", tmp_path / "disk"
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    shared.mkdir()
+    words = command(
+        *(folder, "--training.steps=8", "--checkpoint.interval=100"),
+        *("--checkpoint.frequent.interval=2", f"--checkpoint.frequent.folder={shared}"),
+    )
+    port = next(PORTS)
+
+    def nodes(stack: ExitStack, fault: str) -> list[subprocess.Popen[str]]:
+        """Start both nodes, each of which has another disk at the same path."""
+        found = []
+        for node in range(2):
+            (own := tmp_path / f"disk{node}").mkdir(exist_ok=True)
+            mount = f'mount --bind {own} {shared} && exec "$@"'
+            variables = {k: str(v) for k, v in STUBS["Kubeflow"](node, 2, port).items()}
+            line = ["unshare", "--mount", "sh", "-c", mount, "sh", *words]
+            found.append(stack.enter_context(started(line, logs[node], FAULT=fault, **variables)))
+        return found
+
+    with ExitStack() as stack:
+        both = nodes(stack, "slow 0 0")
+        wait_for_step(folder, 6, both[0])
+        for node in both:
+            kill(node)
+    with ExitStack() as stack:
+        statuses = [node.wait(timeout=100) for node in nodes(stack, "raise 9 9")]
+    assert statuses == [0, 0], [log.read_text() for log in logs]
+    assert not list(shared.iterdir())
+    held = [sorted(tmp_path.glob(f"disk{node}/*/step-*/rank-*")) for node in range(2)]
+    assert [{path.name for path in paths} for paths in held] == [
+        {f"rank-{node}.safetensors"} for node in range(2)
+    ]
+    (line,) = (line for line in logs[0].read_text().splitlines() if "resumed from /" in line)
+    assert f"resumed from {shared}/run-" in line
     whole = undisturbed(tmp_path / "whole", "--training.steps=8")
     assert losses(folder) == pytest.approx(whole, rel=1e-5)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
-from torchtitan.checkpoint import TrainState
+from torchtitan.checkpoint import Saver, TrainState
 from torchtitan.config import Registry
 from torchtitan.device import collect_garbage
 from torchtitan.expert_loads import ExpertLoads, routers
@@ -97,7 +97,8 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
         yield StatisticsProbe(parts).hooks
     if job.checkpoint.enable:
         yield Hooks(before_update=parts.wait_until_writable)
-        yield unfinished_saves(parts)
+        for saver in parts.checkpoint.savers:
+            yield unfinished_saves(saver)
     yield Hooks(after_step=parts.divergence.after_step)
     if job.checkpoint.enable:
         yield Hooks(after_step=partial(save_if_due, parts))
@@ -276,23 +277,24 @@ def open_statistics(parts: Parts) -> Statistics:
     return Statistics(freq, model, parts.optimizers, world, units, copies)
 
 
-def unfinished_saves(parts: Parts) -> Hooks:
+def unfinished_saves(saver: Saver) -> Hooks:
     """Return hooks that advance a save after each step, by a stage, if no rank is busy with it."""
     busy: list[float] = [0]
 
     def advance(state: TrainState) -> None:
         if not busy[0]:
-            parts.checkpoint.advance()
+            saver.advance()
 
-    flag = Flag(lambda: parts.checkpoint.is_busy, lambda agreed: busy.__setitem__(0, agreed))
+    flag = Flag(lambda: saver.is_busy, lambda agreed: busy.__setitem__(0, agreed))
     return Hooks(flag=flag, after_step=advance)
 
 
 def save_if_due(parts: Parts, state: TrainState) -> None:
     """Save this step, if it is due."""
-    if parts.checkpoint.is_due(parts.is_finished()):
+    is_final = parts.is_finished()
+    if parts.checkpoint.is_due(is_final):
         with parts.timeline.pause("checkpoint"):
-            parts.checkpoint.save(finished=state.step == parts.job.training.steps)
+            parts.checkpoint.save(state.step == parts.job.training.steps, is_final)
 
 
 def open_validator(parts: Parts) -> Validator:

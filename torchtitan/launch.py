@@ -169,7 +169,8 @@ def check(options: LaunchOptions, words: Sequence[str]) -> JobConfig:
     recipe = read(words, ranks, device, local_ranks=each, may_restart=bool(options.max_restarts))
     job = recipe.config
     configure(color=not job.metrics.disable_color_printing, level=job.metrics.log_level)
-    if nodes[-1] == 1:  # else ranks of another node may have started
+    # Else ranks of another node may have started; frequent checkpoints, all ranks find together.
+    if nodes[-1] == 1 and not job.checkpoint.frequent.interval:
         with lock(local_path(job.job.dump_folder)):  # which has no other writer
             start = choose(job)
             refuse_short_data(recipe, start, sizes[0])

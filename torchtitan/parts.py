@@ -121,7 +121,7 @@ class Parts:
                 unit=self.task.unit,
                 rate=self.task.rate,
                 total_steps=job.training.steps,
-                saved_step=lambda: self.checkpoint.saver.saved_step,
+                saved_step=lambda: self.checkpoint.saved_step,
                 is_finished=self.is_finished,
             )
             sinks = [*sinks, health]

@@ -15,7 +15,15 @@ from importlib import import_module
 from pathlib import Path
 
 from torchtitan.build import build
-from torchtitan.checkpoint import Lock, ResumePoint, SaveFailed, TrainState, lock
+from torchtitan.checkpoint import (
+    Lock,
+    ResumePoint,
+    SaveFailed,
+    TrainState,
+    choose_together,
+    lock,
+    on_rank_0,
+)
 from torchtitan.checks import TOKENIZER, load_job, problems
 from torchtitan.checks.divisibility import BATCH
 from torchtitan.config import (
@@ -93,10 +101,10 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         try:
             # First the lock: a run that is ending may still write the checkpoint to start from.
             locked = held.enter_context(lock(folder))
-            start = choose(job)
-            refuse_short_data(recipe, start, launch.size)
-            about_batch = batch_note(recipe, start, launch.size, device.type)
-            announce(recipe, about_batch, start, launch, device)
+            if job.checkpoint.frequent.interval:
+                start = ResumePoint(None)  # until all ranks have told what their nodes hold
+            else:
+                start = prepare(recipe, choose(job), launch, device)
         except ConfigError as error:
             refuse(error)
             held.close()
@@ -119,10 +127,13 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             start = world.broadcast_object(start)
             if start is None:
                 return 2  # rank 0 has reported why
-            job = job.with_batch(world.degrees, start.global_batch)
-            observer = observe(job, folder, world, recorder, stop, locked)
-            observer = replace(observer, health=health)
             try:
+                if job.checkpoint.frequent.interval:
+                    start = choose_together(resume_policy(job), world)
+                    on_rank_0(world, partial(prepare, recipe, start, launch, device))
+                job = job.with_batch(world.degrees, start.global_batch)
+                observer = observe(job, folder, world, recorder, stop, locked)
+                observer = replace(observer, health=health)
                 with recorder:
                     made = build(job, world, observer, stop)
                     with closing(made.batches):
@@ -145,14 +156,16 @@ def run(words: Sequence[str], held: ExitStack) -> int:
     return exit_status(job, made.state.step, stop, launch)
 
 
-def announce(
-    recipe: Recipe[JobConfig],
-    about_batch: str | None,
-    start: ResumePoint,
-    launch: Launch,
-    device: Device,
-) -> None:
-    """Log what is known of the run before its ranks meet."""
+def prepare(
+    recipe: Recipe[JobConfig], start: ResumePoint, launch: Launch, device: Device
+) -> ResumePoint:
+    """Check that the run can start at `start`, log what is known of it, and return `start`.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    refuse_short_data(recipe, start, launch.size)
+    about_batch = batch_note(recipe, start, launch.size, device.type)
     log_recipe(recipe)
     if about_batch:
         logger.info("note: %s", about_batch)
@@ -163,6 +176,7 @@ def announce(
         ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
         counts = launch.restart, launch.restarts
         logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
+    return start
 
 
 def open_health(recipe: Recipe[JobConfig], launch: Launch, held: ExitStack) -> Health | None:

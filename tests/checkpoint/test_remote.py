@@ -25,6 +25,7 @@ from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.ranges import FetchedFiles
 from torchtitan.checkpoint.storage import SavedTensors, write_tensors
+from torchtitan.checkpoint.tiers import read_history
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.checkpoint.weights.meta_files import MetaWeights
 from torchtitan.config import ConfigError
@@ -75,6 +76,19 @@ def copy(folder: Path, destination: Path) -> Path:
     for path in folder.iterdir():
         (destination / path.name).write_bytes(path.read_bytes())
     return destination
+
+
+def test_rare_checkpoints_in_a_store_and_frequent_ones_on_disk(
+    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = on(store, tmp_path, checkpoint={"frequent": {"interval": 1}})
+    whole = train(job)
+    assert list(saved_steps(store)) == [2, 4]
+    assert list(saved_steps(tmp_path / "frequent")) == [1, 3]
+    (store / "step-4/manifest.json").unlink()
+    assert same(train(job), whole)
+    assert f"resumed from {tmp_path}/frequent/step-3 at step 3" in caplog.messages
+    assert [step for _, step in read_history(store / "frequent.json")] == [0, 3]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -22,6 +22,7 @@ from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checkpoint.store import Disk
+from torchtitan.checkpoint.tiers import read_history
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
@@ -390,6 +391,25 @@ def killed_while_deleting(job: JobConfig, bad: Collection[int]) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Disk, "delete", delete)
         return train(job, bad)
+
+
+@pytest.mark.parametrize("layout", ["FSDP 2"])
+def test_frequent_checkpoint_is_gone_back_to(
+    layout: str, tmp_path: Path, whole: tuple[Path, Outcome]
+) -> None:
+    folder, expected = whole
+    checkpoint = {"enable": True, "interval": 5, "frequent": {"interval": 3}}
+    job = recipe(tmp_path, layout, checkpoint=checkpoint)
+    for found in run_ranks(train, ranks(layout), job, BAD):
+        assert found.moved == expected.moved
+        assert is_near(found.weights, expected.weights)
+    assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
+    assert curve(tmp_path)[6] == curve(folder)[6]
+    assert list(saved_steps(tmp_path / "checkpoint")) == [5, 10, 12]
+    saved = saved_steps(tmp_path / "frequent")
+    assert list(saved) == [6, 9]
+    assert read_state(saved[6], read_manifest(saved[6]))["train_state"]["rollbacks"] == 1
+    assert [step for _, step in read_history(tmp_path / "checkpoint/frequent.json")] == [0, 6]
 
 
 def test_checkpoints_of_another_past_are_not_gone_back_to(tmp_path: Path) -> None:

@@ -5,9 +5,12 @@ from torchtitan.checkpoint.folder import Lock, lock, saved_steps
 from torchtitan.checkpoint.initial import ResumePoint
 from torchtitan.checkpoint.live import InMemoryState
 from torchtitan.checkpoint.manager import Checkpointer, SaveFailed
+from torchtitan.checkpoint.placement import on_rank_0
+from torchtitan.checkpoint.saver import Saver
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.start import ResumePolicy
 from torchtitan.checkpoint.state import TrainState
+from torchtitan.checkpoint.tiers import choose_together
 
 __all__ = [
     "CheckpointConfig",
@@ -18,7 +21,10 @@ __all__ = [
     "ResumePoint",
     "ResumePolicy",
     "SaveFailed",
+    "Saver",
     "TrainState",
+    "choose_together",
     "lock",
+    "on_rank_0",
     "saved_steps",
 ]

@@ -70,7 +70,7 @@ def look_at(checkpoint: Path) -> Manifest:
 
 def read_state(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
     """Read everything except tensors: counters, data position, recipe, versions."""
-    state: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, _state_file(manifest)))
+    state: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, state_file(manifest)))
     counters = state.get("train_state", {})
     counters = {OLD_COUNTERS.get(name, name): value for name, value in counters.items()}
     return {**state, "train_state": counters} if counters else state
@@ -85,7 +85,7 @@ def replace_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
     number = 1
     while (checkpoint / (name := f"train_state.{number}.json")).exists():
         number += 1
-    files = {n: file for n, file in manifest.files.items() if n != _state_file(manifest)}
+    files = {n: file for n, file in manifest.files.items() if n != state_file(manifest)}
     files[name] = write_json(checkpoint / name, state)
     store = store_of(checkpoint)
     store.sync(checkpoint)
@@ -93,7 +93,7 @@ def replace_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
     store.sync(checkpoint)
 
 
-def _state_file(manifest: Manifest) -> str:
+def state_file(manifest: Manifest) -> str:
     """Return the name of STATE_FILE or of its replacement."""
     return next(name for name in manifest.files if name.startswith("train_state"))
 

@@ -11,10 +11,13 @@ from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint.contents import Checkpointable, SavedRun, open_run
 from torchtitan.checkpoint.initial import ResumePoint, open_initial, open_weights
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
+from torchtitan.checkpoint.nodes import RankZero
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
-from torchtitan.checkpoint.saver import Saver
+from torchtitan.checkpoint.saver import Retention, Saver
 from torchtitan.checkpoint.start import ResumePolicy, taken
+from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checkpoint.store import store_of
+from torchtitan.checkpoint.tiers import open_tier
 from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG
 from torchtitan.config import ConfigError
@@ -49,7 +52,19 @@ class Checkpointer:
         self.store = store_of(self.folder)
         self.contents, self.state, self.about = contents, contents.state, dict(about)
         self.record = record
-        self.saver = Saver(self.config, self.folder, world)
+        keep = Retention(self.config.keep_latest_k, self.config.keep_every)
+        self.saver = Saver(self.config, self.folder, world, keep)
+        self.savers = [self.saver]
+        """Savers of the checkpoints that are kept for good, and of the frequent ones, if any."""
+        self.frequent = open_tier(self.config, choice.dump_folder, world)
+        if tier := self.frequent:
+            keep, leaders = Retention(tier.config.keep_latest_k), tier.nodes
+            self.savers.append(
+                Saver(
+                    *(self.config, tier.folder, world, keep, leaders, tier.about_save),
+                    spread=tier.spread,
+                )
+            )
         self.foreign: set[int] = set()
         """Steps of checkpoints of a run that went further than `load_step`."""
         self.exports = False
@@ -66,6 +81,8 @@ class Checkpointer:
             ConfigError: if the checkpoint does not match the model, the optimizer or the data, or
                 is damaged without a usable alternative.
         """
+        if self.frequent:
+            self.frequent.survey()
         start = self._verified(start)
         if start.path is not None and start.model_only:
             path, kind, recipe = start.path, start.format, self.choice.recipe
@@ -74,6 +91,7 @@ class Checkpointer:
             logger.info("starting from the weights of %s (format %s)", start.path, start.format)
         elif start.path is not None:
             saved = on_all_ranks(self.world, lambda: open_initial(start, self.choice.recipe))
+            self._fetch(saved)
             self._restore(saved, self.config.exclude_from_loading)
             if saved.data is None:
                 advice = "data.skip_samples = -1 skips the samples that it was trained on"
@@ -82,7 +100,7 @@ class Checkpointer:
                     "" if start.skip_samples else f"; {advice}",
                 )
         if start.is_resume:
-            self.saver.saved_step = self.state.step
+            self._now_at(self.state.step)
             steps = on_rank_0(self.world, lambda: disk.saved_steps(self.folder))
             self.foreign = {step for step in steps if step > self.state.step}
             if self.foreign and not self.config.load_only:
@@ -91,8 +109,12 @@ class Checkpointer:
                     "stopped at one of these steps, it cannot be saved",
                     ", ".join(f"step-{step}" for step in sorted(self.foreign)),
                 )
+        if self.frequent:
+            self.frequent.report(self.state.step)
         if self.config.enable and not self.config.load_only:
             self._make_folder()
+            if self.frequent:
+                self.frequent.begin(self.state.step)
         for path, why in start.damaged:
             self._set_aside(path, why)
         for change in start.changes:
@@ -133,12 +155,28 @@ class Checkpointer:
     def _verified(self, start: ResumePoint) -> ResumePoint:
         """Return `start`, or an older checkpoint, with every file verified."""
         damaged: dict[Path, str] = {}
+        tier = self.frequent
         while start.path and start.format == "ours" and (found := self._problems_of(start.path)):
-            damaged[start.path] = found[0]
+            if not (tier and tier.holds(start.path)):
+                damaged[start.path] = found[0]
             if not start.is_resume:
                 raise ConfigError(f"checkpoint.initial_load_path: {found[0]}")
-            start = on_rank_0(self.world, lambda: self.choice.start(damaged))
+            if tier:
+                start = tier.choose(self.choice, damaged)
+            else:
+                start = on_rank_0(self.world, lambda: self.choice.start(damaged))
         return start
+
+    def _fetch(self, saved: SavedRun) -> None:
+        """Have what ranks will read of a checkpoint on the disks of their nodes."""
+        if self.frequent and self.frequent.holds(saved.path):
+            assert isinstance(saved.tensors, SavedTensors), "a frequent checkpoint is ours"
+            self.frequent.fetch(step_of(saved.path), saved.tensors, self.contents.tensors())
+
+    def _now_at(self, step: int) -> None:
+        """Let a step that was loaded count as saved."""
+        for saver in self.savers:
+            saver.saved_step = step
 
     def _set_aside(self, path: Path, why: str) -> None:
         if self.config.load_only:
@@ -152,6 +190,9 @@ class Checkpointer:
 
     def _problems_of(self, path: Path) -> list[str]:
         """Return the damages of a checkpoint; each rank verifies a part of its files."""
+        if self.frequent and self.frequent.holds(path):
+            problem = self.frequent.verify(step_of(path))
+            return [problem] if problem else []
 
         def read() -> list[str]:
             manifest = read_manifest(path)
@@ -173,17 +214,25 @@ class Checkpointer:
         The checkpoint records this, so that a run that is killed and resumes from it does not see
         that data again. Returns False if there is no such checkpoint.
         """
-        self.saver.wait_until_idle()
+        self.wait_until_idle()
         position = self.contents.position()
         path = self._newest_before(before_step)
         if path is None:
             return False
-        on_rank_0(self.world, lambda: self._record_rollback(path, position["data"], before_step))
-        self._restore(on_all_ranks(self.world, lambda: open_run(path)))
-        self.saver.saved_step = self.state.step
+        tier = self.frequent if self.frequent and self.frequent.holds(path) else None
+        leaders = tier.nodes if tier else RankZero(self.world)
+        data = leaders.share(position.get("data", {}))
+        leaders.lead(lambda: self._record_rollback(path, data))
+        on_rank_0(self.world, lambda: self._delete_skipped(before_step))
+        saved = on_all_ranks(self.world, lambda: open_run(path))
+        self._fetch(saved)
+        self._restore(saved)
+        if self.frequent:
+            self.frequent.begin(self.state.step)
+        self._now_at(self.state.step)
         return True
 
-    def _record_rollback(self, path: Path, data: Mapping[str, Any], before_step: int) -> None:
+    def _record_rollback(self, path: Path, data: Mapping[str, Any]) -> None:
         saved = disk.read_state(path, read_manifest(path))
         state, samples = (
             saved["train_state"],
@@ -191,8 +240,11 @@ class Checkpointer:
         )
         state["rollbacks"] = self.state.rollbacks + 1
         state["skipped_samples"] = state.get("skipped_samples", 0) + samples
-        self.record("rollback", {"train_state": state, "data": data})
+        if self.world.rank == 0:
+            self.record("rollback", {"train_state": state, "data": data})
         disk.replace_state(path, saved | {"data": data})
+
+    def _delete_skipped(self, before_step: int) -> None:
         for step, later in self._own_steps().items():
             if before_step <= step <= self.state.step:
                 self.store.delete(later)
@@ -201,14 +253,20 @@ class Checkpointer:
     def _newest_before(self, step: int) -> Path | None:
         """Return the newest verified checkpoint before a step."""
         saved = on_rank_0(self.world, self._own_steps)
-        for path in [saved[n] for n in reversed(saved) if n < step]:
+        if tier := self.frequent:
+            tier.survey()
+            saved = {n: tier.path(n) for n in tier.whole()} | saved
+        for path in [saved[n] for n in sorted(saved, reverse=True) if n < step]:
             try:
                 problems = self._problems_of(path)
             except Damaged as error:
                 problems = [str(error)]
+            is_frequent = tier is not None and tier.holds(path)
+            if not problems and tier and is_frequent:
+                tier.describe(step_of(path))
             if not problems and not read_manifest(path).model_only:
                 return path
-            if problems:
+            if problems and not is_frequent:
                 self._set_aside(path, problems[0])
         return None
 
@@ -221,15 +279,21 @@ class Checkpointer:
     def is_due(self, final: bool) -> bool:
         """Whether the current step must be saved; `final`: no step will follow."""
         step = self.state.step
-        return self.config.saves_at(step, is_final=final) and step != self.saver.saved_step
+        is_due = self.config.saves_at(step, is_final=final) or self.config.saves_often_at(step)
+        return is_due and step != self.saver.saved_step
 
-    def save(self, finished: bool) -> None:
+    def save(self, finished: bool, final: bool = True) -> None:
         """Save the current step; on return every byte is on disk, unless it is asynchronous.
 
-        `finished`: the run is complete rather than only stopped.
+        Args:
+            finished: whether the run is complete rather than only stopped.
+            final: whether no step will follow; unless one does, it is kept for good.
         """
-        self.saver.wait_until_idle()
         step = self.state.step
+        if not self.config.saves_at(step, is_final=final):
+            self._save_often(step)
+            return
+        self.saver.wait_until_idle()
         path = self.folder / f"step-{step}"
         if on_rank_0(self.world, lambda: self.store.is_taken(path)):
             raise taken(path)
@@ -243,23 +307,31 @@ class Checkpointer:
         self.record("checkpoint", position)
         self.saver.save(step, tensors, position | self.about, model_only)
 
+    def _save_often(self, step: int) -> None:
+        """Save a step as a frequent checkpoint."""
+        position = self.contents.position()
+        self.record("checkpoint", position)
+        self.savers[-1].save(step, self.contents.tensors(), position | self.about, False)
+
     @property
     def is_staging(self) -> bool:
         """Whether weights must not change yet; see `wait_staging`."""
-        return self.saver.staging.is_under_way
+        return any(saver.staging.is_under_way for saver in self.savers)
 
     def wait_staging(self) -> None:
         """Return when weights may change."""
-        self.saver.staging.wait()
+        for saver in self.savers:
+            saver.staging.wait()
 
     @property
-    def is_busy(self) -> bool:
-        """Whether this rank is still writing or reading for a stage that all ranks wait for."""
-        return self.saver.is_busy
+    def saved_step(self) -> int | None:
+        """Newest step on disk."""
+        return max(saver.saved_step or 0 for saver in self.savers) or None
 
-    def advance(self) -> None:
-        """Continue with the next stage of a save; call it when no rank is busy."""
-        self.saver.advance()
+    def wait_until_idle(self) -> None:
+        """Wait until no save is in any stage."""
+        for saver in self.savers:
+            saver.wait_until_idle()
 
     def finish(self) -> None:
         """Wait until all saves are on disk and were read back.
@@ -267,11 +339,11 @@ class Checkpointer:
         Raises:
             SaveFailed: if the final state of the run could not be saved.
         """
-        self.saver.wait_until_idle()
+        self.wait_until_idle()
         if self.saver.failed_step == self.state.step:
             raise SaveFailed(
                 f"step {self.state.step} could not be saved (see above); the run's work since "
-                f"step {self.saver.saved_step or 0} is lost"
+                f"step {self.saved_step or 0} is lost"
             )
         if self.exports and (problem := on_rank_0(self.world, self._export)):
             raise SaveFailed(f"the weights could not be written for Hugging Face: {problem}")
@@ -289,3 +361,8 @@ class Checkpointer:
             return str(error)
         logger.info("saved %s, for Hugging Face transformers", target)
         return None
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint by its name."""
+    return int(path.name.removeprefix("step-"))

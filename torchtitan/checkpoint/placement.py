@@ -5,19 +5,19 @@ rank reads the blocks that it holds now, however they were sharded when they wer
 communication.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.storage import Piece, TensorSource
+from torchtitan.checkpoint.storage import Piece, Sizes, TensorSource
 from torchtitan.config import ConfigError
 from torchtitan.parallel import World
 from torchtitan.torch_private.dtensor import stored
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, WriteItem
 
 
 T = TypeVar("T")
@@ -62,6 +62,25 @@ def _tensor(value: object) -> Tensor:
 
 def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
     """Copy the blocks of `tensors` that this rank holds from `source`, which must match."""
+    planner, items = _planned(tensors, source.shapes())
+    with torch.no_grad():
+        for item in items:
+            block = source.read(item.storage_index.fqn, item.storage_offsets, item.lengths)
+            planner.resolve_tensor(item).copy_(block)
+
+
+def blocks_to_load(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[torch.dtype, Sizes]]
+) -> Iterator[tuple[str, Sizes, Sizes]]:
+    """Yield name, offsets and sizes of the blocks of `tensors` that this rank holds."""
+    for item in _planned(tensors, shapes)[1]:
+        yield item.storage_index.fqn, tuple(item.storage_offsets), tuple(item.lengths)
+
+
+def _planned(
+    tensors: Mapping[str, Tensor], found: Mapping[str, tuple[torch.dtype, Sizes]]
+) -> "tuple[LoadPlanner, list[ReadItem]]":
+    """Plan to load the blocks of `tensors` that this rank holds from tensors of these shapes."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import (
         STORAGE_TYPES,
@@ -71,7 +90,6 @@ def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
         TensorStorageMetadata,
     )
 
-    found = source.shapes()
     wholes: dict[str, STORAGE_TYPES] = {}
     for name in tensors:
         dtype, shape = found[name]
@@ -79,10 +97,7 @@ def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
         wholes[name] = TensorStorageMetadata(TensorProperties(dtype), whole.sizes, [whole])
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), Metadata(wholes), is_coordinator=True)
-    with torch.no_grad():
-        for item in planner.create_local_plan().items:
-            block = source.read(item.storage_index.fqn, item.storage_offsets, item.lengths)
-            planner.resolve_tensor(item).copy_(block)
+    return planner, planner.create_local_plan().items
 
 
 class FailedOnRank(RuntimeError):

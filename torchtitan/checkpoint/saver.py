@@ -2,8 +2,9 @@
 
 A save has stages. Each rank copies its pieces (`Staging`; not with `async_mode = "disabled"`), then
 writes and hashes its own file. When all are done the save is committed (see `store`): rank 0 writes
-index, state and manifest, and renames the folder. Then each rank reads its file back from the disk;
-when all files are verified, older checkpoints may be deleted.
+index, state and manifest, and renames the folder; in a folder that each node has for itself, a rank
+of each node does. Then each rank reads its file back from the disk; when all files are verified,
+older checkpoints may be deleted.
 
 Copying, writing and reading back run in threads, which never communicate: training continues in the
 meantime, asks all ranks once per step whether any is busy, and lets a save advance when none is.
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -25,7 +26,8 @@ from torchtitan.checkpoint.manifest import (
     problems_of_files,
     read_manifest,
 )
-from torchtitan.checkpoint.placement import Writers, on_all_ranks, on_rank_0
+from torchtitan.checkpoint.nodes import RankZero
+from torchtitan.checkpoint.placement import Writers, on_all_ranks
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.staging import Pieces, SaveThread, Staging
 from torchtitan.checkpoint.storage import INDEX, Written, write_file, write_manifest_of
@@ -61,11 +63,37 @@ class Check:
     reading: SaveThread[tuple[list[str], str | None]]
 
 
+class Retention(NamedTuple):
+    """Rule by which checkpoints of a folder are kept."""
+
+    latest: int
+    """Number of most recent ones; 0: all."""
+    every: int = 0
+    """Also those of steps that are multiples of this; 0: none."""
+
+
 class Saver:
     """Saver of one checkpoint at a time; all methods are called by every rank."""
 
-    def __init__(self, config: CheckpointConfig, folder: Path, world: World) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        world: World,
+        retention: Retention,
+        leaders: RankZero | None = None,
+        about: Callable[[Sequence[Any]], Mapping[str, Any]] = lambda everyones: {},
+        spread: Callable[[Path, Sequence[Any]], None] = lambda checkpoint, everyones: None,
+    ) -> None:
+        """
+        Args:
+            leaders: ranks that commit and delete checkpoints in `folder`; by default rank 0.
+            about: returns further fields of a manifest, given what each rank has written.
+            spread: copies files of a checkpoint to other nodes, on a thread, given the same.
+        """
         self.config, self.folder, self.world = config, folder, world
+        self.retention, self.about, self.spread = retention, about, spread
+        self.leaders = leaders or RankZero(world)
         self.store = store_of(folder)
         self.writers = Writers(world)
         self.is_async = config.async_mode != "disabled"
@@ -90,8 +118,9 @@ class Saver:
         began, waited = time.perf_counter(), self.staging.waited
         self.wait_until_idle()
         path = self.store.saving(self.folder / f"step-{step}")
-        if problem := on_rank_0(self.world, lambda: self._begin(path)):
-            self._failed(step, path, [problem])
+        begun = self.leaders.lead(lambda: self._begin(path))
+        if problems := [problem for problem in begun if problem]:
+            self._failed(step, path, problems)
             return
         pieces = self.writers.pieces("weights" if model_only else "all", tensors)
         copies = self.staging.begin(pieces) if self.is_async else lambda: pieces
@@ -155,8 +184,10 @@ class Saver:
         self._stage = None
         mine = on_all_ranks(self.world, lambda: _outcome(save.writing))
         everyones = self.world.gather_object(mine) or ()
-        size, problems = on_rank_0(self.world, lambda: self._complete(save, everyones))
-        if problems:
+        everyones, state = self.leaders.share((everyones, save.state))
+        done = self.leaders.lead(lambda: self._complete(save, everyones, state))
+        size = done[0][0]
+        if problems := [problem for _, found in done for problem in found]:
             self._failed(save.step, save.path, problems)
             return
         path = self.folder / f"step-{save.step}"
@@ -168,25 +199,32 @@ class Saver:
         message = "saved %s: %s MB, written in %.2f s%s"
         logger.info(message, path, f"{size / 1e6:,.1f}", save.writing.seconds, waits)
         names = [mine.name] if isinstance(mine, Written) else []
-        if self.world.rank == 0:
+        if self.leaders.is_leader:
             names += [INDEX, STATE_FILE]
-        self._stage = Check(save.step, path, SaveThread(lambda: _read_back(path, names)))
+
+        def look_after() -> tuple[list[str], str | None]:
+            found = _read_back(path, names)
+            self.spread(path, everyones)
+            return found
+
+        self._stage = Check(save.step, path, SaveThread(look_after))
 
     def _complete(
-        self, save: Save, everyones: Sequence[Written | str | None]
+        self, save: Save, everyones: Sequence[Written | str | None], state: Mapping[str, Any]
     ) -> tuple[int, list[str]]:
-        """Complete the checkpoint on rank 0; return its bytes, and the errors, if any."""
+        """Complete the checkpoint on a leader; return its bytes, and the errors, if any."""
         if problems := [one for one in everyones if isinstance(one, str)]:
             return 0, problems
         try:
             manifest = write_manifest_of(
                 save.path,
                 [one for one in everyones if isinstance(one, Written)],
-                save.state,
+                state,
                 step=save.step,
                 model_only=save.model_only,
                 ranks=self.world.size,
                 layout=self.world.degrees._asdict(),
+                **self.about(everyones),
             )
             self.store.commit(save.path)
         except OSError as error:
@@ -196,8 +234,10 @@ class Saver:
     def _failed(self, step: int, path: Path, problems: Sequence[str]) -> None:
         """Log the failure and delete the partial save; existing checkpoints stay."""
         self.failed_step = step
-        if self.world.rank == 0:
+        if self.leaders.is_leader:
             self.store.discard(path)
+            if self.leaders.count > 1:  # one may have committed it
+                self.store.discard(self.folder / f"step-{step}")
         last = f"step-{self.saved_step}" if self.saved_step else "none"
         logger.error(
             "step %d could NOT be saved: %s. Training continues; the last checkpoint is %s",
@@ -214,10 +254,9 @@ class Saver:
             logger.error(message, unread[0], check.path)
         elif problems:
             self.failed_step = check.step
-            self.saved_step = on_rank_0(self.world, lambda: self._set_aside(check, problems))
-        elif self.world.rank == 0 and self.config.keep_latest_k:
-            keep, every = self.config.keep_latest_k, self.config.keep_every
-            disk.forget_old(self.folder, check.step, keep, every)
+            self.saved_step = self.leaders.lead(lambda: self._set_aside(check, problems))[0]
+        elif self.leaders.is_leader and self.retention.latest:
+            disk.forget_old(self.folder, check.step, *self.retention)
 
     def _set_aside(self, check: Check, problems: Sequence[str]) -> int | None:
         """Set a damaged checkpoint aside; return the newest remaining step."""

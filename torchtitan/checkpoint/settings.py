@@ -1,4 +1,4 @@
-"""The section `[checkpoint]`."""
+"""The sections `[checkpoint]` and `[checkpoint.frequent]`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +10,29 @@ from torchtitan.config import Config, Context, Problem, exists, local_path
 from torchtitan.remote import is_url, location, problem_of_url
 
 Component = Literal["optimizer", "lr_scheduler", "data", "train_state", "rng"]
+
+
+class FrequentConfig(Config):
+    """Frequent checkpoints, of which few are kept; a folder on a local disk of each node will do.
+    Each node holds the files that its own ranks write."""
+
+    interval: int = Field(0, ge=0)
+    """Steps between saves; a step that is due in both tiers is saved in checkpoint.folder only.
+    0: off."""
+    folder: str = "frequent"
+    """Folder inside job.dump_folder; or an absolute path, in which each run has a folder of its
+    own."""
+    keep_latest_k: int = Field(2, ge=1)
+    """Number of most recent checkpoints to keep."""
+    replicas: int = Field(0, ge=0)
+    """Number of further nodes that hold a copy of the files of each node."""
+
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if is_url(self.folder):
+            yield Problem("folder", "wanted a folder on a disk, not a URL")
+        for key in ("folder", "keep_latest_k", "replicas"):
+            if not self.interval and getattr(self, key) != type(self).model_fields[key].default:
+                yield Problem(key, "it has no effect while self.interval is 0", ("interval",))
 
 
 class CheckpointConfig(Config):
@@ -57,6 +80,7 @@ class CheckpointConfig(Config):
     memory during the next step (on a CPU the same as async)."""
     save_attempts: int = Field(3, ge=1)
     """Maximum number of attempts of a save, after which training continues without it."""
+    frequent: FrequentConfig = FrequentConfig()
 
     def path_in(self, dump_folder: Path) -> Path:
         """Return the folder in which checkpoints are saved."""
@@ -69,7 +93,13 @@ class CheckpointConfig(Config):
             self.enable and not self.load_only and (is_final or first or not step % self.interval)
         )
 
+    def saves_often_at(self, step: int) -> bool:
+        """Whether a step that is not saved otherwise is saved as a frequent checkpoint."""
+        every = self.frequent.interval
+        return self.enable and not self.load_only and bool(every) and not step % every
+
     def problems(self, context: Context) -> Iterator[Problem]:
+        yield from self._problems_of_tiers()
         idle = {
             "resume": self.resume == "must",
             "load_step": self.load_step >= 0,
@@ -98,3 +128,12 @@ class CheckpointConfig(Config):
             return  # said of the tokenizer
         if not (exists(initial) and local_path(initial).is_dir()):
             yield Problem("initial_load_path", "there is no such folder")
+
+    def _problems_of_tiers(self) -> Iterator[Problem]:
+        """Find conflicts of the frequent checkpoints with the others."""
+        key, interval = "frequent.interval", self.frequent.interval
+        if interval and not self.enable:
+            yield Problem(key, "it has no effect while self.enable is false", ("enable",))
+        if interval >= self.interval:
+            message = f"wanted less than the {self.interval} steps of self.interval, or 0"
+            yield Problem(key, message, ("interval",))

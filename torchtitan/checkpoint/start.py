@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchtitan.checkpoint.dcp.reader import saved_by_dcp
@@ -14,6 +15,8 @@ from torchtitan.config import ConfigError
 from torchtitan.data import without_idle_sections
 from torchtitan.models import with_sizes
 from torchtitan.optim import OptimizerConfig, without_idle_keys
+
+NONE: Mapping[int, Path] = MappingProxyType({})
 
 
 class ResumePolicy(NamedTuple):
@@ -29,17 +32,23 @@ class ResumePolicy(NamedTuple):
     factor: Callable[[int], float]
     """Fraction of the peak learning rate, by step of the schedule."""
 
-    def start(self, damaged: Mapping[Path, str] | None = None) -> ResumePoint:
+    def start(
+        self, damaged: Mapping[Path, str] | None = None, frequent: Mapping[int, Path] = NONE
+    ) -> ResumePoint:
         """Choose the starting point of the run, without writing anything.
 
         Args:
             damaged: checkpoints known to be damaged, with the reasons; others are detected as far
                 as possible without reading files.
+            frequent: whole checkpoints by step, also to choose from, of which this node may not
+                have all files.
 
         Raises:
             ConfigError: if resuming or starting afresh would surprise the user.
         """
-        own = choose_own(self.config, self.dump_folder, self.recipe, self.same_run, damaged or {})
+        own = choose_own(
+            *(self.config, self.dump_folder, self.recipe, self.same_run, damaged or {}), frequent
+        )
         try:
             return own or self.initial()
         except ConfigError as error:
@@ -56,6 +65,7 @@ def choose_own(
     recipe: Mapping[str, Any],
     same_run: Set[str],
     known_damaged: Mapping[Path, str],
+    frequent: Mapping[int, Path] = NONE,
 ) -> ResumePoint | None:
     """Choose the run's own checkpoint to resume, or None; see `ResumePolicy.start`."""
     folder = config.path_in(dump_folder)
@@ -64,6 +74,7 @@ def choose_own(
     if config.resume == "never":
         return None
     own = _sorted_out(steps, known_damaged)
+    own = own._replace(full={**frequent, **own.full})
     path = _chosen(config, folder, own)
     if path is None:
         return None

@@ -17,7 +17,7 @@ checkpoints are verified by it.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from io import RawIOBase
@@ -342,6 +342,8 @@ class SavedTensors:
         self.index: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, INDEX))
         self._has_xor = manifest.format == XOR_FORMAT
         self._files = files_in(checkpoint)
+        self.moved: dict[tuple[str, int], tuple[str, int]] = {}
+        """Files and first bytes of pieces that are now elsewhere in the folder."""
 
     def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
         """Return dtype and shape by name."""
@@ -354,6 +356,17 @@ class SavedTensors:
         """Whether `tensor`, the whole tensor `name`, has the digest that was saved."""
         found = xor_digest(tensor) if self._has_xor else unsigned(int(digest(tensor).item()))
         return found == int(self.index[name]["digest"], 16)
+
+    def places(self, name: str, offsets: Sizes, sizes: Sizes) -> Iterator[tuple[str, int, int]]:
+        """Yield file, first byte and number of bytes of each piece that overlaps with a block."""
+        entry = self.index[name]
+        itemsize = getattr(torch, entry["dtype"]).itemsize
+        for file, begin, at, shape in entry["pieces"]:
+            if all(
+                max(a, b) < min(a + n, b + m)
+                for a, n, b, m in zip(offsets, sizes, at, shape, strict=True)
+            ):
+                yield file, begin, math.prod(shape) * itemsize
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -369,6 +382,7 @@ class SavedTensors:
         ]
 
         def part(block: StoredBlock[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
-            return self._files.block(block.place, dtype, contiguous(block.sizes), at, shape)
+            place = self.moved.get(block.place, block.place)
+            return self._files.block(place, dtype, contiguous(block.sizes), at, shape)
 
         return assemble(dtype, offsets, sizes, blocks, part, f"{self.checkpoint}: {name}")

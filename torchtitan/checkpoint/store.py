@@ -19,6 +19,10 @@ from torchtitan.remote import RangedFile, RemotePath, missing
 MANIFEST = "manifest.json"
 DAMAGED = "manifest.damaged.json"
 PROBE = ".writable"
+HISTORY = "frequent.json"
+"""File next to the checkpoints of a run that also has frequent ones, and says where."""
+OF_NODE = ".frequent"
+"""Mark of a folder of frequent checkpoints, in which each node has only some files of each."""
 NAME = re.compile(r"step-(\d+)")
 
 

@@ -28,11 +28,30 @@ def folders(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             yield Problem(key, "wanted the name of a folder inside job.dump_folder")
         elif why := _refused(dump / folder):
             yield Problem(key, why, ("job.dump_folder",))
+    yield from _frequent(job, dump)
     if is_url(job.job.dump_folder):
         message = "wanted a folder on a disk; only checkpoint.folder may be a URL"
         yield Problem("job.dump_folder", message)
     elif why := _refused(dump):
         yield Problem("job.dump_folder", why)
+
+
+def _frequent(job: JobConfig, dump: Path) -> Iterator[Problem]:
+    """Check the folder of frequent checkpoints, which may be outside the dump folder."""
+    key, c = "checkpoint.frequent.folder", job.checkpoint
+    folder, rare = dump / c.frequent.folder, dump / c.folder
+    if not c.frequent.interval or is_url(c.frequent.folder):
+        return
+    if ".." in folder.relative_to(folder.anchor).parts or folder == dump:
+        message = "wanted an absolute path, or the name of a folder inside job.dump_folder"
+        yield Problem(key, message)
+    elif not is_url(c.folder) and (
+        folder == rare or {folder, rare} & {*folder.parents, *rare.parents}
+    ):
+        message = "wanted neither checkpoint.folder, nor a folder inside it or around it"
+        yield Problem(key, message, ("checkpoint.folder",))
+    elif why := _refused(folder):
+        yield Problem(key, why, ("job.dump_folder",))
 
 
 def _refused(path: Path) -> str | None:

@@ -250,10 +250,10 @@ class World:
         dist.scatter_object_list(mine, list(values) if values else None, 0, group=self.slow_group)
         return mine[0]
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Broadcast rank 0's small picklable value to every rank."""
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """Broadcast a small picklable value of one rank, the `source`, to every rank."""
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.slow_group)
+        dist.broadcast_object_list(values, src=source, group=self.slow_group)
         return values[0]
 
     def meet(self, seconds: float) -> None:

@@ -77,7 +77,7 @@ class Divergence:
         return True
 
     def _corrupted(self) -> str:
-        saved = self.checkpoint.saver.saved_step
+        saved = self.checkpoint.saved_step
         return (
             f"step {self.state.step}: the loss or gradient norm is not finite, which with "
             "optimizer.early_step_in_backward is known only after the update. These weights were "

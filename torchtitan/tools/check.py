@@ -196,10 +196,13 @@ def beginning(found: config.Recipe[JobConfig], here: bool) -> list[str]:
         except ConfigError as error:
             found.refuse([Problem("checkpoint.initial_load_path", str(error))])
             raise
+    has_frequent = here and found.config.checkpoint.frequent.interval
+    also = ["unless nodes hold a newer frequent checkpoint, which is not looked for here"]
+    also *= bool(has_frequent)
     if start.path is None:
-        return ["starts from scratch"]
+        return ["starts from scratch", *also]
     what = "starts from the weights in" if start.model_only else "resumes from"
-    return [f"{what} {start.path}", *start.changes]
+    return [f"{what} {start.path}", *start.changes, *also]
 
 
 def summary(

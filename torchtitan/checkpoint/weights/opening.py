@@ -1,5 +1,6 @@
 """Opens weights of any format, under our names; the format is detected from the files."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, translate
 from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
 from torchtitan.checkpoint.manifest import STATE_FILE, Damaged
 from torchtitan.checkpoint.storage import INDEX, SavedTensors, TensorSource
-from torchtitan.checkpoint.store import MANIFEST, NAME
+from torchtitan.checkpoint.store import HISTORY, MANIFEST, NAME, OF_NODE
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.hugging_face_files import INDEX as HUGGING_FACE_INDEX
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
@@ -23,6 +24,7 @@ from torchtitan.config import ConfigError, RecipeError, allowed_names, show
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.spec import ModelSpec
+from torchtitan.remote import RemotePath
 
 SIGNS = {
     "ours": (MANIFEST, INDEX, STATE_FILE, "step-*", "*/step-*"),
@@ -43,8 +45,11 @@ class Opened(NamedTuple):
     train_state.json; None if it has only weights."""
 
 
-def find(path: Path) -> list[Path]:
+def find(path: Path, frequent: bool = False) -> list[Path]:
     """Find the checkpoints at `path` by step: itself, a folder of them, or a run's dump folder.
+
+    Args:
+        frequent: whether to find a run's frequent checkpoints too, as far as they are on this node.
 
     Raises:
         ConfigError: if there is none.
@@ -52,7 +57,12 @@ def find(path: Path) -> list[Path]:
     is_step = path.name.startswith("step-") and path.is_dir()
     if is_step or (path / MANIFEST).is_file() or saved_by_dcp(path):
         return [path]
-    folders = [path, *(sorted(p for p in path.iterdir() if p.is_dir()) if path.is_dir() else [])]
+    below = sorted(p for p in path.iterdir() if p.is_dir()) if path.is_dir() else []
+    own = [] if isinstance(path, RemotePath) else [p for p in below if (p / OF_NODE).exists()]
+    folders = [path, *(each for each in below if each not in own)]
+    if frequent:
+        told = [frequent_folder(each / HISTORY) for each in folders if (each / HISTORY).exists()]
+        folders += dict.fromkeys(each for each in [*own, *told] if each != path)
     found = [step for folder in folders for step in saved_steps(folder).values()]
     if not found:
         raise ConfigError(
@@ -60,6 +70,11 @@ def find(path: Path) -> list[Path]:
             "or the job.dump_folder of a run"
         )
     return found
+
+
+def frequent_folder(history: Path) -> Path:
+    """Return the folder of a run's frequent checkpoints, by the file next to its others."""
+    return Path(json.loads(history.read_bytes())["folder"])
 
 
 def newest(folder: Path) -> Path:

@@ -39,19 +39,25 @@ app = verb(help=__doc__)
 
 @app.command("ls", cls=Verb)
 def list_checkpoints(paths: Paths) -> None:
-    """List checkpoints: step, layout, size, digest, and whether their files are there."""
+    """List checkpoints: step, layout, size, digest, and whether their files are there.
+
+    Of a run's frequent checkpoints it lists what is on this node.
+    """
     from rich.console import Console
 
     # Without a terminal every checkpoint has one line, whatever the length of its path.
     console = Console(width=None if on_terminal() else 10_000)
-    console.print(inspection.table([p for folder in paths for p in find(folder)]))
+    console.print(inspection.table([p for folder in paths for p in find(folder, True)]))
 
 
 @app.command(cls=Verb)
 def verify(paths: Paths) -> int:
-    """Read every byte of checkpoints, and report those that differ from what was saved."""
+    """Read every byte of checkpoints, and report those that differ from what was saved.
+
+    Of a run's frequent checkpoints it reads what is on this node.
+    """
     damaged = 0
-    for path in (p for folder in paths for p in find(folder)):
+    for path in (p for folder in paths for p in find(folder, frequent=True)):
         is_sound, lines = inspection.verify(path)
         damaged += not is_sound
         print(*lines, sep="\n", flush=True)

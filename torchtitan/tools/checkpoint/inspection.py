@@ -13,7 +13,7 @@ import xxhash
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import NO_WEIGHTS, STEP, TOKENS, number_in, translated
 from torchtitan.checkpoint.folder import look_at, read_state
-from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
+from torchtitan.checkpoint.manifest import Damaged, elsewhere, problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.config import ConfigError
 from torchtitan.digest import digest
@@ -35,14 +35,14 @@ def table(checkpoints: Iterable[Path]) -> "Table":
     found = Table(*headings, box=None, padding=(0, 2, 0, 0))
     for path in checkpoints:
         try:
-            found.add_row(str(path), *_row(path), "complete")
+            found.add_row(str(path), *_row(path))
         except ConfigError as error:
             found.add_row(str(path), *[""] * 7, f"[red]{error}[/red]")
     return found
 
 
 def _row(path: Path) -> list[str]:
-    """The columns between name and state; empty what a checkpoint does not say."""
+    """The columns after the name; empty what a checkpoint does not say."""
     if saved_by_dcp(path):
         saved = DcpCheckpoint(path)
         step, tokens = number_in(saved, STEP), number_in(saved, TOKENS)
@@ -50,15 +50,24 @@ def _row(path: Path) -> list[str]:
         told = ["" if step is None else str(step), "run" if "optimizer" in holds else "weights"]
         ranks = {re.sub(r"_\d+\.distcp$", "", file) for file in saved.files}
         said = "" if tokens is None else f"{tokens:,}"
-        return [*told, str(len(ranks)), "DCP", said, f"{saved.bytes / 1e6:,.1f} MB", ""]
+        return [*told, str(len(ranks)), "DCP", said, f"{saved.bytes / 1e6:,.1f} MB", "", "complete"]
     manifest = look_at(path)
     used = [f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1]
     tokens = read_state(path, manifest)["train_state"]["tokens"]
     return [
         *(str(manifest.step), "weights" if manifest.model_only else "run"),
         *(str(manifest.ranks), ", ".join(used) or "one rank", f"{tokens:,}"),
-        *(f"{manifest.bytes / 1e6:,.1f} MB", manifest.digest),
+        *(f"{manifest.bytes / 1e6:,.1f} MB", manifest.digest, _on_others(path) or "complete"),
     ]
+
+
+def _on_others(checkpoint: Path) -> str:
+    """Say which files of a frequent checkpoint are on other nodes; empty if none is."""
+    manifest = read_manifest(checkpoint)
+    if not (names := elsewhere(checkpoint, manifest)):
+        return ""
+    nodes = dict.fromkeys(node for name in names for node in manifest.nodes[name])
+    return f"{len(names)} of {len(manifest.files)} files are on {', '.join(nodes)}"
 
 
 def verify(checkpoint: Path) -> tuple[bool, list[str]]:
@@ -66,7 +75,10 @@ def verify(checkpoint: Path) -> tuple[bool, list[str]]:
     if saved_by_dcp(checkpoint):
         return _verify_dcp(checkpoint)
     problems = list(damage(checkpoint))
-    return not problems, problems or [f"{checkpoint}: OK"]
+    if problems:
+        return False, problems
+    others = _on_others(checkpoint)
+    return True, [f"{checkpoint}: OK{f', as far as it is here: {others}' if others else ''}"]
 
 
 def _verify_dcp(checkpoint: Path) -> tuple[bool, list[str]]:
@@ -94,7 +106,8 @@ def damage(checkpoint: Path) -> Iterator[str]:
     try:
         manifest = read_manifest(checkpoint)
         problems = list(problems_of_files(checkpoint, manifest))
-        yield from problems or _wrong_digests(checkpoint)
+        if problems or not elsewhere(checkpoint, manifest):
+            yield from problems or _wrong_digests(checkpoint)
     except Damaged as error:
         yield str(error)
 

@@ -148,11 +148,13 @@ def _optimizer(facts: Facts) -> Iterator[Advice]:
 def _between_steps(facts: Facts) -> Iterator[Advice]:
     recipe, share = facts.recipe, facts.share_of_pause("checkpoint")
     if share > CHECKPOINT:
+        often = recipe.get("checkpoint.frequent.interval")
         in_background = 'checkpoint.async_mode = "async", which writes during training; or '
         yield Advice(
             f"saving checkpoints takes {share:.0%} of the time",
             in_background * (recipe.get("checkpoint.async_mode") == "disabled")
-            + f"save less often: checkpoint.interval (now {recipe.get('checkpoint.interval')})",
+            + f"save less often: checkpoint.interval (now {recipe.get('checkpoint.interval')})"
+            + f" or checkpoint.frequent.interval (now {often})" * bool(often),
         )
     for pause, key in MEASURING.items():
         if facts.share_of_pause(pause) > MEASURED:
