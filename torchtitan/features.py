@@ -118,11 +118,13 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
 
 def save_outlook(parts: Parts) -> Callable[[], tuple[int, str]]:
     """Return a function that compares the time of a save with the grace period."""
-    spec, saver, launch = MODELS[parts.job.model.name], parts.checkpoint.saver, Launch.read()
+    spec, launch, checkpoint = MODELS[parts.job.model.name], Launch.read(), parts.checkpoint
     model = build_empty(spec.build, parts.job.model_args(), 1)
     nodes = max(1, launch.size // launch.local_size)
     planned = planned_seconds(count_parameters(model).total, nodes)
-    return lambda: outlook(saver.seconds, planned, saver.saved_step, parts.stop.grace)
+    return lambda: outlook(
+        *(checkpoint.saver.seconds, planned, checkpoint.saved_step, parts.stop.grace)
+    )
 
 
 def once(action: Callable[[], None]) -> Callable[[TrainState], None]:
