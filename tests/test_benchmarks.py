@@ -37,7 +37,7 @@ def test_overhead(ranks: int, tmp_path: Path) -> None:
     assert ("memory_gib" in result) == (ranks == 1)
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_cost_of_reporting(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     small = ["--metrics", "--blocks", "2", "--steps", "1", "--output", str(output)]
@@ -142,7 +142,7 @@ def test_simple_fsdp_beside_fsdp2(tmp_path: Path) -> None:
     assert found["SimpleFSDP"] > found["SimpleFSDP, merged by block"] > 1
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_precision(tmp_path: Path) -> None:
     output = tmp_path / "page.md"
     chosen = ["bf16", "Float8 tensorwise, loss in chunks", "SimpleFSDP, loss in chunks"]
@@ -295,7 +295,7 @@ def test_errors_of_attention_are_those_that_are_kept(monkeypatch: pytest.MonkeyP
         assert all(float(one) == pytest.approx(float(other), abs=0.11) for one, other in pairs)
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_memory_of_documents_is_linear(tmp_path: Path) -> None:
     """As it is without a mask; with a dense mask it is quadratic."""
     output = tmp_path / "page.md"
@@ -342,7 +342,7 @@ def test_saving_and_loading(tmp_path: Path) -> None:
     assert len(rows(kept)) == len(rows(page))
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_cost_of_recording(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- RECORDING -->\n<!-- END -->\n")
@@ -372,7 +372,7 @@ def test_loading_what_dcp_saved(tmp_path: Path) -> None:
         assert re.findall(r"^\| (\S+) \| \d+ \(", page, re.MULTILINE) == ["dcp.load", "ours"] * 2
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_speed_and_memory_of_data(tmp_path: Path) -> None:
     output = tmp_path / "page.md"
     command = ["benchmarks/data.py", "--quick", "--parts", "resume", "memory", "--output", output]

@@ -145,7 +145,7 @@ def test_a_wheel_trains_outside_the_clone(build: Callable[[str], Path], tmp_path
     )
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_an_sdist_has_all_files_and_passes_its_own_tests(
     build: Callable[[str], Path], tmp_path: Path
 ) -> None:

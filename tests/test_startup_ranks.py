@@ -13,6 +13,7 @@ STEADY = (
 )
 
 
+@pytest.mark.gate
 def test_a_start_among_more_ranks_does_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed one, which reads all that a start reads."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")

@@ -4,6 +4,7 @@ import pytest
 
 from tests import layouts
 from tests.layouts import FULL, INTERLEAVED, Case, case, schedule
+from tests.tiers import tiers
 from torchtitan.estimate.expansion import RankStep, expand
 from torchtitan.estimate.fake_rank import record
 from torchtitan.estimate.shortening import Abridged
@@ -34,10 +35,11 @@ def step(layout: Case, shorten: bool) -> RankStep:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("TP 2, full recomputation", "PP 2, 1F1B"),
-        *(pytest.param(name, marks=pytest.mark.gate) for name in [*CASES][:1] + [*CASES][3:]),
-    ],
+    tiers(
+        CASES,
+        ["TP 2, full recomputation", "PP 2, 1F1B"],
+        ["FSDP 2, accumulating 6", "FSDP 2 x PP 2 in bfloat16, accumulating 2"],
+    ),
 )
 def test_a_short_recording_stands_for_the_whole_step(name: str) -> None:
     short, whole = (step(CASES[name], shorten) for shorten in (True, False))

@@ -178,7 +178,7 @@ print((found[0] - found[1]).abs().max().item())
 """
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 def test_compiled_it_is_the_same_and_says_nothing() -> None:
     done = subprocess.run(

@@ -284,7 +284,7 @@ def test_gathers_are_issued_before_the_products_of_the_block_before(cache: Path)
 WHOLE = {"enable": True, "granularity": "model", "components": ["model"]}
 
 
-@pytest.mark.gate  # what is merged is counted, and gradients compared, on a smaller network daily
+@pytest.mark.slow  # what is merged is counted, and gradients compared, on a smaller network daily
 def test_compiled_model_has_the_gradients_of_fsdp2(cache: Path) -> None:
     """Of 21 parameters the first of two blocks has 9, which are gathered again."""
     lines = assert_same(

@@ -60,7 +60,7 @@ def untrained(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_a_trained_encoder_tells_more_than_a_new_one(tmp_path: Path) -> None:
     """Two thirds of the debug recipe's steps; benchmarks/vision.py has all of them, three times."""
     few = ("--training.steps=400", "--lr_scheduler.warmup_steps=40", "--validation.freq=400")

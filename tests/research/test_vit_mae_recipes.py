@@ -49,7 +49,9 @@ def images(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    tiers([*RECIPES, OWN], [path for path in (*RECIPES, OWN) if path not in LARGE]),
+    tiers(
+        [*RECIPES, OWN], [path for path in (*RECIPES, OWN) if path not in LARGE], gate=LARGE[-2:]
+    ),
     ids=lambda path: path.stem,
 )
 def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
@@ -112,7 +114,7 @@ def test_it_trains(tmp_path: Path) -> None:
     assert (tmp_path / "pictures/step-000004.png").exists()
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_sizes_of_images_are_those_of_the_formulas() -> None:
     """One size of six; the table in docs is the page's."""
     page = (ROOT / "benchmarks/results/vit_mae_sizes.md").read_text()
