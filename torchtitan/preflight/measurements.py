@@ -53,9 +53,7 @@ def products(device: Device) -> Rates:
     left, right = a.to(like), b.to(like)
     out, taken, began = left @ right, list[float](), time.perf_counter()
     while time.perf_counter() - began < SECONDS[device.type]:
-        begin = device.stamp()
-        torch.mm(left, right, out=out)
-        taken.append(device.seconds(begin, device.stamp()))
+        taken.append(_seconds(lambda: torch.mm(left, right, out=out), device))
     if not torch.equal(out.double() @ v.double(), a.double() @ (b.double() @ v.double())):
         raise Broken("the product of two matrices is wrong")
     return {"products": 2 * side**3 / median(taken) / 1e12}
@@ -222,19 +220,21 @@ def shared_folder(world: World, folder: Path, is_first: bool) -> Iterator[Callab
 def _written(path: Path, device: Device) -> Rates:
     """Write a file, flush it to disk, and read it back: MB/s."""
     size = WRITTEN[device.type]
-    content = os.urandom(size)
-    begin = time.perf_counter()
+    content, found = os.urandom(size), list[bytes]()
     with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-        written = time.perf_counter() - begin
+
+        def write() -> None:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+        written = _seconds(write, device)
         if hasattr(os, "posix_fadvise"):  # from the disk and not the page cache
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    begin = time.perf_counter()
-    if path.read_bytes() != content:
+    read = _seconds(lambda: found.append(path.read_bytes()), device)
+    if found[0] != content:
         raise Broken(f"{path.parent.parent.parent}: what was read back is not what was written")
-    return {"writing": size / written / 1e6, "reading": size / (time.perf_counter() - begin) / 1e6}
+    return {"writing": size / written / 1e6, "reading": size / read / 1e6}
 
 
 def _becomes(condition: Callable[[], bool]) -> bool:
@@ -248,6 +248,7 @@ def _becomes(condition: Callable[[], bool]) -> bool:
 
 
 def _seconds(act: Callable[[], object], device: Device) -> float:
+    """Return the time of `act`, with what it queued on the device."""
     device.synchronize()
     begin = time.perf_counter()
     act()
