@@ -197,6 +197,15 @@ def test_torchx(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpu=8" in given["resource"]
 
 
+@pytest.mark.parametrize("target", ["skypilot", "torchx"])
+def test_a_grace_that_has_no_effect_is_refused(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["manifest", "train_configs/debug_model.toml", "--for", target, "--grace-seconds", "60"]
+    assert main(words) == 2
+    assert f"--grace-seconds: {target} has no time to stop to set" in capsys.readouterr().err
+
+
 def test_without_a_preflight(capsys: pytest.CaptureFixture[str]) -> None:
     for target in ("jobset", "slurm", "skypilot", "torchx"):
         text = written(capsys, target, "--no-preflight")

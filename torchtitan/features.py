@@ -22,7 +22,7 @@ from torchtitan.logging import logger
 from torchtitan.metrics.precision import PrecisionWatch
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty, count_parameters
+from torchtitan.models.spec import build_empty
 from torchtitan.parallel import Degrees, Launch, stages
 from torchtitan.parts import Parts
 from torchtitan.resilience.grace import outlook, planned_seconds
@@ -118,10 +118,10 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
 
 def save_outlook(parts: Parts) -> Callable[[], tuple[int, str]]:
     """Return a function that compares the time of a save with the grace period."""
-    spec, launch, checkpoint = MODELS[parts.job.model.name], Launch.read(), parts.checkpoint
-    model = build_empty(spec.build, parts.job.model_args(), 1)
+    launch, checkpoint = Launch.read(), parts.checkpoint
     nodes = max(1, launch.size // launch.local_size)
-    planned = planned_seconds(count_parameters(model).total, nodes)
+    of_stage = sum(p.numel() for part in parts.model.parts for p in part.parameters())
+    planned = planned_seconds(of_stage * parts.world.degrees.pp, nodes)
     return lambda: outlook(
         *(checkpoint.saver.seconds, planned, checkpoint.saved_step, parts.stop.grace)
     )

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -80,9 +80,6 @@ class Verdict:
         """Exit status: 2 for a mistake in the recipe that all ranks find, 1 for another fault."""
         everywhere = any(f.what == "recipe" and len(f.ranks) == self.ranks for f in self.faults)
         return 2 if everywhere else int(bool(self.faults))
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def lines(self) -> Iterator[str]:
         """Yield the report for people."""

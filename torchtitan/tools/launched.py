@@ -21,35 +21,33 @@ def nodes(word: str) -> range:
         raise typer.BadParameter(str(error)) from error
 
 
-def Launched(metavar: str, help: str, parser: Callable[[str], Any] = str) -> Any:
+def RankOption(metavar: str, help: str, parser: Callable[[str], Any] = str) -> Any:
     """An option on the ranks to start."""
     return typer.Option(metavar=metavar, help=help, parser=parser, rich_help_panel="Ranks")
 
 
-Processes = Annotated[
-    int | None, Launched("N", "Ranks to start on this node, and restart after a failure.", count)
-]
+Processes = Annotated[int | None, RankOption("N", "Ranks to start on this node.", count)]
 Nodes = Annotated[
     range | None,
-    Launched("N", "Number of nodes, or minimum and maximum: 1:2 (default: 1).", nodes),
+    RankOption("N", "Number of nodes, or minimum and maximum: 1:2 (default: 1).", nodes),
 ]
 Endpoint = Annotated[
-    str | None, Launched("HOST:PORT", "Address on one of the nodes, the same for all.")
+    str | None, RankOption("HOST:PORT", "Address on one of the nodes, the same for all.")
 ]
 RunName = Annotated[
     str | None,
-    Launched("NAME", "Name of the run, if others share the endpoint (default: torchtitan)."),
+    RankOption("NAME", "Name of the run, if others share the endpoint (default: torchtitan)."),
 ]
 RendezvousSettings = Annotated[
-    str | None, Launched("KEY=VALUE", "Rendezvous settings of torch: last_call_timeout=5.")
+    str | None, RankOption("KEY=VALUE", "Rendezvous settings of torch: last_call_timeout=5.")
 ]
 LocalAddress = Annotated[
     str | None,
-    Launched("HOST", "Address of this node for the others (default: that of the route)."),
+    RankOption("HOST", "Address of this node for the others (default: that of the route)."),
 ]
 Patience = Annotated[
     float | None,
-    Launched(
+    RankOption(
         "MINUTES",
         f"Time that nodes wait for each other or for the network (default: {REJOIN_MINUTES:g}).",
         minutes,

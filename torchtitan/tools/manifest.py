@@ -26,6 +26,8 @@ from torchtitan.train import require_recipe
 
 WORK = "/work"
 """Folder of the recipe, of relative paths and of the run in the image of `Dockerfile`."""
+WITHOUT_GRACE = ("skypilot", "torchx")
+"""Schedulers whose manifests have no time between a request to stop and the end."""
 LEAST_GRACE = 120
 """Seconds for the step that is under way, and to stop."""
 RESTARTS = 10
@@ -148,6 +150,8 @@ def manifest(
     ranks = world_size or job.job.ranks or job.parallelism.least_ranks
     job = load_job(path, flags, ranks, "cuda", exempt=ELSEWHERE).config
     nodes, each = split(ranks, devices_per_node or find_hardware(job.job.hardware).ranks_per_node)
+    if grace_seconds and target in WITHOUT_GRACE:
+        raise ConfigError(f"--grace-seconds: {target} has no time to stop to set; leave it out")
     if grace_seconds and grace_seconds < (planned := save_seconds(job, nodes)):
         logger.warning(
             "--grace-seconds: %d s is less than a save is expected to take, %.3g s; a run that is "

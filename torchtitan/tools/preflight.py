@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -24,16 +24,7 @@ from torchtitan.preflight import check_rank
 from torchtitan.resilience.agent import Agent, describe
 from torchtitan.resilience.schedulers import fill
 from torchtitan.resilience.stop import status_of_stop
-from torchtitan.tools.launched import (
-    Endpoint,
-    LocalAddress,
-    Nodes,
-    Patience,
-    Processes,
-    RendezvousSettings,
-    RunName,
-    given,
-)
+from torchtitan.tools import launched
 from torchtitan.tools.manifest import ELSEWHERE
 from torchtitan.tools.options import Recipe, RecipeVerb, Text, number, verb
 from torchtitan.train import read, require_recipe
@@ -58,18 +49,18 @@ def preflight(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    processes: Processes = None,
-    nnodes: Nodes = None,
-    rdzv_endpoint: Endpoint = None,
-    rdzv_id: RunName = None,
-    rdzv_conf: RendezvousSettings = None,
-    local_addr: LocalAddress = None,
-    rejoin_minutes: Patience = None,
+    processes: launched.Processes = None,
+    nnodes: launched.Nodes = None,
+    rdzv_endpoint: launched.Endpoint = None,
+    rdzv_id: launched.RunName = None,
+    rdzv_conf: launched.RendezvousSettings = None,
+    local_addr: launched.LocalAddress = None,
+    rejoin_minutes: launched.Patience = None,
 ) -> int:
     words = [*([recipe] if recipe else []), *context.args]
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return as_rank(words, least_rate, as_json)
-    options, origins = fill(given(context), os.environ, devices_here)
+    options, origins = fill(launched.given(context), os.environ, devices_here)
     options.setdefault("processes", devices_here())
     launch = LaunchOptions(**options, max_restarts=0, origins=origins)
     load(words, launch.nnodes[-1] * launch.processes)
@@ -128,7 +119,7 @@ def as_rank(words: Sequence[str], least_rate: float | None, as_json: bool) -> in
     except ConfigError as error:
         problem = str(error)
     verdict = check_rank(job, device, problem, least_rate)
-    found = {"status": verdict.status, "text": [*verdict.lines()], "json": verdict.as_dict()}
+    found = {"status": verdict.status, "text": [*verdict.lines()], "json": asdict(verdict)}
     if REPORT not in os.environ:
         return told(found, as_json) if launch.rank == 0 else verdict.status
     if launch.local_rank == 0:

@@ -10,17 +10,7 @@ from torchtitan.config import ConfigError
 from torchtitan.device import devices_here
 from torchtitan.launch import RESTARTS, LaunchOptions, start
 from torchtitan.resilience.schedulers import fill
-from torchtitan.tools.launched import (
-    Endpoint,
-    Launched,
-    LocalAddress,
-    Nodes,
-    Patience,
-    Processes,
-    RendezvousSettings,
-    RunName,
-    given,
-)
+from torchtitan.tools import launched
 from torchtitan.tools.options import Choice, Recipe, RecipeVerb, integer, verb
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -35,24 +25,26 @@ def train(
     log_level: Annotated[
         str | None, Choice(LEVELS, "Least severe messages to log (default: info).")
     ] = None,
-    processes: Processes = None,
-    nnodes: Nodes = None,
-    rdzv_endpoint: Endpoint = None,
-    rdzv_id: RunName = None,
-    rdzv_conf: RendezvousSettings = None,
-    local_addr: LocalAddress = None,
+    processes: launched.Processes = None,
+    nnodes: launched.Nodes = None,
+    rdzv_endpoint: launched.Endpoint = None,
+    rdzv_id: launched.RunName = None,
+    rdzv_conf: launched.RendezvousSettings = None,
+    local_addr: launched.LocalAddress = None,
     max_restarts: Annotated[
-        int | None, Launched("N", f"Restarts after failures (default: {SAVES}).", integer(0))
+        int | None,
+        launched.RankOption("N", f"Restarts after failures (default: {SAVES}).", integer(0)),
     ] = None,
-    rejoin_minutes: Patience = None,
+    rejoin_minutes: launched.Patience = None,
     log_rank: Annotated[
-        str | None, Launched("N", "Ranks of this node whose output is shown: 0,1 (default: 0).")
+        str | None,
+        launched.RankOption("N", "Ranks of this node whose output is shown: 0,1 (default: 0)."),
     ] = None,
 ) -> int:
     words = [*([recipe] if recipe else []), *context.args]
     if log_level:
         words += ["--metrics.log_level", log_level]
-    own = given(context)
+    own = launched.given(context)
     if processes and "TORCHELASTIC_RUN_ID" in os.environ:
         context.fail("torchrun started this process as a rank; leave out --processes")
     try:
