@@ -245,15 +245,15 @@ def test_graphs_free_and_merge_what_they_are_told(cache: Path) -> None:
 
 def products_before_gathers() -> list[list[int]]:
     """For each graph, forward first, how many products stand before each all-gather in it."""
-    from torch._inductor import utils
+    from torch.utils import _runtime_estimation
 
     with pytest.MonkeyPatch.context() as patch:
         # Of its own: a graph that the other rank has made would not pass through here.
         cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["RANK"])
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
         # The scheduler asks for both, but its order of blocks does not depend on them.
-        patch.setattr(utils, "get_gpu_dram_gbps", lambda: 3000)
-        patch.setattr(utils, "get_device_tflops", lambda dtype: 900.0)
+        patch.setattr(_runtime_estimation, "get_gpu_dram_gbps", lambda: 3000)
+        patch.setattr(_runtime_estimation, "get_device_tflops", lambda dtype: 900.0)
         orders, count = dict[str, list[list[int]]](before=[], after=[]), bucketing._count
 
         def note(plan: BucketingPlan, graph: Graph, when: str) -> None:
