@@ -102,7 +102,10 @@ class Checkpointer:
         if start.is_resume:
             self._now_at(self.state.step)
             steps = on_rank_0(self.world, lambda: disk.saved_steps(self.folder))
-            self.foreign = {step for step in steps if step > self.state.step}
+            aside = [path for path, _ in start.damaged]
+            self.foreign = {
+                step for step, at in steps.items() if step > self.state.step and at not in aside
+            }
             if self.foreign and not self.config.load_only:
                 logger.warning(
                     "checkpoint.load_step: %s are of later steps, and are kept; if the run is "
