@@ -2,9 +2,11 @@
 
 import ast
 import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
+from tests.submission import PACKAGES
 from torchtitan.resilience.schedulers import fill
 from torchtitan.tools.cli import main
 from torchtitan.tools.manifest import WRITERS, _lines, split
@@ -19,7 +22,7 @@ from torchtitan.tools.manifest import WRITERS, _lines, split
 ROOT = Path(__file__).parent.parent
 TWELVE = ["--training.global_batch_size", "12"]
 LANGUAGES = {"slurm": "text", "torchx": "text"}
-"""Of the blocks in docs/clusters.md that are no YAML."""
+"""Of the blocks in docs/clusters that are no YAML."""
 SBATCH = {
     "job-name": r"[\w-]+",
     "nodes": r"\d+",
@@ -78,6 +81,38 @@ def is_right_jobset(spec: dict[str, Any]) -> dict[str, Any]:
     assert not any(name.startswith("NCCL") for name in names)
     result: dict[str, Any] = container
     return result
+
+
+HARM = {
+    "kubeflow": ("completionMode", "completionmode"),
+    "jobset": ("completionMode", "completionmode"),
+    "skypilot": ("num_nodes", "nodes"),
+    "torchx": ("num_replicas", "replicas"),
+}
+
+
+@pytest.mark.slow  # needs packages that are not installed with this one
+@pytest.mark.parametrize("target", HARM)
+def test_the_software_itself_reads_it(
+    target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    python = os.environ.get("TORCHTITAN_ORACLES", sys.executable)
+    look = f"import {PACKAGES[target]}"
+    if subprocess.run([python, "-c", look], capture_output=True, check=False).returncode:
+        pytest.skip(
+            f"{PACKAGES[target]} is not installed; TORCHTITAN_ORACLES may name the Python of an "
+            "environment that has it"
+        )
+    file = tmp_path / "job.py"
+    text = written(capsys, target)
+    for manifest, is_right in ((text, True), (text.replace(*HARM[target]), False)):
+        file.write_text(manifest)
+        command = [python, "-m", "tests.submission", target, file]
+        environment = os.environ | {"HOME": str(tmp_path)}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode == 0) == is_right, done.stderr
 
 
 def test_a_jobset(capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,7 +315,7 @@ def test_yaml_is_read_as_it_was_meant() -> None:
 
 @pytest.mark.parametrize("target", WRITERS)
 def test_the_page_shows_what_is_written(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
+    page = (ROOT / f"docs/clusters/{target}.md").read_text(encoding="utf-8")
     command = f"torchtitan manifest train_configs/qwen3_32b.toml --for {target}"
     assert f"```bash\n{command}\n```" in page
     assert main(command.split()[1:]) == 0
