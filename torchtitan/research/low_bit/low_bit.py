@@ -16,7 +16,7 @@ Loaded into the blocks it came from, it is the same to the bit: see `fill`.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchtitan.optim import adam
 from torchtitan.optim.adam import AdamRule, MomentStorage, Update
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
@@ -154,9 +155,7 @@ class CompiledAdam:
         with quiet_torchao():
             from torchao.optim.adam import single_param_adam
         self.decoupled = decoupled
-        self.update: Callable[..., None] = torch.compile(
-            single_param_adam, fullgraph=True, dynamic=False
-        )
+        self.update = adam.compiled_update(single_param_adam)
         # This warning is for torchao's developers only.
         warnings.filterwarnings("ignore", ".* does not implement _stable_hash_for_caching")
 
