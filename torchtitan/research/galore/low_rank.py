@@ -288,8 +288,8 @@ def _reduced(projection: Projection, seed: str, method: Method) -> Reduced:
     if is_exact:
         return Reduced(_summed(rows.T @ rows, projection))
     generator = torch.Generator().manual_seed(seed_of(seed))
-    start = torch.randn(size, columns, generator=generator, dtype=method.dtype)
-    some = start.to(rows.device)
+    start = torch.randn(size, columns, generator=generator, dtype=torch.float64)
+    some = start.to(rows)
     for _ in range(method.power_iterations):
         some = torch.linalg.qr(_summed(rows.T @ (rows @ some), projection)).Q
     seen = rows @ some
