@@ -25,7 +25,7 @@ def checks(stage: str, backend: str) -> Any:
         from tests.gpu import ranks
 
         return ranks.check
-    if stage in ("fast", "many"):
+    if stage in ("fast", "many", "systems"):
         module = importlib.import_module(f"tests.gpu.{stage}")
         return lambda name, device: module.check(name, device, backend)
     from tests.gpu import runs
