@@ -1,12 +1,12 @@
 """Stage 6: memory and speed of systems from papers, each at the size that it is meant for.
 
-One rank of many, for 8B: as in the stage `many`, torch's fake group returns at once. Steps are those
-between refreshes of GaLore, whose vectors would be those of numbers that mean nothing. Memory is that
-which torch's allocator reserves; `python -m tests.gpu.systems FOLDER` adds what is planned, on any
+One rank of many, for 8B: as in the stage `many`, torch's fake group returns at once. Steps are
+those between refreshes of GaLore, whose vectors would be of numbers that mean nothing. Memory is
+what torch's allocator reserves. `python -m tests.gpu.systems FOLDER` adds what is planned, on any
 machine, since that needs no device.
 
-Llama 7B with GaLore trains where the allocator may have as much as a card of 24 GB leaves it; ViT-MAE
-reads images that are drawn, or files, or none.
+Llama 7B with GaLore trains where the allocator may have as much as a card of 24 GB leaves it.
+ViT-MAE reads images that are drawn, or files, or the same batch again.
 """
 
 import gc
@@ -66,7 +66,9 @@ class Rank(NamedTuple):
 FULL = "--parallelism.fsdp_reshard_after_forward always"
 KEPT = "--parallelism.fsdp_reshard_after_forward never"
 TWO = "--parallelism.data_parallel_replicate_degree 2"
-GALORE = "--optimizer.name GaLore --optimizer.lr 5e-3 --optimizer.rank 1024 --optimizer.project rows"
+GALORE = (
+    "--optimizer.name GaLore --optimizer.lr 5e-3 --optimizer.rank 1024 --optimizer.project rows"
+)
 FEW = "--optimizer.state_dtype 8bit --optimizer.basis_dtype 8bit"
 EARLY = "--optimizer.early_step_in_backward true --training.max_norm 0"
 DEMO = "--communication.replicas.name demo --optimizer.name SGD --training.max_norm 0"
@@ -113,7 +115,9 @@ def names(rehearsed: bool) -> list[str]:
     """All cases, the most telling first; in a rehearsal one of each kind of work."""
     first = [*SMALL_CARD][:2]
     cases = [*first, *RANKS, *REFRESH, *IMAGES, *[*SMALL_CARD][2:]]
-    alike = re.compile("refresh of 11|8B: FSDP (?!512)[0-9]|ViT-MAE (huge|1b|3b)|7B.*(float32|bf16)")
+    alike = re.compile(
+        "refresh of 11|8B: FSDP (?!512)[0-9]|ViT-MAE (huge|1b|3b)|7B.*(float32|bf16)"
+    )
     return [name for name in cases if not rehearsed or not alike.search(name)]
 
 

@@ -58,6 +58,8 @@ def main() -> None:
             except BaseException as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
                 answer["traceback"] = traceback.format_exc()
+                # After a failed assertion of a kernel, nothing works on the device in this process.
+                answer["ends"] = isinstance(error, torch.AcceleratorError)
             answer["seconds"] = round(time.monotonic() - begin, 1)
             print(json.dumps(answer), file=answers, flush=True)
 

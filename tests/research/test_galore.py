@@ -1,5 +1,6 @@
 """GaLore on one rank: its parts against numpy, and what it keeps of each matrix."""
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchtitan.checks import load_job
 from torchtitan.config import Context
 from torchtitan.device import GIB
+from torchtitan.estimate.hardware import find_hardware
+from torchtitan.estimate.plan import plan
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty
@@ -327,6 +331,24 @@ def test_groups_have_a_rank_and_a_scale_of_their_own() -> None:
     assert [states[f"{name}.exp_avg"].shape for name in "ab"] == [(8, 2), (8, 3)]
 
 
+@pytest.mark.slow
+@HAS_FEW_BITS
+def test_the_recipe_of_7b_fits_a_card_of_24_gb() -> None:
+    """As much as a card reports, with its bases in 8 bits; and these are in the plan."""
+    path = Path(__file__).parents[2] / "train_configs/research/galore_7b.toml"
+    states = {}
+    for dtype in ("8bit", "parameter"):
+        flags = ["--model.tokenizer_path", "none", "--optimizer.basis_dtype", dtype]
+        job = load_job(path, flags, 1, "cuda").config
+        assert job.model_args() == replace(LLAMA_7B, rope_theta=1e4)
+        found = plan(job, 1, find_hardware(job.job.hardware), capacity_gib=23.6)
+        assert found.fits
+        states[dtype] = found.by_kind_gib["optimizer states"]
+    elements = 224 * 4096 * 1024
+    fewer = elements * (4 - 1 - 4 / 256) / GIB
+    assert states["parameter"] - states["8bit"] == pytest.approx(fewer, rel=1e-3)
+
+
 LLAMA_7B = DecoderArgs(
     dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008, vocab_size=32_000
 )
@@ -336,6 +358,10 @@ OPTIMIZERS_OF_7B: dict[str, tuple[type[OptimizerConfig], dict[str, Any]]] = {
     "Muon": (Muon, {}),
     "GaLore, rank 1024": (GaLore, {"rank": 1024}),
     "GaLore, rank 1024, 8bit": (GaLore, {"rank": 1024, "state_dtype": "8bit"}),
+    "GaLore, rank 1024, 8bit, bases in 8bit": (
+        GaLore,
+        {"rank": 1024, "state_dtype": "8bit", "basis_dtype": "8bit"},
+    ),
     'GaLore, rank 1024, 8bit, `project = "rows"`': (
         GaLore,
         {"rank": 1024, "state_dtype": "8bit", "project": "rows"},
