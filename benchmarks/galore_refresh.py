@@ -102,8 +102,8 @@ Made by `{command}` on {machine} with one thread, torch {torch}, Python
 {python}, {date}; load {load}.
 
 Seconds, the median of {rounds} rounds in which all methods take turns (lowest to highest), with
-{iterations} power iterations and {oversampling} additional columns. The gradient has singular values
-that decay slowly. The last column is the part of its squares that its projection has.
+{iterations} power iterations and {oversampling} additional columns. The gradient has singular
+values that decay slowly. The last column is the part of its squares that its projection has.
 
 | matrix, rank | method | seconds | relative to torch.svd_lowrank, by round | energy |
 |---|---|---:|---:|---:|
