@@ -196,14 +196,22 @@ def _quantized_zeros(part: Tensor, dtype: StateDtype, signed: bool) -> Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.optim.subclass_fp8 import OptimStateFp8
 
-    shape, block, device = part.shape, BLOCK[dtype], part.device
-    if dtype == "float8":
-        made = OptimStateFp8.zeros(shape, block, device)
-    else:
+    block, device = BLOCK[dtype], part.device
+
+    def made(shape: Sequence[int]) -> Any:
+        if dtype == "float8":
+            return OptimStateFp8.zeros(shape, block, device)
         kind = OptimState8bit if dtype == "8bit" else OptimState4bit
-        made = kind.zeros(shape, signed, block, device)
-    fill(made, torch.zeros_like(part))
-    return made  # type: ignore[no-any-return]
+        return kind.zeros(shape, signed, block, device)
+
+    # To quantize all of it would take several int64 for each element for a moment.
+    one, whole = made((block,)), made(part.shape)
+    fill(one, torch.zeros(block, device=device))
+    whole.codes.view(-1, one.codes.numel()).copy_(
+        one.codes.view(1, -1).expand(part.numel() // block, -1)
+    )
+    whole.scale.copy_(one.scale.expand_as(whole.scale))
+    return whole  # type: ignore[no-any-return]
 
 
 def is_quantized(state: Tensor) -> bool:
