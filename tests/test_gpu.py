@@ -80,7 +80,10 @@ def test_systems_have_tables(tmp_path: Path) -> None:
         "8B: RTP": {"ranks": 8, "GiB": 20.0, "planned GiB": 19.0, "ms": 10, "spread": [9, 12]},
         "8B: FSDP 1, full shard": {"out of memory": "CUDA", "planned GiB": 130.0},
         "7B in 24 GB: GaLore": {
-            "GiB": 20.0, "allowed GiB": 23.1, "ms": 900.0, "refresh s": 12.0,
+            "GiB": 20.0,
+            "allowed GiB": 23.1,
+            "ms": 900.0,
+            "refresh s": 12.0,
             "losses": [10.5, 9.25],
         },
         "7B in 24 GB: AdamW": {"out of memory": "CUDA"},
