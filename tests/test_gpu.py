@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,13 +32,14 @@ def gpu(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.gate
 def test_a_case_of_each_stage_is_rehearsed_with_few_packages(tmp_path: Path) -> None:
     cases = ["float32", "attention kernels", "trains", "TP 2", "matrix product", "toy: eager"]
-    cases += ["calibration"]
+    cases += ["calibration", "8B: FSDP, grad-op", "refresh of 4,096"]
     done = gpu(tmp_path, "--rehearse", "--workers", "2", "--only", *cases, "405B")
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "page.md").read_text()
     for line in ("| right | 2 | 0 | 0 |", "| ranks | 1 | 0 | 0 |", "| fast | 3 | 0 | 0 |"):
         assert line in text, text
     assert "| many | 1 | 0 | 0 |" in text
+    assert "| systems | 2 | 0 | 0 |" in text
     assert "GiB planned" in text
     assert "`torchtitan plan --calibrate`: memory, GB/s" in text
 
@@ -70,6 +72,42 @@ def test_a_later_result_replaces_an_earlier_one(tmp_path: Path) -> None:
     assert "| fast | 1 | 0 | 0 |" in text
     assert "| compiled | 200 (90 to 110) | 1.000 |" in text
     assert "RuntimeError" not in text
+
+
+def test_systems_have_tables(tmp_path: Path) -> None:
+    """A rank that ran out of memory is in them, as is what is planned of it."""
+    figures: dict[str, dict[str, Any]] = {
+        "8B: RTP": {"ranks": 8, "GiB": 20.0, "planned GiB": 19.0, "ms": 10, "spread": [9, 12]},
+        "8B: FSDP 1, full shard": {"out of memory": "CUDA", "planned GiB": 130.0},
+        "7B in 24 GB: GaLore": {
+            "GiB": 20.0,
+            "allowed GiB": 23.1,
+            "ms": 900.0,
+            "refresh s": 12.0,
+            "losses": [10.5, 9.25],
+        },
+        "7B in 24 GB: AdamW": {"out of memory": "CUDA"},
+        "refresh of 8 x 8": {"methods": {"exact": {"ms": [1.0, 0.5, 2.0], "energy": 0.9}}},
+        "ViT-MAE 3b: drawn": {"images/s": 100.5, "images": 32, "GiB": 50.0},
+        "ViT-MAE 3b: from files": {"left out": "PIL is not installed"},
+    }
+    rows = [
+        {"case": case, "error": None, "figures": found, "seconds": 1.0}
+        for case, found in figures.items()
+    ]
+    (tmp_path / "systems.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "environment.json").write_text(json.dumps({"device": "D", "command": "c"}))
+    text = page.write(tmp_path)
+    for line in (
+        "| RTP | 8 | 20.0 | 19.0 | -5.0% | 10 (9 to 12) |",
+        "| FSDP 1, full shard | - | out of memory | 130.0 | - | - |",
+        "| GaLore | 20.0 | 23.1 | 900.0 | 12.0 | 10.50 to 9.25 |",
+        "| AdamW | out of memory | - | - | - | - |",
+        "| exact | 1.0 (0.5 to 2.0) | 0.9000 |",
+        "| 3b: drawn | 100.5 | 32 | 50.0 |",
+        "| 3b: from files | - | - | - |",
+    ):
+        assert line in text, text
 
 
 def test_no_recipe_can_choose_the_hosted_group() -> None:

@@ -58,7 +58,6 @@ def job(flags: Sequence[str], ranks: int = 4) -> JobConfig:
         ("--optimizer.offload_states true", "optimizer.offload_states: copies to and from"),
         ("--compile.enable true --compile.backend aot_eager", "aot_eager is planned as code"),
         ("--model.attn_mask_type block_causal", "the time of whole sequences"),
-        ("--optimizer.state_dtype 8bit", "the update, which is compiled"),
         ("--optimizer.name Muon --compile.enable true", "the update, which is compiled"),
         (
             "--parallelism.data_parallel_replicate_degree 2 --communication.replicas.every 3",

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.gpu.systems_page import systems
+
 Rows = dict[str, dict[str, Any]]
 """By case, the last result of each."""
 
@@ -29,10 +31,13 @@ def write(folder: Path) -> str:
     """Write OUTPUT/page.md from what lies in `folder`, and return it."""
     environment = json.loads((folder / "environment.json").read_text())
     stages = {
-        name: read(folder / f"{name}.jsonl") for name in ("right", "runs", "ranks", "fast", "many")
+        name: read(folder / f"{name}.jsonl")
+        for name in ("right", "runs", "ranks", "fast", "many", "systems")
     }
     summary = "\n".join(f"| {name} | {' | '.join(counts(rows))} |" for name, rows in stages.items())
     parts = [failures(stages), right(stages["right"]), fast(stages["fast"]), many(stages["many"])]
+    figures = {case: row["figures"] for case, row in stages["systems"].items()}
+    parts += [f"## {title}\n\n{table(heads, cells)}" for title, heads, cells in systems(figures)]
     shown = ("device", "driver", "torch", "torchao", "python", "cores", "date")
     text = PAGE.format(
         about=", ".join(

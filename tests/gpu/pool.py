@@ -70,6 +70,8 @@ class Worker:
         except BrokenPipeError:
             return self._gone(case, f"the process ended: {self.process.wait()}", begin)
         answer = json.loads(said)
+        if answer.get("ends"):
+            self.close()
         return Result(
             case,
             answer.get("error"),

@@ -25,7 +25,7 @@ def checks(stage: str, backend: str) -> Any:
         from tests.gpu import ranks
 
         return ranks.check
-    if stage in ("fast", "many"):
+    if stage in ("fast", "many", "systems"):
         module = importlib.import_module(f"tests.gpu.{stage}")
         return lambda name, device: module.check(name, device, backend)
     from tests.gpu import runs
@@ -58,6 +58,8 @@ def main() -> None:
             except BaseException as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
                 answer["traceback"] = traceback.format_exc()
+                # After a failed assertion of a kernel, nothing works on the device in this process.
+                answer["ends"] = isinstance(error, torch.AcceleratorError)
             answer["seconds"] = round(time.monotonic() - begin, 1)
             print(json.dumps(answer), file=answers, flush=True)
 

@@ -1,5 +1,6 @@
 """GaLore on one rank: its parts against numpy, and what it keeps of each matrix."""
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchtitan.checks import load_job
 from torchtitan.config import Context
 from torchtitan.device import GIB
+from torchtitan.estimate.hardware import find_hardware
+from torchtitan.estimate.plan import plan
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty
@@ -87,6 +91,15 @@ def test_power_iterations_find_as_much_as_exact_vectors() -> None:
     assert energy(gradient, basis(gradient, 16, Method(False, 0, 0))) < shares[0] * exact
 
 
+def test_float32_finds_what_float64_does() -> None:
+    gradient = decaying(256, 128)
+    wide, narrow = (
+        basis(gradient, 16, Method(False, 2, 8, dtype)) for dtype in (torch.float64, torch.float32)
+    )
+    assert energy(gradient, narrow) == pytest.approx(energy(gradient, wide), rel=1e-4)
+    torch.testing.assert_close(narrow.T @ narrow, torch.eye(16), atol=2e-6, rtol=0)
+
+
 @pytest.mark.parametrize("method", [EXACT, Method(False, 1, 4)], ids=["exact", "random"])
 def test_a_basis_is_whole_where_the_gradient_has_fewer_directions(method: Method) -> None:
     left = torch.randn(30, 2, generator=torch.Generator().manual_seed(2))
@@ -114,6 +127,8 @@ class Oracle:
         self.on_columns = config.projected_dim(weight.shape) == 1
         self.first: Any = 0.0
         self.second: Any = 0.0
+        self.rounded: Any = None
+        """Basis as it is stored, if that is rounded."""
 
     def update(self, gradient: Tensor) -> None:
         c, grad = self.config, gradient.double().numpy()
@@ -124,7 +139,7 @@ class Oracle:
             if self.step and c.moments == "rotate":
                 turn = self.basis.T @ basis
                 self.first, self.second = self.first @ turn, self.second @ turn**2
-            self.basis = basis
+            self.basis = basis if self.rounded is None else self.rounded
         self.step += 1
         low = grad @ self.basis
         self.first = c.beta1 * self.first + (1 - c.beta1) * low
@@ -228,8 +243,10 @@ def messages(config: GaLore) -> list[str]:
 
 def test_settings_that_conflict_are_refused() -> None:
     assert messages(GaLore()) == messages(GaLore(svd="exact")) == []
-    found = messages(GaLore(svd="exact", oversampling=4, moments="rotate", beta1=0, beta2=0))
-    assert [line.partition(":")[0] for line in found] == ["oversampling", "moments"]
+    found = messages(
+        GaLore(svd="exact", oversampling=4, svd_dtype="float32", moments="rotate", beta1=0, beta2=0)
+    )
+    assert [line.partition(":")[0] for line in found] == ["oversampling", "svd_dtype", "moments"]
 
 
 def test_ranks_and_shapes_that_cannot_be_are_refused_by_name() -> None:
@@ -248,6 +265,39 @@ def test_ranks_and_shapes_that_cannot_be_are_refused_by_name() -> None:
 
 
 HAS_FEW_BITS = pytest.mark.skipif("8bit" not in STATE_DTYPES, reason="the system is not there")
+
+
+@HAS_FEW_BITS
+@pytest.mark.parametrize(("dtype", "apart"), [("bfloat16", 2**-8), ("8bit", 0.05), ("4bit", 0.3)])
+def test_bases_in_few_bits(dtype: str, apart: float) -> None:
+    """They are near to what float32 has, and updates are those of numpy with what is stored."""
+    settings = {"lr": 0.1, "rank": 32, "refresh_period": 2, "svd": "exact"}
+    config = GaLore(moments="rotate", basis_dtype=dtype, **settings)  # type: ignore[arg-type]
+    one = parameter(decaying(256, 128))
+    optimizer, oracle = Optimizers([one], config), Oracle(one.tensor.detach(), config)
+    for step in range(4):
+        gradient = decaying(256, 128, seed=step)
+        exact = basis(gradient, 32, EXACT)
+        one.tensor.grad = gradient.clone()
+        optimizer.step()
+        stored = config.basis_storage.values(dict(optimizer.states())["w.projector"]).float()
+        if step % 2 == 0:
+            assert 0 < (stored - exact).norm() / exact.norm() < apart
+            oracle.rounded = stored.double().numpy()
+        oracle.update(gradient)
+        found = one.tensor.detach().double().numpy()
+        np.testing.assert_allclose(found, oracle.weight, atol=5e-6)
+    state = optimizer.state_dict()
+    assert state["w.projector"].dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    for other in (dtype, "parameter"):
+        changed = config.model_copy(update={"basis_dtype": other})
+        resumed = Optimizers([parameter(decaying(256, 128))], changed)
+        loaded = resumed.state_dict()
+        for name, tensor in loaded.items():
+            tensor.copy_(state[name])
+        resumed.load_state_dict(loaded)
+        again = resumed.state_dict()["w.projector"]
+        assert torch.equal(again.float(), state["w.projector"].float())
 
 
 @HAS_FEW_BITS
@@ -281,6 +331,24 @@ def test_groups_have_a_rank_and_a_scale_of_their_own() -> None:
     assert [states[f"{name}.exp_avg"].shape for name in "ab"] == [(8, 2), (8, 3)]
 
 
+@pytest.mark.slow
+@HAS_FEW_BITS
+def test_the_recipe_of_7b_fits_a_card_of_24_gb() -> None:
+    """As much as a card reports, with its bases in 8 bits; and these are in the plan."""
+    path = Path(__file__).parents[2] / "train_configs/research/galore_7b.toml"
+    states = {}
+    for dtype in ("8bit", "parameter"):
+        flags = ["--model.tokenizer_path", "none", "--optimizer.basis_dtype", dtype]
+        job = load_job(path, flags, 1, "cuda").config
+        assert job.model_args() == replace(LLAMA_7B, rope_theta=1e4)
+        found = plan(job, 1, find_hardware(job.job.hardware), capacity_gib=23.6)
+        assert found.fits
+        states[dtype] = found.by_kind_gib["optimizer states"]
+    elements = 224 * 4096 * 1024
+    fewer = elements * (4 - 1 - 4 / 256) / GIB
+    assert states["parameter"] - states["8bit"] == pytest.approx(fewer, rel=1e-3)
+
+
 LLAMA_7B = DecoderArgs(
     dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008, vocab_size=32_000
 )
@@ -290,6 +358,10 @@ OPTIMIZERS_OF_7B: dict[str, tuple[type[OptimizerConfig], dict[str, Any]]] = {
     "Muon": (Muon, {}),
     "GaLore, rank 1024": (GaLore, {"rank": 1024}),
     "GaLore, rank 1024, 8bit": (GaLore, {"rank": 1024, "state_dtype": "8bit"}),
+    "GaLore, rank 1024, 8bit, bases in 8bit": (
+        GaLore,
+        {"rank": 1024, "state_dtype": "8bit", "basis_dtype": "8bit"},
+    ),
     'GaLore, rank 1024, 8bit, `project = "rows"`': (
         GaLore,
         {"rank": 1024, "state_dtype": "8bit", "project": "rows"},

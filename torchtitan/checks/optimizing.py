@@ -71,10 +71,10 @@ def states_in_host_memory(job: JobConfig, world: PlannedWorld) -> Iterator[Probl
     """Check that states on the host are updated there alone, in float32 and not rounded."""
     o, t = job.optimizer, job.training
     rests_on = ("training.enable_cpu_offload", "optimizer")
-    if o.rounds_state and (t.enable_cpu_offload or o.offload_states):
-        key = f"optimizer.{o.rounded_by}"
-        message = 'states in host memory take none of the device\'s; use "parameter"'
-        yield Problem(key, message, rests_on)
+    if t.enable_cpu_offload or o.offload_states:
+        for key in o.rounded_by:
+            message = 'states in host memory take none of the device\'s; use "parameter"'
+            yield Problem(f"optimizer.{key}", message, rests_on)
     if o.multiplies_matrices and t.enable_cpu_offload:
         message = f"{o.name} multiplies matrices, for which the host is too slow; use false"
         yield Problem("training.enable_cpu_offload", message, ("optimizer.name",))

@@ -33,6 +33,7 @@ from torchtitan.estimate.recording import (
     describe_kernel,
     messages,
 )
+from torchtitan.optim import adam
 from torchtitan.parallel import compile
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.torch_private.compiler import (
@@ -135,6 +136,7 @@ def recorded_compilation(graphs: SharedGraphs) -> Iterator[None]:
     with (
         mock.patch.object(compile, "compiled", compiled),
         mock.patch.object(losses, "_compiled", compiled_part),
+        mock.patch.object(adam, "compiled_update", partial(compiled_part, backend="inductor")),
     ):
         yield
 

@@ -88,7 +88,7 @@ def _device(job: JobConfig, hardware: Hardware | None) -> Iterator[str]:
     if job.compile.enable and job.compile.backend != "inductor":
         yield f"compile.backend: {job.compile.backend} is planned as code that is not compiled"
     is_prepared = type(job.optimizer).prepare is not OptimizerConfig.prepare
-    if getattr(job.optimizer, "is_compiled", False) or (job.compile.enable and is_prepared):
+    if job.compile.enable and is_prepared:
         yield "optimizer.name: the update, which is compiled, takes the time of its operators"
     if job.compile.enable and job.compile.cuda_graphs:
         yield "compile.cuda_graphs: the memory that graphs keep for themselves is left out"

@@ -18,6 +18,11 @@ Update = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Any]], Non
 """Function that updates a weight, given its gradient, state and group, all of plain tensors."""
 
 
+def compiled_update(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile an update of plain tensors, once for each shape."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
 class MomentStorage:
     """Storage of Adam's moments; of this class, as the parameters are."""
 

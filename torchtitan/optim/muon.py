@@ -121,8 +121,8 @@ class Muon(OptimizerConfig):
         return self.adamw.rounds_state
 
     @property
-    def rounded_by(self) -> str:
-        return "adamw.state_dtype"
+    def rounded_by(self) -> tuple[str, ...]:
+        return ("adamw.state_dtype",) if self.rounds_state else ()
 
     @property
     def is_compiled(self) -> bool:

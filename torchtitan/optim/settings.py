@@ -182,9 +182,9 @@ class OptimizerConfig(UpdateRule):
         return self.name
 
     @property
-    def rounded_by(self) -> str:
-        """Key of the setting for the precision of states, if there is one."""
-        return "state_dtype" if "state_dtype" in type(self).model_fields else "name"
+    def rounded_by(self) -> tuple[str, ...]:
+        """Keys of the settings by which states are rounded."""
+        return ("state_dtype",) if self.rounds_state else ()
 
     def rule_for(self, parameter: NamedParameter) -> UpdateRule:
         """Return the rule for a parameter: these settings, or those of a section within them."""

@@ -9,14 +9,14 @@ updated by AdamW with the same settings.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Size, Tensor
 
-from torchtitan.config import Context, Problem
-from torchtitan.optim.adam import AdamGroup, AdamWRule
+from torchtitan.config import Context, KeyOf, Problem
+from torchtitan.optim.adam import STATE_DTYPES, AdamGroup, AdamWRule, MomentStorage
 from torchtitan.optim.grouping import assign
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter, in_layers
@@ -55,8 +55,14 @@ class GaLore(AdamWRule, OptimizerConfig):
     project: Literal["shorter", "longer", "rows", "columns"] = "shorter"
     """Side of a matrix that is projected to the rank: the shorter (the columns, if both are equal),
     the longer, its rows or its columns. The moments keep the other side."""
+    basis_dtype: Annotated[str, KeyOf(STATE_DTYPES)] = "parameter"
+    """Format of the bases: that of the parameters, at least float32, or one of fewer bits; these
+    project gradients in their own dtype; a run may resume with another."""
     svd: Literal["randomized", "exact"] = "randomized"
     """Method of computing the singular vectors of a gradient."""
+    svd_dtype: Literal["float64", "float32"] = "float64"
+    """With svd = randomized: dtype of the products with the gradient. Layouts find the same vectors
+    in float64; float32 is faster where float64 is slow, and takes half the memory."""
     power_iterations: int = Field(2, ge=0)
     """With svd = randomized: number of power iterations, which separate close singular values."""
     oversampling: int = Field(8, ge=0)
@@ -100,16 +106,45 @@ class GaLore(AdamWRule, OptimizerConfig):
         projected = self.projected_dim(shape)
         found = state_elements(shape, self.rank_of(shape), projected)
         of_moments = found.moments / 2 * self.state_bytes(parameter_bytes) / (rows * columns)
-        of_projector = found.projector * max(parameter_bytes, 4)
+        of_projector = found.projector / 2 * self.basis_storage.state_bytes(max(parameter_bytes, 4))
         return of_moments + of_projector / (columns if projected else rows)
 
     def method(self) -> Method:
         """Method by which bases are computed."""
-        return Method(self.svd == "exact", self.power_iterations, self.oversampling)
+        dtype = getattr(torch, self.svd_dtype)
+        return Method(self.svd == "exact", self.power_iterations, self.oversampling, dtype)
+
+    @property
+    def basis_storage(self) -> MomentStorage:
+        """Storage of the bases."""
+        return STATE_DTYPES[self.basis_dtype]
+
+    @property
+    def rounded_by(self) -> tuple[str, ...]:
+        keys = {"state_dtype": self.storage, "basis_dtype": self.basis_storage}
+        return tuple(key for key, storage in keys.items() if storage.rounds)
+
+    @property
+    def rounds_state(self) -> bool:
+        return self._rounding.rounds
+
+    @property
+    def _rounding(self) -> MomentStorage:
+        """Storage that can read both moments and bases: few bits of one format read all."""
+        return self.storage if self.storage.rounds else self.basis_storage
+
+    def saved(self, state: Tensor) -> Tensor:
+        return self._rounding.saved(state)
+
+    def restore(self, state: Tensor, saved: Tensor) -> None:
+        self._rounding.restore(state, saved)
+
+    def size(self, state: Tensor) -> int:
+        return self._rounding.size(state)
 
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from super().problems(context)
-        for key in ("power_iterations", "oversampling"):
+        for key in ("power_iterations", "oversampling", "svd_dtype"):
             if self.svd == "exact" and key in self.model_fields_set:
                 yield Problem(
                     key, 'it only has an effect with self.svd = "randomized"; remove it', ("svd",)
@@ -169,7 +204,7 @@ class GaLore(AdamWRule, OptimizerConfig):
         moments = sizes["exp_avg"] + sizes["exp_avg_sq"]
         return (
             f"GaLore: {moments:,} bytes of moments in {self.state_dtype} and "
-            f"{sizes['projector']:,} of projectors on this rank"
+            f"{sizes['projector']:,} of projectors in {self.basis_dtype} on this rank"
         )
 
 
@@ -216,8 +251,9 @@ class LowRankAdamW(torch.optim.Optimizer):
         }
         columns = projection.columns.stop - projection.columns.start
         wide = torch.promote_types(weight.dtype, torch.float32)
-        basis = weight.new_zeros(columns, projection.rank, dtype=wide)
-        return {"step": torch.tensor(0.0), **moments, "projector": projection.basis(basis)}
+        like = weight.new_empty(columns, projection.rank, dtype=wide)
+        basis = projection.basis(self.config.basis_storage.zeros(like, signed=True))
+        return {"step": torch.tensor(0.0), **moments, "projector": basis}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -244,16 +280,21 @@ class LowRankAdamW(torch.optim.Optimizer):
         for projection, state, basis in zip(projections, states, bases, strict=True):
             old = local(state["projector"])
             if self.config.moments == "rotate" and state["step"]:
-                turn = projection.turned(old, basis)
+                turn = projection.turned(self._values(old).to(basis.dtype), basis)
                 for name, by in (("exp_avg", turn), ("exp_avg_sq", turn.square())):
                     moment = local(state[name])
                     moment.copy_(self.storage.values(moment).to(by.dtype) @ by)
             old.copy_(basis)
 
+    def _values(self, basis: Tensor) -> Tensor:
+        return self.config.basis_storage.values(basis)
+
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, projection = self.state[parameter], self.projections[parameter]
-        gradient, basis = parameter.grad, local(state["projector"])
+        gradient, basis = parameter.grad, self._values(local(state["projector"]))
         assert gradient is not None
+        if self.config.basis_storage.rounds:
+            basis = basis.to(gradient.dtype)
         state["step"] += 1
         low = projection.down(local(gradient), basis)
         update = torch.zeros_like(low)

@@ -12,11 +12,12 @@ basis that belong to its columns of A.
 The basis are the leading right singular vectors of A, of which no rank ever holds more than its
 share: columns become rows by an all-to-all, and then only sums over rows remain, of AᵀA for the
 exact vectors, or of A's products with a few columns (Halko et al., 2011, arXiv:0909.4061). They are
-computed in float64, so that every layout finds the same; one rank finishes each matrix, fixes the
-signs, and broadcasts it, so that all have the same bits.
+computed in float64, so that every layout finds the same, unless `Method.dtype` is another; one rank
+finishes each matrix, fixes the signs, and broadcasts it, so that all have the same bits.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -50,6 +51,8 @@ class Method(NamedTuple):
     exact: bool = True
     power_iterations: int = 1
     oversampling: int = 8
+    dtype: torch.dtype = torch.float64
+    """Dtype of the products of A and few columns."""
 
 
 class Scatter(NamedTuple):
@@ -184,8 +187,12 @@ class Projection:
         return part if self.projected == 1 else part.T
 
     def down(self, gradient: Tensor, basis: Tensor) -> Tensor:
-        """Return A Q (rows, rank), from this rank's part of the gradient and of the basis."""
+        """Return A Q (rows, rank), at least in float32, from this rank's parts of both.
+
+        The product is computed in the dtype of the basis.
+        """
         low = self.oriented(gradient).to(basis.dtype) @ basis
+        low = low.to(torch.promote_types(low.dtype, torch.float32))
         for scatter in self.scatters:
             low = scatter.apply(low)
         return low
@@ -194,7 +201,7 @@ class Projection:
         """Return N Qᵀ as this rank's part of the matrix: `low` is (rows, rank)."""
         for scatter in reversed(self.scatters):
             low = scatter.undo(low)
-        return self.oriented(low @ basis.T)
+        return self.oriented(low.to(basis.dtype) @ basis.T)
 
     def turned(self, old: Tensor, new: Tensor) -> Tensor:
         """Return the change of basis (rank, rank), from this rank's parts of both bases."""
@@ -206,24 +213,27 @@ class Projection:
 
 def find_bases(
     projections: Sequence[Projection], seeds: Sequence[str], method: Method
-) -> list[Tensor]:
-    """Compute new bases for the current gradients: this rank's rows of each, in float32.
+) -> Iterator[Tensor]:
+    """Compute new bases for the current gradients: yield this rank's rows of each, in float32.
 
-    Ranks take turns in finishing the matrices.
+    Ranks take turns in finishing the matrices: as many at once as there are ranks.
 
     Args:
         seeds: seeds of the random columns of each.
     """
-    mine: dict[int, Reduced] = {}
-    for number, (projection, seed) in enumerate(zip(projections, seeds, strict=True)):
-        reduced = _reduced(projection, seed, method)
-        if _is_finished_here(projection, number):
-            mine[number] = reduced
-    finished = {number: mine[number].basis(projections[number].rank) for number in mine}
-    return [
-        _sent(projection, number, finished.get(number))[projection.columns].clone()
-        for number, projection in enumerate(projections)
-    ]
+    ranks = max((math.prod(g.size() for g in each.groups) for each in projections), default=1)
+    for first in range(0, len(projections), ranks):
+        numbers = range(first, min(first + ranks, len(projections)))
+        mine: dict[int, Reduced] = {}
+        for number in numbers:
+            reduced = _reduced(projections[number], seeds[number], method)
+            if _is_finished_here(projections[number], number):
+                mine[number] = reduced
+        finished = {number: mine[number].basis(projections[number].rank) for number in mine}
+        for number in numbers:
+            projection = projections[number]
+            whole = _sent(projection, number, finished.get(number))
+            yield whole[projection.columns].clone()
 
 
 class Reduced(NamedTuple):
@@ -240,11 +250,15 @@ class Reduced(NamedTuple):
             squares, vectors = torch.linalg.eigh(self.product)
             vectors, values = vectors.flip(1), squares.flip(0).clamp(min=0).sqrt()
         else:
-            # With Y = Q T⁻¹, Q orthonormal, the singular vectors of QᵀA = (AᵀY T)ᵀ.
+            # With Y = Q T⁻¹, Q orthonormal, the singular vectors of QᵀA = (AᵀY T)ᵀ, of which
+            # another QR leaves a small matrix. Where vectors are few, eigh is much faster than svd.
             squares, axes = torch.linalg.eigh(self.gram)
             is_seen = squares > squares.max() * NOISE**2
-            whitened = axes[:, is_seen] / squares[is_seen].sqrt()
-            vectors, values, _ = torch.linalg.svd(self.product @ whitened, full_matrices=False)
+            whitening = axes[:, is_seen] / squares[is_seen].sqrt()
+            vectors, triangle = torch.linalg.qr(self.product @ whitening.to(self.product.dtype))
+            squares, axes = torch.linalg.eigh(triangle.double() @ triangle.double().T)
+            values = squares.flip(0).clamp(min=0).sqrt()
+            vectors = vectors @ axes.flip(1).to(vectors.dtype)
         return complete(vectors[:, values > values[:1] * NOISE], rank)
 
 
@@ -266,19 +280,21 @@ def complete(vectors: Tensor, rank: int) -> Tensor:
 def _reduced(projection: Projection, seed: str, method: Method) -> Reduced:
     gradient = projection.parameter.tensor.grad
     assert gradient is not None
-    rows = projection.oriented(local(gradient)).double()
+    size, columns = projection.basis_shape[0], projection.rank + method.oversampling
+    is_exact = method.exact or columns >= size
+    rows = projection.oriented(local(gradient)).to(torch.float64 if is_exact else method.dtype)
     for split in projection.splitting:
         rows = columns_to_rows(rows, split.group, split.widths)
-    size, columns = projection.basis_shape[0], projection.rank + method.oversampling
-    if method.exact or columns >= size:
+    if is_exact:
         return Reduced(_summed(rows.T @ rows, projection))
     generator = torch.Generator().manual_seed(seed_of(seed))
     start = torch.randn(size, columns, generator=generator, dtype=torch.float64)
-    some = start.to(rows.device)
+    some = start.to(rows)
     for _ in range(method.power_iterations):
         some = torch.linalg.qr(_summed(rows.T @ (rows @ some), projection)).Q
     seen = rows @ some
-    return Reduced(_summed(rows.T @ seen, projection), _summed(seen.T @ seen, projection))
+    gram = _summed(seen.double().T @ seen.double(), projection)
+    return Reduced(_summed(rows.T @ seen, projection), gram)
 
 
 def _summed(terms: Tensor, projection: Projection) -> Tensor:

@@ -16,7 +16,7 @@ Loaded into the blocks it came from, it is the same to the bit: see `fill`.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchtitan.optim import adam
 from torchtitan.optim.adam import AdamRule, MomentStorage, Update
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
@@ -154,9 +155,7 @@ class CompiledAdam:
         with quiet_torchao():
             from torchao.optim.adam import single_param_adam
         self.decoupled = decoupled
-        self.update: Callable[..., None] = torch.compile(
-            single_param_adam, fullgraph=True, dynamic=False
-        )
+        self.update = adam.compiled_update(single_param_adam)
         # This warning is for torchao's developers only.
         warnings.filterwarnings("ignore", ".* does not implement _stable_hash_for_caching")
 
@@ -197,14 +196,22 @@ def _quantized_zeros(part: Tensor, dtype: StateDtype, signed: bool) -> Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.optim.subclass_fp8 import OptimStateFp8
 
-    shape, block, device = part.shape, BLOCK[dtype], part.device
-    if dtype == "float8":
-        made = OptimStateFp8.zeros(shape, block, device)
-    else:
+    block, device = BLOCK[dtype], part.device
+
+    def made(shape: Sequence[int]) -> Any:
+        if dtype == "float8":
+            return OptimStateFp8.zeros(shape, block, device)
         kind = OptimState8bit if dtype == "8bit" else OptimState4bit
-        made = kind.zeros(shape, signed, block, device)
-    fill(made, torch.zeros_like(part))
-    return made  # type: ignore[no-any-return]
+        return kind.zeros(shape, signed, block, device)
+
+    # To quantize all of it would take several int64 for each element for a moment.
+    one, whole = made((block,)), made(part.shape)
+    fill(one, torch.zeros(block, device=device))
+    whole.codes.view(-1, one.codes.numel()).copy_(
+        one.codes.view(1, -1).expand(part.numel() // block, -1)
+    )
+    whole.scale.copy_(one.scale.expand_as(whole.scale))
+    return whole  # type: ignore[no-any-return]
 
 
 def is_quantized(state: Tensor) -> bool:

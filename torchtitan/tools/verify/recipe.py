@@ -81,9 +81,9 @@ def as_checked(
     """Derive the recipes to compare, on `world_size` ranks or as few as show the whole layout."""
     draft = Draft(recipe)
     make_short(draft, steps, 5)
-    if rounds_states(draft.job):
+    for key in draft.job.optimizer.rounded_by:
         why = "rounding hides errors, and layouts round differently"
-        draft.set(f"optimizer.{draft.job.optimizer.rounded_by}", "parameter", why)
+        draft.set(f"optimizer.{key}", "parameter", why)
     draft.tree["checkpoint"] = {}
     draft.changes.append("no checkpoint, metrics or profile is written, and there is no validation")
     ranks = make_ready(draft, world_size, shrink, ParallelismConfig())

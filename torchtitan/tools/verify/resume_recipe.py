@@ -57,10 +57,11 @@ def as_resumed(
     )
     ranks = make_ready(draft, world_size, shrink, parallelism(Degrees(**then)))
     if rounds_states(draft.job):
-        key = f"optimizer.{draft.job.optimizer.rounded_by}"
-        why = f"layouts round the optimizer's states differently ({key})"
+        keys = [f"optimizer.{key}" for key in draft.job.optimizer.rounded_by]
+        why = f"layouts round the optimizer's states differently ({', '.join(keys)})"
         if then:
-            raise ConfigError(f"--then: {why}; add --{key} parameter")
+            flags = " ".join(f"--{key} parameter" for key in keys)
+            raise ConfigError(f"--then: {why}; add {flags}")
         draft.changes.append(f"resumed in the same layout only: {why}")
     degrees = Degrees(**(then or {"dp_shard": ranks // 2 if ranks > 1 else 2}))
     other = in_layout(draft.job, ranks, degrees)

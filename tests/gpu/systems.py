@@ -1,0 +1,392 @@
+"""Stage 6: memory and speed of systems from papers, each at the size that it is meant for.
+
+One rank of many, for 8B: as in the stage `many`, torch's fake group returns at once. Steps are
+those between refreshes of GaLore, whose vectors would be of numbers that mean nothing. Memory is
+what torch's allocator reserves. `python -m tests.gpu.systems FOLDER` adds what is planned, on any
+machine, since that needs no device.
+
+Llama 7B with GaLore trains where the allocator may have as much as a card of 24 GB leaves it.
+ViT-MAE reads images that are drawn, or files, or the same batch again.
+"""
+
+import gc
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+import tomllib
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks.galore_refresh import refresh_times
+from tests.gpu import page
+from tests.gpu.planned import planned
+from torchtitan.build import Run, build
+from torchtitan.checks import load_job
+from torchtitan.device import GIB, Device
+from torchtitan.estimate.hardware import find_hardware, hardware_names
+from torchtitan.estimate.plan import plan
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.optim import name_parameters, open_optimizers
+from torchtitan.parallel import open_world
+from torchtitan.parallel.tensor import redistribute_grads
+from torchtitan.parallel.world import make_world
+from torchtitan.parts import allocate, lay_out, update_compiler
+from torchtitan.step import StepBatch, StepStatus
+from torchtitan.tasks import TASKS
+from torchtitan.timeline import Timeline
+from torchtitan.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+CARD_GIB, CONTEXT_GIB = 23.6, 0.5
+"""Memory of a card of 24 GB as torch reports it, and what a process takes outside the allocator."""
+
+
+class Rank(NamedTuple):
+    """Rank of a layout of 8B."""
+
+    ranks: int
+    flags: str = ""
+    is_compiled: bool = True
+
+
+FULL = "--parallelism.fsdp_reshard_after_forward always"
+KEPT = "--parallelism.fsdp_reshard_after_forward never"
+TWO = "--parallelism.data_parallel_replicate_degree 2"
+GALORE = (
+    "--optimizer.name GaLore --optimizer.lr 5e-3 --optimizer.rank 1024 --optimizer.project rows"
+)
+FEW = "--optimizer.state_dtype 8bit --optimizer.basis_dtype 8bit"
+EARLY = "--optimizer.early_step_in_backward true --training.max_norm 0"
+DEMO = "--communication.replicas.name demo --optimizer.name SGD --training.max_norm 0"
+RING = "--sharding.name rotated"
+SYSTEMS = {
+    "FSDP, full shard": Rank(8, FULL),
+    "RTP in place": Rank(8, f"{RING} --sharding.in_place true", False),
+    "GaLore, 8 bits, in the backward": Rank(8, f"{FULL} {GALORE} {FEW} {EARLY}"),
+    "LoCo, 4 bits": Rank(8, f"{FULL} --communication.gradients.name loco"),
+    "DeMo, 2 replicas": Rank(8, f"{FULL} {TWO} {DEMO}"),
+    "Ranger21": Rank(8, f"{FULL} --optimizer.name Ranger21 --training.max_norm 0"),
+    "FSDP, grad-op": Rank(8, KEPT),
+    "FSDP, hybrid of 2 x 4, full shard": Rank(8, f"{FULL} {TWO}"),
+    "FSDP, full shard, not compiled": Rank(8, FULL, False),
+    "RTP": Rank(8, RING, False),
+    "FSDP, hybrid of 2 x 4, grad-op": Rank(8, f"{KEPT} {TWO}"),
+    "GaLore": Rank(8, f"{FULL} {GALORE}"),
+    "GaLore, 8 bits": Rank(8, f"{FULL} {GALORE} {FEW}"),
+    "AdamW, 8 bits": Rank(8, f"{FULL} --optimizer.state_dtype 8bit"),
+    **{f"FSDP {n}, full shard": Rank(n, FULL) for n in (512, 64, 4, 2, 256, 128, 32, 16, 1)},
+}
+RANKS = {f"8B: {name}": rank for name, rank in SYSTEMS.items()}
+
+SMALL_CARD: dict[str, dict[str, Any]] = {
+    "7B in 24 GB: GaLore, bases in 8 bits": {},
+    "7B in 24 GB: AdamW, 8 bits": {"name": "AdamW"},
+    "7B in 24 GB: GaLore, bases in bf16": {"basis_dtype": "bfloat16"},
+    "7B in 24 GB: GaLore, bases in float32": {"basis_dtype": "parameter"},
+}
+REFRESH = {
+    "refresh of 4,096 x 4,096": (4096, 4096, 1024),
+    "refresh of 11,008 x 4,096": (11008, 4096, 1024),
+}
+"""Rows, columns and rank."""
+SIZES = ("base", "huge", "1b", "3b")
+IMAGES = {
+    f"ViT-MAE {size}: {how}": (size, how)
+    for how in ("the same batch", "drawn", "from files")
+    for size in SIZES
+}
+
+
+def names(rehearsed: bool) -> list[str]:
+    """All cases, the most telling first; in a rehearsal one of each kind of work."""
+    first = [*SMALL_CARD][:2]
+    cases = [*first, *RANKS, *REFRESH, *IMAGES, *[*SMALL_CARD][2:]]
+    alike = re.compile(
+        "refresh of 11|8B: FSDP (?!512)[0-9]|ViT-MAE (huge|1b|3b)|7B.*(float32|bf16)"
+    )
+    return [name for name in cases if not rehearsed or not alike.search(name)]
+
+
+def check(name: str, device: Device, backend: str) -> dict[str, Any]:
+    """Measure a case; a rank that runs out of memory is a result too."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.init()
+        torch.cuda.empty_cache()
+        device.reset_memory_peak()
+    measure = next(way for cases, way in WAYS if name in cases)
+    # A rehearsal compiles nothing: an update of states in few bits takes a minute.
+    stance = "default" if device.type == "cuda" else "force_eager"
+    try:
+        with torch.compiler.set_stance(stance):
+            found = measure(name, device, backend)
+    except torch.OutOfMemoryError as error:
+        found = {"out of memory": str(error).splitlines()[0]}
+    if device.type == "cpu" and name in RANKS:
+        found |= planned(job_of(name, device.type, backend), RANKS[name].ranks, 0, device)
+    return found
+
+
+def job_of(name: str, kind: str, backend: str) -> JobConfig:
+    """Return the recipe of a rank on a kind of device."""
+    rank = RANKS[name]
+    flags = ["--training.local_batch_size", "1", "--training.global_batch_size", "-1"]
+    flags += ["--model.tokenizer_path", "none", "--activation_checkpoint.mode", "full"]
+    flags += ["--compile.backend", backend, *rank.flags.split()]
+    if not rank.is_compiled or kind == "cpu":
+        flags += ["--compile.enable", "false"]
+    if kind == "cpu":  # a rehearsal
+        flags += ["--model.flavor", "debugmodel", "--training.seq_len", "32"]
+        flags += ["--model.n_layers", "2", "--training.mixed_precision_param", "float32"]
+        flags += ["--optimizer.rank", "16"] if "GaLore" in name else []
+    path = ROOT / "train_configs/llama3_8b.toml"
+    return load_job(path, flags, rank.ranks, kind).config
+
+
+def one_of_many(name: str, device: Device, backend: str) -> dict[str, Any]:
+    """Time steps of a rank of the fake group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    job, ranks = job_of(name, device.type, backend), RANKS[name].ranks
+    os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        device.make_current()
+        world = make_world(job.degrees(ranks), job.comm, device, dist.group.WORLD)
+        model, spec = lay_out(job, world, Timeline(device)), MODELS[job.model.name]
+        allocate(model, job, world)
+        optimizers = open_optimizers(
+            name_parameters(model.parts, spec.role),
+            job.optimizer,
+            *(world.groups["pp"], device, redistribute_grads, update_compiler(job)),
+        )
+        optimizers.state_dict()  # creates the states
+        for key, state in optimizers.states():
+            if key.endswith(".step"):  # so that GaLore has a basis
+                state.fill_(1)
+        size, seq_len = job.training.local_batch_size, job.training.seq_len
+        blank = TASKS[spec.task].blank_batch(size, seq_len, job.model_args(), False)
+        batch = blank.to(device.torch_device)
+        one = torch.tensor(1.0, device=device.torch_device)
+
+        def step() -> None:
+            optimizers.begin(1.0)
+            model.forward_backward([batch], one)
+            norm = optimizers.norm()
+            if job.training.max_norm:
+                optimizers.clip(job.training.max_norm, norm)
+            optimizers.step()
+
+        return timed(step, device) | {"ranks": ranks, "tokens": size * seq_len}
+    finally:
+        dist.destroy_process_group()
+        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(key, None)
+
+
+def timed(step: Callable[[], object], device: Device, rounds: int = 4) -> dict[str, Any]:
+    """Time steps after the first; and the peak of the memory."""
+    seconds = []
+    for _ in range(1 + (rounds if device.type == "cuda" else 2)):
+        begin = time.perf_counter()
+        step()
+        device.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    first, *later = seconds
+    return {
+        "ms": 1000 * statistics.median(later),
+        "spread": [1000 * min(later), 1000 * max(later)],
+        "first s": first,
+        "GiB": device.memory_peak(),
+    }
+
+
+def small_card(name: str, device: Device, backend: str) -> dict[str, Any]:
+    """Train 7B where the allocator may reserve what a card of 24 GB leaves it.
+
+    Bases are refreshed every three steps, so that two refreshes are timed after that of the first
+    step, which also compiles.
+    """
+    import tomlkit
+
+    recipe = tomlkit.parse((ROOT / "train_configs/research/galore_7b.toml").read_text()).unwrap()
+    optimizer: dict[str, Any] = recipe["optimizer"]
+    recipe["optimizer"] = optimizer | SMALL_CARD[name] | {"refresh_period": 3}
+    if "AdamW" in name:
+        for key in ("rank", "refresh_period", "basis_dtype", "svd_dtype"):
+            del recipe["optimizer"][key]
+    del recipe["data"], recipe["model"]["tokenizer_path"], recipe["checkpoint"]
+    if device.type == "cpu":
+        recipe["model"] = {"flavor": "debugmodel", "n_layers": 2}
+        recipe["training"]["local_batch_size"] = 1
+        recipe["optimizer"] |= {"rank": 16} if "GaLore" in name else {}
+    allowed = CARD_GIB - CONTEXT_GIB
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(allowed / device.memory_capacity())
+    try:
+        with opened(recipe, device) as run:
+            statuses: list[StepStatus] = []
+            seconds = []
+
+            def agree(*given: Any) -> StepStatus:
+                statuses.append(run.agree(*given))
+                return statuses[-1]
+
+            trainer = Trainer(replace(run, agree=agree))
+            for _ in range(7):
+                begin = time.perf_counter()
+                trainer.step()
+                device.synchronize()
+                seconds.append(time.perf_counter() - begin)
+            ordinary = statistics.median(seconds[n] for n in (1, 2, 4, 5))
+            refreshed = statistics.median(seconds[n] for n in (3, 6))
+            losses = [status.highest_loss for status in statuses]
+            assert all(map(math.isfinite, losses)), losses
+            return {
+                "ms": 1000 * ordinary,
+                "refresh s": refreshed - ordinary,
+                "first s": seconds[0],
+                "GiB": device.memory_peak(),
+                "allowed GiB": allowed,
+                "losses": losses,
+                "tokens": recipe["training"]["local_batch_size"] * recipe["training"]["seq_len"],
+            }
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@contextmanager
+def opened(recipe: dict[str, Any], device: Device) -> Iterator[Run]:
+    """Open a run on one rank, in a folder that is deleted."""
+    import tomlkit
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recipe["job"] = {"dump_folder": folder}
+        recipe["metrics"] = {"log_freq": 1_000_000, "save_events": False}
+        path = Path(folder) / "recipe.toml"
+        path.write_text(tomlkit.dumps(recipe))
+        job = load_job(path, [], 1, device.type, is_here=True).config
+        with open_world(job.degrees(1), job.comm, device) as world:
+            run = build(job, world)
+            with closing(run.batches), run.meter:
+                yield run
+
+
+def refresh(name: str, device: Device, backend: str) -> dict[str, Any]:
+    """Time a refresh of a matrix by each method."""
+    rows, columns, rank = REFRESH[name]
+    if device.type == "cpu":
+        rows, columns, rank = rows // 32, columns // 32, rank // 32
+    found = refresh_times(rows, columns, rank, device, rounds=3)
+    return {
+        "methods": {
+            method: {
+                "ms": [1000 * f(each.seconds) for f in (statistics.median, min, max)],
+                "energy": each.energy,
+            }
+            for method, each in found.items()
+        }
+    }
+
+
+def images(name: str, device: Device, backend: str) -> dict[str, Any]:
+    """Train a ViT-MAE on drawn images, on those of a folder, or on one batch again and again."""
+    size, how = IMAGES[name]
+    own = tomllib.loads((ROOT / f"train_configs/vit_mae_{size}.toml").read_text())
+    base = tomllib.loads((ROOT / "train_configs/base/vit_mae.toml").read_text())
+    recipe = {key: {**base.get(key, {}), **own.get(key, {})} for key in {*base, *own} - {"extends"}}
+    recipe |= {"checkpoint": {}, "data": {"dataset": "scenes"}}
+    recipe["training"].pop("global_batch_size")
+    recipe["compile"]["backend"] = backend
+    if device.type == "cpu":
+        recipe["model"]["flavor"] = "debugmodel"
+        recipe["training"]["local_batch_size"] = 4
+        recipe["compile"]["enable"] = False
+    with ExitStack() as stack:
+        if how == "from files":
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            try:
+                write_images(Path(folder), 1024 if device.type == "cuda" else 16)
+            except ModuleNotFoundError as error:
+                return {"left out": f"{error.name} is not installed"}
+            recipe["data"] = {"dataset": "image_folder", "dataset_path": folder}
+        run = stack.enter_context(opened(recipe, device))
+        if how == "the same batch":
+            run = replace(run, batches=Same(next(run.batches)))
+        found = timed(Trainer(run).step, device, rounds=10)
+        count = recipe["training"]["local_batch_size"]
+        return found | {"images": count, "images/s": 1000 * count / found["ms"]}
+
+
+class Same:
+    """Reader that gives the same batch in every step."""
+
+    def __init__(self, batch: StepBatch) -> None:
+        self.batch = batch
+
+    def __next__(self) -> StepBatch:
+        return self.batch
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def write_images(folder: Path, count: int) -> None:
+    """Write photographs of 256 x 256 as JPEG, and every fourth as PNG, of smooth noise."""
+    from PIL import Image
+
+    for number in range(count):
+        torch.manual_seed(number)
+        coarse = torch.rand(1, 3, 16, 16)
+        pixels = F.interpolate(coarse, 256, mode="bilinear")[0].mul(255).byte()
+        form = "png" if number % 4 == 3 else "jpeg"
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(folder / f"{number}.{form}")
+
+
+WAYS: tuple[tuple[Collection[str], Callable[[str, Device, str], dict[str, Any]]], ...] = (
+    (RANKS, one_of_many),
+    (SMALL_CARD, small_card),
+    (REFRESH, refresh),
+    (IMAGES, images),
+)
+
+
+def main() -> None:
+    """Add the planned memory to the ranks that were measured in a folder, and write its page."""
+    folder = Path(sys.argv[1])
+    rows = page.read(folder / "systems.jsonl")
+    device = json.loads((folder / "environment.json").read_text())["device"]
+    known = (find_hardware(name) for name in hardware_names())
+    hardware = next((each for each in known if each.device == device), None)
+    if hardware is None:
+        raise SystemExit(f"no hardware file has the device {device}")
+    with open(folder / "systems.jsonl", "a") as kept:
+        for name, row in rows.items():
+            if name in RANKS and not row["error"] and "planned GiB" not in row["figures"]:
+                job = job_of(name, "cuda", "inductor")
+                found = plan(job, RANKS[name].ranks, hardware).fullest.memory.peak_reserved / GIB
+                row["figures"]["planned GiB"] = found
+                kept.write(json.dumps(row) + "\n")
+                print(f"{name}: {found:.1f} GiB", flush=True)
+    page.write(folder)
+
+
+if __name__ == "__main__":
+    main()
