@@ -59,11 +59,14 @@ def learn(levels: Tensor, values: Tensor, rate: float) -> Tensor:
     """Return the levels after all `values` (n) have moved them; both are between 0 and 1."""
     values = values[values.isfinite()]
     values = values[:: -(-len(values) // SAMPLES) or 1].contiguous()
+    numbers = torch.arange(len(levels), device=levels.device)
     for _ in range(PASSES):
         for some in torch.split(values, BATCH):
             closest = torch.bucketize(some, (levels[1:] + levels[:-1]) / 2)
-            counts = torch.bincount(closest, minlength=len(levels))
-            means = torch.zeros_like(levels).index_add_(0, closest, some) / counts.clamp(min=1)
+            # Not by index_add or bincount: on CUDA one adds in any order, the other waits.
+            is_closest = closest[:, None] == numbers
+            counts = is_closest.sum(0)
+            means = (some[:, None] * is_closest).sum(0) / counts.clamp(min=1)
             # Equal to that many single steps towards the mean.
             levels = torch.lerp(levels, means, 1 - (1 - rate) ** counts)
             levels[0], levels[-1] = 0.0, 1.0
