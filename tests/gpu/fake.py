@@ -129,11 +129,11 @@ def cases() -> dict[str, JobConfig]:
     """Every layout, and every option that a step has on one device, eager."""
     from tests import layouts
     from tests.gpu import right
-    from tests.research.layouts import LAYOUTS
+    from tests.research.layouts import COMPRESSED, LAYOUTS
 
     found = {
         f"{name}, {optimizer}": layouts.job(layout, optimizer)
-        for name, layout in (layouts.LAYOUTS | LAYOUTS).items()
+        for name, layout in (COMPRESSED | layouts.LAYOUTS | LAYOUTS).items()
         for optimizer in layouts.OPTIMIZERS
     }
     for name, case in right.CASES.items():

@@ -34,6 +34,8 @@ from torchtitan.config import Context, Problem, between
 from torchtitan.seeds import seed_of
 from torchtitan.torch_private.collectives import all_gather
 
+CPU = torch.device("cpu")
+
 
 class DecoupledConfig(AgreementConfig):
     """Settings that all choices of the part to send have in common."""
@@ -112,9 +114,7 @@ class Demo(DecoupledConfig):
 class Tiles:
     """Tiles of a tensor, at most `chunk` x `chunk`, transformed by an orthonormal DCT-II."""
 
-    def __init__(
-        self, shape: torch.Size, chunk: int, device: torch.device = torch.device("cpu")
-    ) -> None:
+    def __init__(self, shape: torch.Size, chunk: int, device: torch.device = CPU) -> None:
         rows, columns = (shape[0], shape[1:].numel()) if len(shape) > 1 else (1, shape.numel())
         self.shape, self.rows, self.columns = shape, rows, columns
         self.height, self.width = _divisor(rows, chunk), _divisor(columns, chunk)
