@@ -266,6 +266,9 @@ class ModelledRun:
     def _agree_on_gradients(self) -> None:
         for group in self._groups(lambda p: (p.stage, p.shard, p.tensor)):
             if group[0].agree is not None:
+                for rank in group:  # buckets depend on the order, which is that of parameters
+                    names = [name for name in rank.place.boxes if name in rank.gradients]
+                    rank.gradients = {name: rank.gradients[name] for name in names}
                 calls = [partial(_agree, rank, rank.gradients) for rank in group]
                 together(calls, [rank.among_replicas for rank in group])
                 continue
