@@ -31,10 +31,13 @@ from torchtitan.torch_private.graphs import enable_symmetric_memory
 
 ARGS, LENGTH = tiny.FLAVORS["deep"], 32
 OPERATORS = {"mode": "selective", "selective_ac_option": "op"}
+WITHOUT_CODE = "inductor without code"
 
 
-@register_backend(name="inductor without code")
-def inductor_without_code(graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+@register_backend(name=WITHOUT_CODE)
+def inductor_without_code(
+    graph: GraphModule, inputs: list[Tensor], options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
     """Inductor up to its last pass over the graph, which is then interpreted: it saves a minute."""
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor.compile_fx import compile_fx, fake_tensor_prop
@@ -48,7 +51,7 @@ def inductor_without_code(graph: GraphModule, inputs: list[Tensor]) -> Callable[
         graph.recompile()
         return make_boxed_func(graph.forward)
 
-    return compile_fx(graph, inputs, inner_compile=finish)
+    return compile_fx(graph, inputs, inner_compile=finish, config_patches=options)
 
 
 def stand_in() -> torch.library.Library:

@@ -171,7 +171,7 @@ def check_fused(name: str, device: Device) -> dict[str, Any]:
     try:
         if given is None:
             return hosted.run_ranks(fusion.compare_operators, 2, device.type, device.type)[0]
-        backend = "inductor" if device.type == "cuda" else "inductor without code"
+        backend = "inductor" if device.type == "cuda" else fusion.WITHOUT_CODE
         arguments = (given.batch, given.recompute, backend, device.type)
         results = hosted.run_ranks(fusion.compare, 2, device.type, *arguments)
     except local_ranks.RanksFailed as error:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fusion import OPERATORS, compare, run
+from tests.fusion import OPERATORS, WITHOUT_CODE, compare, run
 from tests.ranks import run_ranks
 from tests.tiers import tiers
 from torchtitan.checks import problems
@@ -24,14 +24,14 @@ pytestmark = [
 # Of one sequence torch gathers by a view, which the compiler's own patterns do not know.
 @pytest.mark.parametrize("batch", tiers([1, 2], [2]))
 def test_every_gather_and_scatter_of_a_block_is_fused(batch: int) -> None:
-    for fused in run_ranks(compare, 2, batch, None, "inductor without code"):
+    for fused in run_ranks(compare, 2, batch, None, WITHOUT_CODE):
         # Forward: before wq, wk, wv; after wo; before w1, w3; after w2. Backward: before wo, w2.
         assert fused == Fused(gathers=4, scatters=2)
 
 
 @pytest.mark.gate
 def test_recomputation_is_fused_too() -> None:
-    for fused in run_ranks(compare, 2, 2, OPERATORS, "inductor without code"):
+    for fused in run_ranks(compare, 2, 2, OPERATORS, WITHOUT_CODE):
         assert fused == Fused(gathers=6, scatters=2)  # what is added up is not sent again
 
 
@@ -50,7 +50,7 @@ def test_on_cuda() -> None:
 
 
 def refuse(fuse: bool, sequence_parallel: bool) -> str:
-    run(2, backend="inductor without code", fuse=fuse, sequence_parallel=sequence_parallel)
+    run(2, backend=WITHOUT_CODE, fuse=fuse, sequence_parallel=sequence_parallel)
     with pytest.raises(RuntimeError) as error:
         async_tensor.confirm()
     return str(error.value)

@@ -1,6 +1,5 @@
 """SimpleFSDP is FSDP2: the same parts of the same gradients, from graphs that hold what is sent."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import layouts, tiny
+from tests.fusion import WITHOUT_CODE
 from tests.layouts import RESHARD, ROWWISE, Case, case
 from tests.orders import Orders, noted
 from tests.parallel.test_compile import forget, logged
@@ -175,7 +175,13 @@ UNITS = (("first",), ("blocks.a",), ("blocks.b",), ("last",))
 Made = tuple[list[Tensor], dict[str, Tally], int]
 
 
-def made(freed: tuple[str, ...], merging: Any, megabytes: float, device_type: str = "cpu") -> Made:
+def made(
+    freed: tuple[str, ...],
+    merging: Any,
+    megabytes: float,
+    device_type: str = "cpu",
+    backend: str = "inductor",
+) -> Made:
     """Gradients of this rank's share of a loss over a graph, and what stood in the graph.
 
     `device_type`: that for which the collectives are merged.
@@ -187,7 +193,7 @@ def made(freed: tuple[str, ...], merging: Any, megabytes: float, device_type: st
     plan = BucketingPlan(
         (mesh.get_group().group_name,), UNITS, freed, merging, megabytes, device_type, "h100"
     )
-    config = CompileConfig(enable=True, granularity="model")
+    config = CompileConfig(enable=True, granularity="model", backend=backend)
     gathered.apply(model, mesh, mesh, Precision())
     compile.apply([model], config, plan.options())
     x = torch.randn(2, 4, 6)[mesh.get_local_rank()]
@@ -245,11 +251,8 @@ def test_graphs_free_and_merge_what_they_are_told(cache: Path) -> None:
 
 def moved(merging: str) -> Orders:
     """The orders of the small network's graphs, as they are merged and moved for CUDA."""
-    with pytest.MonkeyPatch.context() as patch, noted() as orders:
-        # Of its own: a graph that the other rank has made would not pass through here.
-        cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["RANK"])
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-        gradients, tallies, _ = made(("",), merging, 1, "cuda")
+    with noted() as orders:
+        gradients, tallies, _ = made(("",), merging, 1, "cuda", WITHOUT_CODE)
     for found, expected in zip(gradients, expected_gradients(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for kind, tally in tallies.items():
@@ -258,7 +261,7 @@ def moved(merging: str) -> Orders:
 
 
 @pytest.mark.gate
-def test_gathers_are_issued_before_the_products_of_the_block_before(cache: Path) -> None:
+def test_gathers_are_issued_before_the_products_of_the_block_before() -> None:
     """By the passes for CUDA, on graphs for a CPU; blocks have 1, 2, 2 and 1 products."""
     orders = run_ranks(moved, 2, "block")[0]
     forward, backward = (graph["all-gathers"] for graph in orders["before"])
@@ -270,8 +273,8 @@ def test_gathers_are_issued_before_the_products_of_the_block_before(cache: Path)
     assert backward == [0, 1, 3]
 
 
-@pytest.mark.slow
-def test_the_scheduler_orders_by_estimates_that_all_ranks_have(cache: Path) -> None:
+@pytest.mark.gate
+def test_the_scheduler_orders_by_estimates_that_all_ranks_have() -> None:
     """Of matrices this small, messages take longer than all products: one gather, one reduction."""
     one, other = run_ranks(moved, 2, "auto")
     assert one == other
