@@ -136,8 +136,9 @@ def nodes_of(graph: Graph) -> Iterator[Node]:
 
 def work_of(node: Node) -> tuple[int, int]:
     """Return the FLOPs of a node, and the bytes that it reads and writes; none for a view."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is None or node.target.is_view:
+    target: Any = node.target
+    packet = getattr(target, "overloadpacket", None)
+    if packet is None or target.is_view:
         return 0, 0
     given = map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
     out, (arguments, options) = node.meta.get("val"), given
