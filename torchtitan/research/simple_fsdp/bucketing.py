@@ -132,7 +132,7 @@ class Times:
         """Return the time of a node; of a collective, if it read and wrote `size` bytes."""
         flops, moved = work_of(node)
         if operation := MESSAGES.get(collective(node)):
-            ranks = dist.get_process_group_ranks(process_group(node.args[-1]))
+            ranks = dist.get_process_group_ranks(process_group(str(node.args[-1])))
             # Read and written are the whole and a part of it, or the whole twice.
             times = 2 if operation in ("all_reduce", "all_to_all") else 1 + 1 / len(ranks)
             whole = round((moved if size is None else size) / times)
@@ -162,7 +162,7 @@ def _count(plan: BucketingPlan, graph: Graph, when: str) -> None:
         if kind := _kind(plan, node):
             counts[f"{kind} {when}"] += 1
             if when == "before":
-                whole = (node.args[0] if kind == "reduce-scatters" else node).meta["val"]
+                whole = (node.all_input_nodes[0] if kind == "reduce-scatters" else node).meta["val"]
                 counts[f"bytes of {kind}"] += whole.numel() * whole.itemsize
 
 
