@@ -87,6 +87,7 @@ NOT_RUN = {
     "fault_tolerance.md": ["needs torchft"] * 2,
     "gpu.md": [
         "needs a GPU",
+        "needs a GPU",
         "takes minutes, and is a test of its own",
         "needs a torch that is built for CUDA, 3 GB",
     ],

@@ -31,7 +31,7 @@ def gpu(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.gate
 def test_a_case_of_each_stage_is_rehearsed_with_few_packages(tmp_path: Path) -> None:
-    cases = ["float32", "attention kernels", "trains", "TP 2", "matrix product", "toy: eager"]
+    cases = ["float32", "attention kernels", "trains", "CP 2, ring", "matrix product", "toy: eager"]
     cases += ["calibration", "8B: FSDP, grad-op", "refresh of 4,096"]
     done = gpu(tmp_path, "--rehearse", "--workers", "2", "--only", *cases, "405B")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -38,7 +38,7 @@ STAGES = {
     "runs": Stage("runs as a person starts them", 3, 150, True),
     "ranks": Stage("layouts whose ranks share the device", 6, 150, True),
     "fast": Stage("speed beside a loop by hand", 16, 120, False),
-    "many": Stage("one rank of many", 2, 120, False),
+    "many": Stage("one rank of many", 8, 240, False),
     "systems": Stage("memory and speed of systems from papers", 12, 120, False),
 }
 

@@ -34,6 +34,7 @@ from torchtitan.models.initialize import initialize
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import open_world
+from torchtitan.research.common.codec import Codec
 from torchtitan.research.hadamard_attention.hadamard import STEP, hadamard
 from torchtitan.trainer import Trainer
 
@@ -108,6 +109,7 @@ ROWS = {
 BY_HAND = {"by hand, compiled by block": "block", "by hand, compiled whole": "model"}
 TRANSFORMERS = "transformers, compiled"
 HADAMARD = {f"Hadamard transform of {size:,}": size for size in (128, 256, 1024, 4096, 32768)}
+CODECS = {f"codec of {bits} bits": bits for bits in (8, 4, 2)}
 CALIBRATION = "calibration"
 ATTENTION = {"attention, 8,192 tokens": 8192, "attention, 32,768 tokens": 32768}
 EXPERTS = {f"experts, {name}": layer for name, layer in mixture.LAYERS.items()}
@@ -129,7 +131,7 @@ def names(rehearsed: bool) -> list[str]:
     if importlib.util.find_spec("transformers"):
         rows.append(TRANSFORMERS)
     rows += [*ROWS][5:]
-    cases = ["matrix product", CALIBRATION, *HADAMARD, *ATTENTION, *EXPERTS]
+    cases = ["matrix product", CALIBRATION, *CODECS, *HADAMARD, *ATTENTION, *EXPERTS]
     for model in models:
         chosen = MODELS_HERE[model].rows if model in MODELS_HERE else ()
         cases += [f"{model}: {row}" for row in [*(chosen or rows), "compiled, again"]]
@@ -141,6 +143,8 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
         return {"TFLOP/s": matrix_product(device) / 1e12}
     if name in HADAMARD:
         return hadamard_transform(HADAMARD[name], device, backend)
+    if name in CODECS:
+        return codec(CODECS[name], device, backend)
     if name in ATTENTION:
         return document_attention(ATTENTION[name], device)
     if name in EXPERTS:
@@ -386,6 +390,36 @@ def hadamard_transform(size: int, device: Device, backend: str) -> dict[str, Any
         ways["dense product"] = lambda: x @ dense
     times = {f"{name}, ms": 1000 * timed(way, device) for name, way in ways.items()}
     return times | errors
+
+
+def codec(bits: int, device: Device, backend: str) -> dict[str, Any]:
+    """GB/s of float32 numbers that are encoded, decoded and copied, in rows as of 8 ranks."""
+    shape = (8, 2**25) if device.type == "cuda" else (2, 2**14)
+    numbers = torch.randn(shape, device=device.torch_device)
+    this, noise = Codec(bits, 1024, "minmax"), torch.Generator(device.torch_device)
+    sent, length = this.encode(numbers), numbers.shape[1]
+    encode = torch.compile(this.encode, backend=backend, dynamic=False)
+    decode = torch.compile(this.decode, backend=backend, dynamic=False)
+    size, out = numbers.numel() * numbers.itemsize, torch.empty_like(numbers)
+    ways: dict[str, Callable[[], object]] = {
+        "copy": lambda: out.copy_(numbers),
+        "encode": lambda: this.encode(numbers),
+        "encode, stochastic": lambda: this.encode(numbers, noise=noise),
+        "encode, compiled": lambda: encode(numbers),
+        "decode": lambda: this.decode(sent, length),
+        "decode, compiled": lambda: decode(sent, length),
+    }
+    begin = time.perf_counter()
+    apart = [encode(numbers) != sent, decode(sent, length) != this.decode(sent, length)]
+    device.synchronize()
+    first = time.perf_counter() - begin
+    rates = {f"{name}, GB/s": size / timed(way, device) / 1e9 for name, way in ways.items()}
+    # A compiler may contract a product and a sum: told, as ranks must then all be compiled.
+    return rates | {
+        "bytes apart if compiled": int(apart[0].sum()),
+        "numbers apart if compiled": int(apart[1].sum()),
+        "compilation, s": first,
+    }
 
 
 def document_attention(length: int, device: Device) -> dict[str, Any]:

@@ -6,16 +6,22 @@ tensors, and nothing of how fast it would be. It serves CPU tensors too, so that
 a GPU can rehearse.
 """
 
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan import local_ranks
+
 NAME = "hosted"
+Result = TypeVar("Result")
 
 
 class HostedWork(dist._Work):  # type: ignore[name-defined, misc]
@@ -211,3 +217,35 @@ def register() -> None:
     """Let `init_process_group("hosted")` make such groups, in this process."""
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, HostedGroup, devices=["cpu", "cuda"])
+
+
+def run_ranks(
+    function: Callable[..., Result], ranks: int, kind: str, *arguments: Any
+) -> list[Result]:
+    """`function(*arguments)` on ranks that share the first device of that kind; results in order.
+
+    The parent must not have used CUDA.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / NAME)
+        return local_ranks.run_ranks(_share, ranks, store, kind, function, arguments)
+
+
+def _share(
+    store: str, kind: str, function: Callable[..., Result], arguments: tuple[Any, ...]
+) -> Result:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # A rank that left the group while another still connects to it would fail it.
+    dist.destroy_process_group()
+    register()
+    dist.init_process_group(
+        NAME,
+        store=dist.FileStore(store, size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=100),
+    )
+    os.environ["LOCAL_RANK"] = "0"
+    if kind == "cuda":
+        torch.cuda.set_device(0)
+    return function(*arguments)

@@ -5,16 +5,22 @@ what it returns means nothing. So a step takes the time that this rank computes,
 that of the real layout, which the plan of the recipe predicts.
 """
 
+import gc
 import os
 import statistics
+import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from tests.fusion import WITHOUT_CODE
 from tests.gpu.planned import planned
+from tests.orders import noted
 from torchtitan.checks import load_job
 from torchtitan.device import Device
 from torchtitan.models import MODELS
@@ -22,8 +28,10 @@ from torchtitan.optim import Optimizers, name_parameters
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.world import make_world
 from torchtitan.parts import allocate, lay_out
+from torchtitan.research.simple_fsdp.bucketing import tallies
 from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.timeline import Timeline
+from torchtitan.torch_private.compiler import compiler_counts
 from torchtitan.torch_private.pipeline_stages import skip_shape_inference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,21 +62,56 @@ CASES = {
 }
 
 
+def of_8_layers(*flags: str) -> Layout:
+    own = ("--training.local_batch_size", "1", "--model.n_layers", "8", *flags)
+    return Layout("llama3_8b", 8, 0, own)
+
+
+def in_graph(bucketing: str) -> Layout:
+    compiled = ("--compile.enable", "true", "--compile.granularity", "model")
+    simple = ("--sharding.name", "simple_fsdp", "--sharding.bucketing", bucketing)
+    return of_8_layers(*compiled, *simple)
+
+
+SHARDED = {
+    "8B of 8 layers, FSDP2, compiled": of_8_layers("--compile.enable", "true"),
+    "8B of 8 layers, SimpleFSDP, by block": in_graph("block"),
+    "8B of 8 layers, SimpleFSDP, by torch's scheduler": in_graph("auto"),
+    "8B of 8 layers, SimpleFSDP, nothing merged": in_graph("none"),
+    "8B of 8 layers, FSDP2": of_8_layers("--compile.enable", "false"),
+}
+CASES |= SHARDED
+
+
 def check(name: str, device: Device, backend: str) -> dict[str, Any]:
     """Time the steps of a rank: forward and backward, and the update."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     layout = CASES[name]
-    flags = [*layout.flags, "--model.tokenizer_path", "none", "--compile.backend", backend]
+    flags = [*layout.flags, "--model.tokenizer_path", "none"]
     if device.type == "cpu":  # a rehearsal
         flags += ["--training.seq_len", "128", "--model.flavor", "debugmodel"]
-        flags += ["--training.local_batch_size", "16", "--model.n_layers", "16"]
-        flags += ["--compile.enable", "false"]
+        if name in SHARDED:
+            flags += ["--model.n_layers", "2"]
+        else:
+            flags += ["--training.local_batch_size", "16", "--model.n_layers", "16"]
+            flags += ["--compile.enable", "false"]
     path = ROOT / "train_configs" / f"{layout.recipe}.toml"
     job = load_job(path, flags, layout.ranks, device.type).config
+    if device.type == "cpu" and name in SHARDED:  # a recipe cannot ask for it
+        unmade = job.compile.model_copy(update={"backend": WITHOUT_CODE})
+        job = job.model_copy(update={"compile": unmade})
     os.environ.update(RANK=str(layout.rank), WORLD_SIZE=str(layout.ranks), LOCAL_RANK="0")
     dist.init_process_group("fake", store=FakeStore(), rank=layout.rank, world_size=layout.ranks)
-    try:
+    torch.compiler.reset()
+    compiler_counts()["inductor"].clear()
+    gc.collect()
+    with ExitStack() as stack:
+        stack.callback(leave)
+        orders = stack.enter_context(noted())
+        # Graphs of its own: of those in a cache neither order nor time to compile would be seen.
+        cache = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache))
         device.make_current()
         if device.type == "cuda":
             torch.cuda.init()
@@ -114,12 +157,18 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
         }
         if peak := device.peak_flops(torch.bfloat16):
             found["MFU without waiting"] = flops / compute / peak
-    finally:
-        dist.destroy_process_group()
-        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            os.environ.pop(key, None)
+        if collectives := tallies():
+            found["collectives"] = {kind: tally._asdict() for kind, tally in collectives.items()}
+            found["products before collectives"] = orders["after"]
     memory = planned(job, layout.ranks, layout.rank, device)["planned GiB"]
     return found | {"planned GiB": memory}
+
+
+def leave() -> None:
+    """Leave the process group, and forget its ranks."""
+    dist.destroy_process_group()
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(key, None)
 
 
 def names(rehearsed: bool) -> list[str]:

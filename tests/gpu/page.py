@@ -114,6 +114,11 @@ def fast(rows: Rows) -> str:
         if case.startswith("Hadamard transform") and (rotated := row.get("figures")):
             times = "; ".join(f"{name} {number:.3g}" for name, number in rotated.items())
             parts.append(f"{case} in bf16: {times}.")
+    codecs = {case: row["figures"] for case, row in rows.items() if case.startswith("codec of")}
+    if codecs := {case: found for case, found in codecs.items() if found}:
+        heads = ["", *(name.removesuffix(", GB/s") for name in next(iter(codecs.values())))]
+        cells = [[case, *(f"{n:,.4g}" for n in found.values())] for case, found in codecs.items()]
+        parts += ["### Codec, GB/s of float32 numbers", table(heads, cells)]
     parts += attention(rows)
     parts += experts(rows)
     models: dict[str, Rows] = {}
@@ -229,8 +234,24 @@ def many(rows: Rows) -> str:
                     "-" if mfu is None else f"{mfu:.1%}",
                     f"{figures['GiB']:.1f}",
                     *beside(figures, "GiB", ".1f"),
+                    f"{figures['first s']:.0f}",
                 ]
             )
     heads = ["", "tokens", "forward and backward, s", "update, s", "TFLOP/s", "MFU", "GiB"]
-    heads += ["GiB planned"]
-    return "## One rank of many\n\n" + table(heads, cells) if cells else ""
+    heads += ["GiB planned", "first step, s"]
+    if not cells:
+        return ""
+    return "\n\n".join(["## One rank of many", table(heads, cells), *collectives(rows)])
+
+
+def collectives(rows: Rows) -> Iterator[str]:
+    """The number of collectives in graphs, and their order among the products."""
+    for case, row in rows.items():
+        if tallies := row["figures"].get("collectives"):
+            yield f"{case}: " + "; ".join(
+                f"{kind} {found['before']} -> {found['after']} ({found['bytes'] / 1e6:,.0f} MB)"
+                for kind, found in tallies.items()
+            )
+            for graph in row["figures"]["products before collectives"]:
+                orders = "; ".join(f"{kind} {places}" for kind, places in graph.items())
+                yield f"Products before each, in a graph: {orders}."

@@ -2,23 +2,25 @@
 
 import os
 import tempfile
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from tests import layouts, tiny
+from tests import fusion, layouts, tiny
 from tests.gpu import hosted
 from tests.layouts import LAYOUTS as MAIN
 from tests.layouts import OPTIMIZERS, Case, alone
 from tests.research import layouts as research_layouts
-from tests.runs import Trace, assert_complete, compare, trace
+from tests.research.layouts import COMPRESSED
+from tests.runs import Part, Trace, assert_complete, compare, trace
 from torchtitan import local_ranks
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.parallel.async_tensor import Fused
+from torchtitan.research.common.modelled import places, write_modelled_steps
+from torchtitan.tools.verify.recipe import in_float64
 
 LAYOUTS = MAIN | research_layouts.LAYOUTS
 OTHERS: dict[str, dict[str, Any]] = {
@@ -27,33 +29,39 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Ranger21": {},
 }
 """Optimizers that need more than an element at a time."""
+WITHIN_A_CODE = {"loss": 1e-6, "norm": 1e-6, "weight": 1e-9}
+"""A number that is sent in another code is farther off. Losses and norms are told in float32."""
+
+
+class Fusion(NamedTuple):
+    """Blocks to compile, and what must be fused in them."""
+
+    batch: int
+    recompute: dict[str, Any] | None
+    fused: Fused
+
+
+FUSED = {
+    "async TP 2: operators": None,
+    "async TP 2: blocks": Fusion(2, None, Fused(gathers=4, scatters=2)),
+    "async TP 2: blocks, one sequence": Fusion(1, None, Fused(gathers=4, scatters=2)),
+    "async TP 2: blocks, operators recomputed": Fusion(
+        2, fusion.OPERATORS, Fused(gathers=6, scatters=2)
+    ),
+}
+SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""Symmetric memory of two ranks on a device. A multicast object has each device once."""
 AMONG = ("FSDP 2", "TP 2", "FSDP 2 x TP 2", "PP 2, 1F1B")
 
 
-def share_a_device(store: str, kind: str, jobs: list[JobConfig]) -> list[Trace]:
-    """In a forked rank: a run of each job, all ranks on the first device of that kind."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()  # A rank that left the group while another still connects to it would fail it.
-    dist.destroy_process_group()
-    hosted.register()
-    dist.init_process_group(
-        hosted.NAME,
-        store=dist.FileStore(store, size),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=100),
-    )
-    os.environ["LOCAL_RANK"] = "0"
-    if kind == "cuda":
-        torch.cuda.set_device(0)
+def train_each(jobs: list[JobConfig], kind: str) -> list[Trace]:
+    """In a forked rank: a run of each job."""
     return [trace(job, True, kind) for job in jobs]
 
 
 def traces(jobs: list[JobConfig], ranks: int, kind: str) -> list[list[Trace]]:
-    """Of each rank, a run of each job. The parent must not have used CUDA."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "hosted")
-        return local_ranks.run_ranks(share_a_device, ranks, store, kind, jobs)
+    """Of each rank, a run of each job."""
+    return hosted.run_ranks(train_each, ranks, kind, jobs, kind)
 
 
 @cache
@@ -63,6 +71,10 @@ def reference(kind: str, *recipes: str) -> list[Trace]:
 
 def check(name: str, device: Device) -> dict[str, Any]:
     """Train a layout with both optimizers; raise AssertionError where it is not one rank's run."""
+    if name in FUSED:
+        return check_fused(name, device)
+    if name in COMPRESSED:
+        return check_modelled(name, device)
     other, _, within = name.partition(": ")
     if within:
         layout = LAYOUTS[within]
@@ -112,6 +124,76 @@ def compare_rounded(found: Trace, expected: Trace, where: str) -> None:
         )
 
 
+def check_modelled(name: str, device: Device) -> dict[str, Any]:
+    """Train a layout whose messages are compressed, and the model of its ranks, both in float64.
+
+    Raises:
+        AssertionError: if a rank is not what the model says of it.
+    """
+    layout, given = COMPRESSED[name], {"training": {"steps": 4}}
+    job = in_float64(layouts.job(layout, "SGD", **given))
+    flavor = {"flavor": job.model.flavor}
+    one = in_float64(layouts.job(alone(layout), "SGD", **given, model=flavor))
+    meshed = local_ranks.run_ranks(places, layout.ranks, job, at_step)
+    off = {"loss": 0.0, "norm": 0.0, "weight": 0.0}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (one, job, meshed, Path(folder), at_step, Device(device.type))
+        (steps,) = hosted.run_ranks(write_modelled_steps, 1, device.type, *arguments)
+        for rank, (run,) in enumerate(traces([job], layout.ranks, device.type)):
+            replica = meshed[rank].replica if job.communication.replicas.runs_apart else 0
+            for step, loss, norm, weights in zip(
+                steps, run.losses, run.grad_norms, run.weights, strict=True
+            ):
+                off["loss"] = max(off["loss"], abs(loss / step.loss - 1))
+                off["norm"] = max(off["norm"], abs(norm / step.grad_norm - 1))
+                file = Path(folder, f"{step.number}-{replica}.pt")
+                wholes = torch.load(file, map_location="cpu")
+                for key, part in weights.items():
+                    right = part.of(Part(wholes["weight", key], ()))
+                    apart = (right - part.local).abs().flatten().tolist()
+                    off["weight"] = max(off["weight"], *apart, 0.0)
+            assert all(off[kind] <= WITHIN_A_CODE[kind] for kind in off), f"rank {rank}: {off}"
+    return off
+
+
+def at_step(number: int) -> None:
+    """Nobody waits for the number of a step."""
+
+
+def check_fused(name: str, device: Device) -> dict[str, Any]:
+    """Async tensor parallelism: its operators, and blocks in which the compiler puts them.
+
+    NVIDIA's and torch's own checks expect a device for each rank. If torch refuses, the case is
+    left out, and says where.
+    """
+    given = FUSED[name]
+    os.environ.update(SHARED)
+    try:
+        if given is None:
+            return hosted.run_ranks(fusion.compare_operators, 2, device.type, device.type)[0]
+        backend = "inductor" if device.type == "cuda" else fusion.WITHOUT_CODE
+        arguments = (given.batch, given.recompute, backend, device.type)
+        results = hosted.run_ranks(fusion.compare, 2, device.type, *arguments)
+    except local_ranks.RanksFailed as error:
+        if (where := refused(str(error))) is None:
+            raise
+        return {"left out": f"torch refuses: {where}"}
+    finally:
+        for variable in SHARED:
+            del os.environ[variable]
+    assert {*results} == {given.fused}, results
+    return given.fused._asdict()
+
+
+def refused(tracebacks: str) -> str | None:
+    """The error of a rank and its place, if that is in torch and no assertion of ours."""
+    lines = tracebacks.splitlines()
+    places = [line.strip() for line in lines if line.startswith('  File "')]
+    if not places or "/torch/" not in places[-1] or lines[-1].startswith("AssertionError"):
+        return None
+    return f"{lines[-1]} ({places[-1]})"
+
+
 def names(rehearsed: bool) -> list[str]:
     """The layouts: all, or in a rehearsal one of each kind."""
     if rehearsed:
@@ -122,5 +204,12 @@ def names(rehearsed: bool) -> list[str]:
             "CP 2, balanced by documents, window",
             "PP 2, 1F1B",
             "Muon: FSDP 2",
+            *list(FUSED)[:2],
+            *COMPRESSED,
         ]
-    return [*LAYOUTS, *(f"{other}: {layout}" for other in OTHERS for layout in AMONG)]
+    return [
+        *FUSED,
+        *COMPRESSED,
+        *LAYOUTS,
+        *(f"{other}: {layout}" for other in OTHERS for layout in AMONG),
+    ]

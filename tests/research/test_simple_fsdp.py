@@ -1,6 +1,5 @@
 """SimpleFSDP is FSDP2: the same parts of the same gradients, from graphs that hold what is sent."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.fx import Graph
 
 from tests import layouts, tiny
+from tests.fusion import WITHOUT_CODE
 from tests.layouts import RESHARD, ROWWISE, Case, case
+from tests.orders import Orders, noted
 from tests.parallel.test_compile import forget, logged
 from tests.ranks import run_ranks
 from tests.recipes.test_bad_recipes import lacks
@@ -20,7 +20,7 @@ from tests.recipes.test_legacy_recipes import read, translations, written
 from tests.research.layouts import SIMPLE
 from tests.runs import train
 from torchtitan.checks import load_job
-from torchtitan.config import CannotRun
+from torchtitan.config import CannotRun, ConfigError
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim.optimizer_group import local
@@ -175,7 +175,13 @@ UNITS = (("first",), ("blocks.a",), ("blocks.b",), ("last",))
 Made = tuple[list[Tensor], dict[str, Tally], int]
 
 
-def made(freed: tuple[str, ...], merging: Any, megabytes: float, device_type: str = "cpu") -> Made:
+def made(
+    freed: tuple[str, ...],
+    merging: Any,
+    megabytes: float,
+    device_type: str = "cpu",
+    backend: str = "inductor",
+) -> Made:
     """Gradients of this rank's share of a loss over a graph, and what stood in the graph.
 
     `device_type`: that for which the collectives are merged.
@@ -185,9 +191,9 @@ def made(freed: tuple[str, ...], merging: Any, megabytes: float, device_type: st
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     model = Small()
     plan = BucketingPlan(
-        (mesh.get_group().group_name,), UNITS, freed, merging, megabytes, device_type
+        (mesh.get_group().group_name,), UNITS, freed, merging, megabytes, device_type, "h100"
     )
-    config = CompileConfig(enable=True, granularity="model")
+    config = CompileConfig(enable=True, granularity="model", backend=backend)
     gathered.apply(model, mesh, mesh, Precision())
     compile.apply([model], config, plan.options())
     x = torch.randn(2, 4, 6)[mesh.get_local_rank()]
@@ -243,45 +249,39 @@ def test_graphs_free_and_merge_what_they_are_told(cache: Path) -> None:
             assert hits or "from the cache" not in name
 
 
-def products_before_gathers() -> list[list[int]]:
-    """For each graph, forward first, how many products stand before each all-gather in it."""
-    from torch.utils import _runtime_estimation
-
-    with pytest.MonkeyPatch.context() as patch:
-        # Of its own: a graph that the other rank has made would not pass through here.
-        cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["RANK"])
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-        # The scheduler asks for both, but its order of blocks does not depend on them.
-        patch.setattr(_runtime_estimation, "get_gpu_dram_gbps", lambda: 3000)
-        patch.setattr(_runtime_estimation, "get_device_tflops", lambda dtype: 900.0)
-        orders, count = dict[str, list[list[int]]](before=[], after=[]), bucketing._count
-
-        def note(plan: BucketingPlan, graph: Graph, when: str) -> None:
-            count(plan, graph, when)
-            products, order = 0, list[int]()
-            for node in graph.nodes:
-                # The scheduler wraps one that must follow something into a graph of its own.
-                wrapped = node.op == "get_attr" and str(node.target).startswith("subgraph_mm")
-                products += wrapped or node.target is torch.ops.aten.mm.default
-                order += [products] * (bucketing._kind(plan, node) == "all-gathers")
-            orders[when].append(order)
-
-        patch.setattr(bucketing, "_count", note)
-        gradients, _, _ = made(("",), "block", 1, "cuda")
+def moved(merging: str) -> Orders:
+    """The orders of the small network's graphs, as they are merged and moved for CUDA."""
+    with noted() as orders:
+        gradients, tallies, _ = made(("",), merging, 1, "cuda", WITHOUT_CODE)
     for found, expected in zip(gradients, expected_gradients(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    return [*orders["before"], *orders["after"]]
+    for kind, tally in tallies.items():
+        assert tally.after == sum(len(graph.get(kind, ())) for graph in orders["after"])
+    return orders
 
 
 @pytest.mark.gate
-def test_gathers_are_issued_before_the_products_of_the_block_before(cache: Path) -> None:
+def test_gathers_are_issued_before_the_products_of_the_block_before() -> None:
     """By the passes for CUDA, on graphs for a CPU; blocks have 1, 2, 2 and 1 products."""
-    forward, backward, moved, moved_back = run_ranks(products_before_gathers, 2)[0]
+    orders = run_ranks(moved, 2, "block")[0]
+    forward, backward = (graph["all-gathers"] for graph in orders["before"])
     assert forward == [0, 1, 2, 3, 4, 5]  # each matrix by itself
-    assert moved == [0, 0, 1, 3]
     # The gradients of each matrix take two; the first one's needs no weights.
     assert backward == [1, 3, 5, 7, 9]
-    assert moved_back == [0, 1, 3]
+    forward, backward = (graph["all-gathers"] for graph in orders["after"])
+    assert forward == [0, 0, 1, 3]
+    assert backward == [0, 1, 3]
+
+
+@pytest.mark.gate
+def test_the_scheduler_orders_by_estimates_that_all_ranks_have() -> None:
+    """Of matrices this small, messages take longer than all products: one gather, one reduction."""
+    one, other = run_ranks(moved, 2, "auto")
+    assert one == other
+    forward, backward = one["after"]
+    assert forward == {"all-gathers": [0]}
+    assert backward["all-gathers"] == [0]
+    assert len(backward["reduce-scatters"]) == 1
 
 
 WHOLE = {"enable": True, "granularity": "model", "components": ["model"]}
@@ -323,11 +323,9 @@ def test_merging_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged(lambda: bucketing.confirm("block")) == ["simple_fsdp: one rank, no collectives"]
 
 
-def test_the_scheduler_needs_a_gpu() -> None:
-    job = tiny.job(sharding=SIMPLE | {"bucketing": "auto"}, compile=WHOLE)
-    (problem,) = tiny.problems(job, "cpu")
-    assert problem.message.endswith('has only cpu; use "block" or "size"')
-    assert not tiny.problems(job, "cuda")
+def test_hardware_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'sharding\.hardware: got "h101"; allowed: a100-40, '):
+        load_job(None, ["--sharding.name=simple_fsdp", "--sharding.hardware=h101"], 2, "cpu")
 
 
 def test_simple_fsdp_sends_as_torch_does(tmp_path: Path) -> None:
@@ -350,6 +348,7 @@ def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> N
     text += "simple_fsdp_bucket_mb = 20\n"
     recipe = read(written(tmp_path / "old.toml", text.format("simple_fsdp")))
     sharding = {"name": "simple_fsdp", "bucketing": "none", "bucket_mb": 20}
+    sharding["hardware"] = "h100"
     assert recipe.config.sharding.model_dump() == sharding
     assert [line.split(": ")[2] for line in translations(recipe)] == [
         *("is now sharding.name", "is now sharding.bucketing", "is now sharding.bucket_mb")

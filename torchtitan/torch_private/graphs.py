@@ -1,15 +1,22 @@
 """Passes over the compiler's graphs, and the collectives in them."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 GraphPass = Callable[[Graph], None]
 """Function that changes a graph in place."""
+NodeTime = Callable[[Node, int | None], float]
+"""Function of a node, and of bytes that a collective would send instead of its own, to seconds."""
 
 
 def graph_pass(function: GraphPass, source: str, settings: str = "") -> Any:
@@ -74,22 +81,71 @@ def merge_collectives(graph: Graph, is_wanted: Callable[[Node], bool], megabytes
         stable_topological_sort(graph)
 
 
-def schedule_collectives(graph: Graph, modules: Sequence[Sequence[str]] | None) -> None:
+def schedule_collectives(
+    graph: Graph,
+    modules: Sequence[Sequence[str]] | None,
+    seconds: NodeTime,
+    flops: float,
+    bandwidth: float,
+) -> None:
     """Merge the collectives of each of `modules` (None: by estimated times), and reorder them.
 
-    The estimates are those of a GPU, which is required.
+    Nothing is measured, and ranks do not exchange times while they compile: one that found its
+    graph in the cache would not take part.
+
+    Args:
+        seconds: time of a node, the same on all ranks, or their orders would differ.
+        flops, bandwidth: rates per second, in place of those that torch reads from a GPU.
     """
     from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
-    from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
+    from torch._inductor.fx_passes.overlap_scheduling import (
+        OverlapScheduler,
+        schedule_overlap_bucketing,
+    )
+    from torch.utils import _runtime_estimation
 
     assert graph.owning_module is not None
-    if modules is None:
-        schedule_overlap_bucketing(
-            graph.owning_module, collective_bucketing=True, insert_overlap_deps=True
-        )
-    else:
-        plans: list[list[str] | str] = [list(names) for names in modules]
-        manual_overlap_bucketing(graph.owning_module, plans, insert_overlap_deps=True)
+    exchange = "_align_compute_nodes_runtime_estimations_across_all_distributed_ranks"
+    replace = mock.patch.object
+    with (
+        replace(_runtime_estimation, "get_device_tflops", lambda dtype: flops / 1e12),
+        replace(_runtime_estimation, "get_gpu_dram_gbps", lambda: bandwidth / 1e9),
+        replace(OverlapScheduler, exchange, lambda self: None),
+    ):
+        if modules is None:
+            schedule_overlap_bucketing(
+                graph.owning_module,
+                collective_bucketing=True,
+                insert_overlap_deps=True,
+                custom_runtime_estimation=lambda node, size: 1e3 * seconds(node, size),
+            )
+        else:
+            plans: list[list[str] | str] = [list(names) for names in modules]
+            manual_overlap_bucketing(graph.owning_module, plans, insert_overlap_deps=True)
+
+
+def nodes_of(graph: Graph) -> Iterator[Node]:
+    """Yield the nodes of a graph, with those that the scheduler has wrapped."""
+    for node in graph.nodes:
+        yield node
+        if node.op == "get_attr":
+            inner = getattr(graph.owning_module, str(node.target), None)
+            if isinstance(inner, GraphModule):
+                yield from inner.graph.nodes
+
+
+def work_of(node: Node) -> tuple[int, int]:
+    """Return the FLOPs of a node, and the bytes that it reads and writes; none for a view."""
+    target: Any = node.target
+    packet = getattr(target, "overloadpacket", None)
+    if packet is None or target.is_view:
+        return 0, 0
+    given = map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+    out, (arguments, options) = node.meta.get("val"), given
+    count = flop_registry.get(packet)
+    flops = count(*arguments, **options, out_val=out) if count else 0
+    tensors = [each for each in tree_leaves((given, out)) if isinstance(each, Tensor)]
+    return flops, sum(each.numel() * each.itemsize for each in tensors)
 
 
 def enable_symmetric_memory(group: ProcessGroup) -> None:

@@ -12,6 +12,7 @@ is the position between two adjacent levels, and a shared shift decides between 
 a NaN or an infinity is decoded as numbers that are not finite: nothing is hidden.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -153,19 +154,34 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     missing = -codes.shape[1] % GROUP
     if missing:
         codes = torch.cat([codes, codes.new_zeros(len(codes), missing)], 1)
-    shifts = torch.arange(0, GROUP * bits, bits, device=codes.device)
-    words: Tensor = (codes.view(len(codes), -1, GROUP).long() << shifts).sum(2, keepdim=True)
-    return words.view(torch.uint8)[..., :bits].flatten(1)
+    per_word, size, dtype = _word(bits)
+    codes = codes.view(len(codes), -1, per_word)
+    words = codes[..., 0].to(dtype)
+    for place in range(1, per_word):
+        words = words | codes[..., place].to(dtype) << place * bits
+    return words[..., None].view(torch.uint8)[..., :size].flatten(1)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
     """Invert `_pack`, padded to a multiple of `GROUP`."""
-    groups = packed.reshape(len(packed), -1, bits)
-    missing = groups.new_zeros(*groups.shape[:2], GROUP - bits)
-    words = torch.cat([groups, missing], 2).view(torch.int64)
-    shifts = torch.arange(0, GROUP * bits, bits, device=packed.device)
-    codes: Tensor = (words >> shifts) & (2**bits - 1)
+    per_word, size, dtype = _word(bits)
+    groups = packed.reshape(len(packed), -1, size)
+    if missing := dtype.itemsize - size:
+        groups = torch.cat([groups, groups.new_zeros(*groups.shape[:2], missing)], 2)
+    shifts = torch.arange(0, per_word * bits, bits, dtype=dtype, device=packed.device)
+    codes: Tensor = (groups.contiguous().view(dtype) >> shifts) & (2**bits - 1)
     return codes.flatten(1)
+
+
+def _word(bits: int) -> tuple[int, int, torch.dtype]:
+    """Return the fewest codes that fill whole bytes, these bytes, and a dtype that holds them.
+
+    A wider one would multiply the memory that is read and written.
+    """
+    per_word = GROUP // math.gcd(bits, GROUP)
+    size = per_word * bits // 8
+    dtype = torch.uint8 if size == 1 else torch.int32 if size <= 3 else torch.int64
+    return per_word, size, dtype
 
 
 def _as(data: Tensor, dtype: torch.dtype) -> Tensor:

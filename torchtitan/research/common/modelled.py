@@ -41,6 +41,7 @@ from torchtitan.tools.verify.ranks import run as fork
 from torchtitan.torch_private.dtensor import is_dtensor, local_extent
 
 Tensors = dict[str, Tensor]
+CPU = Device("cpu")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def places(job: JobConfig, at_step: AtStep) -> MeshPosition:
     logger.setLevel(logging.ERROR)  # as `train` does
     launch = Launch.read()
     with ExitStack() as stack:
-        world = stack.enter_context(open_world(job.degrees(launch.size), job.comm, Device("cpu")))
+        world = stack.enter_context(open_world(job.degrees(launch.size), job.comm, CPU))
         stack.enter_context(patch.object(type(way), "open", record))
         model = lay_out(job, world, Timeline(world.device))
         named = {n: p for part in model.parts for n, p in part.named_parameters()}
@@ -142,7 +143,8 @@ class ModelledRun:
         """
         self.job, self.degrees, self.runs = job, degrees, runs
         self.replicas = job.communication.replicas
-        self.ranks = _ranks(job, degrees, found)
+        self.device = next(runs[0].model.parts[0].parameters()).device
+        self.ranks = _ranks(job, degrees, found, self.device)
         self.steps_apart = 0
         self.agreed = self._weights_of(runs[0])
         self.context = Cut(degrees.cp, job.parallelism.balancing)
@@ -163,8 +165,11 @@ class ModelledRun:
     def step(self) -> tuple[float, float]:
         """Run one optimizer step; return its loss and gradient norm."""
         passes = self.job.accumulation(self.degrees)
-        batches = [[hide_targets(next(s)) for _ in range(passes)] for s in self.streams]
+        batches = [
+            [hide_targets(next(s)).to(self.device) for _ in range(passes)] for s in self.streams
+        ]
         counts = torch.tensor([float(sum(b.count() for b in own)) for own in batches])
+        counts = counts.to(self.device)
         for run in self.runs:
             run.optimizers.begin(run.schedule(run.state.step + 1))
         for rank in self.ranks:
@@ -261,6 +266,9 @@ class ModelledRun:
     def _agree_on_gradients(self) -> None:
         for group in self._groups(lambda p: (p.stage, p.shard, p.tensor)):
             if group[0].agree is not None:
+                for rank in group:  # buckets depend on the order, which is that of parameters
+                    names = [name for name in rank.place.boxes if name in rank.gradients]
+                    rank.gradients = {name: rank.gradients[name] for name in names}
                 calls = [partial(_agree, rank, rank.gradients) for rank in group]
                 together(calls, [rank.among_replicas for rank in group])
                 continue
@@ -317,7 +325,12 @@ class ModelledRun:
 
 
 def write_modelled_steps(
-    job: JobConfig, layout: JobConfig, found: Sequence[MeshPosition], folder: Path, at_step: AtStep
+    job: JobConfig,
+    layout: JobConfig,
+    found: Sequence[MeshPosition],
+    folder: Path,
+    at_step: AtStep,
+    device: Device = CPU,
 ) -> list[Step]:
     """Train a model of `layout` in this process, and write its tensors after each step.
 
@@ -325,12 +338,13 @@ def write_modelled_steps(
         job: the run of one rank.
         found: the place of each rank of the layout.
         folder: destination of weights and gradients, by step and replica.
+        device: device to train on. Generators of another kind of device draw other numbers.
     """
     logger.setLevel(logging.ERROR)
     degrees, steps = layout.degrees(len(found)), list[Step]()
     copies = degrees.dp_replicate if layout.communication.replicas.runs_apart else 1
     with ExitStack() as stack:
-        world = stack.enter_context(open_world(job.degrees(1), job.comm, Device("cpu")))
+        world = stack.enter_context(open_world(job.degrees(1), job.comm, device))
         stack.enter_context(collectives())
         runs = [build(job, world) for _ in range(copies)]
         for run in runs:
@@ -351,10 +365,12 @@ def write_modelled_steps(
     return steps
 
 
-def _ranks(job: JobConfig, degrees: Degrees, found: Sequence[MeshPosition]) -> list[ModelledRank]:
+def _ranks(
+    job: JobConfig, degrees: Degrees, found: Sequence[MeshPosition], device: torch.device
+) -> list[ModelledRank]:
     shards: dict[Any, list[ThreadGroup]] = {}
     replicas: dict[Any, list[ThreadGroup]] = {}
-    ranks, ways, cpu = [], job.communication, torch.device("cpu")
+    ranks, ways = [], job.communication
     for place in found:
         key = (place.stage, place.replica, place.tensor)
         shard = shards.setdefault(key, Meeting(degrees.fsdp).groups())[place.shard]
@@ -363,7 +379,7 @@ def _ranks(job: JobConfig, degrees: Degrees, found: Sequence[MeshPosition]) -> l
         among: Any = copies[place.replica]
         in_shard: Any = shard
         units = [
-            Unit(name, {n: torch.Size(s) for n, s in shapes.items()}, cpu)
+            Unit(name, {n: torch.Size(s) for n, s in shapes.items()}, device)
             for name, shapes in place.units
         ]
         shapes = {name: torch.Size(box.sizes) for name, box in place.boxes.items()}
@@ -374,7 +390,7 @@ def _ranks(job: JobConfig, degrees: Degrees, found: Sequence[MeshPosition]) -> l
                 place,
                 [ways.weights.open(unit, in_shard) for unit in units],
                 [ways.gradients.open(unit, in_shard) for unit in units],
-                ways.replicas.open(Unit("", shapes, cpu), among) if is_open else None,
+                ways.replicas.open(Unit("", shapes, device), among) if is_open else None,
                 shard,
                 among,
                 {},

@@ -19,6 +19,7 @@ means and this takes sums: a gradient here is this replica's share of that of th
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -32,6 +33,8 @@ from torchtitan.comm.unit import Operation, Unit
 from torchtitan.config import Context, Problem, between
 from torchtitan.seeds import seed_of
 from torchtitan.torch_private.collectives import all_gather
+
+CPU = torch.device("cpu")
 
 
 class DecoupledConfig(AgreementConfig):
@@ -111,10 +114,16 @@ class Demo(DecoupledConfig):
 class Tiles:
     """Tiles of a tensor, at most `chunk` x `chunk`, transformed by an orthonormal DCT-II."""
 
-    def __init__(self, shape: torch.Size, chunk: int) -> None:
+    def __init__(self, shape: torch.Size, chunk: int, device: torch.device = CPU) -> None:
         rows, columns = (shape[0], shape[1:].numel()) if len(shape) > 1 else (1, shape.numel())
         self.shape, self.rows, self.columns = shape, rows, columns
         self.height, self.width = _divisor(rows, chunk), _divisor(columns, chunk)
+        self.device = device
+
+    @cached_property
+    def cosines(self) -> tuple[Tensor, Tensor]:
+        """Transforms of a tile's columns and of its rows, made once."""
+        return _cosines(self.height, self.device), _cosines(self.width, self.device)
 
     @property
     def size(self) -> int:
@@ -129,14 +138,16 @@ class Tiles:
         """Return the coefficients (tiles, elements of a tile)."""
         h, w = self.height, self.width
         tiles = tensor.reshape(self.rows // h, h, self.columns // w, w).transpose(1, 2)
-        found = _cosines(h, tensor.device) @ tiles @ _cosines(w, tensor.device).T
+        of_columns, of_rows = self.cosines
+        found = of_columns @ tiles @ of_rows.T
         return found.reshape(-1, self.size)
 
     def invert(self, coefficients: Tensor) -> Tensor:
         """Return the tensor with these coefficients."""
-        h, w, device = self.height, self.width, coefficients.device
+        h, w = self.height, self.width
         grid = coefficients.reshape(self.rows // h, self.columns // w, h, w)
-        tiles = _cosines(h, device).T @ grid @ _cosines(w, device)
+        of_columns, of_rows = self.cosines
+        tiles = of_columns.T @ grid @ of_rows
         return tiles.transpose(1, 2).reshape(self.shape)
 
 
@@ -145,9 +156,13 @@ class DemoAgree(Decoupled):
 
     config: Demo
 
+    def __init__(self, config: Demo, unit: Unit, group: ProcessGroup) -> None:
+        super().__init__(config, unit, group)
+        found = {n: Tiles(shape, config.chunk, unit.device) for n, shape in unit.shapes.items()}
+        self.tiles = {name: each for name, each in found.items() if each.count}
+
     def exchange(self, momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        tiles = {name: Tiles(m.shape, self.config.chunk) for name, m in momentum.items()}
-        tiles = {name: each for name, each in tiles.items() if each.count}
+        tiles = {name: each for name, each in self.tiles.items() if name in momentum}
         places, values = list[Tensor](), list[Tensor]()
         for name, each in tiles.items():
             found = each.transform(momentum[name])

@@ -6,6 +6,8 @@ first and the last level stay at 0 and 1: every number is then between two level
 rounding to one of the two is unbiased.
 """
 
+from itertools import accumulate, pairwise
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,9 +31,12 @@ class Levels:
         """Learn levels again after `every` steps, by a step of size `rate` for each number."""
         self.codec, self.group, self.every, self.rate = wire_format.codec, group, every, rate
         device = wire_format.unit.device
-        sizes = torch.tensor([size for is_coarse, size in wire_format.parts if is_coarse])
-        begins = torch.arange(0, wire_format.coarse, self.codec.bucket)
-        self.of_bucket = torch.searchsorted(sizes.cumsum(0), begins, right=True).to(device)
+        sizes = [size for is_coarse, size in wire_format.parts if is_coarse]
+        begun = [-(-end // self.codec.bucket) for end in accumulate(sizes, initial=0)]
+        self.buckets = [after - before for before, after in pairwise(begun)]
+        """Number of buckets that start in each parameter, in order."""
+        numbers = [torch.full((n,), p) for p, n in enumerate(self.buckets)]
+        self.of_bucket = torch.cat(numbers).to(device)
         self.even = torch.linspace(0, 1, 2**self.codec.bits, device=device)
         self.moved = torch.zeros(len(sizes), len(self.even), device=device)
         """Offset of each level from its position at equal distances."""
@@ -44,11 +49,10 @@ class Levels:
 
     def __call__(self, rows: Tensor, step: int) -> Tensor:
         """Return the levels of each bucket (buckets, levels) of rows (R, n) sent in a step."""
-        if step % self.every == 0 and step + 1 != self.learned:
-            values = self.codec.normalized(rows)
-            for number in range(len(self.moved)):
-                own = values[:, self.of_bucket == number].flatten()
-                self.moved[number] = learn(self.even, own, self.rate) - self.even
+        if step % self.every == 0 and step + 1 != int(self.learned):
+            values = torch.split(self.codec.normalized(rows), self.buckets, 1)
+            for moved, own in zip(self.moved, values, strict=True):
+                moved.copy_(learn(self.even, own.flatten(), self.rate) - self.even)
             dist.all_reduce(self.moved, group=self.group)
             self.moved /= self.group.size()
             self.learned.fill_(step + 1)
@@ -56,14 +60,19 @@ class Levels:
 
 
 def learn(levels: Tensor, values: Tensor, rate: float) -> Tensor:
-    """Return the levels after all `values` (n) have moved them; both are between 0 and 1."""
-    values = values[values.isfinite()]
+    """Return the levels after all `values` (n) have moved them; both are between 0 and 1.
+
+    Values that are not finite move none. Nothing waits for the device.
+    """
     values = values[:: -(-len(values) // SAMPLES) or 1].contiguous()
+    numbers = torch.arange(len(levels), device=levels.device)
     for _ in range(PASSES):
         for some in torch.split(values, BATCH):
             closest = torch.bucketize(some, (levels[1:] + levels[:-1]) / 2)
-            counts = torch.bincount(closest, minlength=len(levels))
-            means = torch.zeros_like(levels).index_add_(0, closest, some) / counts.clamp(min=1)
+            # Not by index_add or bincount: on CUDA one adds in any order, the other waits.
+            is_closest = (closest[:, None] == numbers) & some.isfinite()[:, None]
+            counts = is_closest.sum(0)
+            means = torch.where(is_closest, some[:, None], 0).sum(0) / counts.clamp(min=1)
             # Equal to that many single steps towards the mean.
             levels = torch.lerp(levels, means, 1 - (1 - rate) ** counts)
             levels[0], levels[-1] = 0.0, 1.0

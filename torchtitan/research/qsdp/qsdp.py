@@ -8,6 +8,7 @@ full precision, but computes with the rounded one, as all ranks do. For very few
 learned (`levels`).
 """
 
+import random
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
@@ -90,8 +91,7 @@ class QSDPGather(Clock, Gather):
     @property
     def shift(self) -> float:
         """Return a uniform shift between -1/2 and 1/2."""
-        generator = torch.Generator().manual_seed(self.seed("shift"))
-        return float(torch.rand((), generator=generator)) - 0.5
+        return random.Random(self.seed("shift")).random() - 0.5
 
     def __call__(self, whole: Tensor, part: Tensor) -> None:
         coarse, exact = self.wire_format.split(part[None])

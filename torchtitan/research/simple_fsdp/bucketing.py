@@ -17,11 +17,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from torchtitan.comm.unit import Operation
+from torchtitan.estimate.hardware import Hardware, find_hardware
+from torchtitan.estimate.message_time import message_seconds
 from torchtitan.logging import logger
 from torchtitan.parallel.stages import Unit
+from torchtitan.torch_private.collectives import process_group
 from torchtitan.torch_private.compiler import compiler_counts
 from torchtitan.torch_private.graphs import (
     collective,
@@ -29,7 +34,9 @@ from torchtitan.torch_private.graphs import (
     is_wait,
     merge_collectives,
     module_of,
+    nodes_of,
     schedule_collectives,
+    work_of,
 )
 
 KEY = "sharding.bucketing"
@@ -42,6 +49,13 @@ OPERATIONS = {
     "all_reduce": "all-reduces",
 }
 """Collectives of parameters and gradients: names in graphs, mapped to ours."""
+MESSAGES: dict[str, Operation] = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
 UNLIMITED = 1e9
 """Megabytes that no bucket reaches."""
 
@@ -59,6 +73,8 @@ class BucketingPlan:
     bucketing: Bucketing
     megabytes: float
     device_type: str
+    hardware: str
+    """Hardware whose rates estimate times, for `auto`."""
 
     def options(self) -> dict[str, Any]:
         """Return the options for `torch.compile`."""
@@ -91,16 +107,37 @@ def free_after_forward(plan: BucketingPlan, graph: Graph) -> None:
 def merge_and_count(plan: BucketingPlan, graph: Graph) -> None:
     """Merge the collectives of a forward or backward graph, counting them before and after."""
     _count(plan, graph, "before")
-    if plan.bucketing == "auto":
-        schedule_collectives(graph, None)
-    elif plan.bucketing == "block" and plan.device_type == "cuda":
-        schedule_collectives(graph, plan.units)
+    if plan.bucketing == "auto" or (plan.bucketing == "block" and plan.device_type == "cuda"):
+        times = Times(find_hardware(plan.hardware))
+        modules = plan.units if plan.bucketing == "block" else None
+        schedule_collectives(graph, modules, times.seconds, times.flops, times.bandwidth)
     elif plan.bucketing == "block":
         for unit in plan.units:
             merge_collectives(graph, partial(_belongs, plan, unit), UNLIMITED)
     elif plan.bucketing == "size":
         merge_collectives(graph, partial(_belongs, plan, ("",)), plan.megabytes)
     _count(plan, graph, "after")
+
+
+class Times:
+    """Estimated times of nodes, the same on all ranks: by FLOPs, bytes and links of a hardware."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self.bandwidth = hardware.memory_bandwidth * 1e9
+        peaks = hardware.peaks
+        self.flops = (peaks.bfloat16 or peaks.float32 or 0.0) * 1e12
+
+    def seconds(self, node: Node, size: int | None) -> float:
+        """Return the time of a node; of a collective, if it read and wrote `size` bytes."""
+        flops, moved = work_of(node)
+        if operation := MESSAGES.get(collective(node)):
+            ranks = dist.get_process_group_ranks(process_group(str(node.args[-1])))
+            # Read and written are the whole and a part of it, or the whole twice.
+            times = 2 if operation in ("all_reduce", "all_to_all") else 1 + 1 / len(ranks)
+            whole = round((moved if size is None else size) / times)
+            return message_seconds(operation, max(whole, 1), ranks, self.hardware)
+        return max(flops / self.flops, moved / self.bandwidth)
 
 
 def _belongs(plan: BucketingPlan, modules: Unit, node: Node) -> bool:
@@ -121,11 +158,12 @@ def _is_inside(module: str, modules: Iterable[str]) -> bool:
 def _count(plan: BucketingPlan, graph: Graph, when: str) -> None:
     """Count collectives among the compiler's counters, which are cached with the graph."""
     counts = compiler_counts()["inductor"]
-    for node in graph.nodes:
+    for node in nodes_of(graph):
         if kind := _kind(plan, node):
-            whole = (node.args[0] if kind == "reduce-scatters" else node).meta["val"]
             counts[f"{kind} {when}"] += 1
-            counts[f"bytes of {kind} {when}"] += whole.numel() * whole.itemsize
+            if when == "before":
+                whole = (node.all_input_nodes[0] if kind == "reduce-scatters" else node).meta["val"]
+                counts[f"bytes of {kind}"] += whole.numel() * whole.itemsize
 
 
 class Tally(NamedTuple):
@@ -141,9 +179,7 @@ def tallies() -> dict[str, Tally]:
     """Return the tallies of all graphs compiled by this process so far, by kind."""
     counts = compiler_counts()["inductor"]
     found = {
-        kind: Tally(
-            counts[f"{kind} before"], counts[f"{kind} after"], counts[f"bytes of {kind} before"]
-        )
+        kind: Tally(counts[f"{kind} before"], counts[f"{kind} after"], counts[f"bytes of {kind}"])
         for kind in dict.fromkeys(OPERATIONS.values())
     }
     return {kind: tally for kind, tally in found.items() if tally.before}

@@ -11,13 +11,14 @@ Gradients are summed, never averaged, as in `fsdp2`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import nn
 
 from torchtitan.checks.model import model_of
 from torchtitan.config import Context, Problem, between
+from torchtitan.estimate.hardware import hardware_names
 from torchtitan.parallel.settings import ReshardPolicy
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.stages import Unit
@@ -29,6 +30,12 @@ from torchtitan.research.simple_fsdp.bucketing import Bucketing
 SECTIONS = ("compile", "training", "parallelism", "sharding.name")
 
 
+def _known(name: str) -> str:
+    if name not in (known := hardware_names()):
+        raise ValueError(f"allowed: {', '.join(known)}")
+    return name
+
+
 class SimpleFSDP(ShardingConfig):
     """Gathers and reductions as operations of the model, which can then be one graph."""
 
@@ -38,21 +45,15 @@ class SimpleFSDP(ShardingConfig):
     """Method of sharding."""
     bucketing: Bucketing = "none"
     """Collectives that are merged into one: none; those of a block; as many as fit in bucket_mb
-    (size); or as torch's scheduler decides (auto, CUDA)."""
+    (size); or as torch's scheduler decides (auto)."""
     bucket_mb: float = Field(100, gt=0)
     """With bucketing = size: maximum megabytes of a bucket."""
 
+    hardware: Annotated[str, AfterValidator(_known)] = "h100"
+    """With bucketing = auto: hardware whose rates estimate times, as in `torchtitan plan`. It is a
+    setting, since ranks with other estimates would send in another order, and wait forever."""
+
     def problems(self, context: Context) -> Iterator[Problem]:
-        if (
-            self.bucketing == "auto"
-            and context.world.is_here
-            and context.world.device_type != "cuda"
-        ):
-            message = (
-                "torch's scheduler estimates times on a CUDA device, but this machine has only "
-                f'{context.world.device_type}; use "block" or "size"'
-            )
-            yield Problem("bucketing", message)
         yield from between(self._conflicts(context))
 
     def _conflicts(self, context: Context) -> Iterator[Problem]:
@@ -159,6 +160,7 @@ class InGraph(Sharding):
             bucketing=self.config.bucketing,
             megabytes=self.config.bucket_mb,
             device_type=target.device_type,
+            hardware=self.config.hardware,
         )
         return plan.options()
 
