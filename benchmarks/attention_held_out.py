@@ -3,8 +3,8 @@
     python benchmarks/attention_held_out.py --docs docs/research/attention_8bit.md
 
 Trains a smaller `train_configs/debug_model.toml` for a few steps, and scores held-out source files
-with it as `torchtitan evaluate` does: in bfloat16, and with the converter `low_precision_attention`,
-without a rotation, and with rotated queries and keys, or values too. The same for two changes of
+with it as `torchtitan evaluate` does: in bfloat16, and with `low_precision_attention`, without a
+rotation, and with rotated queries and keys, or values too. The same for two changes of
 the last two channels of each head, which share the slowest rotary frequency: queries and keys both
 scaled, which is another model with its own loss, and queries scaled and keys by the inverse, which
 leaves their products as they were.
@@ -42,11 +42,11 @@ SMALLER = {
 }
 PAGE = ROOT / "benchmarks/results/attention_held_out.md"
 ROTATIONS = ("none", "qk", "qkv")
-TIMES = 8
 MODELS = {
-    "as trained": (1.0, 1.0),
-    f"q and k x {TIMES}": (TIMES, TIMES),
-    f"q x {TIMES}, k / {TIMES}": (TIMES, 1 / TIMES),
+    "as trained": (1, 1),
+    "q and k x 8": (8, 8),
+    "q and k x 32": (32, 32),
+    "q x 32, k / 32": (32, 1 / 32),
 }
 """Factors of two channels of each head of queries and of keys."""
 DOCUMENTS, TOKENS = 24, 128

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from torchtitan.config import ConfigError
-from torchtitan.tools.evaluate.converters import converters_of_flags
+from torchtitan.tools.evaluate.chosen_converters import converters_of_flags
 from torchtitan.tools.evaluate.model_ranks import chosen_dtype, on_ranks, warn_if_longer
 from torchtitan.tools.evaluate.samples import SamplingRequest
 from torchtitan.tools.evaluate.samples import generate as sample

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from torchtitan.config import ConfigError
-from torchtitan.tools.evaluate.converters import converters_of_flags
+from torchtitan.tools.evaluate.chosen_converters import converters_of_flags
 from torchtitan.tools.evaluate.evaluation import EVALUATIONS, EvaluationRequest
 from torchtitan.tools.evaluate.harness import as_table, find_tasks, run_tasks
 from torchtitan.tools.evaluate.model_ranks import chosen_dtype, on_ranks, warn_if_longer

@@ -20,7 +20,7 @@ from torchtitan.config import ConfigError
 from torchtitan.convert import ConverterConfig
 from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer
 from torchtitan.tasks import TASKS
-from torchtitan.tools.evaluate.converters import converters_in_use, converters_of_recipe
+from torchtitan.tools.evaluate.chosen_converters import converters_in_use, converters_of_recipe
 from torchtitan.tools.options import import_modules
 
 DTYPES = ("float32", "bfloat16", "float16")
