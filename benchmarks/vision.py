@@ -40,8 +40,6 @@ RECIPE = ROOT / "train_configs/vit_mae_debug.toml"
 SEEDS = range(3)
 SCENES = "scenes_validation"
 IMAGES = 3000
-WIDTH_STEPS = 200
-"""Steps of each run of `--widths`, of 64 images."""
 
 
 class Learned(NamedTuple):
@@ -153,11 +151,11 @@ of each patch. {spread}.
 """
 
 
-def width_flags(width: int) -> list[str]:
-    """Return the flags of a short run of an encoder of that width."""
+def width_flags(width: int, count: int) -> list[str]:
+    """Return the flags of a run of an encoder of that width, of `count` steps."""
     steps = ("training.steps", "validation.freq", "checkpoint.interval")
     sizes = {"model.dim": width, "model.ffn_dim": 4 * width, "lr_scheduler.warmup_steps": 20}
-    keys = sizes | dict.fromkeys(steps, WIDTH_STEPS)
+    keys = sizes | dict.fromkeys(steps, count)
     return [f"--{key}={value}" for key, value in keys.items()]
 
 
@@ -181,13 +179,15 @@ def widths_table(runs: Mapping[int, Sequence[Learned]]) -> str:
     return "\n".join(lines)
 
 
-def compare_widths(widths: Sequence[int], seeds: int, output: Path, docs: Path | None) -> None:
+def compare_widths(
+    widths: Sequence[int], seeds: int, steps: int, output: Path, docs: Path | None
+) -> None:
     """Train and probe encoders of all widths, and write the page after each seed."""
     held_out, runs = without_encoder()[-1], {width: list[Learned]() for width in widths}
 
     def learn(width: int) -> None:
         with tempfile.TemporaryDirectory() as place:
-            runs[width].append(train(seed, Path(place), *width_flags(width)))
+            runs[width].append(train(seed, Path(place), *width_flags(width, steps)))
 
     for seed in range(seeds):
         with ThreadPoolExecutor() as pool:
@@ -200,9 +200,9 @@ def compare_widths(widths: Sequence[int], seeds: int, output: Path, docs: Path |
             torch=torch.__version__,
             python=platform.python_version(),
             date=date.today().isoformat(),
-            steps=WIDTH_STEPS,
+            steps=steps,
             held_out=held_out,
-            spread=several if seed else "One seed: no spread",
+            spread=several if seed else f"The first of {seeds} seeds: no spread",
             table=widths_table(runs),
         )
         output.write_text(text)
@@ -215,11 +215,12 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, help="Write the page here, not to the terminal.")
     parser.add_argument("--widths", type=int, nargs="+", help="Compare encoders of these widths.")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="Seeds of each width.")
+    parser.add_argument("--steps", type=int, default=200, help="Steps of each width.")
     parser.add_argument("--docs", type=Path, help="A page that quotes the table of widths.")
     chosen = parser.parse_args()
     if chosen.widths:
         output = chosen.output or ROOT / "benchmarks/results/vision_widths.md"
-        compare_widths(chosen.widths, chosen.seeds, output, chosen.docs)
+        compare_widths(chosen.widths, chosen.seeds, chosen.steps, output, chosen.docs)
         sys.exit()
     with tempfile.TemporaryDirectory() as place:
         runs = [train(seed, Path(place) / str(seed)) for seed in SEEDS]
