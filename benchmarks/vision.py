@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from quoted import quote
 
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
@@ -207,6 +206,8 @@ def compare_widths(
         )
         output.write_text(text)
         if docs:
+            from quoted import quote  # beside this script, which tests import as a module
+
             quote("vision.py", widths_table(runs), docs)
 
 
