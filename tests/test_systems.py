@@ -20,7 +20,7 @@ from torchtitan.tools.compare.study import read_study
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "systems.md"
-HEAD = ("system", "here", "recipe", "test", "measured here", "not reproduced")
+HEAD = ("system", "here", "recipe", "proved by", "measured here", "not reproduced")
 SYSTEMS = (
     *("FSDP", "SimpleFSDP", "TorchTitan", "GaLore", "DeMo", "FlexDeMo", "LoCo", "QSDP", "RTP"),
     *("8-bit optimizers", "4-bit states", "QK-clip"),
@@ -47,14 +47,15 @@ def test_every_system_has_a_row() -> None:
     assert all("https://arxiv.org/abs/" in row["system"] for row in table())
     (planner,) = [row for row in table() if OUT_OF_SCOPE in row["system"]]
     assert planner["here"].startswith("out of scope: it shares only the acronym")
-    assert not planner["recipe"] + planner["test"] + planner["measured here"]
+    assert not planner["recipe"] + planner["proved by"] + planner["measured here"]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["system"].split("**")[1])
 def test_what_it_names_exists(row: dict[str, str]) -> None:
-    recipes, tests = (re.findall(r"`(.+?)`", row[column]) for column in ("recipe", "test"))
+    recipes, tests = (re.findall(r"`(.+?)`", row[column]) for column in ("recipe", "proved by"))
     assert all((ROOT / name).is_file() for name in (*recipes, *tests))
-    assert tests or "not yet" in row["here"]
+    assert tests
+    assert re.match(r"[^`]{20,}: `", row["proved by"]), "and what they would find"
     assert all(name.startswith("train_configs/") for name in recipes)
     assert row["not reproduced"]
 
@@ -68,6 +69,15 @@ def test_figures_stand_where_they_link_to() -> None:
         for number in numbers:
             assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", page), (number, path)
         assert numbers, words
+
+
+def test_measurements_have_the_day_of_their_page() -> None:
+    for row in ROWS:
+        pages = re.findall(r"\]\((\.\./benchmarks/results/\w+\.md)\)", row["measured here"])
+        dated = re.findall(r"\]\((\S+)\) \((\d{4}-\d\d-\d\d)\)", row["measured here"])
+        assert [path for path, _ in dated] == pages
+        for path, day in dated:
+            assert day in (PAGE.parent / path).resolve().read_text(), row["system"]
 
 
 FIGURE = re.compile(r"\[([^]]+)\]\(([^)#]+\.md)(?:#[^)]*)?\)")

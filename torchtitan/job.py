@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from torchtitan.auxiliary_losses import AUXILIARY_LOSSES, AuxiliaryLossConfig
 from torchtitan.checkpoint import CheckpointConfig
@@ -58,7 +58,17 @@ from torchtitan.resilience.replica_groups import FaultToleranceConfig
 from torchtitan.resilience.spikes import SpikesConfig
 from torchtitan.validate import ValidationConfig
 
-DTYPES = Literal["float32", "bfloat16"]
+
+def _is_not_float16(value: Any) -> Any:
+    if value in ("float16", "fp16"):
+        raise ValueError(
+            "float16 needs a gradient scaler, which is not supported; bfloat16 needs none; "
+            "allowed: float32, bfloat16"
+        )
+    return value
+
+
+DTYPES = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_is_not_float16)]
 
 # A checkpoint and a recipe that differ in one of these, or in a size of the model, belong to
 # different runs.

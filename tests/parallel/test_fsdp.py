@@ -1,8 +1,12 @@
 """Strategies of FSDP (arXiv:2304.11277): what each sends and holds, and what they do on CUDA."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from benchmarks.collectives import formulas
@@ -11,6 +15,8 @@ from tests.layouts import RESHARD, Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace
 from torchtitan.checks.memory_limits import of_rank
+from torchtitan.comm import Communicator, PlainGather, PlainGradients, PlainWeights
+from torchtitan.comm.gradients import PlainReduce
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
@@ -76,14 +82,8 @@ def test_a_rank_holds_its_share() -> None:
 
 def overlapped(job: JobConfig) -> Trace:
     """A run that gathers ahead as on CUDA, where a CPU has it done at once."""
-    apply = fsdp2.FullyShard.apply
-
-    def applied(self: fsdp2.FullyShard, part: Any, blocks: Any) -> None:
-        apply(self, part, blocks)
-        self._overlap(self.modules[-1 - len(blocks) : -1])
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp2.FullyShard, "apply", applied)
+        patch.setattr(fsdp2.FullyShard, "overlaps", True)
         return trace(job)
 
 
@@ -100,6 +100,78 @@ def test_gathering_ahead_changes_nothing() -> None:
     )
     assert found.losses == expected.losses
     assert found.grad_norms == expected.grad_norms
+
+
+class Noted(Communicator):
+    """A communicator that notes each call before it makes it."""
+
+    def __init__(self, note: Callable[[], None], call: Callable[..., None]) -> None:
+        self.note, self.call = note, call
+
+    def __call__(self, *buffers: Tensor) -> None:
+        self.note()
+        self.call(*buffers)
+
+
+def order_of_issue(job: JobConfig, *, prefetches: bool = True) -> list[tuple[str, str]]:
+    """What a step as on CUDA does with which unit: "gather", "compute" (forward) or "reduce"."""
+    order: list[tuple[str, str]] = []
+    apply = fsdp2.FullyShard.apply
+
+    def noting(what: str, unit: str) -> Callable[..., None]:
+        return lambda *_: order.append((what, unit))
+
+    def opening(what: str, method: Any) -> Callable[..., Noted]:
+        return lambda _, unit, group: Noted(noting(what, unit.name), method(group))
+
+    def applied(self: fsdp2.FullyShard, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        apply(self, part, blocks)
+        for name, block in blocks.items():
+            block.register_forward_hook(noting("compute", name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp2.FullyShard, "overlaps", True)
+        patch.setattr(fsdp2.FullyShard, "apply", applied)
+        patch.setattr(PlainWeights, "open", opening("gather", PlainGather))
+        patch.setattr(PlainGradients, "open", opening("reduce", PlainReduce))
+        if not prefetches:
+            patch.setattr(FSDPParamGroup, "_prefetch_unshard", lambda *_: None)
+        trace(job)
+    return order
+
+
+def gathered_ahead(order: list[tuple[str, str]], blocks: list[str], event: str) -> list[int]:
+    """How many of the following `blocks` are gathered at the `event` of each."""
+    begin = min(order.index(("gather", block)) for block in blocks)
+    ahead = []
+    for number, block in enumerate(blocks):
+        issued = order[begin : order.index((event, block))]
+        ahead.append(sum(("gather", later) in issued for later in blocks[number + 1 :]))
+    return ahead
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "prefetches"), [(0, 1, True), (2, 3, True), (2, 1, False)]
+)
+def test_blocks_are_gathered_ahead(forward: int, backward: int, prefetches: bool) -> None:
+    """The next gathers are issued before a block is computed, or its gradients are reduced."""
+    sharding = {"name": "fsdp2", "forward_prefetch": forward, "backward_prefetch": backward}
+    layout = case(shard=2, batch=4, sharding=sharding, **ALWAYS)
+    job = layouts.job(layout, "SGD", model={"flavor": "deep"}, training={"steps": 1})
+    blocks = [f"layers.{number}" for number in range(6)]
+    for order in run_ranks(partial(order_of_issue, prefetches=prefetches), 2, job):
+        turn = order.index(("compute", blocks[-1])) + 1
+        both = order[:turn], order[turn:]
+        for half, named, event, ahead in zip(
+            both,
+            (blocks, blocks[::-1]),
+            ("compute", "reduce"),
+            (forward, backward) if prefetches else (0, 0),
+            strict=True,
+        ):
+            assert gathered_ahead(half, named, event) == [min(ahead, 5 - n) for n in range(6)]
+            gathers = [unit for what, unit in half if what == "gather" and unit]
+            assert gathers == named, "each once, in the order of their use"
 
 
 def inputs_of_fsdp(job: JobConfig) -> set[str]:

@@ -15,6 +15,8 @@ from torchtitan.device import Device
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+    from torchtitan.models.spec import ModelSpec
+
 
 What = Literal["input", "weight", "gradient"]
 """Tensor of a linear that is rounded; the gradient is that of its output."""
@@ -104,6 +106,10 @@ class ConverterConfig(Config):
     def emulates(self, capability: tuple[int, int] | None) -> str | None:
         """Return what a device of that capability (None: a CPU) lacks, if it can be emulated."""
         return None
+
+    def unfit_after_training(self, spec: "ModelSpec[Any]", args: Any) -> str | None:
+        """Return why a trained model cannot be evaluated with it; None if it can."""
+        return "it serves training; an evaluation computes in --dtype"
 
     def convert(self, model: nn.Module, target: ConversionTarget) -> Conversion:
         """Change `model`, which is whole and still on the meta device, in place."""

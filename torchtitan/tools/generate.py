@@ -1,12 +1,14 @@
 """Generate text from the weights of a run, a checkpoint, Hugging Face or Meta."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from torchtitan.config import ConfigError
+from torchtitan.tools.evaluate.chosen_converters import converters_of_flags
 from torchtitan.tools.evaluate.model_ranks import chosen_dtype, on_ranks, warn_if_longer
 from torchtitan.tools.evaluate.samples import SamplingRequest
 from torchtitan.tools.evaluate.samples import generate as sample
@@ -14,21 +16,33 @@ from torchtitan.tools.evaluate.sampling import Sampling
 from torchtitan.tools.evaluate.subject import ModelLocation, open_subject
 from torchtitan.tools.evaluate.subject_options import (
     BatchSize,
+    ConvertVerb,
     Dtype,
     Format,
+    NoConvert,
     Source,
     TensorParallel,
     Tokenizer,
 )
-from torchtitan.tools.options import Count, Flavor, Imports, Model, Text, Verb, number, verb
+from torchtitan.tools.options import (
+    Count,
+    Flavor,
+    Imports,
+    Model,
+    Text,
+    import_modules,
+    number,
+    verb,
+)
 
 TEMPERATURE = number("a number >= 0", lambda value: 0 <= value < float("inf"))
 SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 app = verb()
 
 
-@app.command(cls=Verb, help=__doc__)
+@app.command(cls=ConvertVerb, help=__doc__)
 def generate(
+    context: typer.Context,
     source: Source,
     prompt: Annotated[list[str] | None, Text("TEXT", "Text to continue; may be repeated.")] = None,
     prompts_file: Annotated[Path | None, Text("FILE", "File with one prompt per line.")] = None,
@@ -58,12 +72,16 @@ def generate(
     flavor: Flavor = None,
     tokenizer: Tokenizer = None,
     imports: Imports = None,
+    no_convert: NoConvert = False,
     tensor_parallel: TensorParallel = 1,
     dtype: Dtype = None,
     batch_size: BatchSize = 8,
 ) -> None:
-    place = ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()))
+    import_modules(imports or (), "--imports")
+    convert = converters_of_flags(context.args, no_convert)
+    place = ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()), convert)
     subject = open_subject(place)
+    place = replace(place, convert=subject.convert)
     wanted = SamplingRequest(
         place=place,
         prompts=tuple(prompts(prompt or [], prompts_file)),

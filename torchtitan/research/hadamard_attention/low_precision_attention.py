@@ -20,7 +20,7 @@ Shapes: B batch, S sequence, H query heads, K key/value heads, E head dim.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from torchtitan.convert.settings import (
     replace,
 )
 from torchtitan.models.attention import SelfAttention
+from torchtitan.models.spec import AttentionShape, ModelSpec, build_empty
 from torchtitan.research.hadamard_attention.hadamard import hadamard, is_power_of_two
 from torchtitan.torch_private.collectives import max_over
 
@@ -85,8 +86,7 @@ class LowPrecisionAttention(ConverterConfig):
         model = model_of(recipe)
         if model is None:
             return
-        modules = model.empty().named_modules()
-        names = [name for name, module in modules if isinstance(module, SelfAttention)]
+        names = _attentions(model.empty())
         wanted = [name for name in names if self._wants(name)]
         if not names:
             message = (
@@ -116,14 +116,28 @@ class LowPrecisionAttention(ConverterConfig):
                 'or "token"'
             )
             yield Problem(f"{key}.scale", message, ("sharding",))
-        shape = model.spec.attention(model.args)
+        if unrotatable := self._unrotatable(model.spec.attention(model.args), model.title):
+            yield Problem(f"{key}.rotation", f"{unrotatable}, or other heads", ("model",))
+
+    def _unrotatable(self, shape: AttentionShape | None, title: str) -> str | None:
         size = shape.head_dim if shape else 1
-        if self.rotation != "none" and not is_power_of_two(size):
-            message = (
-                f"a head of {model.title} has {size} elements, and a Hadamard transform needs a "
-                'power of two; use "none", or other heads'
+        if self.rotation == "none" or is_power_of_two(size):
+            return None
+        return (
+            f"a head of {title} has {size} elements, and a Hadamard transform needs a power of "
+            'two; use "none"'
+        )
+
+    def unfit_after_training(self, spec: ModelSpec[Any], args: Any) -> str | None:
+        if self.scale != "token":
+            return (
+                f'with scale "{self.scale}" the rounding of a token depends on the texts and the '
+                'padding that are computed with it; use "token"'
             )
-            yield Problem(f"{key}.rotation", message, ("model",))
+        names = _attentions(build_empty(spec.build, args, 1))
+        if not any(map(self._wants, names)):
+            return f"it leaves all attention of {spec.name} as it is"
+        return self._unrotatable(spec.attention(args), spec.name)
 
     def _wants(self, name: str) -> bool:
         return not any(part in name for part in self.filter_fqns)
@@ -161,6 +175,11 @@ class LowPrecisionAttention(ConverterConfig):
         """Format, scale and rotation, in a few words."""
         rotated = "not rotated" if self.rotation == "none" else f"{self.rotation} rotated"
         return f"{self.dtype}, a scale for each {self.scale}, {rotated}"
+
+
+def _attentions(model: nn.Module) -> list[str]:
+    """Return the names of the modules that can be converted."""
+    return [name for name, module in model.named_modules() if isinstance(module, SelfAttention)]
 
 
 class RoundedAttention(SelfAttention):

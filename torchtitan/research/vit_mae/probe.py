@@ -34,6 +34,7 @@ from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.images.settings import ImageData
 from torchtitan.research.vit_mae.images.source import ImageSample, ImageView
 from torchtitan.research.vit_mae.model import ViTMAE, normalize
+from torchtitan.tools.evaluate.chosen_converters import converters_in_use, converters_of_recipe
 from torchtitan.tools.evaluate.evaluation import EvaluationRequest, Result
 from torchtitan.tools.evaluate.subject import ModelLocation
 
@@ -103,6 +104,7 @@ def run_probe(
         raise ConfigError(f"--tasks: {PROBE} needs an image model, and {network} is not one")
     weights_of(opened.source, network)
     recipe = _recipe(place) if kind == "ours" else {}
+    converters_in_use(place.convert, converters_of_recipe(recipe, str(place.path)), network)
     args = network.args
     config = data_of(recipe, *dataset)
     view = open_view(config, size=args.image_size, bands=args.channels)

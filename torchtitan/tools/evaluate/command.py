@@ -1,6 +1,7 @@
 """Score a model on tasks of the lm-evaluation-harness, or with another evaluation."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -8,25 +9,29 @@ import torch
 import typer
 
 from torchtitan.config import ConfigError
+from torchtitan.tools.evaluate.chosen_converters import converters_of_flags
 from torchtitan.tools.evaluate.evaluation import EVALUATIONS, EvaluationRequest
 from torchtitan.tools.evaluate.harness import as_table, find_tasks, run_tasks
 from torchtitan.tools.evaluate.model_ranks import chosen_dtype, on_ranks, warn_if_longer
 from torchtitan.tools.evaluate.subject import ModelLocation, open_subject
 from torchtitan.tools.evaluate.subject_options import (
     BatchSize,
+    ConvertVerb,
     Dtype,
     Format,
+    NoConvert,
     Source,
     TensorParallel,
     Tokenizer,
 )
-from torchtitan.tools.options import Count, Flavor, Imports, Model, Text, Verb, import_modules, verb
+from torchtitan.tools.options import Count, Flavor, Imports, Model, Text, import_modules, verb
 
 app = verb()
 
 
-@app.command(cls=Verb, help=__doc__)
+@app.command(cls=ConvertVerb, help=__doc__)
 def evaluate(
+    context: typer.Context,
     source: Source,
     tasks: Annotated[str, Text("A,B", f"Names of tasks, or {' or '.join(EVALUATIONS)}.")],
     limit: Annotated[int | None, Count("Maximum number of documents (default: all).")] = None,
@@ -45,6 +50,7 @@ def evaluate(
     flavor: Flavor = None,
     tokenizer: Tokenizer = None,
     imports: Imports = None,
+    no_convert: NoConvert = False,
     tensor_parallel: TensorParallel = 1,
     dtype: Dtype = None,
     batch_size: BatchSize = 8,
@@ -55,14 +61,17 @@ def evaluate(
     dataset_path: Annotated[str | None, Text("PATH", "File or folder of the data set.")] = None,
 ) -> None:
     names = tuple(name for name in tasks.split(",") if name)
-    place = ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()))
-    import_modules(place.imports, "--imports")
+    import_modules(imports or (), "--imports")
+    convert = converters_of_flags(context.args, no_convert)
+    place = ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()), convert)
     for other in EVALUATIONS.keys() & names:
         if len(names) > 1:
             raise ConfigError(
                 f"--tasks: got {tasks}; {other} cannot be combined with other tasks; run it "
                 "separately"
             )
+        if convert:
+            raise ConfigError(f"--convert.0.name: {other} converts nothing; leave it out")
         kind = getattr(torch, dtype or "float32")
         request = EvaluationRequest(place, dataset, dataset_path, limit, batch_size, kind)
         values, lines = EVALUATIONS[other](request)
@@ -70,6 +79,7 @@ def evaluate(
         return
     found_tasks = find_tasks(names, include_path)
     subject = open_subject(place)
+    place = replace(place, convert=subject.convert)
     length = length or subject.seq_len
     if length is None:
         raise ConfigError(f"{place.path}: its sequence length is unknown; set it with --length")

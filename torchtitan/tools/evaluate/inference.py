@@ -16,6 +16,7 @@ from torch import Tensor
 from torchtitan.checkpoint.placement import differences, load_into
 from torchtitan.checks.divisibility import divisors
 from torchtitan.config import ConfigError
+from torchtitan.convert import ConverterConfig
 from torchtitan.device import pick
 from torchtitan.job import JobConfig
 from torchtitan.losses import LossConfig
@@ -47,7 +48,7 @@ class InferenceModel:
         self.device = world.device.torch_device
         spec, args = subject.network.spec, subject.network.args
         network = build_empty(spec.build, args, length, dtype)
-        layout = layout_of(world.degrees.tp, length, dtype)
+        layout = layout_of(world.degrees.tp, length, dtype, subject.convert)
         laid_out = parallelize(network, spec, args, layout, world, Timeline(world.device))
         allocate(laid_out, JobConfig(), world)
         self.network = laid_out.parts[0].requires_grad_(False)
@@ -77,7 +78,12 @@ def open_model(subject: Subject, length: int, dtype: torch.dtype) -> Iterator[In
         yield InferenceModel(subject, length, dtype, world)
 
 
-def layout_of(tensor_ranks: int, length: int, dtype: torch.dtype) -> Layout:
+def layout_of(
+    tensor_ranks: int,
+    length: int,
+    dtype: torch.dtype,
+    convert: tuple[ConverterConfig, ...] = (),
+) -> Layout:
     """Make a layout in one dtype, without the features for training."""
     return Layout(
         parallelism=ParallelismConfig(
@@ -93,6 +99,7 @@ def layout_of(tensor_ranks: int, length: int, dtype: torch.dtype) -> Layout:
         loss=LossConfig(),
         seq_len=length,
         local_batch_size=1,
+        convert=convert,
     )
 
 

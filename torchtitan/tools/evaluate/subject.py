@@ -17,8 +17,10 @@ from torchtitan.checkpoint.weights.foreign import weights_of
 from torchtitan.checkpoint.weights.network import Network, of_recipe
 from torchtitan.checkpoint.weights.opening import OPEN, Verified, find, find_format
 from torchtitan.config import ConfigError
+from torchtitan.convert import ConverterConfig
 from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer
 from torchtitan.tasks import TASKS
+from torchtitan.tools.evaluate.chosen_converters import converters_in_use, converters_of_recipe
 from torchtitan.tools.options import import_modules
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -38,6 +40,8 @@ class ModelLocation:
     """Key of OPEN; None: detected from the files."""
     imports: tuple[str, ...] = ()
     """Modules that add to MODELS."""
+    convert: tuple[ConverterConfig, ...] | None = None
+    """Converters; None: those of its recipe."""
 
 
 class Subject(NamedTuple):
@@ -54,6 +58,8 @@ class Subject(NamedTuple):
     """Sequence length in training, if known."""
     dtype: torch.dtype
     """Dtype of computation in training, or else of the weights."""
+    convert: tuple[ConverterConfig, ...] = ()
+    """Converters to apply."""
 
 
 def open_subject(place: ModelLocation) -> Subject:
@@ -65,9 +71,10 @@ def open_subject(place: ModelLocation) -> Subject:
     import_modules(place.imports, "--imports")
     kind = place.format or find_format(place.path)
     subject = _open_ours(place) if kind == "ours" else _open_foreign(place, kind)
+    convert = converters_in_use(place.convert, subject.convert, subject.network)
     weights_of(subject.source, subject.network)
     check_vocabulary(subject.tokenizer, subject.network.args.vocab_size)
-    return subject
+    return subject._replace(convert=convert)
 
 
 def _open_ours(place: ModelLocation) -> Subject:
@@ -91,6 +98,7 @@ def _open_ours(place: ModelLocation) -> Subject:
         frozenset({tokenizer.eos}),
         recipe.get("training.seq_len"),
         getattr(torch, computed) if computed in DTYPES else _stored(source),
+        converters_of_recipe(recipe, str(path)) if place.convert is None else (),
     )
 
 
