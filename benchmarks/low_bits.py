@@ -539,9 +539,9 @@ def limits(results: Results) -> str:
         deviation = statistics.stdev(plain)
         lines.append(
             f"- The losses of {len(plain)} seeds without compression have a standard deviation of "
-            f"{deviation:.3f}. Gaps are between runs with the same data and first weights, which "
-            "vary less: judge a gap by its own range. So few seeds suggest an order, and do not "
-            "prove one; a gap with both signs shows nothing."
+            f"{deviation:.3f}: a seed chooses first weights, samples and held-out text. Gaps are "
+            "between runs of one seed: judge a gap by its own range. So few seeds suggest an "
+            "order, and do not prove one; a gap with both signs shows nothing."
         )
         lines += [
             f"- Harmed on purpose, {name} is worse by {statistics.fmean(each):.3f}, "
