@@ -613,7 +613,7 @@ def main() -> None:
         quoted = tables(results)
         for name, document in (("qsdp", "qsdp"), ("loco", "loco"), ("replicas", "demo")):
             if re.search(r"\d\.\d", quoted[name]):
-                quote("low_bits.py", quoted[name] + "\n", arguments.docs / f"{document}.md")
+                quote("low_bits.py", quoted[name], arguments.docs / f"{document}.md")
 
 
 if __name__ == "__main__":
