@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from torchtitan.job import JobConfig
 from torchtitan.tools.compare.gather import Candidate, sent_bytes
@@ -90,11 +91,23 @@ def model_size(job: JobConfig, prefix: str = "") -> int:
     return sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefix))
 
 
-def draw(variants: Sequence[Variant], what: str) -> Picture:
+class Losses(Protocol):
+    """Losses by seed of what has a name."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def losses(self) -> Mapping[int, float]: ...
+
+
+def draw(
+    variants: Sequence[Losses], what: str, label: str = f"mean loss of the last {LAST} steps"
+) -> Picture:
     """A row for each variant, with a dot for each seed and a bar at their mean.
 
     Args:
         what: a row is of.
+        label: text below the axis.
     """
     left, right, row = max(140, *(12 + 7 * len(each.name) for each in variants)), 600, 26
     bottom = 30 + row * len(variants)
@@ -111,9 +124,7 @@ def draw(variants: Sequence[Variant], what: str) -> Picture:
         loss = low + number * (high - low) / 4
         picture.line([(x(loss), 20), (x(loss), bottom)], LINE, width=0.5)
         picture.text(x(loss), bottom + 18, f"{loss:.2f}", "middle")
-    picture.text(
-        (left + right) / 2, bottom + 38, f"mean loss of the last {LAST} steps", "middle", MUTED
-    )
+    picture.text((left + right) / 2, bottom + 38, label, "middle", MUTED)
     for number, each in enumerate(variants):
         at = 40 + row * number
         picture.text(left - 12, at + 4, each.name, "end")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import runs
 from tests.processes import descendants
 from tests.tiers import tiers
 
@@ -242,7 +243,7 @@ def test_figures_of_a_page_are_those_of_the_results_that_it_links_to(page: Path)
     "name",
     [
         *("parallel", "collectives", "bandwidth", "communication", "attention", "optimizers"),
-        *("data", "document_attention", "experts", "plan_memory", "checkpoint_tiers"),
+        *("data", "document_attention", "experts", "plan_memory", "checkpoint_tiers", "low_bits"),
     ],
 )
 def test_pages_of_results_say_how_they_were_made(name: str) -> None:
@@ -393,3 +394,31 @@ def test_all_parts_of_data_are_kept() -> None:
         *("Megatron's files, no index yet", "the same by megatron-core, again", "10,000,000"),
     ):
         assert re.search(rf"^\| {re.escape(name)} \| [\d.,]+", page, re.MULTILINE), name
+
+
+def test_tables_of_low_bits_are_those_of_the_kept_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    low_bits = importlib.import_module("low_bits")
+    kept = json.loads((ROOT / "benchmarks/results/low_bits.json").read_text())
+    page = (ROOT / "benchmarks/results/low_bits.md").read_text()
+    for table in low_bits.tables(kept).values():
+        assert table in page
+
+
+@pytest.mark.gate
+def test_modelled_ranks_train_the_run_of_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As shards and as replicas; and another run if what they send is rounded."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    low_bits = importlib.import_module("low_bits")
+    short = ("training.steps=3", "lr_scheduler.warmup_steps=1", "validation.steps=2")
+    ways = ((low_bits.SHARDS,), low_bits.REPLICAS, low_bits.qsdp(4, 4).keys)
+    cases = [low_bits.Case("", (*way, *short)) for way in ways]
+    shards, replicas, rounded = low_bits.train([(case, 0) for case in cases], 3)
+    watched = (*short, "validation.enable=true", f"job.dump_folder={tmp_path}")
+    runs.train(low_bits.Case("", watched).job(0, 1))
+    expected = runs.rows(tmp_path)[-1]["validation_loss"]
+    assert shards["loss"] == pytest.approx(expected, rel=1e-5)
+    assert replicas["loss"] == pytest.approx(expected, rel=1e-5)
+    assert rounded["loss"] != pytest.approx(expected, rel=1e-5)

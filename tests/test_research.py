@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 SYSTEMS = {
     "auxiliary_tasks": ["test_auxiliary_tasks.py"],
     "demo": ["test_demo.py"],
+    "diloco": ["test_diloco.py"],
     "galore": ["test_galore.py", "test_galore_parallel.py"],
     "hadamard_attention": ["test_hadamard_attention.py"],
     "loco": ["test_loco.py", "test_codec.py"],
@@ -38,6 +39,7 @@ sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__name__", "") != "_
 QUICK = {
     "auxiliary_tasks": "by_hand or takes_a_head or refused",
     "demo": "scipy or divisor or turn or mean_over",
+    "diloco": "nesterov",
     "galore": "numpy or formula or refused",
     "hadamard_attention": "refused or rotation_alone or formats",
     "loco": "errors_of_loco or are_noted",

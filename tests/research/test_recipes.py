@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parents[2] / "train_configs/research"
 RANKS = {
     "auxiliary_tasks": 1,
     "demo": 2,
+    "diloco": 2,
     "galore": 1,
     "hadamard_attention": 1,
     "loco": 2,

@@ -74,7 +74,7 @@ def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if way.runs_apart and job.fault_tolerance.enable:
         message = (
             "a group that joins receives the weights of one replica, but those of replicas "
-            "differ; use every = 1, or false there"
+            'differ; use "all_reduce" with every = 1, or false there'
         )
         yield Problem("communication.replicas.name", message, ("fault_tolerance.enable",))
 

@@ -16,6 +16,7 @@ ENTRIES = {
         "random": "demo.demo:Random",
         "striding": "demo.demo:Striding",
         "slicing": "demo.demo:Slicing",
+        "diloco": "diloco.diloco:DiLoCo",
     },
     "convert": {
         "low_precision_attention": (
