@@ -58,6 +58,7 @@ DAILY = [
     ("Qwen3", "PP 2, ZBVZeroBubble"),
     (TIED, "FSDP 2, accumulating 4"),
     (WINDOWED, "TP 2"),
+    ("Llama, no norms", "TP 2"),
     *(("Qwen3-MoE", name) for name in ("TP 2", "TP 2, no sequence parallelism")),
     ("Qwen3-MoE", "FSDP 4"),
     ("Qwen3-MoE", "FSDP 2, operators recomputed"),
@@ -86,6 +87,7 @@ IN_GATE = {
     LATENTS: ("FSDP 2, operators recomputed", "CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),
     OSSES: ("FSDP 2, full recomputation", "CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),
     TIED: ("TP 2", "TP 2, loss in chunks"),
+    "Llama, no norms": ("FSDP 2 x TP 2 x PP 2",),
     WINDOWED: ("FSDP 2, operators recomputed", "PP 2, documents", "CP 2, ring"),
 }
 GATE = [(family, name) for family, names in IN_GATE.items() for name in names]
