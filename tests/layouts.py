@@ -425,7 +425,6 @@ ROUNDED_EXPERTS = {
 }
 """Experts with products in 8 bits."""
 WINDOW = {"sliding_window": 9}
-OF_NO_NORMS = ("FSDP 2", "TP 2", "PP 2, 1F1B, all auxiliary losses", "FSDP 2 x TP 2 x PP 2")
 OF_LATENT = (
     *("FSDP 2, accumulating 4", "FSDP 2, operators recomputed", "HSDP 2 x 2", "CP 2, ring"),
     *("CP 2, Ulysses, documents", "TP 2", "TP 2, no sequence parallelism", "TP 4"),
@@ -467,7 +466,6 @@ FAMILIES: dict[str, dict[str, Case]] = {
         # Of the sinks of a tensor rank, which are two, two of four shards have none.
         "FSDP 4 x TP 2, few heads": case(shard=4, tp=2).of(**OSS, n_heads=4, n_kv_heads=2),
     },
-    "Llama, no norms": {name: LAYOUTS[name].of(norm="none") for name in OF_NO_NORMS},
     "Llama, sliding window": {
         name: layout.of(**WINDOW)
         for name, layout in LAYOUTS.items()

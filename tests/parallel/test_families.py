@@ -58,7 +58,6 @@ DAILY = [
     ("Qwen3", "PP 2, ZBVZeroBubble"),
     (TIED, "FSDP 2, accumulating 4"),
     (WINDOWED, "TP 2"),
-    ("Llama, no norms", "TP 2"),
     *(("Qwen3-MoE", name) for name in ("TP 2", "TP 2, no sequence parallelism")),
     ("Qwen3-MoE", "FSDP 4"),
     ("Qwen3-MoE", "FSDP 2, operators recomputed"),
@@ -87,7 +86,6 @@ IN_GATE = {
     LATENTS: ("FSDP 2, operators recomputed", "CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),
     OSSES: ("FSDP 2, full recomputation", "CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),
     TIED: ("TP 2", "TP 2, loss in chunks"),
-    "Llama, no norms": ("FSDP 2 x TP 2 x PP 2",),
     WINDOWED: ("FSDP 2, operators recomputed", "PP 2, documents", "CP 2, ring"),
 }
 GATE = [(family, name) for family, names in IN_GATE.items() for name in names]
@@ -99,6 +97,14 @@ GATE = [(family, name) for family, names in IN_GATE.items() for name in names]
 )
 def test_layout_trains_the_same_run_as_one_rank(family: str, name: str) -> None:
     test_parity.is_the_run_of_one_rank(FAMILIES[family][name], "cpu")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["TP 2", *(pytest.param(n, marks=pytest.mark.gate) for n in ("FSDP 2 x TP 2 x PP 2",))],
+)
+def test_layouts_without_norms(name: str) -> None:
+    test_parity.is_the_run_of_one_rank(LAYOUTS[name].of(norm="none"), "cpu")
 
 
 @pytest.mark.gate

@@ -158,8 +158,8 @@ class Ranger21(OptimizerConfig):
         )
         yield Problem("name", message, (), "note")
         if self.decay_to_norm_1 and self.norm_loss:
-            message = f"got {self.norm_loss}; decay_to_norm_1 replaces norm loss; use 0"
-            yield Problem("norm_loss", message, ("decay_to_norm_1",))
+            message = "it replaces norm loss; use self.norm_loss = 0"
+            yield Problem("decay_to_norm_1", message, ("norm_loss",))
         if self.early_step_in_backward:
             message = "Ranger21 computes sums over all gradients before it updates any weight; use "
             yield Problem("early_step_in_backward", f"{message}false", ("name",))
