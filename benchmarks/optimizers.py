@@ -5,10 +5,11 @@
     torchtitan compare train_configs/studies/galore_debug.toml
     python benchmarks/optimizers.py galore --output benchmarks/results/galore.md
 
-The first of each two makes the runs, and resumes where it was stopped; the second reads those that are
-finished. A variant is named after its optimizer and its rate. The best rate of an optimizer is that with
-the lowest loss from the seed that all were run with; it is run from the others too. Times are not those
-of the runs: each optimizer takes a step in turn, so that other load slows all of them alike.
+The first of each two makes the runs, and resumes where it was stopped; the second reads those
+that are finished. A variant is named after its optimizer and its rate. The best rate of an
+optimizer is that with the lowest loss from the seed that all were run with; it is run from the
+others too. Times are not those of the runs: each optimizer takes a step in turn, so that other
+load slows all of them alike.
 """
 
 import argparse
@@ -39,7 +40,8 @@ PAGE = """\
 
 <!-- Written by benchmarks/optimizers.py. -->
 
-A Llama of {parameters:,} parameters is trained for {steps} steps of {tokens} tokens on one rank{about}
+A Llama of {parameters:,} parameters is trained for {steps} steps of {tokens} tokens on one
+rank{about}
 
 `torchtitan compare {study}`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
@@ -105,43 +107,45 @@ has no such limit, as it is meant to have none, and weight decay is that of each
 GALORE = Words(
     title="GaLore and AdamW, with rates tuned alike",
     about=""", by
-AdamW and by GaLore in a half and a quarter of the rank ({dim}), each at as many rates from one seed; the
-best of them is run from {seeds} seeds. GaLore takes a new basis every {refresh} steps, and multiplies the
-updates of matrices by 0.25. So AdamW has 4 times the rate outside of matrices (*by role*): in the full rank,
-GaLore is this AdamW at a quarter of GaLore's rate. None has weight decay; all have eps 1e-8, a limit of 1
-on the gradient norm, {warmup} steps of warm-up, and a cosine.""",
+AdamW and by GaLore in a half and a quarter of the rank ({dim}), each at as many rates from one
+seed; the best of them is run from {seeds} seeds. GaLore takes a new basis every {refresh} steps,
+and multiplies the updates of matrices by 0.25. So AdamW has 4 times the rate outside of matrices
+(*by role*): in the full rank, GaLore is this AdamW at a quarter of GaLore's rate. None has weight
+decay; all have eps 1e-8, a limit of 1 on the gradient norm, {warmup} steps of warm-up, and a
+cosine.""",
     limits="""\
-- Embedding and head, which GaLore updates by AdamW, are {outside:.0%} of a model this small. A low rank
-  costs no less in a small model than in a large one, and saves less.
-- {steps} steps are {all_tokens:,} tokens. Bases are {refreshes} here; the papers have refreshes every 200 or
-  500 steps, and thousands of steps.""",
+- Embedding and head, which GaLore updates by AdamW, are {outside:.0%} of a model this small. A
+  low rank costs no less in a small model than in a large one, and saves less.
+- {steps} steps are {all_tokens:,} tokens. Bases are {refreshes} here; the papers have refreshes
+  every 200 or 500 steps, and thousands of steps.""",
 )
 RANGER21 = Words(
     title="Ranger21 without each of its additions",
     about=""", with
-all additions of Ranger21, with none, which is AdamW with Ranger21's betas and decay, and without one of them
-at a time. *All* and *none* are run at three rates from one seed; *all but one* has the best rate of all. All
-have Ranger21's schedule, {warmup} steps of warm-up and the last 28 % of decay, and no limit on the gradient
-norm.""",
+all additions of Ranger21, with none, which is AdamW with Ranger21's betas and decay, and without
+one of them at a time. *All* and *none* are run at three rates from one seed; *all but one* has
+the best rate of all. All have Ranger21's schedule, {warmup} steps of warm-up and the last 28 % of
+decay, and no limit on the gradient norm.""",
     limits="""\
-- Variants without one addition have the rate that is best with all of them. What an addition does to the size
-  of updates, which another rate could do as well, is part of its gap.
-- Decay is too slow to matter in {steps} steps: at the rate {lr:g}, weight decay of {decay:g} changes a weight
-  by less than {decayed:.0e} of itself over the run where sigma is 1, as it nearly is for normalized gradients.
-  What is found of decay and of norm loss is therefore chance.
+- Variants without one addition have the rate that is best with all of them. What an addition does
+  to the size of updates, which another rate could do as well, is part of its gap.
+- Decay is too slow to matter in {steps} steps: at the rate {lr:g}, weight decay of {decay:g}
+  changes a weight by less than {decayed:.0e} of itself over the run where sigma is 1, as it
+  nearly is for normalized gradients. What is found of decay and of norm loss is therefore chance.
 - beta2 averages over 1,000 steps, and the run has {steps}.""",
 )
 NO_NORMS = Words(
     title="A network without norms",
     about=""".
-It has {layers} blocks and `model.norm = "none"`. AdamW, without and with a limit of 1 on the gradient norm, and
-Ranger21, with its adaptive clipping in place of that, each at as many rates from one seed; the best of them is
-run from {seeds} seeds. *With norms* is the same network with them. All have {warmup} steps of warm-up and a
-cosine, and the weight decay of each by default. A model that knows only how often each token occurs has a loss
-of {unigram:.3f}: a run that ends there has **stalled**.""",
+It has {layers} blocks and `model.norm = "none"`. AdamW, without and with a limit of 1 on the
+gradient norm, and Ranger21, with its adaptive clipping in place of that, each at as many rates
+from one seed; the best of them is run from {seeds} seeds. *With norms* is the same network with
+them. All have {warmup} steps of warm-up and a cosine, and the weight decay of each by default. A
+model that knows only how often each token occurs has a loss of {unigram:.3f}: a run that ends
+there has **stalled**.""",
     limits="""\
-- The paper's network without norms is a ResNet-50 on ImageNet. This is a decoder of {layers} blocks for
-  {steps} steps, with the initial weights that it has with norms.""",
+- The paper's network without norms is a ResNet-50 on ImageNet. This is a decoder of {layers}
+  blocks for {steps} steps, with the initial weights that it has with norms.""",
 )
 STUDIES = {
     "optimizers": OPTIMIZERS,
