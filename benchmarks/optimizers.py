@@ -64,11 +64,17 @@ From one seed. A best rate at the end of a row may have a better one beyond it.
 ## Limits of this study
 
 {limits}
-- {seeds} seeds of {base} are {chance:.3f} apart. Gaps are taken seed by seed. One that has one
-  sign for all seeds suggests an order, which so few do not prove, and one with both signs shows
-  nothing.
+{spread}
 - Factors of three between rates are coarse: what a finer sweep gains may be more than some gaps.
 """
+
+SPREAD = """\
+- {seeds} seeds of {base} are {chance:.3f} apart. Gaps are taken seed by seed. One that has one
+  sign for all seeds suggests an order, which so few do not prove, and one with both signs shows
+  nothing."""
+ONE_SEED = """\
+- From one seed, a gap does not show an order: another seed could change its sign. What has only one
+  seed in the table has it for lack of time."""
 
 TIMES = f"""
 *ms/step* is the time of {TURNS} more steps, one of each optimizer in turn in one process, while
@@ -135,6 +141,9 @@ the gradient norm.""",
     limits="""\
 - Variants without one addition have the rate that is best with all of them. What an addition does
   to the size of updates, which another rate could do as well, is part of its gap.
+- Without normalization, gradients are small next to the ln 2 / 50 that softplus adds to the
+  denominator, so the same rate makes far smaller updates. That row shows that these two belong
+  together, not what normalization gains.
 - Decay is too slow to matter in {steps} steps: at the rate {lr:g}, weight decay of {decay:g}
   changes a weight by less than {decayed:.0e} of itself over the run where sigma is 1, as it
   nearly is for normalized gradients. What is found of decay and of norm loss is therefore chance.
@@ -143,15 +152,18 @@ the gradient norm.""",
 NO_NORMS = Words(
     title="A network without norms",
     about=""".
-It has {layers} blocks and `model.norm = "none"`. AdamW, without and with a limit of 1 on the
-gradient norm, and Ranger21, with its adaptive clipping in place of that, each at as many rates
-from one seed; the best of them is run from {seeds} seeds. *With norms* is the same network with
-them. All have {warmup} steps of warm-up and a cosine, and the weight decay of each by default. A
-model that knows only how often each token occurs has a loss of {unigram:.3f}: a run that ends
-there has **stalled**.""",
+It has {layers} blocks and `model.norm = "none"`. It is trained by AdamW, without and with a limit
+of 1 on the gradient norm; by Ranger21, which has adaptive clipping in place of that; and by
+Ranger21 *nearer to the paper*: without softplus and normalization of gradients, and with one term
+of decay. Each has the same rates from one seed. *With norms* is the same network with them. All
+have {warmup} steps of warm-up and a cosine, and the weight decay of each by default. A run has
+*diverged* if ten steps in a row were not finite. A model that knows only how often each token
+occurs has a loss of {unigram:.3f}: a run that ends there has **stalled**.""",
     limits="""\
 - The paper's network without norms is a ResNet-50 on ImageNet. This is a decoder of {layers}
-  blocks for {steps} steps, with the initial weights that it has with norms.""",
+  blocks for {steps} steps, with the initial weights that it has with norms.
+- Normalization of gradients divides each tensor's by its deviation, and so undoes the scale that
+  clipping gave it: of adaptive clipping, only the relations between units are left.""",
 )
 STUDIES = {
     "optimizers": OPTIMIZERS,
@@ -244,7 +256,8 @@ def table(found: Mapping[str, Variant], base: Variant, times: Mapping[str, str])
         deviation = f" ± {statistics.stdev(losses.values()):.3f}" if len(losses) > 1 else ""
         gaps = [loss - base.losses[seed] for seed, loss in losses.items() if seed in base.losses]
         kept = each.first.state_bytes or 0
-        gap = f"{statistics.fmean(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})"
+        gap = f"{statistics.fmean(gaps):+.3f}"
+        gap += f" ({min(gaps):+.3f} to {max(gaps):+.3f})" if len(gaps) > 1 else ""
         cells = [
             *(kind, each.name.rpartition(", ")[2], f"{kept:,}"),
             f"{kept / model_size(each.job):.2f}",
@@ -317,10 +330,14 @@ def page(
     command: str,
 ) -> str:
     base = found[study.baseline]
-    environment = base.first.history.environment
+    environment, known = base.first.history.environment, shared(base)
+    spreads = [SPREAD] if len(base.losses) > 1 else []
+    if any(len(each.losses) == 1 for each in best(found).values()):
+        spreads.append(ONE_SEED)
     return PAGE.format(
         **words(name, found, base),
-        **shared(base),
+        **known,
+        spread="\n".join(spreads).format(**known, base=base.name),
         study=path_of(name).relative_to(ROOT),
         command=command,
         device=environment.get("device"),
