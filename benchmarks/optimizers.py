@@ -1,15 +1,19 @@
-"""What each optimizer learns, takes and keeps: a page of the runs of a study.
+"""Loss and memory of optimizers: a page for each study of them.
 
     torchtitan compare train_configs/studies/optimizers_debug.toml
     python benchmarks/optimizers.py --output benchmarks/results/optimizers.md
+    torchtitan compare train_configs/studies/galore_debug.toml
+    python benchmarks/optimizers.py galore --output benchmarks/results/galore.md
 
-The first makes the runs, and goes on where it was stopped; the second reads those that are there. A
-variant is called after its optimizer and its rate. The best rate of an optimizer is that of the
-lowest loss from the seed that all were run with; it is run from the others too. Times are not those
-of the runs: here each takes a step in turn, so that what else the machine does slows all alike.
+The first of each two makes the runs, and resumes where it was stopped; the second reads those
+that are finished. A variant is named after its optimizer and its rate. The best rate of an
+optimizer is that with the lowest loss from the seed that all were run with; it is run from the
+others too. Times are not those of the runs: each optimizer takes a step in turn, so that other
+load slows all of them alike.
 """
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -17,35 +21,34 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from quoted import quote
 from variants import LAST, ROOT, Variant, draw, finished, model_size
 
 from torchtitan.device import Device
+from torchtitan.parts import open_task
+from torchtitan.resilience.stop import DIVERGED
+from torchtitan.tasks.next_token import NextToken, unigram_loss
+from torchtitan.tools.compare.prepare import prepare, tasks
+from torchtitan.tools.compare.running import read_outcome
 from torchtitan.tools.compare.study import Study, read_study
 from torchtitan.tools.verify.measure import training
 
-STUDY = ROOT / "train_configs/studies/optimizers_debug.toml"
 WARM, TURNS = 5, 60
 """Steps of each optimizer before its times count, and while they do."""
 
 PAGE = """\
-# Optimizers: loss, time and memory
+# {title}
 
 <!-- Written by benchmarks/optimizers.py. -->
 
-A Llama of {parameters:,} parameters is trained for {steps} steps of {tokens} tokens on one rank, by
-each optimizer at three rates from one seed; the best of them is run from {seeds} seeds. All else is
-that of the debug model: 20 steps of warm-up, a cosine, a limit of 1 on the gradient norm. Ranger21
-has no such limit, as it is meant to have none, and weight decay is that of each by default.
+A Llama of {parameters:,} parameters is trained for {steps} steps of {tokens} tokens on one
+rank{about}
 
 `torchtitan compare {study}`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
-
-*ms/step* is the time of {turns} more steps, one of each optimizer in turn in one process, while
-others used the machine: so **compare times with each other only**. A refresh of GaLore, in one of
-20 steps, is not part of a median.
-
+{times}
 *Loss* is the mean of the last {last} steps, and over the seeds, ± their standard deviation. *Gap*
 is the loss minus that of {base} with the same seed: the mean and the range.
 *States* are what the optimizer had after its first step, as the run counted them.
@@ -60,6 +63,44 @@ From one seed. A best rate at the end of a row may have a better one beyond it.
 {rates}
 ## Limits of this study
 
+{limits}
+{spread}
+- Factors of three between rates are coarse: what a finer sweep gains may be more than some gaps.
+"""
+
+SPREAD = """\
+- {seeds} seeds of {base} are {chance:.3f} apart. Gaps are taken seed by seed. One that has one
+  sign for all seeds suggests an order, which so few do not prove, and one with both signs shows
+  nothing."""
+ONE_SEED = """\
+- From one seed, a gap does not show an order: another seed could change its sign. What has only one
+  seed in the table has it for lack of time."""
+
+TIMES = f"""
+*ms/step* is the time of {TURNS} more steps, one of each optimizer in turn in one process, while
+others used the machine: so **compare times with each other only**. A refresh of GaLore, in one of
+20 steps, is not part of a median.
+"""
+
+
+class Words(NamedTuple):
+    """The part of a page that is about its study; values in braces are those of `page`."""
+
+    title: str
+    about: str
+    """The rest of the first sentence, and the conditions."""
+    limits: str
+    is_timed: bool = False
+
+
+OPTIMIZERS = Words(
+    title="Optimizers: loss, time and memory",
+    is_timed=True,
+    about=""", by
+each optimizer at three rates from one seed; the best of them is run from {seeds} seeds. All else is
+that of the debug model: 20 steps of warm-up, a cosine, a limit of 1 on the gradient norm. Ranger21
+has no such limit, as it is meant to have none, and weight decay is that of each by default.""",
+    limits="""\
 - The bytes of states are exact. Embedding and head are {outside:.0%} of a model this small, and
   many matrices are too small for codes, so what keeps less of hidden matrices alone, or in few
   bits, shows less of it than in a large one.
@@ -67,21 +108,81 @@ From one seed. A best rate at the end of a row may have a better one beyond it.
   updates for them: Muon's update has a root mean square of 0.2, GaLore's is multiplied by 0.25.
   *AdamW by role* is AdamW in that way, with 4 times the rate outside of matrices. What it gains
   over AdamW is nothing that they do to matrices, so **compare them with it**.
-- {seeds} seeds of {base} lie {chance:.3f} apart. Gaps are taken seed by seed. One that has one
-  sign for all seeds suggests an order, which so few do not prove, and one with both signs shows
-  nothing.
 - {steps} steps are {all_tokens:,} tokens, less than one for each parameter. Which optimizer is
   ahead so early says nothing of which is after billions, where the best rate, betas and weight
   decay are others. Ranger21 averages over 1,000 steps (beta2) and slows itself down by
-  lookahead: of this it has the cost here, and hardly the use.
-- Factors of three between rates are coarse: what a finer sweep gains may be more than some gaps.
-"""
+  lookahead: of this it has the cost here, and hardly the use.""",
+)
+GALORE = Words(
+    title="GaLore and AdamW, with rates tuned alike",
+    about=""", by
+AdamW and by GaLore in a half and a quarter of the rank ({dim}), each at as many rates from one
+seed; the best of them is run from {seeds} seeds. GaLore takes a new basis every {refresh} steps,
+and multiplies the updates of matrices by 0.25. So AdamW has 4 times the rate outside of matrices
+(*by role*): in the full rank, GaLore is this AdamW at a quarter of GaLore's rate. None has weight
+decay; all have eps 1e-8, a limit of 1 on the gradient norm, {warmup} steps of warm-up, and a
+cosine.""",
+    limits="""\
+- Embedding and head, which GaLore updates by AdamW, are {outside:.0%} of a model this small. A
+  low rank costs no less in a small model than in a large one, and saves less.
+- {steps} steps are {all_tokens:,} tokens, in which a basis is computed {refreshes} times. The
+  papers train for thousands of steps, with a refresh every 200 or 500 of them.
+- The best rates of GaLore are higher than those of AdamW by more than its scale of 0.25, as an
+  update of low rank is smaller. Embedding, norms and head, which share the rate, then learn faster
+  too, and part of a gap may come from them.""",
+)
+RANGER21 = Words(
+    title="Ranger21 without each of its additions",
+    about=""", with
+all additions of Ranger21, with none, which is AdamW with Ranger21's betas and decay, and without
+one of them at a time. *All* and *none* are run at several rates from one seed; the others have the
+best rate of *all*. All have Ranger21's schedule, with {warmup} steps of warm-up, and no limit on
+the gradient norm.""",
+    limits="""\
+- Variants without one addition have the rate that is best with all of them. What an addition does
+  to the size of updates, which another rate could do as well, is part of its gap.
+- Without normalization, gradients are small next to the ln 2 / 50 that softplus adds to the
+  denominator, so the same rate makes far smaller updates. That row shows that these two belong
+  together, not what normalization gains.
+- Decay is too slow to matter in {steps} steps: at the rate {lr:g}, weight decay of {decay:g}
+  changes a weight by less than {decayed:.0e} of itself over the run where sigma is 1, as it
+  nearly is for normalized gradients. What is found of decay and of norm loss is therefore chance.
+- beta2 averages over 1,000 steps, and the run has {steps}.""",
+)
+NO_NORMS = Words(
+    title="A network without norms",
+    about=""".
+It has {layers} blocks and `model.norm = "none"`. It is trained by AdamW, without and with a limit
+of 1 on the gradient norm; by Ranger21, which has adaptive clipping in place of that; and by
+Ranger21 *nearer to the paper*: without softplus and normalization of gradients, and with one term
+of decay. Each has the same rates from one seed. *With norms* is the same network with them. All
+have {warmup} steps of warm-up and a cosine, and the weight decay of each by default. A run has
+*diverged* if ten steps in a row were not finite. A model that knows only how often each token
+occurs has a loss of {unigram:.3f}: a run that ends there has **stalled**.""",
+    limits="""\
+- The paper's network without norms is a ResNet-50 on ImageNet. This is a decoder of {layers}
+  blocks for {steps} steps, with the initial weights that it has with norms.
+- Normalization of gradients divides each tensor's by its deviation, and so undoes the scale that
+  clipping gave it: of adaptive clipping, only the relations between units are left.""",
+)
+STUDIES = {
+    "optimizers": OPTIMIZERS,
+    "galore": GALORE,
+    "ranger21": RANGER21,
+    "no_norms": NO_NORMS,
+}
+"""By the name of the study without `_debug`."""
 
-TABLE = """\
-| | best rate | states, bytes | bytes per parameter | ms/step (IQR) | seeds | loss | gap |
-|---|---:|---:|---:|---:|---:|---:|---|
-{rows}
-"""
+COLUMNS = {
+    "best rate": "---:",
+    "states, bytes": "---:",
+    "bytes per parameter": "---:",
+    "ms/step (IQR)": "---:",
+    "seeds": "---:",
+    "loss": "---:",
+    "gap": "---",
+}
+"""Alignment of each; times only where they were taken."""
 
 RATES = """\
 | | loss by rate |
@@ -90,8 +191,18 @@ RATES = """\
 """
 
 
+def ended(study: Study) -> dict[str, Variant]:
+    """Return the variants with finished runs; all others must have diverged."""
+    found = finished(study)
+    for task in tasks(study, prepare(study)):
+        outcome = read_outcome(task.folder)
+        status = outcome.status if outcome is not None and outcome.key == task.key else None
+        assert task.ready.name in found or status == DIVERGED, task.folder
+    return found
+
+
 def by_optimizer(found: Mapping[str, Variant]) -> dict[str, list[Variant]]:
-    """The variants of each, whose names are its own and a rate."""
+    """Return the variants of each optimizer; their names are its own and a rate."""
     kinds: dict[str, list[Variant]] = {}
     for name, each in found.items():
         kinds.setdefault(name.rpartition(", ")[0], []).append(each)
@@ -99,17 +210,17 @@ def by_optimizer(found: Mapping[str, Variant]) -> dict[str, list[Variant]]:
 
 
 def first_loss(each: Variant) -> float:
-    """From the seed that all variants were run with."""
+    """Return the loss from the seed that all variants were run with."""
     return next(iter(each.losses.values()))
 
 
 def best(found: Mapping[str, Variant]) -> dict[str, Variant]:
-    """Of each optimizer the rate with the lowest loss."""
+    """Return each optimizer at the rate with the lowest loss."""
     return {kind: min(each, key=first_loss) for kind, each in by_optimizer(found).items()}
 
 
 def milliseconds(variants: Sequence[Variant]) -> dict[str, str]:
-    """Of a step of each, taken in turn: median and quartiles."""
+    """Time a step of each, taken in turn: median and quartiles."""
     jobs = [
         each.job.model_copy(
             update={
@@ -145,68 +256,121 @@ def table(found: Mapping[str, Variant], base: Variant, times: Mapping[str, str])
         deviation = f" ± {statistics.stdev(losses.values()):.3f}" if len(losses) > 1 else ""
         gaps = [loss - base.losses[seed] for seed, loss in losses.items() if seed in base.losses]
         kept = each.first.state_bytes or 0
-        gap = f"{statistics.fmean(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})"
+        gap = f"{statistics.fmean(gaps):+.3f}"
+        gap += f" ({min(gaps):+.3f} to {max(gaps):+.3f})" if len(gaps) > 1 else ""
         cells = [
             *(kind, each.name.rpartition(", ")[2], f"{kept:,}"),
             f"{kept / model_size(each.job):.2f}",
-            *(times[each.name], str(len(losses))),
+            *([times[each.name]] if times else []),
+            str(len(losses)),
             f"{statistics.fmean(losses.values()):.3f}{deviation}",
             "" if each is base else gap,
         ]
         rows.append(f"| {' | '.join(cells)} |")
-    return TABLE.format(rows="\n".join(rows))
+    columns = {name: line for name, line in COLUMNS.items() if times or "ms/step" not in name}
+    head = ("", *columns), ("---", *columns.values())
+    lines = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in head]
+    return "\n".join([*lines, *rows]) + "\n"
 
 
-def rates(found: Mapping[str, Variant]) -> str:
-    """Every rate of every optimizer."""
-    rows = []
-    for kind, variants in by_optimizer(found).items():
-        losses = (f"{v.name.rpartition(', ')[2]}: {first_loss(v):.3f}" for v in variants)
-        rows.append(f"| {kind} | {', '.join(losses)} |")
+def rates(study: Study, found: Mapping[str, Variant]) -> str:
+    """Every rate of each optimizer that has several."""
+    losses: dict[str, list[str]] = {}
+    for plan in study.plans:
+        kind, _, rate = plan.name.rpartition(", ")
+        loss = f"{first_loss(found[plan.name]):.3f}" if plan.name in found else "diverged"
+        losses.setdefault(kind, []).append(f"{rate}: {loss}")
+    rows = [f"| {kind} | {', '.join(each)} |" for kind, each in losses.items() if len(each) > 1]
     return RATES.format(rows="\n".join(rows))
 
 
+def words(name: str, found: Mapping[str, Variant], base: Variant) -> dict[str, str]:
+    """Return the title of a page, its conditions and its limits."""
+    job, text = base.job, STUDIES[name]
+    schedule, optimizer = job.lr_scheduler, job.optimizer
+    periods = {getattr(each.job.optimizer, "refresh_period", 0) for each in found.values()}
+    steps, task = job.training.steps, open_task(job)
+    assert isinstance(task, NextToken)
+    source = task.open_source(job.data, job.debug.seed)
+    values = {
+        **shared(base),
+        "dim": job.model_args().dim,
+        "layers": job.model_args().n_layers,
+        "warmup": schedule.warmup(steps),
+        "refresh": max(periods),
+        "refreshes": math.ceil(steps / max(periods, default=0)) if max(periods) else 0,
+        "lr": optimizer.lr,
+        "decay": optimizer.weight_decay,
+        "decayed": steps * optimizer.lr * optimizer.weight_decay,
+        "unigram": unigram_loss(source, task.tokenizer),
+    }
+    return {key: getattr(text, key).format(**values) for key in ("title", "about", "limits")}
+
+
+def shared(base: Variant) -> dict[str, Any]:
+    """Return the numbers that all pages have."""
+    steps, tokens = base.first.all[-1]["step"], base.first.all[0]["tokens"]
+    return {
+        "steps": steps,
+        "tokens": tokens,
+        "all_tokens": steps * tokens,
+        "parameters": model_size(base.job),
+        "outside": 1 - model_size(base.job, "layers.") / model_size(base.job),
+        "seeds": len(base.losses),
+        "chance": max(base.losses.values()) - min(base.losses.values()),
+    }
+
+
 def page(
-    study: Study, found: Mapping[str, Variant], times: Mapping[str, str], plot: str, command: str
+    name: str,
+    study: Study,
+    found: Mapping[str, Variant],
+    times: Mapping[str, str],
+    plot: str,
+    command: str,
 ) -> str:
     base = found[study.baseline]
-    environment = base.first.history.environment
-    steps, tokens = base.first.all[-1]["step"], base.first.all[0]["tokens"]
+    environment, known = base.first.history.environment, shared(base)
+    spreads = [SPREAD] if len(base.losses) > 1 else []
+    if any(len(each.losses) == 1 for each in best(found).values()):
+        spreads.append(ONE_SEED)
     return PAGE.format(
-        study=STUDY.relative_to(ROOT),
+        **words(name, found, base),
+        **known,
+        spread="\n".join(spreads).format(**known, base=base.name),
+        study=path_of(name).relative_to(ROOT),
         command=command,
         device=environment.get("device"),
         torch=environment.get("torch"),
         python=environment.get("python"),
         cores=os.cpu_count(),
         date=time.strftime("%Y-%m-%d"),
-        steps=steps,
-        tokens=tokens,
-        all_tokens=steps * tokens,
-        parameters=model_size(base.job),
-        outside=1 - model_size(base.job, "layers.") / model_size(base.job),
         last=LAST,
         base=base.name,
-        seeds=len(base.losses),
-        chance=max(base.losses.values()) - min(base.losses.values()),
-        turns=TURNS,
+        times=TIMES if times else "",
         table=table(found, base, times),
-        rates=rates(found),
+        rates=rates(study, found),
         plot=plot,
     )
 
 
+def path_of(name: str) -> Path:
+    return ROOT / f"train_configs/studies/{name}_debug.toml"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, help="file for the page; the plot stands beside it")
+    parser.add_argument("study", nargs="?", choices=STUDIES, default="optimizers")
+    parser.add_argument("--output", type=Path, help="file for the page; the plot is put next to it")
     parser.add_argument("--docs", type=Path, help="page of the documentation that quotes the table")
     arguments = parser.parse_args()
-    study = read_study(STUDY)
-    found = finished(study)
-    plot = arguments.output.with_suffix(".svg").name if arguments.output else "optimizers.svg"
+    name = arguments.study
+    study = read_study(path_of(name))
+    found = ended(study)
+    plot = arguments.output.with_suffix(".svg").name if arguments.output else f"{name}.svg"
     command = " ".join(["python", "benchmarks/optimizers.py", *sys.argv[1:]])
-    times = milliseconds(list(best(found).values()))
-    text = page(study, found, times, plot, command)
+    times = milliseconds(list(best(found).values())) if STUDIES[name].is_timed else {}
+    text = page(name, study, found, times, plot, command)
     print(text)
     if arguments.output:
         arguments.output.write_text(text)

@@ -75,6 +75,16 @@ def test_sizes_that_torchtitan_does_not_have_are_named(
     ]
 
 
+def test_that_torchtitan_has_norms_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = dataclasses.replace(FLAVORS["plain"], norm="none")
+    monkeypatch.setitem(FLAVORS, "without", without)
+    run(saved(tmp_path / "ours", "without"), tmp_path / "dcp", target_format="dcp")
+    (message,) = caplog.messages
+    assert message.endswith("TorchTitan cannot: model.norm: TorchTitan's Llama has norms")
+
+
 def test_torch_makes_one_file_of_it(tmp_path: Path) -> None:
     folder = run(saved(tmp_path / "ours"), tmp_path / "dcp", target_format="dcp", dtype="bfloat16")
     dcp_to_torch_save(folder, tmp_path / "one.pt")

@@ -99,6 +99,14 @@ def test_layout_trains_the_same_run_as_one_rank(family: str, name: str) -> None:
     test_parity.is_the_run_of_one_rank(FAMILIES[family][name], "cpu")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["TP 2", *(pytest.param(n, marks=pytest.mark.gate) for n in ("FSDP 2 x TP 2 x PP 2",))],
+)
+def test_layouts_without_norms(name: str) -> None:
+    test_parity.is_the_run_of_one_rank(LAYOUTS[name].of(norm="none"), "cpu")
+
+
 @pytest.mark.gate
 def test_the_run_of_each_family_is_another() -> None:
     norms = [

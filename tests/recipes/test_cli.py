@@ -75,8 +75,9 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
     comments = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
     assert comments == [
         "# in effect: dim 256, n_layers 6, n_heads 16, n_kv_heads 8, ffn_dim 768, vocab_size 2048, "
-        "norm_eps 1e-05, rope_theta 500000.0, sliding_window 0, tied false, rope_scaling 1.0, "
-        "rope_low_freq_factor 1.0, rope_high_freq_factor 4.0, rope_original_context 8192",
+        'norm_eps 1e-05, rope_theta 500000.0, sliding_window 0, tied false, norm "rms", '
+        "rope_scaling 1.0, rope_low_freq_factor 1.0, rope_high_freq_factor 4.0, "
+        "rope_original_context 8192",
     ]
 
 

@@ -1,6 +1,7 @@
 """Ranger21 against its rules written down again in numpy, one addition at a time; against AdamW, to
 the bit, where none is on; and against pytorch-optimizer's, where that does the same."""
 
+import itertools
 import warnings
 from typing import Any
 
@@ -41,6 +42,8 @@ ON: dict[str, dict[str, Any]] = {
 }
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9}
 EVERYTHING: dict[str, Any] = {key: value for one in ON.values() for key, value in one.items()}
+TO_NORM_1 = {"stable_weight_decay": True, "decay_to_norm_1": True}
+"""The paper's one term, in place of decay and norm loss."""
 STEPS = 8
 
 
@@ -107,7 +110,9 @@ def by_numpy(given: dict[str, Any], first_sum: float = 0.0) -> list[np.ndarray]:
             count += g.size
         sigma = np.sqrt(total / count) if c["stable_weight_decay"] else 1.0
         for i, g in enumerate(grads):
-            w = weights[i] * (1 - lr * wd / sigma)
+            w = weights[i]
+            norm = np.sqrt((w**2).sum(rows[i], keepdims=True)) + c["eps"]
+            w = w * (1 - lr * wd / sigma * (1 - 1 / norm if c["decay_to_norm_1"] else 1))
             norm = np.sqrt((w**2).sum(rows[i], keepdims=True))
             w = w - lr * 2 * c["norm_loss"] * (1 - 1 / (norm + c["eps"])) * w
             if c["positive_negative_momentum"]:
@@ -134,9 +139,9 @@ def off(found: list[torch.Tensor], expected: list[np.ndarray]) -> float:
     return max(np.abs(f.double().numpy() - e).max() for f, e in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ON)
+@pytest.mark.parametrize("name", [*ON, "decay to the norm 1"])
 def test_each_addition(name: str) -> None:
-    given = NUMBERS | OFF | ON[name]
+    given = NUMBERS | OFF | ON.get(name, TO_NORM_1)
     found = trained(Ranger21(**given))
     assert off(found, by_numpy(given)) < 1e-6
     # The comparison means something: the addition is seen in the weights.
@@ -276,17 +281,33 @@ def test_resumed_in_the_middle_of_a_lookahead_period_to_the_bit() -> None:
     assert all(map(torch.equal, whole, model.parameters()))
 
 
-@pytest.mark.parametrize("steps", [100, 1000, 5000, 20000])
+def test_decay_to_norm_1_is_that_of_the_paper() -> None:
+    """w -= lr wd (|w| - 1) / (|w| sigma) w, where only the decay changes a weight."""
+    config = Ranger21(**NUMBERS | OFF | TO_NORM_1 | {"beta1": 0.0})
+    model = nn.Linear(3, 2, bias=False)
+    model.weight.data = torch.tensor([[3.0, 0.0, 4.0], [0.0, 0.1, 0.0]])
+    optimizers = Optimizers(named(model), config)
+    optimizers.begin(1)
+    # Its root mean square is 2, and the update is the rate where it is not 0.
+    model.weight.grad = torch.tensor([[0.0, 24**0.5, 0.0], [0.0, 0.0, 0.0]])
+    optimizers.step()
+    pull = 1e-2 * 0.5 / 2
+    expected = [[3 * (1 - pull * 0.8), -1e-2, 4 * (1 - pull * 0.8)], [0, 0.1 * (1 + pull * 9), 0]]
+    torch.testing.assert_close(model.weight.data, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("steps", [100, 1000, 4400, 20000])
 def test_schedule_of_ranger21(steps: int) -> None:
     """As pytorch-optimizer has it, to two steps of the decay: theirs begins one step earlier, and
-    ends with the last step where every schedule here ends just after it.
+    ends with the last step where every schedule here ends just after it. Between 4,445 and 9,090
+    steps, theirs warms up for 2,000, as the authors' code does.
     """
     weights = [torch.zeros(1, requires_grad=True)]
     theirs = pytorch_optimizer.Ranger21(weights, num_iterations=steps, lr=1e-3)
     job = JobConfig.model_validate(
         {"lr_scheduler": {"name": "ranger21"}, "training": {"steps": steps}}
     )
-    warmup = {100: 22, 1000: 220, 5000: 2000, 20000: 2000}[steps]
+    warmup = {100: 22, 1000: 220, 4400: 968, 20000: 2000}[steps]
     decay = round(0.28 * steps)
     assert job.lr_scheduler.shares(steps) == (warmup, decay)
     for step in range(1, steps + 1):
@@ -298,6 +319,14 @@ def test_schedule_of_ranger21(steps: int) -> None:
 
 def test_numbers_of_ranger21s_schedule() -> None:
     assert Ranger21Schedule(warmup_steps=10, decay_ratio=0.5).shares(100) == (10, 50)
-    assert Ranger21Schedule(warmup_steps=45).shares(100) == (45, 28)
+    assert Ranger21Schedule(warmup_steps=21).shares(100) == (21, 28)
     assert Ranger21Schedule(warmup_steps=46).shares(100) == (22, 28)
     assert Ranger21Schedule(warmup_steps=0, decay_ratio=None).shares(10) == (0, 10)
+
+
+def test_warm_up_grows_with_the_schedule_without_a_jump() -> None:
+    """It is the shorter of 2,000 steps and 22 %, as in the paper."""
+    schedule = Ranger21Schedule()
+    warmups = [schedule.shares(steps)[0] for steps in range(4000, 10000)]
+    assert {late - early for early, late in itertools.pairwise(warmups)} == {0, 1}
+    assert (warmups[444], warmups[445], warmups[-1]) == (977, 977, 2000)

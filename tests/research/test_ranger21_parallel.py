@@ -28,7 +28,12 @@ GROUPS = [
     {"roles": ["embedding"], "lr_factor": 0.5, "weight_decay": 0.0},
     {"roles": ["norm", "head"], "lr_factor": 0.3, "beta1": 0.8, "beta2": 0.9},
 ]
-UNEVEN = RANGER | {"normalize_gradients": False, "weight_decay": 0.1, "softplus": 0.0, "eps": 1e-6}
+TO_NORM_1 = {"norm_loss": 0.0, "decay_to_norm_1": True}
+UNEVEN = (
+    RANGER
+    | TO_NORM_1
+    | {"normalize_gradients": False, "weight_decay": 0.1, "softplus": 0.0, "eps": 1e-6}
+)
 """Normalization hides the size of gradients, which decay depends on."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "all": RANGER,

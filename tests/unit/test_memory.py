@@ -47,7 +47,7 @@ def saved(network: nn.Module, compute: Callable[[], torch.Tensor]) -> int:
 NORMED = {"head_norms": True, "head_dim": 32}
 
 
-@pytest.mark.parametrize("facts", [{}, NORMED, NORMED | {"sliding_window": 9}])
+@pytest.mark.parametrize("facts", [{}, NORMED, NORMED | {"sliding_window": 9}, {"norm": "none"}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_block_keeps_is_what_autograd_saves(
     dtype: torch.dtype, facts: dict[str, Any]

@@ -10,7 +10,7 @@ Shapes: B batch, S sequence, D model dim, V vocabulary, A number of tokens predi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class DecoderArgs:
     n_kv_heads: int
     ffn_dim: int
     vocab_size: int
+    norm: Literal["rms", "none"] = "rms"  # norms of the residual stream
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | Yarn | None = None
@@ -55,6 +56,23 @@ class DecoderArgs:
     def head_size(self) -> int:
         """Dimension of a head."""
         return self.head_dim or self.dim // self.n_heads
+
+    def build_norm(self) -> nn.Module:
+        """Build a norm of the residual stream; without norms, an identity."""
+        return nn.RMSNorm(self.dim, eps=self.norm_eps) if self.norm == "rms" else nn.Identity()
+
+    @property
+    def norm_parameters(self) -> int:
+        """Number of parameters of a norm of the residual stream."""
+        return self.dim if self.norm == "rms" else 0
+
+    @property
+    def norm_kept(self) -> int:
+        """Bytes per token that a norm keeps for its backward.
+
+        They are its input, the normalized values and their scale in float32.
+        """
+        return 4 * (2 * self.dim + 1) if self.norm == "rms" else 0
 
     @property
     def rotated_size(self) -> int:
@@ -108,13 +126,13 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, args: DecoderArgs, rope: RotaryEmbedding) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = args.build_norm()
         self.attention = Attention(
             *(args.dim, args.n_heads, args.n_kv_heads, args.head_size, rope),
             window=args.sliding_window,
             norm_eps=args.norm_eps if args.head_norms else None,
         )
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = args.build_norm()
         self.feed_forward = FeedForward(args.dim, args.ffn_dim)
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
@@ -145,7 +163,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): block(args.of_layer(i), self.rope) for i in range(args.n_layers)}
         )
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm: nn.Module | None = args.build_norm()
         self.output: nn.Module | None = (
             TiedOutput() if args.tied else nn.Linear(args.dim, args.vocab_size, bias=False)
         )
@@ -159,7 +177,7 @@ class Decoder(nn.Module):
         made: dict[str, nn.Module] = {}
         for depth in range(1, args.multi_token + 1):
             own = block(args.of_layer(args.n_layers), self.rope)
-            made[str(depth)] = AheadModule(depth, args.dim, args.norm_eps, own)
+            made[str(depth)] = AheadModule(depth, args.dim, args.build_norm, own)
         if made:
             made["ahead_loss"] = LinearLoss(is_main=False)
         made |= {head.name: head.build(args.dim) for head in args.auxiliary_heads}

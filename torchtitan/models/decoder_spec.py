@@ -78,16 +78,17 @@ def flops_of(args: DecoderArgs, seq_len: int, name: str) -> int:
     discount for the masked half, or as many as a window has.
     """
     dim = args.dim
-    parameters = args.attention_parameters + of_block(args, name).ffn_parameters + 2 * dim
+    parameters = args.attention_parameters + of_block(args, name).ffn_parameters
+    parameters += 2 * args.norm_parameters
     block = 6 * (parameters + args.attended_size * attended(of_block(args, name), seq_len))
     output = 6 * args.vocab_size * dim
     if name.startswith("layers."):
         return block
     if name == "auxiliary":
-        of_depth = block + 6 * (2 * dim + 3) * dim + output
+        of_depth = block + 6 * (2 * dim * dim + 3 * args.norm_parameters) + output
         of_heads = sum(head.flops(dim) for head in args.auxiliary_heads)
         return args.multi_token * of_depth + of_heads
-    return {"norm": 6 * dim, "output": output}.get(name, 0)
+    return {"norm": 6 * args.norm_parameters, "output": output}.get(name, 0)
 
 
 def flops_per_unit(args: DecoderArgs, seq_len: int) -> int:
@@ -99,13 +100,13 @@ def flops_per_unit(args: DecoderArgs, seq_len: int) -> int:
 def kept_by_block(args: DecoderArgs, itemsize: int, name: str) -> float:
     """Return the bytes per token kept by a block for its backward; exact for torch's operators.
 
-    A norm keeps its input, the normalized values and their scale in float32. A depth of multi-token
-    prediction adds three norms around its block, and the concatenated outputs of two of them.
+    A depth of multi-token prediction adds three norms around its block, and the concatenated
+    outputs of two of them.
     """
     if name == "auxiliary":
-        return 4 * (6 * args.dim + 3) + itemsize * 2 * args.dim
-    norms = 4 * (4 * args.dim + 2)
-    return norms + args.attention_kept(itemsize) + of_block(args, name).ffn_kept(itemsize)
+        return 3 * args.norm_kept + itemsize * 2 * args.dim
+    inside = args.attention_kept(itemsize) + of_block(args, name).ffn_kept(itemsize)
+    return 2 * args.norm_kept + inside
 
 
 def attention(args: DecoderArgs) -> AttentionShape:

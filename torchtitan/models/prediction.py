@@ -12,6 +12,8 @@ output are shared with the model.
 Shapes: B batch, S sequence, D model dim, A number of tokens predicted ahead.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -21,13 +23,15 @@ from torchtitan.models.output import AuxiliaryLoss
 class AheadModule(nn.Module):
     """Module of one depth."""
 
-    def __init__(self, depth: int, dim: int, eps: float, block: nn.Module) -> None:
+    def __init__(
+        self, depth: int, dim: int, norm: Callable[[], nn.Module], block: nn.Module
+    ) -> None:
         super().__init__()
-        self.hidden_norm = nn.RMSNorm(dim, eps=eps)
-        self.token_norm = nn.RMSNorm(dim, eps=eps)
+        self.hidden_norm = norm()
+        self.token_norm = norm()
         self.project = nn.Linear(2 * dim, dim, bias=False)
         self.block = block
-        self.norm = nn.RMSNorm(dim, eps=eps)
+        self.norm = norm()
         self.loss = AuxiliaryLoss(f"multi_token_{depth}", 1.0)
 
     def forward(

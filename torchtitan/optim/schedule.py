@@ -29,12 +29,16 @@ class ScheduleConfig(Config):
     min_lr_factor: float = Field(0.0, ge=0, le=1)
     """Fraction of the peak rate at which the decay ends."""
 
+    def warmup(self, steps: int) -> int:
+        """Return the number of warm-up steps, at most all."""
+        return min(self.warmup_steps, steps)
+
     def shares(self, steps: int) -> tuple[int, int]:
         """Return the number of warm-up and of decay steps; the rate is stable between them.
 
-        The warm-up takes at most all steps, and the decay at most the rest.
+        The decay takes at most what the warm-up leaves.
         """
-        warmup = min(self.warmup_steps, steps)
+        warmup = self.warmup(steps)
         decay = steps if self.decay_ratio is None else round(steps * self.decay_ratio)
         return warmup, min(decay, steps - warmup)
 

@@ -263,6 +263,17 @@ def test_meta_has_no_such_sizes() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("hf", 'LlamaForCausalLM has "rms"'), ("meta", 'Meta\'s Llama has "rms"')],
+)
+def test_no_format_has_a_network_without_norms(name: str, told: str) -> None:
+    args = dataclasses.replace(SPEC.flavors["debugmodel"], norm="none")
+    with pytest.raises(RecipeError) as error:
+        SPEC.formats[name].config(args, None)
+    assert error.value.lines == [f'norm: got "none"; {told}']
+
+
 VALUES: list[Any] = [
     *(None, True, -1, 0, 2.5, "", "x", 10**400, float("nan"), [], [1], {}, {"a": 1}),
     {"rope_type": ["llama3"]},

@@ -87,11 +87,13 @@ def test_a_model_is_built_started_and_trained_from_its_spec_alone(name, flavor):
     assert all(after < before for before, after in pairwise(losses))
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_operations_are_those_that_torch_counts(name):
+@pytest.mark.parametrize(
+    ("name", "facts"), [("llama3", {}), ("llama3", {"norm": "none"}), ("qwen3", {})]
+)
+def test_operations_are_those_that_torch_counts(name, facts):
     """But for norms, which it does not count; a window has as many keys as it is long."""
     spec, seq_len = MODELS[name], 16
-    args = dataclasses.replace(spec.flavors["debugmodel"], n_layers=2)
+    args = dataclasses.replace(spec.flavors["debugmodel"], n_layers=2, **facts)
     model = spec.build(args, seq_len)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, seq_len, dtype=torch.int64)).sum().backward()

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torchtitan.config import RecipeError
 from torchtitan.models.decoder import DecoderArgs
-from torchtitan.models.hugging_face import args_in, config_of, decoder_format
+from torchtitan.models.hugging_face import args_in, config_of, decoder_format, inexpressible
 from torchtitan.models.llama3.settings import Llama3Config
 
 LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
@@ -18,7 +19,13 @@ FIXED = {"mlp_bias": False}
 
 
 def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
-    """Return the model's part of config.json."""
+    """Return the model's part of config.json.
+
+    Raises:
+        RecipeError: if it is a network without norms.
+    """
+    if problems := [*inexpressible(args, {"norm": "rms"}, LLAMA)]:
+        raise RecipeError(problems)
     about = config_of(args, seq_len) | FIXED
     if args.sliding_window:
         mistral = {"architectures": [MISTRAL], "model_type": "mistral"}

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan.config import RecipeError, show
 from torchtitan.models.decoder import DecoderArgs
+from torchtitan.models.hugging_face import inexpressible
 from torchtitan.models.layers import RopeScaling
 from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.models.spec import WeightFormat
@@ -33,6 +34,8 @@ def to_params(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
     Raises:
         RecipeError: if it is a network that Meta's code cannot build.
     """
+    if problems := [*inexpressible(args, {"norm": "rms"}, "Meta's Llama")]:
+        raise RecipeError(problems)
     unknown = {
         "sliding_window": args.sliding_window,
         "head_dim": args.head_size * args.n_heads != args.dim and args.head_size,

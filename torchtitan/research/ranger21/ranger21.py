@@ -9,6 +9,7 @@ coefficients of the momentum.
     v = beta2 v + (1 - beta2) g²
     decay       w *= 1 - lr wd / sigma, sigma² the mean over all parameters of v / (1 - beta2^t)
     norm loss   w *= 1 - 2 lr c (1 - 1 / |w|) for each unit, which draws its norm to 1
+    to norm 1   w *= 1 - lr wd (1 - 1 / |w|) / sigma: the paper's one term for the last two
     momentum    m of odd steps, m' of even ones: m = beta1² m + (1 - beta1²) g
                 u = ((1 + beta0) m - beta0 m') / sqrt((1 + beta0)² + beta0²)
     maximum     v is the largest v so far
@@ -73,6 +74,8 @@ class Ranger21(OptimizerConfig):
     """Divide weight decay by the root mean square of all gradients."""
     norm_loss: float = Field(1e-4, ge=0)
     """Strength of the pull of the norm of each unit to 1; 0: none."""
+    decay_to_norm_1: bool = False
+    """Decay each unit to the norm 1 instead of to 0, as in the paper; then norm_loss must be 0."""
     softplus: float = Field(50.0, ge=0)
     """Smooth the denominator by a softplus of this slope, so that it is at least ln 2 / slope; 0:
     use it as it is."""
@@ -124,6 +127,7 @@ class Ranger21(OptimizerConfig):
         return bool(
             self.adaptive_clip
             or self.norm_loss
+            or self.decay_to_norm_1
             or self.centralize_gradients
             or self.normalize_gradients
             or self.stable_weight_decay
@@ -138,6 +142,7 @@ class Ranger21(OptimizerConfig):
             "positive-negative momentum": self.positive_negative_momentum,
             "stable weight decay": self.stable_weight_decay,
             "norm loss": self.norm_loss,
+            "decay to the norm 1": self.decay_to_norm_1,
             "softplus": self.softplus,
             "maximum": self.amsgrad,
             "lookahead": self.lookahead_steps,
@@ -152,6 +157,9 @@ class Ranger21(OptimizerConfig):
             f"{', '.join(self.switched_on()) or 'nothing else'}"
         )
         yield Problem("name", message, (), "note")
+        if self.decay_to_norm_1 and self.norm_loss:
+            message = "it replaces norm loss; use self.norm_loss = 0"
+            yield Problem("decay_to_norm_1", message, ("norm_loss",))
         if self.early_step_in_backward:
             message = "Ranger21 computes sums over all gradients before it updates any weight; use "
             yield Problem("early_step_in_backward", f"{message}false", ("name",))
@@ -229,6 +237,8 @@ class Ranger21Optimizer(torch.optim.Optimizer):
         if sigma is not None:
             # If all gradients so far were 0, there is no decay.
             decay = torch.where(sigma > 0, decay / sigma, 0.0)
+        if known and config.decay_to_norm_1:
+            decay = decay * (1 - 1 / (known.weight_norm + group["eps"]))
         keep = 1 - rate * decay
         if known and config.norm_loss:
             norm = known.weight_norm * abs(keep) + group["eps"]

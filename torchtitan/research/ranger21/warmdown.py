@@ -13,14 +13,11 @@ class Ranger21Schedule(ScheduleConfig):
     name: Literal["ranger21"] = "ranger21"
     """Name of the schedule."""
     warmup_steps: int = Field(2000, ge=0)
-    """Steps of linear warm-up, 2 / (1 - beta2) by default; if that is more than 45 % of the
-    schedule, 22 % of it."""
+    """Steps of linear warm-up, 2 / (1 - beta2) by default; at most 22 % of the schedule."""
     decay_ratio: float | None = Field(0.28, ge=0, le=1)
     """Fraction of the steps that decay, at most what the warm-up leaves; none: all of it."""
     min_lr_factor: float = Field(0.03, ge=0, le=1)
     """Fraction of the peak rate at which the decay ends."""
 
-    def shares(self, steps: int) -> tuple[int, int]:
-        if self.warmup_steps <= 0.45 * steps:
-            return super().shares(steps)
-        return self.model_copy(update={"warmup_steps": int(0.22 * steps)}).shares(steps)
+    def warmup(self, steps: int) -> int:
+        return min(self.warmup_steps, int(0.22 * steps))
