@@ -81,6 +81,9 @@ TIMES = f"""
 others used the machine: so **compare times with each other only**. A refresh of GaLore, in one of
 20 steps, is not part of a median.
 """
+NO_TIMES = """
+Others used the machine meanwhile, which no number here depends on.
+"""
 
 
 class Words(NamedTuple):
@@ -347,7 +350,7 @@ def page(
         date=time.strftime("%Y-%m-%d"),
         last=LAST,
         base=base.name,
-        times=TIMES if times else "",
+        times=TIMES if times else NO_TIMES,
         table=table(found, base, times),
         rates=rates(study, found),
         plot=plot,

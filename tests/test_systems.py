@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "systems.md"
 HEAD = ("system", "here", "recipe", "proved by", "measured here", "not reproduced")
 SYSTEMS = (
     *("FSDP", "SimpleFSDP", "TorchTitan", "GaLore", "DeMo", "FlexDeMo", "LoCo", "QSDP", "RTP"),
-    *("8-bit optimizers", "4-bit states", "QK-clip"),
+    *("8-bit optimizers", "4-bit states", "QK-clip", "DiLoCo"),
     *("HadaCore", "Ranger21", "Geospatial ViT-MAE", "Auxiliary tasks", "FSDP, a racing planner"),
 )
 OUT_OF_SCOPE = "a racing planner"

@@ -88,7 +88,7 @@ def schedule_collectives(
     flops: float,
     bandwidth: float,
 ) -> None:
-    """Merge the collectives of each of `modules` (None: by estimated times), and reorder them.
+    """Merge collectives by unit of `modules` (None: by estimated times), and reorder them.
 
     Nothing is measured, and ranks do not exchange times while they compile: one that found its
     graph in the cache would not take part.
