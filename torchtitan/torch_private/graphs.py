@@ -88,14 +88,14 @@ def schedule_collectives(
     flops: float,
     bandwidth: float,
 ) -> None:
-    """Merge collectives by unit of `modules` (None: by estimated times), and reorder them.
+    """Merge the collectives of each of `modules` (None: by estimated times), and reorder them.
 
     Nothing is measured, and ranks do not exchange times while they compile: one that found its
     graph in the cache would not take part.
 
     Args:
         seconds: time of a node, the same on all ranks, or their orders would differ.
-        flops, bandwidth: rates per second, in place of those that torch reads from a GPU.
+        flops, bandwidth: rates per second, used instead of the rates of this GPU.
     """
     from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
     from torch._inductor.fx_passes.overlap_scheduling import (
