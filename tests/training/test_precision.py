@@ -1,6 +1,7 @@
 """What is said of how converted linears round, and that saying it changes nothing."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,30 @@ from tests.layouts import (
 )
 from tests.ranks import run_ranks
 from tests.runs import rows, train
-from torchtitan import convert
+from torchtitan import checks, convert
+from torchtitan.config import PlannedWorld
 from torchtitan.convert import MXFP8, ConverterConfig, Float8, Rounding
 from torchtitan.job import JobConfig
 
+PAGE = (Path(__file__).parents[2] / "benchmarks/results/gpu_h100.md").read_text()
 SENT_SO = (Float8(emulate=True, enable_tensor_parallel_float8_all_gather=True),)
+
+
+@pytest.mark.parametrize(("recipe", "words"), [("tensorwise", "as"), ("rowwise", "0.87 times as")])
+def test_matrices_too_small_to_gain_are_noted(recipe: str, words: str) -> None:
+    """With the ratio that was measured; not of larger ones, of the same on a CPU, or emulated."""
+    (row,) = re.findall(rf"Float8 {recipe} \|[^|]*\| ([\d.]+)", PAGE.partition("### 1B")[2])
+    assert f"{float(row):.2f}" == {"as": "1.00"}.get(words, words[:4])
+
+    def notes(flavor: str, device_type: str, **settings: Any) -> list[str]:
+        converter = {"name": "float8", "recipe": recipe, **settings}
+        given = {"model": {"name": "llama3", "flavor": flavor}, "convert": [converter]}
+        found = checks.problems(JobConfig.model_validate(given), PlannedWorld(8, device_type))
+        return [each.message for each in found if each.path == "convert.0.name"]
+
+    (note,) = notes("1B", "cuda")
+    assert f"was {words} fast as in bf16 on one H100" in note
+    assert not notes("8B", "cuda") + notes("1B", "cpu") + notes("1B", "cuda", emulate=True)
 
 
 def test_shares_are_of_what_vanishes_and_what_is_cut_off() -> None:

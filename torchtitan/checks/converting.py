@@ -95,6 +95,11 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         seen |= dict.fromkeys(wanted, number)
         yield from _experts(key, converter, p.tensor_parallel_degree, network)
         tp, plan = p.tensor_parallel_degree, model.spec.tensor_plan
+        is_fast = world.device_type == "cuda" and not converter.emulate
+        largest = max(shape.numel() for shape in wanted.values()) // tp
+        if is_fast and (ratio := converter.measured(largest)):
+            message = f"{ratio}; remove the converter, unless its rounding is what you want"
+            yield Problem(f"{key}.name", message, SECTIONS, "note")
         yield from _uneven_parts(key, converter, tp, wanted, plan)
         if uneven := [str(count) for count in products if count % converter.multiple]:
             message = (

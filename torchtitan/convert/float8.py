@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MULTIPLE = 16
 """Divisor required of the dims of a Float8 matrix product."""
+LARGEST_OF_1B = 2048 * 8192
 
 
 class Float8(LinearConverterConfig):
@@ -84,6 +85,12 @@ class Float8(LinearConverterConfig):
     @property
     def multiple(self) -> int:
         return MULTIPLE
+
+    def measured(self, elements: int) -> str | None:
+        if elements > LARGEST_OF_1B:
+            return None
+        times = "as fast" if self.recipe == "tensorwise" else "0.87 times as fast"
+        return f"Llama 1B, with matrices of up to 2048 x 8192, was {times} as in bf16 on one H100"
 
     def lacks(self, capability: tuple[int, int] | None) -> str | None:
         if capability is None:

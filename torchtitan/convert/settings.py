@@ -197,6 +197,10 @@ class LinearConverterConfig(ConverterConfig):
         """Divisor required of both dims of a matrix."""
         return 1
 
+    def measured(self, elements: int) -> str | None:
+        """Return what was measured of matrices of at most `elements`, if they gain no speed."""
+        return None
+
     def lacks(self, capability: tuple[int, int] | None) -> str | None:
         """Return what a device of that capability (None: a CPU) lacks, if anything."""
         return None
