@@ -104,6 +104,12 @@ def test_check_here_says_where_the_run_starts(capsys: pytest.CaptureFixture[str]
     small = ["--training.steps=1", "--model.dim=32", "--training.seq_len=8", "--no-data.shuffle"]
     assert main(["check", *words, *small]) == 0
     assert capsys.readouterr().out.endswith("\nstarts from scratch\n")
+    must = [*words, *small, "--checkpoint.resume=must"]
+    assert main(["check", *must]) == 2
+    assert 'got "must", but there is no checkpoint' in capsys.readouterr().err
+    assert main(["check", *must, "--checkpoint.frequent.interval=1"]) == 0
+    told = "is refused unless nodes hold a frequent checkpoint, which is not looked for here\n"
+    assert capsys.readouterr().out.endswith(told)
     assert main(["train", words[0], *small]) == 0
     before = sorted(Path("outputs").rglob("*"))
     assert main(["check", *words, *small]) == 0

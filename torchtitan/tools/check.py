@@ -8,6 +8,7 @@ from typing import Annotated, cast
 import typer
 
 from torchtitan import config
+from torchtitan.checkpoint import saved_steps
 from torchtitan.checks import TOKENIZER, load_job, section_problems
 from torchtitan.config import (
     ConfigError,
@@ -185,7 +186,15 @@ def beginning(found: config.Recipe[JobConfig], here: bool) -> list[str]:
 
     Checkpoints of the run itself count if it is to run `here`.
     """
-    policy, path = resume_policy(found.config), found.config.checkpoint.initial_load_path
+    policy, checkpoint = resume_policy(found.config), found.config.checkpoint
+    path, has_frequent = checkpoint.initial_load_path, here and checkpoint.frequent.interval
+    not_looked_for = "frequent checkpoint, which is not looked for here"
+    if (
+        has_frequent
+        and checkpoint.resume == "must"
+        and not saved_steps(checkpoint.path_in(policy.dump_folder))
+    ):
+        return [f"is refused unless nodes hold a {not_looked_for}"]
     if here:
         start = policy.start()
     elif path is None:
@@ -196,9 +205,7 @@ def beginning(found: config.Recipe[JobConfig], here: bool) -> list[str]:
         except ConfigError as error:
             found.refuse([Problem("checkpoint.initial_load_path", str(error))])
             raise
-    has_frequent = here and found.config.checkpoint.frequent.interval
-    also = ["unless nodes hold a newer frequent checkpoint, which is not looked for here"]
-    also *= bool(has_frequent)
+    also = [f"unless nodes hold a newer {not_looked_for}"] * bool(has_frequent)
     if start.path is None:
         return ["starts from scratch", *also]
     what = "starts from the weights in" if start.model_only else "resumes from"
