@@ -93,6 +93,11 @@ class AdamRule(Implemented):
         """Storage of the moments."""
         return STATE_DTYPES[self.state_dtype]
 
+    @property
+    def state_storage(self) -> MomentStorage:
+        """Storage that reads every state of the optimizer."""
+        return self.storage
+
     def options(self) -> dict[str, Any]:
         return super().options() | {"betas": (self.beta1, self.beta2), "eps": self.eps}
 
@@ -103,20 +108,20 @@ class AdamRule(Implemented):
         return frozenset({"step", "exp_avg", "exp_avg_sq"})
 
     def saved(self, state: Tensor) -> Tensor:
-        return self.storage.saved(state)
+        return self.state_storage.saved(state)
 
     def restore(self, state: Tensor, saved: Tensor) -> None:
-        self.storage.restore(state, saved)
+        self.state_storage.restore(state, saved)
 
     def size(self, state: Tensor) -> int:
-        return self.storage.size(state)
+        return self.state_storage.size(state)
 
     def state_bytes(self, parameter_bytes: int) -> float:
         return self.storage.state_bytes(parameter_bytes)
 
     @property
     def rounds_state(self) -> bool:
-        return self.storage.rounds
+        return self.state_storage.rounds
 
     @property
     def is_compiled(self) -> bool:

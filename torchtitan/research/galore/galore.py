@@ -125,22 +125,9 @@ class GaLore(AdamWRule, OptimizerConfig):
         return tuple(key for key, storage in keys.items() if storage.rounds)
 
     @property
-    def rounds_state(self) -> bool:
-        return self._rounding.rounds
-
-    @property
-    def _rounding(self) -> MomentStorage:
-        """Storage that can read both moments and bases: few bits of one format read all."""
+    def state_storage(self) -> MomentStorage:
+        # Few bits of one format read all.
         return self.storage if self.storage.rounds else self.basis_storage
-
-    def saved(self, state: Tensor) -> Tensor:
-        return self._rounding.saved(state)
-
-    def restore(self, state: Tensor, saved: Tensor) -> None:
-        self._rounding.restore(state, saved)
-
-    def size(self, state: Tensor) -> int:
-        return self._rounding.size(state)
 
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from super().problems(context)

@@ -48,7 +48,6 @@ class SimpleFSDP(ShardingConfig):
     (size); or as torch's scheduler decides (auto)."""
     bucket_mb: float = Field(100, gt=0)
     """With bucketing = size: maximum megabytes of a bucket."""
-
     hardware: Annotated[str, AfterValidator(_known)] = "h100"
     """With bucketing = auto: hardware whose rates estimate times, as in `torchtitan plan`. It is a
     setting, since ranks with other estimates would send in another order, and wait forever."""
