@@ -101,6 +101,17 @@ def test_text_can_be_read_and_search_finds_a_page(scheme: str, site: Path) -> No
     }
 
 
+def test_navigation_has_every_page() -> None:
+    """What a build of the site refuses most often, without the build."""
+    added = runpy.run_path(str(ROOT / "scripts/site_hooks.py"))["ADDED"].values()
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    pages |= {page for page in added if page.endswith(".md")}
+    named = re.findall(
+        r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert (sorted(pages - set(named)), len(named)) == ([], len(pages))
+
+
 def test_exit_codes_are_those_of_the_code() -> None:
     page = (ROOT / "docs/exit_codes.md").read_text(encoding="utf-8")
     run = page.partition("## A run")[2].partition("## Other verbs")[0]
