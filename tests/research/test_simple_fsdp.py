@@ -319,6 +319,9 @@ def test_merging_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged(lambda: bucketing.confirm("none")) == ["simple_fsdp: all-gathers 9 -> 9 (1.0 MB)"]
     with pytest.raises(RuntimeError, match="did not take effect: all-gathers 9 -> 9"):
         bucketing.confirm("block")
+    monkeypatch.setattr(bucketing, "tallies", lambda: {"all-gathers": Tally(9, 4, 10**6)})
+    (line,) = logged(lambda: bucketing.confirm("auto", "h200"))
+    assert line.endswith("(1.0 MB), in the order that estimates for h200 give (sharding.hardware)")
     monkeypatch.setattr(bucketing, "tallies", dict)
     assert logged(lambda: bucketing.confirm("block")) == ["simple_fsdp: one rank, no collectives"]
 

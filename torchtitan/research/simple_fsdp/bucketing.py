@@ -185,8 +185,8 @@ def tallies() -> dict[str, Tally]:
     return {kind: tally for kind, tally in found.items() if tally.before}
 
 
-def confirm(bucketing: Bucketing) -> None:
-    """Log the merged collectives; call it after a step.
+def confirm(bucketing: Bucketing, hardware: str = "") -> None:
+    """Log the merged collectives, and by whose rates they were ordered; call it after a step.
 
     Raises:
         RuntimeError: if none was merged.
@@ -196,6 +196,8 @@ def confirm(bucketing: Bucketing) -> None:
         f"{kind} {tally.before} -> {tally.after} ({tally.bytes / 1e6:.1f} MB)"
         for kind, tally in found.items()
     )
+    if said and bucketing == "auto":
+        said += f", in the order that estimates for {hardware} give (sharding.hardware)"
     logger.info("simple_fsdp: %s", said or "one rank, no collectives")
     if found and bucketing != "none" and all(t.after >= t.before for t in found.values()):
         raise RuntimeError(

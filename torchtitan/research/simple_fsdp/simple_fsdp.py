@@ -170,4 +170,4 @@ class InGraph(Sharding):
 
     def confirm(self) -> None:
         if self.is_one_graph:
-            bucketing.confirm(self.config.bucketing)
+            bucketing.confirm(self.config.bucketing, self.config.hardware)
