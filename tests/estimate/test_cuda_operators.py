@@ -4,8 +4,11 @@ from collections import Counter
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis.strategies import integers
 
 from tests import tiny
+from torchtitan.estimate.cuda_operators import _pairs
 from torchtitan.estimate.fake_rank import MAX_PASSES, record
 from torchtitan.estimate.recording import Kernel
 from torchtitan.models import MODELS
@@ -14,8 +17,10 @@ NORMS = 5 * MAX_PASSES
 BF16 = {"training": {**tiny.SECTIONS["training"], "mixed_precision_param": "bfloat16"}}
 
 
-def kernels(device_type: Literal["cpu", "cuda"], ranks: int = 1, **sections: Any) -> list[Kernel]:
-    recorded = record(tiny.job(**(BF16 | sections)), ranks, device_type=device_type)
+def kernels(
+    device_type: Literal["cpu", "cuda"], ranks: int = 1, rank: int = 0, **sections: Any
+) -> list[Kernel]:
+    recorded = record(tiny.job(**(BF16 | sections)), ranks, rank, device_type=device_type)
     return [event for event in recorded.recording.events if isinstance(event, Kernel)]
 
 
@@ -62,16 +67,36 @@ def test_chunks_of_the_loss_are_recorded_one_by_one(enable: bool) -> None:
     assert bool(found["inductor.fused"]) is enable
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_context_attention_is_recorded_tile_by_tile(documents: bool) -> None:
-    mask = "block_causal" if documents else "causal"
-    found = kernels(
-        "cuda",
-        2,
-        model={**tiny.SECTIONS["model"], "attn_mask_type": mask},
-        parallelism={"context_parallel_degree": 2},
-    )
+SPLIT = {"parallelism": {"context_parallel_degree": 2}}
+
+
+def test_context_attention_is_recorded_tile_by_tile() -> None:
+    found = kernels("cuda", 2, **SPLIT)
     tiles = [kernel for kernel in found if "attention" in kernel.name]
     assert tiles
     assert all(kernel.flops for kernel in tiles)
     assert not any("context" in kernel.name for kernel in found)
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_segments_of_documents_are_packed_on_cuda(window: int) -> None:
+    """One call for each band, with the FLOPs of the pairs that see each other."""
+    model = {**tiny.SECTIONS["model"], "attn_mask_type": "block_causal", "sliding_window": window}
+    sections = SPLIT | {"model": model}
+    flash = "aten._flash_attention_"
+    assert not any(kernel.name.startswith(flash) for kernel in kernels("cpu", 2, **sections))
+    found = [kernel for rank in range(2) for kernel in kernels("cuda", 2, rank, **sections)]
+    assert not any("scaled_dot_product" in kernel.name for kernel in found)
+    for way, products in (("forward", 2), ("backward", 5)):
+        own = [kernel for kernel in found if kernel.name == flash + way]
+        assert not any(kernel.is_causal for kernel in own), "which would halve their time"
+        seen = sum(min(token + 1, window or 32) for token in range(32))
+        product = 2 * 8 * 4 * 2 * seen  # of the heads of two sequences, on both ranks
+        assert sum(kernel.flops for kernel in own) == 2 * MAX_PASSES * products * product
+
+
+@given(integers(1, 12), integers(1, 12), integers(-1, 12), integers(-1, 12))
+def test_pairs_are_those_of_the_band(queries: int, keys: int, left: int, right: int) -> None:
+    offsets = [n + keys - queries - m for n in range(queries) for m in range(keys)]
+    seen = [(left < 0 or at <= left) and (right < 0 or -at <= right) for at in offsets]
+    assert _pairs(queries, keys, left, right) == sum(seen)

@@ -9,18 +9,25 @@ operators are the same on both, with the same outputs and the same saved tensors
 - The casts to MXFP8 are kernels of torchao, which need a GPU when they are imported.
 - Attention keeps its inputs, its output and the log-sum-exp on both. Only its name differs, and on
   CUDA the backward accumulates the gradients of the queries in float32, in memory of its own.
+- Segments of a sequence in 16 bits are packed for one call of the flash kernel, where a CPU calls
+  its kernel for each of them, or for each block of a band.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from torchtitan.torch_private import segment_kernels
+from torchtitan.torch_private.attention_kernels import flash_can
+from torchtitan.torch_private.compiler import without_modes
 
 aten = torch.ops.aten
 ON_CUDA: dict[str, Any] = {
@@ -36,6 +43,7 @@ def workspace_bytes(function: Any, args: Sequence[Any]) -> int:
     """Return the bytes that a kernel on CUDA allocates and frees."""
     if function._overloadpacket in (
         aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        aten._flash_attention_backward,
         torch.ops.torchtitan.document_attention_backward,
     ):
         # The gradients of the queries in float32, and a sum for each row of the scores.
@@ -46,12 +54,44 @@ def workspace_bytes(function: Any, args: Sequence[Any]) -> int:
 
 def is_causal(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator is attention of each token to those before it alone."""
+    if is_packed_attention(function):
+        return False  # its FLOPs are of the pairs that see each other
     if function.namespace == "torchtitan":
         return "document_attention" in str(function)
     for index, argument in enumerate(function._schema.arguments):
         if argument.name == "is_causal":
             return bool(args[index] if index < len(args) else kwargs.get("is_causal"))
     return False
+
+
+def is_packed_attention(function: Any) -> bool:
+    """Whether an operator is attention within segments that are packed."""
+    return function._overloadpacket in (
+        aten._flash_attention_forward,
+        aten._flash_attention_backward,
+    )
+
+
+def packed_attention_flops(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return the FLOPs of packed attention, of two products forward and of five backward."""
+    names = (argument.name for argument in function._schema.arguments)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    left, right = given["window_size_left"], given["window_size_right"]
+    with without_modes():
+        lengths = [given[bounds].diff().tolist() for bounds in ("cum_seq_q", "cum_seq_k")]
+    pairs = sum(_pairs(*of_segment, left, right) for of_segment in zip(*lengths, strict=True))
+    _, heads, head_dim = given["query"].shape
+    products = 5 if str(function._overloadpacket).endswith("backward") else 2
+    return products * 2 * heads * head_dim * pairs
+
+
+@lru_cache(maxsize=1024)  # all layers have the same segments
+def _pairs(queries: int, keys: int, left: int, right: int) -> int:
+    """Return the number of queries and keys that see each other; see `segment_kernels.Pack`."""
+    at = np.arange(queries) + keys - queries
+    last = np.minimum(at + right, keys - 1) if right >= 0 else keys - 1
+    first = np.maximum(at - left, 0) if left >= 0 else 0
+    return int(np.broadcast_to(np.maximum(last - first + 1, 0), queries).sum())
 
 
 class FusedNorm(torch.autograd.Function):
@@ -152,5 +192,15 @@ def mxfp8_kernels() -> Iterator[None]:
 @contextmanager
 def cuda_operators() -> Iterator[None]:
     """Run the operators of a CUDA device inside."""
-    with mock.patch.object(F, "rms_norm", fused_rms_norm):
+    packs = segment_kernels.pack_segments
+
+    def with_values(*args: Any) -> Any:
+        with without_modes():  # the FLOPs are of the lengths of segments
+            return packs(*args)
+
+    with (
+        mock.patch.object(F, "rms_norm", fused_rms_norm),
+        mock.patch.object(segment_kernels, "packs", lambda _, dtype, dim: flash_can(dtype, dim)),
+        mock.patch.object(segment_kernels, "pack_segments", with_values),
+    ):
         yield

@@ -26,7 +26,13 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from torchtitan.comm.unit import Operation
-from torchtitan.estimate.cuda_operators import ON_CUDA, is_causal, workspace_bytes
+from torchtitan.estimate.cuda_operators import (
+    ON_CUDA,
+    is_causal,
+    is_packed_attention,
+    packed_attention_flops,
+    workspace_bytes,
+)
 from torchtitan.losses import chunked_gradients, chunked_statistics
 from torchtitan.parallel.context import context_attention, context_attention_backward
 from torchtitan.torch_private.collectives import process_group
@@ -558,11 +564,15 @@ def describe_kernel(
     name = str(function._overloadpacket)
     operator = ON_CUDA.get(name, function._overloadpacket)
     count = flop_registry.get(operator)
+    if is_packed_attention(function):
+        flops = packed_attention_flops(function, args, kwargs)
+    else:
+        flops = int(count(*_ungrouped(name, args), **kwargs, out_val=out)) if count else 0
     inputs = _tensors((args, kwargs))
     first = next((t for t in inputs if t.is_floating_point()), None)
     return Kernel(
         str(operator) if device_type == "cuda" else name,
-        int(count(*_ungrouped(name, args), **kwargs, out_val=out)) if count else 0,
+        flops,
         sum(map(_bytes, inputs)),
         written,
         first.dtype if first is not None else torch.int64,

@@ -205,7 +205,7 @@ class Pack(NamedTuple):
 
 
 @lru_cache(maxsize=256)  # all layers have the same segments, forward and backward
-def _packs(
+def pack_segments(
     segments: tuple[Segment, ...], rows: int, queries: int, keys: int, device: torch.device
 ) -> list[Pack]:
     """Pack segments of `rows` rows, with `queries` and `keys` each."""
@@ -261,7 +261,7 @@ def _packed_forward(
     q: Tensor, k: Tensor, v: Tensor, segments: tuple[Segment, ...]
 ) -> tuple[Tensor, Tensor]:
     rows, heads, length, _ = q.shape
-    packs = _packs(segments, rows, length, k.shape[2], q.device)
+    packs = pack_segments(segments, rows, length, k.shape[2], q.device)
     results = [
         flash_forward(_flat(q, pack.queries), _flat(k, pack.keys), _flat(v, pack.keys), pack)
         for pack in packs
@@ -290,7 +290,7 @@ def _packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, sums = len(q), list[Tensor | None]([None] * 3)
     flat_lse = lse.transpose(0, 1).flatten(1)  # (H, B S)
-    for pack in _packs(segments, rows, q.shape[2], k.shape[2], q.device):
+    for pack in pack_segments(segments, rows, q.shape[2], k.shape[2], q.device):
         chosen = pack.queries.places
         shares = flash_backward(
             *(_flat(grad_out, pack.queries), _flat(q, pack.queries)),
