@@ -26,6 +26,7 @@ Other blocks are for reading only.
 import ast
 import contextlib
 import functools
+import gc
 import io
 import itertools
 import multiprocessing
@@ -194,6 +195,7 @@ def in_child(action: Callable[[], int], folder: Path) -> tuple[int, str]:
 
 
 def child(action: Callable[[], int], folder: Path, log: Path) -> None:
+    gc.freeze()  # garbage of the parent may hold threads that a fork does not have
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     status = 1

@@ -24,7 +24,13 @@ CASES = {
 } | installed({"FSDP 2, LoCo": case(shard=2, communication=LOCO)})
 
 
-@pytest.mark.parametrize("name", tiers(CASES, []))
+SLOW = (
+    *("DDP 2", "FSDP 2, always reshard", "FSDP 2, never reshard"),
+    *("PP 2, 1F1B", "PP 2, DualPipeV"),
+)
+
+
+@pytest.mark.parametrize("name", tiers(CASES, [], SLOW))
 def test_planned_memory_is_that_of_a_real_step(name: str) -> None:
     layout = CASES[name]
     job = layouts.job(layout, "AdamW", training={"steps": 4})

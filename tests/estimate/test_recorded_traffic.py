@@ -39,7 +39,7 @@ GATE = (
         "TP 2 x PP 2",
     ),
     *("FSDP 2, 12 layers, accumulating 4", "TP 2 x PP 2, auxiliary losses"),
-    *("FSDP 2 x TP 2 x PP 2", "EP 2, FSDP 2 x TP 2 x PP 2"),
+    "FSDP 2 x TP 2 x PP 2",
 )
 
 UNKNOWN = {

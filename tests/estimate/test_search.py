@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import tiers
 from torchtitan.checks import load_job, problems
 from torchtitan.config import PlannedWorld, RecipeError
 from torchtitan.estimate.hardware import find_hardware
@@ -137,9 +138,11 @@ def test_costs_know_bubbles_and_recomputation():
     assert costs.gib(whole[4, "GPipe", "none"]) >= costs.gib(kept)
 
 
-@pytest.mark.gate
 @pytest.mark.parametrize(
-    ("recipe", "ranks"), [("llama3_8b", 8), ("llama3_70b", 256), ("llama3_405b", 512)]
+    ("recipe", "ranks"),
+    tiers(
+        [("llama3_8b", 8), ("llama3_70b", 256), ("llama3_405b", 512)], [], [("llama3_405b", 512)]
+    ),
 )
 def test_costs_are_near_the_plan_of_the_recipe(recipe: str, ranks: int):
     """So the first plans of a search are of fast layouts that fit."""

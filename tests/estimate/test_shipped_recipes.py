@@ -1,10 +1,12 @@
 """Every shipped recipe states the hardware that it is meant for, and fits it."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.checks.memory_limits import of_rank
 from torchtitan.config import CannotRun
@@ -39,8 +41,11 @@ def test_states_its_hardware(path: Path) -> None:
     assert find_hardware(job.job.hardware).memory_gib > 0
 
 
-@pytest.mark.gate
-@every_recipe
+SLOW = [path for path in RECIPES if re.search(r"_([134]|1.7|3|5|8|14|15)b$|huge", path.stem)]
+"""Which differ from others in sizes."""
+
+
+@pytest.mark.parametrize("path", tiers(RECIPES, [], SLOW), ids=lambda path: path.stem)
 def test_fits_its_hardware(path: Path) -> None:
     stated = load(path, None).job
     assert stated.ranks is not None

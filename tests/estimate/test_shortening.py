@@ -38,7 +38,10 @@ def step(layout: Case, shorten: bool) -> RankStep:
     tiers(
         CASES,
         ["TP 2, full recomputation", "PP 2, 1F1B"],
-        ["FSDP 2, accumulating 6", "FSDP 2 x PP 2 in bfloat16, accumulating 2"],
+        [
+            *("FSDP 2, accumulating 6", "FSDP 2 x PP 2 in bfloat16, accumulating 2"),
+            "PP 2, ZBVZeroBubble",
+        ],
     ),
 )
 def test_a_short_recording_stands_for_the_whole_step(name: str) -> None:

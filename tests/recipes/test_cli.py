@@ -142,8 +142,15 @@ def test_check_judges_the_memory_of_a_device(capsys: pytest.CaptureFixture[str])
         assert float(size) <= 60 < float(held[1]), flags
     assert main(["check", *LARGE, *first[0].split(), "--device-memory", "60"]) == 0
     assert f" GiB allocated, {first[1]} reserved (" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_check_says_that_no_change_fits_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *LARGE, "--device-memory", "1"]) == 2
     assert "no change was found after which it fits: use at least " in capsys.readouterr().err
+
+
+def test_check_refuses_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *LARGE, "--device-memory", "0"]) == 2
     assert "--device-memory: got 0\n  wanted GiB" in capsys.readouterr().err
 

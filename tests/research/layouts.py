@@ -174,7 +174,7 @@ GATE = (
     *("SimpleFSDP 2, loss in chunks", "SimpleFSDP, HSDP 2 x 2, full recomputation"),
     *("SimpleFSDP 2 x TP 2, accumulating", "SimpleFSDP 2 x PP 2", "SimpleFSDP, CP 2, documents"),
     *("CP 2 x TP 2, attention in int8", "PP 2, attention in int8, accumulating 4"),
-    *("TP 2 x PP 2, losses of latents", "CP 2, ring, all losses, of latents too"),
+    "CP 2, ring, all losses, of latents too",
     *("rotated 4, full recomputation", "rotated 2 x CP 2, documents", "rotated 2, copies 2"),
     "rotated 2, in place, every second block recomputed",
 )

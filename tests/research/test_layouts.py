@@ -99,7 +99,16 @@ SENDING: dict[str, Case] = installed(
 SENDING_DAILY = ("FSDP 2, LoCo", "FSDP 2 x TP 2, QSDP", "HSDP 2 x 2, DeMo", "rotated 2")
 
 
-@pytest.mark.parametrize("name", tiers(SENDING, [n for n in SENDING_DAILY if n in SENDING]))
+SENDING_SLOW = (
+    "SimpleFSDP 2 x PP 2, ZBVZeroBubble, full recomputation",
+    *("TP 2 x PP 2, all losses, of latents too", "SimpleFSDP 2 x TP 2, accumulating"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    tiers(SENDING, *([n for n in some if n in SENDING] for some in (SENDING_DAILY, SENDING_SLOW))),
+)
 def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     test_collectives.sends_what_the_formulas_say(SENDING[name], monkeypatch)
 

@@ -78,8 +78,8 @@ DRIFT = 2e-3
 """What Float8 may make of rounding in five steps; a nudge of all weights made 5e-4 of it."""
 DAILY = ("PP 2, 1F1B",)
 GATE = (
-    *("DDP 2", "FSDP 2, accumulating 4", "HSDP 2 x 2", "TP 2", "TP 4", "FSDP 2 x TP 2"),
-    *("PP 2, ZBVZeroBubble", "FSDP 2 x TP 2 x PP 2", "FSDP 2, Float8 rowwise", "rotated 2"),
+    *("DDP 2", "FSDP 2, accumulating 4", "HSDP 2 x 2", "TP 2", "FSDP 2 x TP 2"),
+    *("PP 2, ZBVZeroBubble", "FSDP 2, Float8 rowwise", "rotated 2"),
 )
 
 
@@ -165,7 +165,7 @@ def drift(found: Trace, expected: Trace) -> float:
     return max(abs(one - other) / other for one, other in pairs)
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_float8_with_tensor_parallelism_differs_as_rounding_does() -> None:
     """A sum that ranks share is rounded otherwise, and what lies between two numbers of 8 bits may
     then become the other: so also on one rank, whose weights are nudged. In the first step, from
@@ -213,7 +213,7 @@ def test_a_run_goes_on_with_another_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", tiers(["FSDP 2, full recomputation", "PP 2, 1F1B"], [], gate=["PP 2, 1F1B"])
+    "name", tiers(["FSDP 2, full recomputation", "PP 2, 1F1B"], [], ["PP 2, 1F1B"])
 )
 def test_blocks_of_both_widths_are_left_out_of_a_plan(name: str) -> None:
     layout = LAYOUTS[name].of(n_layers=12, decoder_layers=8)

@@ -7,6 +7,7 @@ exceed its costs as much. The search ends when no other layout is expected to be
 plans, or its time is up. So the best is never slower than the layout of the recipe, if that fits.
 """
 
+import gc
 import itertools
 import math
 import multiprocessing
@@ -245,6 +246,7 @@ def _plan_one(
     hardware: Hardware,
 ) -> None:
     """Send the numbers of a plan from a process of its own, whose messages are in a file."""
+    gc.freeze()  # garbage of the parent may hold threads that a fork does not have
     with errors.open("w") as file:
         os.dup2(file.fileno(), 2)
     answer.send(planned_layout(layout, plan(job, ranks, hardware)))
