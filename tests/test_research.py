@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import tiers
 from torchtitan.research import ENTRIES
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +52,7 @@ QUICK = {
     "simple_fsdp": "eager_run_keeps or old_names or sends_as or tied",
     "vit_mae": "published or visible or mistake",
 }
-"""Which of them are run by the gate, besides a few steps of its recipe."""
+"""Which of them are run alone, besides a few steps of its recipe."""
 MAIN_ROAD = [
     *("tests/test_house.py", "tests/unit/config", "tests/unit/models/test_llama3.py"),
     *("tests/unit/test_auxiliary.py", "tests/unit/optim/test_schedule.py"),
@@ -112,8 +113,7 @@ def test_the_main_road_without_systems(tmp_path: Path) -> None:
     pytest_in(folder, *MAIN_ROAD, "-k", LAYOUTS)
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", tiers(SYSTEMS, [], gate=["qsdp", "simple_fsdp"]))
 def test_a_system_without_the_others(system: str, tmp_path: Path) -> None:
     folder = copy_with({system}, tmp_path)
     there = {path.name for path in (folder / "torchtitan/research").iterdir() if path.is_dir()}

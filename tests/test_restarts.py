@@ -16,9 +16,8 @@ from tests.processes import descendants
 from tests.runs import losses
 from tests.test_elastic import command, kill, started, undisturbed
 from tests.test_launch import wait_for_step
+from tests.tiers import tiers
 from torchtitan.checkpoint import saved_steps
-
-pytestmark = pytest.mark.gate
 
 STUBS = {
     "Kubeflow": lambda node, nodes, port: {
@@ -74,7 +73,7 @@ def nodes_of(
     ]
 
 
-@pytest.mark.parametrize("scheduler", STUBS)
+@pytest.mark.parametrize("scheduler", tiers(STUBS, [], gate=["Kubeflow", "Slurm"]))
 def test_same_command_resumes_on_two_nodes_and_on_one(scheduler: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = command(folder, "--training.steps=8")
@@ -95,6 +94,7 @@ def test_same_command_resumes_on_two_nodes_and_on_one(scheduler: str, tmp_path: 
     assert losses(folder) == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.gate
 def test_nodes_resume_from_their_own_disks(tmp_path: Path) -> None:
     if os.getuid() or shutil.which("unshare") is None:
         pytest.skip("needs root, and unshare")
@@ -137,6 +137,7 @@ def test_nodes_resume_from_their_own_disks(tmp_path: Path) -> None:
     assert losses(folder) == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.gate
 def test_launcher_as_first_process_forwards_signals_and_reaps(tmp_path: Path) -> None:
     if os.getuid() or shutil.which("unshare") is None:
         pytest.skip("needs root, and unshare")

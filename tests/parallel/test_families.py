@@ -281,7 +281,11 @@ def test_experts_of_other_ranks_are_the_same_run_compiled(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", tiers(["FSDP 2 x TP 2", "TP 2, operators recomputed"], [], gate=["FSDP 2 x TP 2"])
+    "name",
+    tiers(
+        ["FSDP 2 x TP 2", "TP 2, operators recomputed", "CP 2, full recomputation"],
+        *([], ["FSDP 2 x TP 2", "TP 2, operators recomputed"]),
+    ),
 )
 def test_experts_are_the_same_run_compiled(name: str) -> None:
     """A first block without them would be a graph of its own, as would one without a window."""
@@ -291,7 +295,7 @@ def test_experts_are_the_same_run_compiled(name: str) -> None:
     test_compile.is_the_same_run(layout.of(**OSS, sliding_window=0), graphs)
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_sinks_that_some_ranks_have_none_of_go_on_in_another_layout(tmp_path: Path) -> None:
     few = FAMILIES[OSSES]["FSDP 4 x TP 2, few heads"]
     for folder, layout, steps in (

@@ -65,7 +65,11 @@ def reference(flavor: str, **model: Any) -> list[Trace]:
 
 @pytest.mark.parametrize(
     "name",
-    tiers(LAYOUTS, ["FSDP 2 x TP 2"], [name for name in LAYOUTS if "x 2 x" in name]),
+    tiers(
+        LAYOUTS,
+        ["FSDP 2 x TP 2"],
+        [name for name in LAYOUTS if "x 2 x" in name or "2 x PP" in name],
+    ),
 )
 def test_muon_trains_the_same_run_as_one_rank(name: str) -> None:
     is_the_run_of_one_rank(LAYOUTS[name])
