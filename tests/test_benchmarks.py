@@ -13,13 +13,13 @@ import pytest
 
 from tests import runs
 from tests.processes import descendants
-from tests.tiers import tiers
 
 ROOT = Path(__file__).parent.parent
 RESULTS = sorted((ROOT / "benchmarks/results").glob("overhead_*.json"))
 
 
-@pytest.mark.parametrize("ranks", tiers([1, 2], [], [1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_overhead(ranks: int, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     small = ["--blocks", "2", "--steps", "1", "--warmup", "0", "--starts", "2"]
@@ -50,7 +50,7 @@ def test_cost_of_reporting(tmp_path: Path) -> None:
     assert set(result["milliseconds_a_step"]) == {"calls", "calls, wall", "threads", "processes"}
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_what_is_killed_while_it_measures_leaves_no_process(tmp_path: Path) -> None:
     """Three sides, of two ranks each, which wait for their turn or for each other."""
     command = [sys.executable, "benchmarks/recording.py", "--blocks", "1000"]

@@ -67,7 +67,7 @@ PAGES_AND_RESULTS = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 FOLDERS = ("torchtitan", "tests", "benchmarks", "scripts", "train_configs", "docs")
 LONG = (
     *("checkpoint.md", "debugging.md", "evaluation.md", "from_torchtitan.md", "plan.md"),
-    *("profiling.md", "vision.md", "weights.md"),
+    *("precision.md", "profiling.md", "quickstart.md", "vision.md", "weights.md"),
 )
 LONGEST = [page for page in PAGES if page.name in ("compare.md", "verify.md", "vision_results.md")]
 IN_GATE = [page for page in PAGES if page.name in LONG or page == ROOT / "README.md"]

@@ -103,7 +103,7 @@ def test_one_process_is_stopped_and_goes_on_to_the_same_numbers(
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("number", "status"), tiers(STOPS, [STOPS[1]]))
+@pytest.mark.parametrize(("number", "status"), tiers(STOPS, [STOPS[1]], [STOPS[0]]))
 def test_signal_to_the_script_is_passed_on_and_loses_nothing(
     number: int, status: int, tmp_path: Path
 ) -> None:

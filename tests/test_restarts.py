@@ -73,7 +73,7 @@ def nodes_of(
     ]
 
 
-@pytest.mark.parametrize("scheduler", tiers(STUBS, [], gate=["Kubeflow", "Slurm"]))
+@pytest.mark.parametrize("scheduler", tiers(STUBS, [], gate=["Kubeflow"]))
 def test_same_command_resumes_on_two_nodes_and_on_one(scheduler: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = command(folder, "--training.steps=8")

@@ -75,6 +75,7 @@ def test_a_run_on_one_rank_and_then_on_two(capsys: pytest.CaptureFixture[str]) -
     assert sorted(path.name for path in Path().rglob("*")) == ["r.toml"]
 
 
+@pytest.mark.gate
 def test_a_run_on_two_ranks_and_then_in_a_layout_that_is_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -138,7 +138,7 @@ def test_states_in_host_memory_are_not_on_the_device() -> None:
     assert found.kinds[0].step.host_bytes() == pytest.approx(2 * kind.saved * 2 / 3, rel=0.01)
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_merged_collectives_are_fewer_and_larger() -> None:
     found = {merging: planned(*SIMPLE, merging) for merging in ("none", "block", "size")}
     assert collectives(found["none"]) > collectives(found["block"]) > collectives(found["size"])

@@ -37,10 +37,10 @@ def step(layout: Case, shorten: bool) -> RankStep:
     "name",
     tiers(
         CASES,
-        ["TP 2, full recomputation", "PP 2, 1F1B"],
+        ["TP 2, full recomputation"],
         [
             *("FSDP 2, accumulating 6", "FSDP 2 x PP 2 in bfloat16, accumulating 2"),
-            "PP 2, ZBVZeroBubble",
+            *("PP 2, ZBVZeroBubble", "PP 2, DualPipeV"),
         ],
     ),
 )

@@ -65,7 +65,7 @@ DAILY = [
     (APART, "EP 2"),
     (ROUNDED, "EP 2, rowwise"),
     *((LATENTS, name) for name in ("TP 2", "TP 2, no sequence parallelism", "CP 2, ring")),
-    *((OSSES, name) for name in ("TP 2", "CP 2, ring", "EP 2, FSDP 2 x TP 2")),
+    *((OSSES, name) for name in ("TP 2", "CP 2, ring")),
 ]
 IN_GATE = {
     "Qwen3": ("FSDP 2 x TP 2", "PP 2, Interleaved1F1B"),
@@ -75,12 +75,14 @@ IN_GATE = {
     ),
     APART: (
         *("EP 2 of 4", "EP 2, HSDP 2 x 2", "EP 2, CP 2, ring"),
-        "EP 2, FSDP 2 x TP 2, operators recomputed",
         "EP 2, FSDP 2 x PP 2, first stage without experts",
     ),
     BALANCED: ("FSDP 2, full recomputation", "CP 2, ring", "PP 2, 1F1B"),
     LATENTS: ("FSDP 2, operators recomputed", "CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),
-    OSSES: ("FSDP 2, full recomputation", "CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),
+    OSSES: (
+        *("EP 2, FSDP 2 x TP 2", "FSDP 2, full recomputation"),
+        *("CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),
+    ),
     TIED: ("TP 2, loss in chunks",),
     WINDOWED: ("FSDP 2, operators recomputed", "PP 2, documents", "CP 2, ring"),
 }

@@ -123,7 +123,7 @@ LARGE = ["--training.steps=9", "--model.flavor=70B", "--device", "cuda", "--worl
 LARGE += ["--training.seq_len=4096", "--training.local_batch_size=1"]
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_check_judges_the_memory_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *LARGE, "--device-memory", "141"]) == 0
     assert capsys.readouterr().out.startswith("valid on 16 ranks: ")

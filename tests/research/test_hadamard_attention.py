@@ -188,7 +188,7 @@ def test_a_scale_that_looks_ahead_is_told() -> None:
     "layout",
     [
         case(cp=2, documents=True, convert=BY_TENSOR),
-        pytest.param(case(2, tp=2, convert=BY_TENSOR, recompute=FULL), marks=pytest.mark.gate),
+        pytest.param(case(2, tp=2, convert=BY_TENSOR, recompute=FULL), marks=pytest.mark.slow),
     ],
 )
 def test_rounded_attention_is_reported_and_the_run_is_the_same(

@@ -120,7 +120,7 @@ def traces_by_themselves(jobs: list[JobConfig]) -> list[tuple[Trace, list[str]]]
     return traces(jobs)
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_comparison_would_see_that_a_rank_knows_its_own_sums_alone() -> None:
     """On whatever splits rows, tensors or stages."""
     for name in ("FSDP 2", "TP 2", "PP 2"):

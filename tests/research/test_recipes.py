@@ -83,7 +83,7 @@ def losses(job: JobConfig) -> list[float]:
     "name",
     [
         # Inductor compiles the whole model, or the updates.
-        pytest.param(name, marks=pytest.mark.gate) if name in ("simple_fsdp", "low_bit") else name
+        pytest.param(name, marks=pytest.mark.slow) if name in ("simple_fsdp", "low_bit") else name
         for name in SYSTEMS
     ],
 )

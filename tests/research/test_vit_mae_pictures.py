@@ -113,6 +113,7 @@ def test_weights_and_biases_is_given_the_picture(
         assert np.array_equal(np.asarray(Image.open(picture)), np.asarray(Image.open(ours)))
 
 
+@pytest.mark.gate
 def test_the_loss_falls() -> None:
     """Far below that of the mean of each patch, in a hundred steps of the tiny model."""
     made = tiny.job(

@@ -49,9 +49,7 @@ def images(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "path",
-    tiers(
-        [*RECIPES, OWN], [path for path in (*RECIPES, OWN) if path not in LARGE], gate=LARGE[-2:]
-    ),
+    tiers([*RECIPES, OWN], [path for path in (*RECIPES, OWN) if path not in LARGE], LARGE),
     ids=lambda path: path.stem,
 )
 def test_recipe_is_valid_on_the_ranks_it_is_meant_for(

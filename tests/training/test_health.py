@@ -276,6 +276,7 @@ def test_a_client_that_leaves_is_not_in_the_log(capfd: pytest.CaptureFixture[str
         assert ask(port, "/healthz")[0] == 200
 
 
+@pytest.mark.gate
 def test_a_second_run_waits_for_the_first_that_ends_in_its_folder(tmp_path: Path) -> None:
     """A requeued run starts while the last one saves, and has the same address."""
     port = free_port()

@@ -55,6 +55,7 @@ def numbers(found: list[dict[str, Any]], *keys: str) -> list[float]:
     return [row[key] for row in found for key in keys if key in row]
 
 
+@pytest.mark.gate
 def test_every_layout_trains_as_one_rank() -> None:
     one = trained("one", 1)
     assert [row["images"] for row in one if "images" in row] == [16, 32, 48, 64]

@@ -139,7 +139,7 @@ def losses_of(job: JobConfig) -> list[float]:
     return [row["loss"] for _, row in training(job, Device("cpu"), uneven=False)]
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_a_rate_and_nothing_else_trains_the_debug_model() -> None:
     a_rate_trains_the_debug_model("Muon")
 

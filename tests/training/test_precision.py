@@ -92,7 +92,7 @@ def recipe(folder: Path, layout: Case, watched: int) -> JobConfig:
     [
         (case(convert=TENSORWISE), ()),
         (case(shard=2, convert=GATHERED), ()),
-        pytest.param(case(2, tp=2, convert=ROWWISE), (), marks=pytest.mark.gate),
+        pytest.param(case(2, tp=2, convert=ROWWISE), (), marks=pytest.mark.slow),
         # What is gathered for three linears is rounded once.
         pytest.param(
             case(tp=2, convert=SENT_SO),

@@ -113,6 +113,7 @@ def killed(job: JobConfig, at_step: int) -> None:
             Trainer(run).train(choose(job))
 
 
+@pytest.mark.gate
 def test_curves_of_a_run_that_was_killed_go_on_in_every_sink(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -8,7 +8,8 @@ operators are the same on both, with the same outputs and the same saved tensors
   CPU runs one kernel for each of its operations, with intermediates in float32.
 - The casts to MXFP8 are kernels of torchao, which need a GPU when they are imported.
 - Attention keeps its inputs, its output and the log-sum-exp on both. Only its name differs, and on
-  CUDA the backward accumulates the gradients of the queries in float32, in memory of its own.
+  CUDA the backward accumulates the gradients of the queries in float32, and keeps those of keys
+  and values for each query head, in memory of its own.
 - Segments of a sequence in 16 bits are packed for one call of the flash kernel, where a CPU calls
   its kernel for each of them, or for each block of a band.
 """
@@ -46,9 +47,14 @@ def workspace_bytes(function: Any, args: Sequence[Any]) -> int:
         aten._flash_attention_backward,
         torch.ops.torchtitan.document_attention_backward,
     ):
-        # The gradients of the queries in float32, and a sum for each row of the scores.
-        queries: torch.Size = args[1].shape
-        return 4 * (math.prod(queries) + math.prod(queries[:-1]))
+        # The gradients of the queries in float32, and a sum for each row of the scores; if heads
+        # share keys, the gradients of keys and values of each head before they are added up
+        # (torch's flash_api.cpp).
+        queries, keys = args[1].shape, args[2].shape
+        size = 4 * (math.prod(queries) + math.prod(queries[:-1]))
+        if queries[1] > keys[1]:
+            size += 2 * math.prod(keys) // keys[1] * queries[1] * args[2].itemsize
+        return size
     return 0
 
 
