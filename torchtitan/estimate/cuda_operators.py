@@ -51,7 +51,7 @@ def workspace_bytes(function: Any, args: Sequence[Any]) -> int:
         # share keys, the gradients of keys and values of each head before they are added up
         # (torch's flash_api.cpp).
         queries, keys = args[1].shape, args[2].shape
-        size = 4 * (math.prod(queries) + math.prod(queries[:-1]))
+        size: int = 4 * (math.prod(queries) + math.prod(queries[:-1]))
         if queries[1] > keys[1]:
             size += 2 * math.prod(keys) // keys[1] * queries[1] * args[2].itemsize
         return size
@@ -81,14 +81,13 @@ def is_packed_attention(function: Any) -> bool:
 def packed_attention_flops(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return the FLOPs of packed attention, of two products forward and of five backward."""
     names = (argument.name for argument in function._schema.arguments)
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     left, right = given["window_size_left"], given["window_size_right"]
     with without_modes():
         lengths = [given[bounds].diff().tolist() for bounds in ("cum_seq_q", "cum_seq_k")]
     pairs = sum(_pairs(*of_segment, left, right) for of_segment in zip(*lengths, strict=True))
-    _, heads, head_dim = given["query"].shape
-    products = 5 if str(function._overloadpacket).endswith("backward") else 2
-    return products * 2 * heads * head_dim * pairs
+    product: int = 2 * math.prod(given["query"].shape[1:]) * pairs
+    return product * (5 if str(function._overloadpacket).endswith("backward") else 2)
 
 
 @lru_cache(maxsize=1024)  # all layers have the same segments
