@@ -60,7 +60,7 @@ def test_a_run_that_cannot_fit_is_refused(
     monkeypatch.setattr(fitting, "remedy", lambda *_: "use less")
     assert main(["train", *FLAGS]) == 2
     refused = " ".join(capsys.readouterr().err.split())
-    assert refused.partition(" use less")[0] == message.partition(" no change")[0]
+    assert refused.partition(" use less")[0] == message.partition("; no change")[0]
 
 
 @pytest.mark.gate
