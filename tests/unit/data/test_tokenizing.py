@@ -302,7 +302,7 @@ def test_nothing_to_tokenize(content: str, tmp_path: Path) -> None:
 def test_a_file_that_vanishes(suffix: str, processes: int, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    for name in ("a", "b"):
+    for name in "abcd":  # the last is opened by a process that is through with another
         path = folder / f"{name}.{suffix}"
         if suffix == "parquet":
             table = pyarrow.table({"text": [f"{name} text"] * 9000})
@@ -312,11 +312,11 @@ def test_a_file_that_vanishes(suffix: str, processes: int, tmp_path: Path) -> No
 
     class Deleting(ByteTokenizer):
         def encode(self, text: str) -> list[int]:
-            (folder / f"b.{suffix}").unlink(missing_ok=True)
+            (folder / f"d.{suffix}").unlink(missing_ok=True)
             return super().encode(text)
 
     config = DataConfig(dataset=str(folder))
-    with pytest.raises(ConfigError, match=rf"b\.{suffix}: .*No such file"):
+    with pytest.raises(ConfigError, match=rf"d\.{suffix}: .*No such file"):
         tokenize(config, Deleting(), tmp_path / "out", processes=processes)
 
 
