@@ -29,16 +29,32 @@ def gpu(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.gate
-def test_cases_of_four_stages_are_rehearsed_with_few_packages(tmp_path: Path) -> None:
-    cases = ["float32", "attention kernels", "CP 2, ring", "matrix product", "calibration"]
-    cases += ["8B: FSDP, grad-op"]
+QUICK = ["float32", "attention kernels", "CP 2, ring", "matrix product", "calibration"]
+QUICK += ["8B: FSDP, grad-op"]
+EACH_STAGE = [*QUICK, "trains", "toy: eager", "refresh of 4,096", "405B"]
+
+
+@pytest.mark.parametrize(
+    ("cases", "counts"),
+    [
+        pytest.param(
+            *(QUICK, {"right": 2, "ranks": 1, "fast": 2, "systems": 1}), marks=pytest.mark.gate
+        ),
+        pytest.param(
+            *(EACH_STAGE, {"right": 2, "ranks": 1, "fast": 3, "many": 1, "systems": 2}),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["quick", "each stage"],
+)
+def test_cases_are_rehearsed_with_few_packages(
+    cases: list[str], counts: dict[str, int], tmp_path: Path
+) -> None:
     done = gpu(tmp_path, "--rehearse", "--workers", "2", "--only", *cases)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "page.md").read_text()
-    for line in ("| right | 2 | 0 | 0 |", "| ranks | 1 | 0 | 0 |", "| fast | 2 | 0 | 0 |"):
-        assert line in text, text
-    assert "| systems | 1 | 0 | 0 |" in text
+    for stage, count in counts.items():
+        assert f"| {stage} | {count} | 0 | 0 |" in text, text
     assert "GiB planned" in text
     assert "`torchtitan plan --calibrate`: memory, GB/s" in text
 

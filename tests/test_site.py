@@ -102,7 +102,7 @@ def test_text_can_be_read_and_search_finds_a_page(scheme: str, site: Path) -> No
 
 
 def test_navigation_has_every_page() -> None:
-    """What a build of the site refuses most often, without the build."""
+    """A build of the site would refuse a missing page too, but only in the gate."""
     added = runpy.run_path(str(ROOT / "scripts/site_hooks.py"))["ADDED"].values()
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     pages |= {page for page in added if page.endswith(".md")}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis.strategies import integers
 
 from tests import tiny
-from torchtitan.estimate.cuda_operators import _pairs
+from torchtitan.estimate.cuda_operators import pairs_of_band
 from torchtitan.estimate.fake_rank import MAX_PASSES, record
 from torchtitan.estimate.recording import Kernel
 from torchtitan.models import MODELS
@@ -79,7 +79,7 @@ def test_context_attention_is_recorded_tile_by_tile() -> None:
 
 
 def test_segments_of_documents_are_packed_on_cuda() -> None:
-    """One call for each band, with the FLOPs of the pairs that see each other."""
+    """The FLOPs of both ranks are those of the pairs that see each other."""
     model = {**tiny.SECTIONS["model"], "attn_mask_type": "block_causal", "sliding_window": 9}
     sections = SPLIT | {"model": model}
     flash = "aten._flash_attention_"
@@ -98,4 +98,4 @@ def test_segments_of_documents_are_packed_on_cuda() -> None:
 def test_pairs_are_those_of_the_band(queries: int, keys: int, left: int, right: int) -> None:
     offsets = [n + keys - queries - m for n in range(queries) for m in range(keys)]
     seen = [(left < 0 or at <= left) and (right < 0 or -at <= right) for at in offsets]
-    assert _pairs(queries, keys, left, right) == sum(seen)
+    assert pairs_of_band(queries, keys, left, right) == sum(seen)

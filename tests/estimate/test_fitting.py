@@ -48,19 +48,13 @@ def test_a_plan_is_between_the_bounds(name: str, device_type: Any) -> None:
 
 
 @pytest.mark.gate
-def test_a_run_that_cannot_fit_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["check", "--here", "--device", "cpu", *FLAGS]) == 2
-    message = " ".join(capsys.readouterr().err.split())
-    assert 'error: --model.flavor: got "405B"; a rank holds at least ' in message
-    assert " GiB, and the host has " in message
-    assert "no change was found after which it fits: use at least " in message
-    monkeypatch.setattr(fitting, "plan_on", lambda *_: None)
-    monkeypatch.setattr(fitting, "remedy", lambda *_: "use less")
-    assert main(["train", *FLAGS]) == 2
-    refused = " ".join(capsys.readouterr().err.split())
-    assert refused.partition(" use less")[0] == message.partition("; no change")[0]
+def test_a_run_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["check", "--here", "--device", "cpu"], ["train"]):
+        assert main([*words, *FLAGS]) == 2
+        message = " ".join(capsys.readouterr().err.split())
+        assert 'error: --model.flavor: got "405B"; a rank holds at least ' in message
+        assert " GiB, and the host has " in message
+        assert "no change was found after which it fits: use at least " in message
 
 
 @pytest.mark.gate

@@ -21,7 +21,8 @@ LARGE = [(name, 0) for name in RANKS if "debug" not in name]
 # A rank of each kind: the first, and in a pipeline the last too.
 CASES = [*LARGE, ("llama3_405b", 511)]
 GATE = [("llama3_8b", 0), ("qwen3_0.6b", 0)]
-"""A plan of the others (tests/estimate/test_shipped_recipes.py) takes such a step too."""
+"""The others wait for a release. Their plans, of tests/estimate/test_shipped_recipes.py, take such
+steps too."""
 
 
 def step_of(path: Path, ranks: int, rank: int) -> dict[str, int]:

@@ -78,7 +78,7 @@ def test_all_are_here() -> None:
 
 
 PLANNED = [path for path in RECIPES if path.stem == "llama3_8b" or "debug" in path.stem]
-"""The gate plans the others too: tests/estimate/test_shipped_recipes.py."""
+"""For the others `check` waits for a release; tests/estimate/test_shipped_recipes.py plans them."""
 
 
 @pytest.mark.parametrize(

@@ -85,13 +85,13 @@ def packed_attention_flops(function: Any, args: Sequence[Any], kwargs: Mapping[s
     left, right = given["window_size_left"], given["window_size_right"]
     with without_modes():
         lengths = [given[bounds].diff().tolist() for bounds in ("cum_seq_q", "cum_seq_k")]
-    pairs = sum(_pairs(*of_segment, left, right) for of_segment in zip(*lengths, strict=True))
+    pairs = sum(pairs_of_band(*each, left, right) for each in zip(*lengths, strict=True))
     product: int = 2 * math.prod(given["query"].shape[1:]) * pairs
     return product * (5 if str(function._overloadpacket).endswith("backward") else 2)
 
 
 @lru_cache(maxsize=1024)  # all layers have the same segments
-def _pairs(queries: int, keys: int, left: int, right: int) -> int:
+def pairs_of_band(queries: int, keys: int, left: int, right: int) -> int:
     """Return the number of queries and keys that see each other; see `segment_kernels.Pack`."""
     at = np.arange(queries) + keys - queries
     last = np.minimum(at + right, keys - 1) if right >= 0 else keys - 1
@@ -197,11 +197,11 @@ def mxfp8_kernels() -> Iterator[None]:
 @contextmanager
 def cuda_operators() -> Iterator[None]:
     """Run the operators of a CUDA device inside."""
-    packs = segment_kernels.pack_segments
+    pack_segments = segment_kernels.pack_segments
 
     def with_values(*args: Any) -> Any:
-        with without_modes():  # the FLOPs are of the lengths of segments
-            return packs(*args)
+        with without_modes():  # the FLOPs depend on the lengths of segments
+            return pack_segments(*args)
 
     with (
         mock.patch.object(F, "rms_norm", fused_rms_norm),
