@@ -7,7 +7,7 @@ as `torchtitan evaluate --tasks linear_probe` does: the trained encoder, one wit
 by the same regression, the pixels themselves. With `--widths`, trains encoders of several widths
 on fewer images instead, the same for all:
 
-    python benchmarks/vision.py --widths 32 64 128 256 --docs docs/vision_results.md
+    python benchmarks/vision.py --widths 32 64 128 256 --steps 600 --docs docs/vision_results.md
 """
 
 import argparse
@@ -137,8 +137,8 @@ def page(runs: Sequence[Learned], beside: tuple[float, float, int], command: str
 WIDTHS_PAGE = """\
 # A linear probe by the width of the encoder
 
-Made by `{command}` on {cores} cores of {machine}, which
-had other work, with torch {torch}, Python {python}, {date}.
+Made by `{command}` on {cores} cores of {machine} with
+torch {torch}, Python {python}, {date}.
 
 `train_configs/vit_mae_debug.toml` with encoders of several widths (4 blocks of 4 heads, with
 feed-forward layers 4 times as wide), each with {steps} steps of 64 drawn scenes, the same for all,

@@ -59,6 +59,7 @@ def job(flags: Sequence[str], ranks: int = 4) -> JobConfig:
         ("--compile.enable true --compile.backend aot_eager", "aot_eager is planned as code"),
         ("--model.attn_mask_type block_causal", "the time of whole sequences"),
         ("--optimizer.name Muon --compile.enable true", "the update, which is compiled"),
+        ("--optimizer.name GaLore --optimizer.refresh_period 5", "bases every 5 steps is left out"),
         (
             "--parallelism.data_parallel_replicate_degree 2 --communication.replicas.every 3",
             "the exchange of weights every 3 steps",
@@ -81,6 +82,13 @@ def test_products_that_the_hardware_lacks_are_named() -> None:
     assert not [*plan_notes(job([*flags, "--convert.0.emulate", "true"]), 4, A100, 0)]
     [note] = plan_notes(job([]), 4, None, 0)
     assert "memory outside of the allocator is left out" in note
+
+
+def test_documents_on_rocm_are_named() -> None:
+    flags = ["--model.attn_mask_type", "block_causal"]
+    found = [*plan_notes(job(flags), 4, find_hardware("mi300x"), 0)]
+    assert [note for note in found if "on ROCm they run one by one" in note]
+    assert not [note for note in plan_notes(job(flags), 4, H100, 0) if "ROCm" in note]
 
 
 TENSOR = (

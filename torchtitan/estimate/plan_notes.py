@@ -88,6 +88,10 @@ def _device(job: JobConfig, hardware: Hardware | None) -> Iterator[str]:
     if job.compile.enable and job.compile.backend != "inductor":
         yield f"compile.backend: {job.compile.backend} is planned as code that is not compiled"
     is_prepared = type(job.optimizer).prepare is not OptimizerConfig.prepare
+    if job.model.separates_documents and hardware and hardware.device.startswith("AMD"):
+        yield "model.attn_mask_type: documents are planned packed; on ROCm they run one by one"
+    for note in job.optimizer.unplanned():
+        yield f"optimizer.{note}"
     if job.compile.enable and is_prepared:
         yield "optimizer.name: the update, which is compiled, takes the time of its operators"
     if job.compile.enable and job.compile.cuda_graphs:

@@ -217,6 +217,10 @@ class OptimizerConfig(UpdateRule):
         """Return log lines on how the rule applies to the parameters, if that is not obvious."""
         return iter(())
 
+    def unplanned(self) -> Iterator[str]:
+        """Yield what a plan leaves out, as `setting: sentence`."""
+        return iter(())
+
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from super().problems(context)
         if self.offload_states and self.early_step_in_backward:

@@ -119,6 +119,13 @@ class GaLore(AdamWRule, OptimizerConfig):
         """Storage of the bases."""
         return STATE_DTYPES[self.basis_dtype]
 
+    def unplanned(self) -> Iterator[str]:
+        dtype = "float64" if self.svd == "exact" else self.svd_dtype
+        yield (
+            f"refresh_period: the time of new bases every {self.refresh_period:,} steps is left "
+            f"out, and so are copies of a gradient in {dtype} for them"
+        )
+
     @property
     def rounded_by(self) -> tuple[str, ...]:
         keys = {"state_dtype": self.storage, "basis_dtype": self.basis_storage}
