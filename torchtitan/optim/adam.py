@@ -11,8 +11,8 @@ from torch import Tensor
 from torchtitan.config import Context, KeyOf, Problem, Registry
 from torchtitan.device import compiles_for_cpu
 from torchtitan.optim.norm import local
+from torchtitan.optim.parts import elementwise
 from torchtitan.optim.settings import GroupConfig, Implemented, OptimizerConfig, ParameterGroup
-from torchtitan.torch_private.optimizers import without_compiler
 
 Update = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Any]], None]
 """Function that updates a weight, given its gradient, state and group, all of plain tensors."""
@@ -35,7 +35,7 @@ class MomentStorage:
         """Build the optimizer over `groups`."""
         kind = torch.optim.AdamW if rule.decoupled else torch.optim.Adam
         how: dict[str, Any] = rule.how()
-        return without_compiler(kind, [group.options() for group in groups], **how)
+        return elementwise(kind, [group.options() for group in groups], **how)
 
     def zeros(self, part: Tensor, *, signed: bool) -> Tensor:
         """Return a zero moment with the shape of `part`, a plain tensor."""

@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 
 from torchtitan.config import Context, Problem
+from torchtitan.optim.parts import elementwise
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup
-from torchtitan.torch_private.optimizers import without_compiler
 
 
 class SGDGroup(GroupConfig):
@@ -45,7 +45,7 @@ class SGD(OptimizerConfig):
     def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
         options = [group.options() for group in groups]
         foreach = self.implementation == "foreach"
-        return without_compiler(torch.optim.SGD, options, foreach=foreach)
+        return elementwise(torch.optim.SGD, options, foreach=foreach)
 
     def state_names(self) -> frozenset[str]:
         return frozenset({"momentum_buffer"} if self.momentum else ())

@@ -93,6 +93,11 @@ def stored(tensor: Tensor) -> Tensor:
     return whole
 
 
+def detached_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part, outside of autograd, in less time than `to_local` takes."""
+    return stored(tensor._local_tensor if is_dtensor(tensor) else tensor).detach()
+
+
 def data_parallel_over(whole: "DTensor", part: "DTensor") -> "DTensor":
     """Return a tensor sharded over two meshes, as FSDP2 represents it.
 
