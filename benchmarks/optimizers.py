@@ -7,9 +7,9 @@
 
 The first of each two makes the runs, and resumes where it was stopped; the second reads those
 that are finished. A variant is named after its optimizer and its rate. The best rate of an
-optimizer is that with the lowest loss from the seed that all were run with; it is run from the
-others too. Times are not those of the runs: each optimizer takes a step in turn, so that other
-load slows all of them alike.
+optimizer is that with the lowest loss from the seed that all were run with, of those at which no
+run diverged; it is run from the others too. Times are not those of the runs: each optimizer takes a
+step in turn, so that other load slows all of them alike.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -194,14 +195,15 @@ RATES = """\
 """
 
 
-def ended(study: Study) -> dict[str, Variant]:
-    """Return the variants with finished runs; all others must have diverged."""
-    found = finished(study)
+def ended(study: Study) -> tuple[dict[str, Variant], Counter[str]]:
+    """Return the variants with finished runs, and how many runs of each variant diverged."""
+    found, diverged = finished(study), Counter[str]()
     for task in tasks(study, prepare(study)):
         outcome = read_outcome(task.folder)
-        status = outcome.status if outcome is not None and outcome.key == task.key else None
-        assert task.ready.name in found or status == DIVERGED, task.folder
-    return found
+        if outcome is not None and outcome.key == task.key and outcome.status == DIVERGED:
+            diverged[task.ready.name] += 1
+        assert task.ready.name in {*found, *diverged}, task.folder
+    return found, diverged
 
 
 def by_optimizer(found: Mapping[str, Variant]) -> dict[str, list[Variant]]:
@@ -276,12 +278,17 @@ def table(found: Mapping[str, Variant], base: Variant, times: Mapping[str, str])
     return "\n".join([*lines, *rows]) + "\n"
 
 
-def rates(study: Study, found: Mapping[str, Variant]) -> str:
+def rates(study: Study, found: Mapping[str, Variant], diverged: Mapping[str, int]) -> str:
     """Every rate of each optimizer that has several."""
     losses: dict[str, list[str]] = {}
+    others = len(study.conditions.seeds)
     for plan in study.plans:
         kind, _, rate = plan.name.rpartition(", ")
         loss = f"{first_loss(found[plan.name]):.3f}" if plan.name in found else "diverged"
+        if plan.name in found and diverged[plan.name]:
+            loss += (
+                f" (diverged from {diverged[plan.name]} of {others} others)"
+            )
         losses.setdefault(kind, []).append(f"{rate}: {loss}")
     rows = [f"| {kind} | {', '.join(each)} |" for kind, each in losses.items() if len(each) > 1]
     return RATES.format(rows="\n".join(rows))
@@ -328,6 +335,7 @@ def page(
     name: str,
     study: Study,
     found: Mapping[str, Variant],
+    listed: str,
     times: Mapping[str, str],
     plot: str,
     command: str,
@@ -352,7 +360,7 @@ def page(
         base=base.name,
         times=TIMES if times else NO_TIMES,
         table=table(found, base, times),
-        rates=rates(study, found),
+        rates=listed,
         plot=plot,
     )
 
@@ -369,11 +377,13 @@ def main() -> None:
     arguments = parser.parse_args()
     name = arguments.study
     study = read_study(path_of(name))
-    found = ended(study)
+    ran, diverged = ended(study)
+    found = {name: each for name, each in ran.items() if not diverged[name]}
+    listed = rates(study, ran, diverged)
     plot = arguments.output.with_suffix(".svg").name if arguments.output else f"{name}.svg"
     command = " ".join(["python", "benchmarks/optimizers.py", *sys.argv[1:]])
     times = milliseconds(list(best(found).values())) if STUDIES[name].is_timed else {}
-    text = page(name, study, found, times, plot, command)
+    text = page(name, study, found, listed, times, plot, command)
     print(text)
     if arguments.output:
         arguments.output.write_text(text)
