@@ -281,14 +281,11 @@ def table(found: Mapping[str, Variant], base: Variant, times: Mapping[str, str])
 def rates(study: Study, found: Mapping[str, Variant], diverged: Mapping[str, int]) -> str:
     """Every rate of each optimizer that has several."""
     losses: dict[str, list[str]] = {}
-    others = len(study.conditions.seeds)
     for plan in study.plans:
         kind, _, rate = plan.name.rpartition(", ")
         loss = f"{first_loss(found[plan.name]):.3f}" if plan.name in found else "diverged"
         if plan.name in found and diverged[plan.name]:
-            loss += (
-                f" (diverged from {diverged[plan.name]} of {others} others)"
-            )
+            loss += " (diverged from another seed)"
         losses.setdefault(kind, []).append(f"{rate}: {loss}")
     rows = [f"| {kind} | {', '.join(each)} |" for kind, each in losses.items() if len(each) > 1]
     return RATES.format(rows="\n".join(rows))
