@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from torchtitan.config import Context, Problem
-from torchtitan.optim.parts import elementwise
+from torchtitan.optim.elementwise import elementwise
 from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup
 
 

@@ -4,7 +4,6 @@ A verb is a module in this folder: its docstring is the help of the verb, and `a
 is imported when it is called, so that `--help` and the completion of a shell are quick.
 """
 
-import ast
 import os
 import sys
 from collections.abc import Sequence
@@ -130,7 +129,8 @@ def summary(module: str) -> str:
     """The first line of the docstring of a module in this folder, without importing it."""
     path = Path(__file__).parent.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n")[0]
+    with file.open(encoding="utf-8") as text:
+        return text.readline().strip('"\n')
 
 
 app = typer.Typer()

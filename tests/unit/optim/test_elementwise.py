@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import SGD, AdamW, Optimizer
 
-from torchtitan.optim.parts import elementwise
+from torchtitan.optim.elementwise import elementwise
 from torchtitan.torch_private.fake_ranks import fake_process_group
 from torchtitan.torch_private.optimizers import without_compiler
 
