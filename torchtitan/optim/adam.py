@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torchtitan.config import Context, KeyOf, Problem, Registry
 from torchtitan.device import compiles_for_cpu
-from torchtitan.optim.norm import local
 from torchtitan.optim.elementwise import elementwise
+from torchtitan.optim.norm import local
 from torchtitan.optim.settings import GroupConfig, Implemented, OptimizerConfig, ParameterGroup
 
 Update = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Any]], None]
