@@ -46,19 +46,22 @@ class Layout(NamedTuple):
     flags: tuple[str, ...]
 
 
+MIDDLE = Layout(
+    "llama3_405b",
+    1024,
+    8 * 64,
+    (
+        *("--parallelism.pipeline_parallel_degree", "16"),
+        *("--parallelism.pipeline_parallel_schedule", "1F1B"),
+        *("--training.local_batch_size", "16"),
+    ),
+)
+FLOAT8 = ("--convert.0.name", "float8")
 CASES = {
     "8B, FSDP 8": Layout("llama3_8b", 8, 0, ("--training.local_batch_size", "1")),
     "70B, TP 8 x FSDP 32": Layout("llama3_70b", 256, 0, ("--training.local_batch_size", "1")),
-    "405B, TP 8 x PP 16 x FSDP 8, a middle stage": Layout(
-        "llama3_405b",
-        1024,
-        8 * 64,
-        (
-            *("--parallelism.pipeline_parallel_degree", "16"),
-            *("--parallelism.pipeline_parallel_schedule", "1F1B"),
-            *("--training.local_batch_size", "16"),
-        ),
-    ),
+    "405B, TP 8 x PP 16 x FSDP 8, a middle stage": MIDDLE,
+    "405B, a middle stage, Float8": MIDDLE._replace(flags=(*MIDDLE.flags, *FLOAT8)),
 }
 
 
@@ -96,6 +99,8 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
         else:
             flags += ["--training.local_batch_size", "16", "--model.n_layers", "16"]
             flags += ["--compile.enable", "false"]
+        if "--convert.0.name" in flags:
+            flags += ["--convert.0.emulate", "true"]
     path = ROOT / "train_configs" / f"{layout.recipe}.toml"
     job = load_job(path, flags, layout.ranks, device.type).config
     if device.type == "cpu" and name in SHARDED:  # a recipe cannot ask for it
