@@ -194,7 +194,8 @@ def plan(results: Results) -> Iterator[tuple[Case, int]]:
     for seed in SEEDS[1:]:
         yield from ((best(kind, results), seed) for kind in kinds())
     yield from ((case, SEEDS[2]) for case in first)
-    yield from ((qsdp(w, g), 0) for w in BITS for g in BITS if w != g)
+    for seed in SEEDS:
+        yield from ((qsdp(w, g), seed) for w in BITS for g in BITS if w != g)
 
 
 def best(kind: tuple[str, str, bool], results: Results) -> Case:
