@@ -5,7 +5,7 @@
 Trains `train_configs/vit_mae_debug.toml` from three seeds on a CPU, and probes on held-out scenes,
 as `torchtitan evaluate --tasks linear_probe` does: the trained encoder, one with new weights, and,
 by the same regression, the pixels themselves. With `--widths`, trains encoders of several widths
-on fewer images instead, the same for all:
+instead:
 
     python benchmarks/vision.py --widths 32 64 128 256 --steps 600 --docs docs/vision_results.md
 """

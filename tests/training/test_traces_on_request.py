@@ -67,7 +67,7 @@ def test_a_run_answers_torchtitan_profile(
     try:
         while not (tmp_path / "run/metrics.jsonl").exists() and run.is_alive():
             time.sleep(0.1)
-        assert cli.main(["profile", str(tmp_path / "run"), "--steps", "2", "--wait", "60"]) == 0
+        assert cli.main(["profile", str(tmp_path / "run"), "--steps", "2", "--wait", "300"]) == 0
     finally:
         assert run.pid is not None
         os.kill(run.pid, signal.SIGINT)
