@@ -45,6 +45,6 @@ def _update_parts(optimizer: Optimizer, update: Callable[[], None]) -> None:
     finally:
         optimizer.state, optimizer.param_groups = states, groups
     for whole, part in parts.items():
-        for name in of_parts[part].keys() - states[whole].keys():
-            state = of_parts[part][name]
-            states[whole][name] = state if name == "step" else laid_out_as(whole, state)
+        for name, state in of_parts[part].items():
+            if name not in states[whole]:
+                states[whole][name] = state if name == "step" else laid_out_as(whole, state)
