@@ -202,7 +202,7 @@ on {cores} cores of a CPU, so steps and codes are far slower than a GPU's: **the
 a technique begins to pay are those of this machine.**
 
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
-Others used the machine meanwhile: its load was {load}.
+The load average was {load}, and the ranks are four processes.
 
 ![Tokens a second by bandwidth]({plot})
 
@@ -218,9 +218,8 @@ in Gb/s; the last column is without a link.
 ## Break-even bandwidth
 
 Below how many Gb/s it is faster than the other method. *Measured*: where the median ratio of
-both in the same round passes 1 on this machine, which others used, so that codes took several
-times as long as on one that is free; above 1 Gb/s the link hardly matters, and a ratio near 1
-passes it by chance. *By formula*: 8 (b - b') / (a' - a), with the bytes b of the table, and for the
+both in the same round passes 1 on this machine, where four ranks share {cores} cores; above 1 Gb/s
+the link hardly matters, and a ratio near 1 passes it by chance. *By formula*: 8 (b - b') / (a' - a), with the bytes b of the table, and for the
 seconds a its processor time, shared by {cores} cores that have nothing else to do. *Ratio*: that of
 the tokens/s at {slowest} Gb/s, median and range over the rounds.
 
@@ -481,7 +480,7 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
-        "load": f"{os.getloadavg()[2]:.0f}",
+        "load": f"{os.getloadavg()[0]:.0f}",
         "rounds": arguments.rounds,
     }
     print(f"{time.time() - begin:.0f} s", file=sys.stderr)

@@ -204,8 +204,8 @@ copy. *In all* is what a block of {steps} steps with a save takes longer than on
 steps of {a_step:.2f} s, median (quartiles) of {rounds} blocks.
 
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
-Others used the machine meanwhile: its load was {load}. Quartiles that are more than a step apart
-show that load rather than the cost of a save, which only the waits can be compared by.
+The load average was {load}, and the ranks are two processes. Quartiles that are more than a step
+apart show what else ran rather than the cost of a save, which only the waits can be compared by.
 
 | save | waits, synchronous | in all | waits, asynchronous | in all |
 |---|---:|---:|---:|---:|
@@ -278,7 +278,7 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
-        "load": f"{os.getloadavg()[1]:.0f}",
+        "load": f"{os.getloadavg()[0]:.0f}",
     }
     text = page(found, about)
     print(text)
