@@ -221,8 +221,8 @@ Below how many Gb/s it is faster than the other method. *Measured*: where the me
 both in the same round passes 1 on this machine, where four ranks share {cores} cores; above 1 Gb/s
 the link hardly matters, and a ratio near 1 passes it by chance. *By formula*:
 8 (b - b') / (a' - a), with the bytes b of the table, and for the seconds a its processor time,
-shared by {cores} cores that have nothing else to do. *Ratio*: that of the tokens/s at {slowest} Gb/s,
-median and range over the rounds.
+shared by {cores} cores that have nothing else to do. *Ratio*: that of the tokens/s at {slowest}
+Gb/s, median and range over the rounds.
 
 {crossings}
 {predicted}"""
