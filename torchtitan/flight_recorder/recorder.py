@@ -200,9 +200,11 @@ class Recorder:
         assert main is not None
         asked_at = asked_in = since = 0.0
         waiting: FrameType | None = None
+        signals = select.poll()  # `select.select` refuses descriptors from 1,024 on
+        signals.register(self._signals, select.POLLIN)
         while not self._over.wait(POLL_INTERVAL):
             top, now = sys._current_frames()[main], time.monotonic()
-            if select.select([self._signals], [], [], 0)[0]:
+            if signals.poll(0):
                 # SIGPROF asks for a trace of torch's profiler, and the run continues.
                 if os.read(self._signals, 1)[0] != signal.SIGPROF:
                     asked_at, asked_in = now, self.notes

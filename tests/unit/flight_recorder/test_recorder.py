@@ -1,6 +1,7 @@
 """What a process records of itself, and what it writes when it fails."""
 
 import os
+import resource
 import signal
 import threading
 from contextlib import ExitStack
@@ -53,6 +54,18 @@ def test_good_run_leaves_its_steps_alone(tmp_path: Path) -> None:
     assert main(["train", DEBUG, f"--job.dump_folder={tmp_path}", *SMALL]) == 0
     assert names(tmp_path) == {"0.step"}
     assert report(read_traces(tmp_path / "comm_traces")) == ["rank 0 finished at step 2"]
+
+
+def test_a_run_may_have_many_open_files(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 2000:
+        pytest.skip("a process may not open so many files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            opened.enter_context(open(os.devnull))
+        assert main(["train", DEBUG, f"--job.dump_folder={tmp_path}", *SMALL]) == 0
 
 
 def test_a_start_removes_the_tracebacks_of_all_earlier_ones(tmp_path: Path) -> None:
