@@ -51,6 +51,8 @@ def _times(job: JobConfig, ranks: int, saved_gib: float) -> Iterator[str]:
             f"metrics.statistics_freq: a forward every {metrics.statistics_freq:,} steps is "
             f"{UNTIMED}"
         )
+    for note in job.optimizer.unplanned():
+        yield f"optimizer.{note}"
     for key in ("enable_profiling", "enable_memory_snapshot"):
         if getattr(job.profiling, key):
             yield f"profiling.{key}: the time of the profiler is {UNTIMED}"
@@ -90,8 +92,6 @@ def _device(job: JobConfig, hardware: Hardware | None) -> Iterator[str]:
     is_prepared = type(job.optimizer).prepare is not OptimizerConfig.prepare
     if job.model.separates_documents and hardware and hardware.device.startswith("AMD"):
         yield "model.attn_mask_type: documents are planned packed; on ROCm they run one by one"
-    for note in job.optimizer.unplanned():
-        yield f"optimizer.{note}"
     if job.compile.enable and is_prepared:
         yield "optimizer.name: the update, which is compiled, takes the time of its operators"
     if job.compile.enable and job.compile.cuda_graphs:

@@ -20,7 +20,7 @@ from torchtitan.torch_private.optimizers import without_compiler
 def elementwise(
     kind: type[Optimizer], groups: Iterable[dict[str, Any]], **settings: Any
 ) -> Optimizer:
-    """Build an optimizer that updates each element by itself, and its states in place."""
+    """Build an optimizer whose update of an element depends on no other element."""
     optimizer = without_compiler(kind, groups, **settings)
     if any(is_dtensor(each) for group in optimizer.param_groups for each in group["params"]):
         vars(optimizer)["step"] = partial(_update_parts, optimizer, optimizer.step)
@@ -32,10 +32,11 @@ def _update_parts(optimizer: Optimizer, update: Callable[[], None]) -> None:
     groups, states = optimizer.param_groups, optimizer.state
     wholes = [p for group in groups for p in group["params"] if p.grad is not None]
     parts = {whole: detached_part(whole) for whole in wholes}
+    given = {whole: {name: _part(s) for name, s in states[whole].items()} for whole in wholes}
     of_parts: defaultdict[Tensor, Any] = defaultdict(dict)
     for whole, part in parts.items():
         part.grad = detached_part(whole.grad)
-        of_parts[part] = {name: detached_part(state) for name, state in states[whole].items()}
+        of_parts[part] = given[whole].copy()
     optimizer.state = of_parts
     optimizer.param_groups = [
         group | {"params": [parts[p] for p in group["params"] if p in parts]} for group in groups
@@ -46,5 +47,10 @@ def _update_parts(optimizer: Optimizer, update: Callable[[], None]) -> None:
         optimizer.state, optimizer.param_groups = states, groups
     for whole, part in parts.items():
         for name, state in of_parts[part].items():
-            if name not in states[whole]:
-                states[whole][name] = state if name == "step" else laid_out_as(whole, state)
+            if state is not given[whole].get(name):
+                is_part = isinstance(state, Tensor) and state.shape == part.shape
+                states[whole][name] = laid_out_as(whole, state) if is_part else state
+
+
+def _part(state: Any) -> Any:
+    return detached_part(state) if isinstance(state, Tensor) else state

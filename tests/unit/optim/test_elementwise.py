@@ -70,5 +70,31 @@ def test_a_parameter_without_a_gradient_has_no_state() -> None:
         assert [*optimizer.state] == [one]
 
 
+class Averaged(Optimizer):
+    """Its average is a new tensor in each step, and its count of steps is a number."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            state["average"] = state.get("average", 0.0) + weight.grad
+            state["count"] = state.get("count", 0) + 1
+
+
+def test_states_that_are_replaced_are_kept() -> None:
+    with fake_process_group(0, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
+        optimizer = elementwise(Averaged, [{"params": [weight]}], defaults={})
+        weight.grad = torch.ones_like(weight)
+        for _ in range(3):
+            optimizer.step()
+        state = optimizer.state[weight]
+        assert state["count"] == 3
+        assert isinstance(state["average"], DTensor)
+        assert state["average"].shape == weight.shape
+        assert plain(state["average"]).tolist() == [3.0, 3.0]
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
