@@ -10,6 +10,7 @@ from tests import registries
 from torchtitan.logging import logger
 from torchtitan.torch_private.collectives import flight_records
 
+pytest_plugins = ["tests.costs"]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Ranks are forked, and a forked process cannot use the thread pool of its parent.

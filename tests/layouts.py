@@ -487,6 +487,17 @@ def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
     return recipe.model_copy(update=added)
 
 
+def compared_by(layout: Case) -> list[str]:
+    """The optimizers by which a layout is compared with one rank.
+
+    SGD shows errors of scale, to which AdamW is blind. AdamW is there where its states are kept
+    elsewhere, or its update is followed by work on the weights.
+    """
+    offloads = layout.sections.get("training", {}).get("enable_cpu_offload", False)
+    gathers = any(getattr(each, "enable_fsdp_float8_all_gather", False) for each in layout.convert)
+    return list(OPTIMIZERS) if offloads or gathers else ["SGD"]
+
+
 def alone(layout: Case) -> Case:
     """What a layout is compared with: one rank, the whole batch at once, nothing wrapped.
 

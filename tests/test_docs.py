@@ -48,6 +48,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.reliability import __main__ as reliability
+from tests.sources import MODULES, PAGES, ROOT, text, tree
 from tests.test_house import LAYERS
 from tests.tiers import tiers
 from torchtitan import __version__, launch
@@ -59,10 +60,6 @@ from torchtitan.legacy_recipes import TABLE
 from torchtitan.tools import cli
 from torchtitan.tools import train as verb_train
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PAGES += sorted((ROOT / "docs").rglob("*.md"))
-PAGES += sorted((ROOT / "torchtitan/research").glob("*/README.md"))
 PAGES_AND_RESULTS = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 FOLDERS = ("torchtitan", "tests", "benchmarks", "scripts", "train_configs", "docs")
 LONG = (
@@ -139,7 +136,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 def prose(page: Path) -> str:
     """A page without its blocks."""
-    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", tiers(PAGES, DAILY, LONGEST), ids=lambda page: page.name)
@@ -335,35 +332,39 @@ def test_scripts_that_cannot_be_run_here_are_valid_shell() -> None:
         subprocess.run(["bash", "-n", script], check=True)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_resolve(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
-        if target.startswith("https://"):
-            continue
-        name, _, anchor = target.partition("#")
-        file = page.parent / name if name else page
-        assert file.is_file(), f"{page.name}: {target}"
-        assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+def test_links_resolve() -> None:
+    found = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            name, _, anchor = target.partition("#")
+            file = (page.parent / name).resolve() if name else page
+            if target.startswith("https://"):
+                continue
+            if not file.is_file() or (anchor and anchor not in anchors(file)):
+                found.append(f"{page.name}: {target}")
+    assert found == []
 
 
+@functools.cache
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_settings_that_are_named_exist(page: Path) -> None:
-    for key in keys_named(prose(page)):
-        assert key in known_keys() or key in TABLE, f"{page.name}: there is no setting {key}"
+def test_settings_that_are_named_exist() -> None:
+    known = known_keys() | TABLE.keys()
+    unknown = {page.name: keys_named(prose(page)) - known for page in PAGES}
+    assert {name: keys for name, keys in unknown.items() if keys} == {}
 
 
-@pytest.mark.parametrize("page", PAGES_AND_RESULTS, ids=lambda page: page.stem)
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_files_that_are_named_exist() -> None:
     path = rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w"
-    named = set(re.findall(path, page.read_text()))
-    missing = [name for name in named if not (ROOT / name).exists()]
-    assert not set(missing) - {"tests/assets"}  # a folder of TorchTitan
+    named = {
+        (page.stem, name) for page in PAGES_AND_RESULTS for name in re.findall(path, text(page))
+    }
+    missing = [(page.stem, name) for page, name in named if not (ROOT / name).exists()]
+    assert [(page, name) for page, name in missing if name != "tests/assets"] == []  # TorchTitan's
 
 
 def keys_named(text: str) -> set[str]:
@@ -412,9 +413,8 @@ def test_every_package_has_a_line_in_the_architecture() -> None:
 
 
 def test_every_module_has_a_purpose() -> None:
-    for path in (ROOT / "torchtitan").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        assert ast.get_docstring(tree) or not tree.body, f"{path} has no docstring"
+    for path in MODULES:
+        assert ast.get_docstring(tree(path)) or not tree(path).body, f"{path} has no docstring"
 
 
 def test_picture_of_the_architecture_shows_the_imports(tmp_path: Path) -> None:
@@ -470,9 +470,8 @@ STUMBLING = (
 
 
 def test_sentences_that_readers_stumbled_over_are_gone() -> None:
-    scripts = (path for path in (ROOT / "scripts").iterdir() if path.is_file())
-    sources = [*(ROOT / "torchtitan").rglob("*.py"), *scripts]
-    for path in [*PAGES, *sources]:
+    scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    for path in [*PAGES, *MODULES, *scripts]:
         # Sentences go on over lines, over the ends of strings, and over the signs of comments.
-        text = " ".join(re.sub(r'"\s*\n\s*f?"|\n\s*#', "", path.read_text()).split())
-        assert [words for words in STUMBLING if words in text] == [], path
+        words = " ".join(re.sub(r'"\s*\n\s*f?"|\n\s*#', "", text(path)).split())
+        assert [each for each in STUMBLING if each in words] == [], path

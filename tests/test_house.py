@@ -10,12 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
-
+from tests.sources import MODULES, PACKAGE, nodes, place, text, tree
 from torchtitan.job import JobConfig
 from torchtitan.tools.cli import VERBS
-
-PACKAGE = Path(__file__).parent.parent / "torchtitan"
 
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
@@ -64,10 +61,6 @@ SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distr
 OUTER_CODE = ("metrics/meter.py", "remote.py", "checkpoint/placement.py")
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
 def unit(path: Path) -> str:
     """The module or package of `torchtitan` that a file belongs to."""
     return _unit(path.relative_to(PACKAGE).with_suffix("").parts)
@@ -78,9 +71,9 @@ def _unit(parts: Sequence[str]) -> str:
     return ".".join(parts[:2] if parts[0] == "tools" else parts[:1])
 
 
-def imported_units(tree: ast.AST) -> set[str]:
+def imported_units(found: Iterable[ast.AST]) -> set[str]:
     names = set()
-    for node in ast.walk(tree):
+    for node in found:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module == "torchtitan":
@@ -113,81 +106,90 @@ def of_its_kind(path: Path) -> bool:
 def repeated(named: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
     places = defaultdict(list)
     for name, path in named:
-        places[name].append(path.relative_to(PACKAGE).as_posix())
+        places[name].append(place(path))
     return {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_names_of_modules_are_unique() -> None:
-    files = [path for path in modules() if not of_its_kind(path)]
-    folders = [path.parent for path in modules() if path.name == "__init__.py"][1:]
+    files = [path for path in MODULES if not of_its_kind(path)]
+    folders = [path.parent for path in MODULES if path.name == "__init__.py"][1:]
     commands = [path for path in folders if path.parent.name == "tools"]
     assert repeated((path.stem, path) for path in [*files, *folders] if path not in commands) == {}
 
 
 def test_names_of_classes_are_unique() -> None:
     found = []
-    for path in modules():
+    for path in MODULES:
         if path.name == "model.py" and of_its_kind(path):
             continue  # every family has its blocks, and their attention
-        tree = ast.parse(path.read_text())
-        found += [(each.name, path) for each in tree.body if isinstance(each, ast.ClassDef)]
+        found += [(each.name, path) for each in tree(path).body if isinstance(each, ast.ClassDef)]
     assert repeated(found) == {}
 
 
 def test_every_module_has_a_layer() -> None:
-    units = {unit(path) for path in modules()} - {"__init__", "tools.__init__"}
+    units = {unit(path) for path in MODULES} - {"__init__", "tools.__init__"}
     assert units | {"research"} == LEVEL.keys()  # which can be removed
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    own = unit(path)
-    for other in imported_units(ast.parse(path.read_text())) - {own}:
-        assert LEVEL[other] > LEVEL[own], f"{own} imports {other}, which is not below it"
+def test_imports_point_down() -> None:
+    found = [
+        f"{place(path)} imports {other}, which is not below {unit(path)}"
+        for path in MODULES
+        for other in imported_units(nodes(path)) - {unit(path)}
+        if LEVEL[other] <= LEVEL[unit(path)]
+    ]
+    assert found == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_own_modules_are_imported_at_the_top(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef):
-            assert not imported_units(function), f"{function.name} hides an import"
+def test_own_modules_are_imported_at_the_top() -> None:
+    found = [
+        f"{place(path)}: {function.name} hides an import"
+        for path in MODULES
+        for function in nodes(path)
+        if isinstance(function, ast.FunctionDef) and imported_units(ast.walk(function))
+    ]
+    assert found == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_failure_is_swallowed_and_nothing_is_global(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        assert not isinstance(node, ast.Global)
-        if isinstance(node, ast.ExceptHandler):
-            assert node.type is not None
-            caught = ast.unparse(node.type)
-            if caught == "Exception" and path.relative_to(PACKAGE).as_posix() in OUTER_CODE:
-                continue
-            assert caught not in ("Exception", "BaseException"), f"line {node.lineno}"
+def test_no_failure_is_swallowed_and_nothing_is_global() -> None:
+    found = []
+    for path in MODULES:
+        for node in nodes(path):
+            where = f"{place(path)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Global):
+                found.append(f"{where}: a global")
+            if isinstance(node, ast.ExceptHandler):
+                caught = ast.unparse(node.type) if node.type else "everything"
+                if caught == "Exception" and place(path) in OUTER_CODE:
+                    continue
+                if caught in ("Exception", "BaseException", "everything"):
+                    found.append(f"{where}: catches {caught}")
+    assert found == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_part_says_what_is_wrong_with_its_own_section_alone(path: Path) -> None:
+def test_a_part_says_what_is_wrong_with_its_own_section_alone() -> None:
     """What cannot work between sections is for `checks`, which knows the whole recipe."""
-    if LEVEL.get(unit(path), 0) <= LEVEL["job"]:
-        return
-    keys = re.compile(rf"\b({'|'.join(JobConfig.model_fields)})\.[a-z_]+\b")
-    for function in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(function, ast.FunctionDef) or function.returns is None:
-            continue
-        if "Problem" not in ast.unparse(function.returns):
-            assert function.name != "problems", "problems are said in one form"
-            continue
-        for node in ast.walk(function):
-            text = node.value if isinstance(node, ast.Constant) else None
-            named = keys.search(text) if isinstance(text, str) else None
-            assert not named, f"{function.name} names {named and named[0]}"
+    keys, found = re.compile(rf"\b({'|'.join(JobConfig.model_fields)})\.[a-z_]+\b"), []
+    for path in (path for path in MODULES if LEVEL.get(unit(path), 0) > LEVEL["job"]):
+        for function in nodes(path):
+            if not isinstance(function, ast.FunctionDef) or function.returns is None:
+                continue
+            where = f"{place(path)}: {function.name}"
+            if "Problem" not in ast.unparse(function.returns):
+                if function.name == "problems":
+                    found.append(f"{where}: problems are said in one form")
+                continue
+            for node in ast.walk(function):
+                value = node.value if isinstance(node, ast.Constant) else None
+                named = keys.search(value) if isinstance(value, str) else None
+                found += [f"{where} names {named[0]}"] if named else []
+    assert found == []
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "checks").glob("*.py")), ids=lambda p: p.name)
-def test_rules_ask_for_a_model_that_may_not_be(path: Path) -> None:
+def test_rules_ask_for_a_model_that_may_not_be() -> None:
     """Another rule says that there is no such flavor; `model_of` is then None."""
-    assert path.name == "model.py" or "model_args(" not in path.read_text()
+    rules = (path for path in (PACKAGE / "checks").glob("*.py") if path.name != "model.py")
+    assert [place(path) for path in rules if "model_args(" in text(path)] == []
 
 
 def test_reading_a_recipe_imports_nothing_heavy() -> None:
@@ -232,25 +234,29 @@ OLD_KEYS = "legacy_recipes/table.py"
 """The keys of older recipes, some of which named a system."""
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_the_main_road_names_no_system_from_a_paper(path: Path) -> None:
+def test_the_main_road_names_no_system_from_a_paper() -> None:
     """So that each folder of research/ can be removed."""
-    place = path.relative_to(PACKAGE).as_posix()
-    if not HAS_SYSTEMS or place.startswith("research/") or place == OLD_KEYS:
-        return
-    text = path.read_text()
-    assert not re.findall(rf"(?i)\b({'|'.join(SYSTEMS)})\b", text)
-    assert place == "config/registry.py" or "torchtitan.research" not in text
+    systems, found = re.compile(rf"(?i)\b({'|'.join(SYSTEMS)})\b"), []
+    for path in main_road() if HAS_SYSTEMS else ():
+        if place(path) == OLD_KEYS:
+            continue
+        found += [f"{place(path)}: {match[0]}" for match in systems.finditer(text(path))]
+        if place(path) != "config/registry.py" and "torchtitan.research" in text(path):
+            found.append(f"{place(path)}: torchtitan.research")
+    assert found == []
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_the_main_road_knows_no_images(path: Path) -> None:
+def test_the_main_road_knows_no_images() -> None:
     """They belong to a system of research/: its data sets, settings, pictures and counts."""
-    words = (
+    words = re.compile(
         r"images\b|\bvit_|ViT|masked_autoencoder|corrupt_|linear_probe|\bscenes|raster|photograph"
     )
-    if "research" not in path.relative_to(PACKAGE).parts:
-        assert not re.findall(words, path.read_text())
+    found = [(place(path), words.findall(text(path))) for path in main_road()]
+    assert [each for each in found if each[1]] == []
+
+
+def main_road() -> list[Path]:
+    return [path for path in MODULES if "research" not in path.relative_to(PACKAGE).parts]
 
 
 def modules_of_verbs() -> list[str]:

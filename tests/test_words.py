@@ -5,10 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-PACKAGE = Path(__file__).parent.parent / "torchtitan"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+from tests.sources import MODULES, PAGES, ROOT, nodes, place, text
 
 HEADLESS = re.compile(r"(What|Of|Where|Which|How|Who|Whose|Those|That)\b")
 """A docstring starts with a verb (function), a noun (class, field), or Whether."""
@@ -23,11 +20,6 @@ ODD = re.compile(
 """Words that say in a private way what the field has a term for."""
 
 
-PAGES = [
-    *(PACKAGE.parent / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted((PACKAGE.parent / "docs").rglob("*.md")),
-    *sorted(PACKAGE.glob("research/*/README.md")),
-]
 PRIVATE = re.compile(
     r"\b(few bits|ways? to send|runs? apart|middle half|steps in the backward|what rounding takes"
     r"|right in the mean|anew|all the same|at the least|at the most"
@@ -49,36 +41,38 @@ SEARCHED = """
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Every docstring of a module, of fields too, with its line."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         for body in (getattr(node, "body", ()), getattr(node, "orelse", ())):
             for each in body if isinstance(body, list) else ():
                 if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
-                    text = each.value.value
-                    if isinstance(text, str):
-                        yield each.lineno, text.strip()
+                    found = each.value.value
+                    if isinstance(found, str):
+                        yield each.lineno, found.strip()
 
 
 def faults(path: Path) -> Iterator[str]:
-    for line, text in docstrings(path):
+    for line, docstring in docstrings(path):
         for pattern, find in ((HEADLESS, "match"), (TWISTED, "search"), (ODD, "search")):
-            if found := getattr(pattern, find)(text):
-                first = text.splitlines()[0] if text else ""
-                yield f"{path.relative_to(PACKAGE)}:{line}: {found[0]!r} in {first!r}"
+            if found := getattr(pattern, find)(docstring):
+                first = docstring.splitlines()[0] if docstring else ""
+                yield f"{place(path)}:{line}: {found[0]!r} in {first!r}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_docstrings_are_plain_english(path: Path) -> None:
-    assert not list(faults(path))
+def test_docstrings_are_plain_english() -> None:
+    assert [fault for path in MODULES for fault in faults(path)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PACKAGE.parent)))
-def test_pages_use_the_terms_of_the_field(page: Path) -> None:
-    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert [found[0] for found in PRIVATE.finditer(" ".join(prose.split()))] == []
+def test_pages_use_the_terms_of_the_field() -> None:
+    found = []
+    for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
+        prose = re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
+        words = PRIVATE.finditer(" ".join(prose.split()))
+        found += [f"{page.relative_to(ROOT)}: {each[0]}" for each in words]
+    assert found == []
 
 
 def test_terms_that_are_searched_are_headings() -> None:
-    text = "\n".join(page.read_text() for page in PAGES)
-    headings = "\n".join(re.findall(r"^#+ (.+)$", text, re.MULTILINE)).lower()
+    pages = "\n".join(text(page) for page in PAGES if page.name != "CHANGELOG.md")
+    headings = "\n".join(re.findall(r"^#+ (.+)$", pages, re.MULTILINE)).lower()
     terms = (" ".join(term.split()) for term in SEARCHED.split(","))
     assert [term for term in terms if term.lower() not in headings] == []

@@ -31,7 +31,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "local_batch_size": 2,
         "global_batch_size": 8,
         "seq_len": 32,
-        "steps": 5,
+        "steps": 3,
         "mixed_precision_param": "float32",
     },
     "lr_scheduler": {"warmup_steps": 2},

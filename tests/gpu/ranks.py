@@ -11,7 +11,7 @@ import torch
 from tests import fusion, layouts, tiny
 from tests.gpu import hosted
 from tests.layouts import LAYOUTS as MAIN
-from tests.layouts import OPTIMIZERS, Case, alone
+from tests.layouts import Case, alone, compared_by
 from tests.research import layouts as research_layouts
 from tests.research.layouts import COMPRESSED
 from tests.runs import Part, Trace, assert_complete, compare, trace
@@ -70,7 +70,7 @@ def reference(kind: str, *recipes: str) -> list[Trace]:
 
 
 def check(name: str, device: Device) -> dict[str, Any]:
-    """Train a layout with both optimizers; raise AssertionError where it is not one rank's run."""
+    """Train a layout by its optimizers; raise AssertionError where it is not one rank's run."""
     if name in FUSED:
         return check_fused(name, device)
     if name in COMPRESSED:
@@ -81,9 +81,9 @@ def check(name: str, device: Device) -> dict[str, Any]:
         jobs, single = [with_other(layout, other)], [with_other(alone(layout), other)]
     else:
         layout = LAYOUTS[name]
-        jobs = [layouts.job(layout, optimizer) for optimizer in OPTIMIZERS]
-        flavor = jobs[0].model.flavor
-        single = [layouts.job(alone(layout), opt, model={"flavor": flavor}) for opt in OPTIMIZERS]
+        jobs = [layouts.job(layout, optimizer) for optimizer in compared_by(layout)]
+        flavor = {"flavor": jobs[0].model.flavor}
+        single = [layouts.job(alone(layout), by, model=flavor) for by in compared_by(layout)]
     expected = reference(device.type, *(job.model_dump_json() for job in single))
     results = traces(jobs, layout.ranks, device.type)
     for number, right in enumerate(expected):

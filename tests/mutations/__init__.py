@@ -1,0 +1,1 @@
+"""Planted faults: what the tests must find. `python -m tests.mutations` plants and runs them."""
