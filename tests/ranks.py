@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +10,6 @@ from typing import Any, TypeVar
 from torchtitan import local_ranks
 
 Result = TypeVar("Result")
-FAULTS = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
 def run_ranks(
@@ -19,19 +17,11 @@ def run_ranks(
 ) -> list[Result]:
     """`function(*args)` on `world` ranks with a process group; the results in rank order.
 
-    No module here is compiled, so a fault in native code is in torch, Python or another package.
-    Two were seen in about ten runs of all tests, each in another test, and none could be repeated.
-    Such a fault is shown as a warning, with the stacks, and the ranks run once more.
+    A rank that dies in native code is a failure like any other, with the stacks of its threads.
 
     Raises:
         AssertionError: with the tracebacks of the ranks that failed.
     """
-    try:
-        return local_ranks.run_ranks(function, world, *args, device=device)
-    except local_ranks.RanksFailed as error:
-        if not FAULTS & {*error.codes}:
-            raise AssertionError(str(error)) from None
-        warnings.warn(f"A rank died in native code: {error}", stacklevel=2)
     try:
         return local_ranks.run_ranks(function, world, *args, device=device)
     except local_ranks.RanksFailed as error:

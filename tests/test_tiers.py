@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.test_resume import DAILY as CHANGES_DAILY
 from tests.checkpoint.test_resume import PAIRS
 from tests.layouts import DAILY, FAMILIES, GATE, LAYOUTS, Case
+from tests.parallel.test_cover import COVER
 from tests.research import layouts as research
 from tests.research.test_layouts import PAIRS as CHANGES
 from tests.tiers import tiers
@@ -76,19 +76,13 @@ def test_ci_runs_the_commands_of_the_readme_and_then_the_rest() -> None:
 def test_what_is_left_out_is_the_gate_and_the_trials() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
     assert settings["ini_options"]["addopts"].endswith("-m 'not gate and not slow'")
-    assert 'set -- -m "not slow"' in (ROOT / "scripts/test").read_text()
+    script = (ROOT / "scripts/test").read_text()
+    assert '--all) set -- -m "not slow"' in script
+    assert '--release) set -- -m "" --report benchmarks/results/release_tests.md' in script
 
 
-def test_the_guide_counts_the_layouts() -> None:
-    guide = (ROOT / "CONTRIBUTING.md").read_text()
-    both = ((LAYOUTS, research.LAYOUTS), (DAILY, research.DAILY), (GATE, research.GATE))
-    every, daily, gate = (sum(map(len, each)) for each in both)
-    for words in (
-        f"{daily} of {every} layouts",
-        f"{gate} more layouts",
-        f"the other {every - daily - gate} layouts",
-    ):
-        assert words in guide
+def test_the_readme_counts_the_layouts() -> None:
+    every = len(LAYOUTS) + len(research.LAYOUTS)
     assert f"{every} layouts with a single rank" in (ROOT / "README.md").read_text()
 
 
@@ -117,8 +111,7 @@ def test_the_page_counts_the_layouts_of_each_family() -> None:
     assert table in (ROOT / "docs/parallelism.md").read_text(), f"the table is:\n{table}"
 
 
-def test_the_pages_count_the_changes_of_layout() -> None:
-    guide, page = (ROOT / path for path in ("CONTRIBUTING.md", "docs/parallelism.md"))
-    every, daily = len(PAIRS) + len(CHANGES), len(CHANGES_DAILY)
-    assert f"{daily} of {every} changes of layout on resume" in guide.read_text()
-    assert f"the tests do so for {every} pairs" in page.read_text()
+def test_the_page_counts_the_changes_of_layout_and_the_cover() -> None:
+    page = (ROOT / "docs/parallelism.md").read_text()
+    assert f"the tests do so for {len(PAIRS) + len(CHANGES)} pairs" in page
+    assert f"{len(COVER)} more that together have every pair" in page

@@ -39,7 +39,8 @@ def used(job: JobConfig) -> Used:
     senders.USED.clear()
     found = trace(job)
     weights = [part.local for part in found.weights[-1].values()]
-    return Used(found.losses, found.grad_norms, weights, senders.USED, senders.BUFFERS)
+    calls, buffers = senders.USED.copy(), senders.BUFFERS.copy()
+    return Used(found.losses, found.grad_norms, weights, calls, buffers)
 
 
 def job(layout: Case, communication: dict[str, Any]) -> JobConfig:
@@ -70,25 +71,25 @@ def test_weights_and_gradients_are_sent_as_named() -> None:
         assert all(in_unit == sent for in_unit, sent in found.buffers.values())
 
 
-@pytest.mark.parametrize(
-    "ways",
-    [pytest.param(HALF, marks=pytest.mark.gate), COUNTED, HALF | COUNTED],
-    ids=["half", "counted", "both"],
-)
-def test_copies_and_parts_are_sent_as_named(ways: dict[str, Any]) -> None:
-    layout = case(replicate=2, shard=2, batch=1)
-    plain = run_ranks(used, 4, job(layout, {}))
-    found = run_ranks(used, 4, job(layout, ways))
-    tolerance = 2e-2 if "weights" in ways else 1e-6
-    for one, expected in zip(found, plain, strict=True):
-        assert one.losses == pytest.approx(expected.losses, rel=tolerance)
-        assert one.norms == pytest.approx(expected.norms, rel=tolerance)
-        assert bool(one.calls["reduce layers.0"]) == ("weights" in ways)
-        assert one.calls["agree"] == STEPS * ("replicas" in ways)
+def all_used(jobs: list[JobConfig]) -> list[Used]:
+    return [used(job) for job in jobs]
+
+
+def test_copies_and_parts_are_sent_as_named() -> None:
+    layout, ways = case(replicate=2, shard=2, batch=1), (HALF, COUNTED, HALF | COUNTED)
+    ranks = run_ranks(all_used, 4, [job(layout, way) for way in ({}, *ways)])
+    for plain, *others in ranks:
+        for way, found in zip(ways, others, strict=True):
+            tolerance = 2e-2 if "weights" in way else 1e-6
+            assert found.losses == pytest.approx(plain.losses, rel=tolerance)
+            assert found.norms == pytest.approx(plain.norms, rel=tolerance)
+            assert bool(found.calls["reduce layers.0"]) == ("weights" in way)
+            assert found.calls["agree"] == STEPS * ("replicas" in way)
     # Copies stay the same to the bit: ranks 0 and 2, and ranks 1 and 3.
     for one, other in ((0, 2), (1, 3)):
-        pairs = zip(found[one].weights, found[other].weights, strict=True)
-        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        for found, copy in zip(ranks[one], ranks[other], strict=True):
+            pairs = zip(found.weights, copy.weights, strict=True)
+            assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 def both(folder: str) -> list[dict[str, torch.Tensor]]:

@@ -29,6 +29,13 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiler() -> None:
+    """Imported once for all ranks, which are forked."""
+    import torch._functorch.aot_autograd
+    import torch._inductor.compile_fx  # noqa: F401
+
+
 class Lines(logging.Handler):
     """Keeps what is logged."""
 

@@ -1,0 +1,57 @@
+"""Commands in a forked child of this process, which has imported torch: 0.05 s in place of 4 s."""
+
+import gc
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+
+class Done(NamedTuple):
+    """How a child ended; a negative status is that of the signal that killed it."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def run(action: Callable[[], int | None], folder: Path) -> Done:
+    """Run an action in `folder`, in a process that leaves nothing behind in this one.
+
+    What the child and the processes that it starts print is returned, too.
+    """
+    with TemporaryDirectory() as name:
+        out, err = (Path(name) / stream for stream in ("out", "err"))
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=_child, args=(action, folder, out, err))
+        process.start()
+        process.join()
+        return Done(process.exitcode or 0, out.read_text(), err.read_text())
+
+
+def _child(action: Callable[[], int | None], folder: Path, out: Path, err: Path) -> None:
+    gc.freeze()  # garbage of the parent may hold threads that a fork does not have
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    for path, stream in ((out, 1), (err, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, stream)
+        os.close(file)
+    # Those of the parent may be captured by pytest, and are not of this process.
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
+    status: int | None = 1
+    try:
+        status = action()
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else leaving.code is not None
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Skips the exit handlers of pytest, which belong to the parent.
+        os._exit(int(status or 0))

@@ -1,0 +1,18 @@
+"""Size is a feature: the limits of tests/budget.toml."""
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUDGET = tomllib.loads((ROOT / "tests/budget.toml").read_text())
+PATTERNS = {"lines": ("*.py", str.splitlines), "words": ("*.md", str.split)}
+
+
+def test_no_folder_exceeds_its_budget() -> None:
+    found = {}
+    for unit, (pattern, parts) in PATTERNS.items():
+        for folder, limit in BUDGET[unit].items():
+            size = sum(len(parts(path.read_text())) for path in (ROOT / folder).rglob(pattern))
+            if size > limit:
+                found[folder] = f"{size:,} {unit}, {limit:,} allowed"
+    assert found == {}, "remove as much elsewhere, or raise the limit in a commit of its own"
