@@ -128,20 +128,23 @@ def merged(names: Iterable[str]) -> Case:
         added = {"convert": total.convert + each.convert}
         added |= {"auxiliary": total.auxiliary + each.auxiliary}
         total = dataclasses.replace(total, **degrees, sections=sections, **added)
-    # One replica has two microbatches to add up, several have up to two each.
-    batch = 8 if total.pp > 1 else 4 if total.replicate * total.shard == 1 else 2
-    training = {"local_batch_size": batch} | total.sections.get("training", {})
-    sections = total.sections | {"training": training}
-    if total.pp > 1 and total.converts_linears:  # stages need layers
-        sections["model"] = {"n_layers": 6} | total.model
-    return dataclasses.replace(total, sections=sections)
+    training, replicas = dict(total.sections.get("training", {})), total.replicate * total.shard
+    is_accumulating = "local_batch_size" in training
+    if total.pp > 1:  # a pipeline needs several microbatches at a time, and layers for its stages
+        training["local_batch_size"] = (4 if is_accumulating else 8) // replicas
+        total = total.of(n_layers=4)
+    elif not is_accumulating:  # One replica has two to add up, several have up to two each.
+        training["local_batch_size"] = 4 if replicas == 1 else 2
+    return dataclasses.replace(total, sections=total.sections | {"training": training})
 
 
 @cache
 def is_valid(names: frozenset[str]) -> bool:
     """Whether a recipe may have all of these settings, on few ranks."""
     layout = merged(sorted(names))
-    if layout.ranks > MOST_RANKS:
+    # Emulated products of DTensors take seconds: with tensor parallelism they have no other axis.
+    is_slow = layout.converts_linears and layout.tp > 1
+    if layout.ranks > (2 if is_slow else MOST_RANKS):
         return False
     return not tiny.problems(layouts.job(layout, "SGD"), ranks=layout.ranks)
 

@@ -291,8 +291,8 @@ if keeps_nodes_of_functions():  # else the recipe is refused
     LAYOUTS["PP 2, ZBVZeroBubble, MXFP8"] = schedule("ZBVZeroBubble", convert=MICROSCALED)
 DAILY = (
     *("DDP 2", "FSDP 2, accumulating 4", "FSDP 2, CPU offload", "FSDP 2, operators recomputed"),
-    "HSDP 2 x 2",
-    *("TP 2", "TP 2, no sequence parallelism"),
+    *("HSDP 2 x 2, accumulating 2", "FSDP 2 x TP 2", "FSDP 2 x PP 2"),
+    *("TP 2", "TP 2, no sequence parallelism", "TP 2, loss in chunks"),
     *("CP 2, documents", "CP 2, ring", "CP 2 x TP 2", "CP 2, Ulysses, documents"),
     "CP 2, balanced by documents, window",
     *("PP 2, 1F1B", "PP 2, ZBVZeroBubble", "one rank, loss in chunks"),

@@ -6,29 +6,12 @@ Neither is a dependency of the package.
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-
-def equals_that_of_transformers(
-    ours: nn.Module, theirs: nn.Module, translate: Callable[[Any], Any], inputs: Tensor
-) -> None:
-    """Compare logits to 1e-5 and all gradients; `translate` renames ours, and lays them out."""
-    missing, unexpected = theirs.load_state_dict(translate(ours.state_dict().items()), strict=False)
-    assert (missing, unexpected) == ([], [])
-    logits, expected = ours(inputs), theirs(inputs, use_cache=False).logits
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-    for out in (logits, expected):
-        F.cross_entropy(out.flatten(0, 1), inputs.roll(-1, dims=1).flatten()).backward()
-    gradients = translate([(n, p.grad) for n, p in ours.named_parameters()])
-    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    torch.testing.assert_close(gradients, wanted, atol=1e-6, rtol=1e-4)
+from torch import nn
 
 
 @contextmanager

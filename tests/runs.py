@@ -24,8 +24,8 @@ from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.trainer import Trainer
 
 __all__ = [
-    *("Trace", "assert_complete", "compare", "losses", "rows", "trace", "train", "weights"),
-    "whole",
+    *("Trace", "assert_complete", "compare", "losses", "rows", "trace", "train", "train_each"),
+    *("weights", "whole"),
 ]
 
 Found = TypeVar("Found")
@@ -126,7 +126,7 @@ def compare_routers(found: Trace, expected: Trace, where: str) -> None:
         assert off.norm() <= 1e-3 * moved.norm(), f"{where}: {name} is off by {off.norm()}"
 
 
-def compare_converted(found: Trace, expected: Trace, where: str) -> None:
+def compare_converted(found: Trace, expected: Trace, where: str, allowed: float = 1e-5) -> None:
     """The first step is that of one rank, up to rounding, and all others are nearly.
 
     A value between two codes of few bits becomes the one or the other by the last bit of a sum, so
@@ -134,13 +134,15 @@ def compare_converted(found: Trace, expected: Trace, where: str) -> None:
     much as a whole step of a weight. What is left is small compared to what was learned since the
     first step, where a gradient that lacks a sum would change half of it or more.
     """
-    compare_steps(found, expected, where, 1e-5, [0])
+    compare_steps(found, expected, where, allowed, [0])
     assert len(found.losses) == len(expected.losses) > 1
     for step in range(1, len(expected.losses)):
         loss, norm = expected.losses[step], expected.grad_norms[step]
         assert abs(found.losses[step] - loss) <= 1e-3 * loss, where
         assert abs(found.grad_norms[step] - norm) <= 1e-2 * norm, where
         for name, part in found.weights[step].items():
+            if name.endswith("router.bias"):
+                continue  # by a whole step for each token that goes elsewhere
             whole = part.of(expected.weights[step][name])
             learned = (whole - part.of(expected.weights[0][name])).norm().item()
             off = (whole - part.local).norm().item()
@@ -157,6 +159,11 @@ def train(job: JobConfig, look: Callable[[Run], Found] = weights) -> Found:
         with closing(run.batches):
             Trainer(run).train(start)
         return look(run)
+
+
+def train_each(jobs: Iterable[JobConfig]) -> list[dict[str, Tensor]]:
+    """Train one after the other on the same ranks, which derive shardings once; the weights."""
+    return [train(job) for job in jobs]
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

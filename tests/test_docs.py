@@ -15,10 +15,10 @@ How each kind of block is played:
 - ```python``` without a file name is executed.
 - ```bash``` is run command by command, through the same `main` as from a shell, in a forked
   process, with few steps and short sequences. `run_train.sh` is really started, with two processes,
-  where it is given NGPU; else its recipe is trained here (.ci/run starts it as it is). torchrun is
-  really started with a script of the page; else its words are parsed by torch and the recipe is
-  checked for that many ranks; with `--processes`, for every number of ranks that may be. Of
-  `scripts/test` and of the reliability trials the tests are collected.
+  where it is given NGPU; else its recipe is trained here (.ci/run starts it as it is). The words of
+  torchrun are parsed by torch, and its recipe is checked for that many ranks; with `--processes`,
+  for every number of ranks that may be. Of `scripts/test` and of the reliability trials the tests
+  are collected. Nothing is planned but on the pages about plans.
 
 Other blocks are for reading only.
 """
@@ -26,10 +26,9 @@ Other blocks are for reading only.
 import ast
 import contextlib
 import functools
-import gc
+import importlib
 import io
 import itertools
-import multiprocessing
 import os
 import re
 import runpy
@@ -37,16 +36,17 @@ import shlex
 import subprocess
 import sys
 import tomllib
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
 
+from tests import forked
+from tests.plans import leave_out
 from tests.reliability import __main__ as reliability
 from tests.sources import MODULES, PAGES, ROOT, text, tree
 from tests.test_house import LAYERS
@@ -62,18 +62,13 @@ from torchtitan.tools import train as verb_train
 
 PAGES_AND_RESULTS = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 FOLDERS = ("torchtitan", "tests", "benchmarks", "scripts", "train_configs", "docs")
+ABOUT_PLANS = (ROOT / "README.md", ROOT / "docs/plan.md")
 LONG = (
-    *("checkpoint.md", "debugging.md", "evaluation.md", "from_torchtitan.md", "plan.md"),
-    *("precision.md", "profiling.md", "quickstart.md", "vision.md", "weights.md"),
+    *("checkpoint.md", "compare.md", "data.md", "evaluation.md", "precision.md", "profiling.md"),
+    *("quickstart.md", "verify.md", "vision.md", "vision_results.md", "weights.md"),
 )
-LONGEST = [page for page in PAGES if page.name in ("compare.md", "verify.md", "vision_results.md")]
-IN_GATE = [page for page in PAGES if page.name in LONG or page == ROOT / "README.md"]
-DAILY = [page for page in PAGES if page not in IN_GATE + LONGEST]
+IN_GATE = [*ABOUT_PLANS, *(ROOT / "docs" / name for name in LONG)]
 DEBUG_RECIPE = "train_configs/debug_model.toml"
-
-GLOO_AT_EXIT = "terminate called without an active exception"
-"""Message of a process whose gloo thread frees a tensor after the interpreter ended, by chance:
-pytorch/pytorch, issue 190489. A run of ours leaves before that, a plain script may meet it."""
 
 NOT_RUN = {
     "README.md": ["installs", "installs", "needs Docker", "needs Slurm"],
@@ -96,6 +91,7 @@ NOT_RUN = {
 # What a command is made small by; more than this many steps become this many.
 MOST_STEPS = 4
 SMALL = {"--training.steps": "2", "--training.seq_len": "32", "--validation.steps": "1"}
+SHORT = {"--training.seq_len": "32"}
 
 
 @dataclass(frozen=True)
@@ -110,6 +106,10 @@ class Block:
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def is_played(self) -> bool:
+        return "not run" not in self.marks
 
     @property
     def commands(self) -> list[str]:
@@ -139,24 +139,51 @@ def prose(page: Path) -> str:
     return re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", tiers(PAGES, DAILY, LONGEST), ids=lambda page: page.name)
-def test_blocks_of_a_page_do_what_it_says(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+PLAYED = [
+    page
+    for page in PAGES
+    if any(
+        block.is_played and block.language in ("bash", "python", "toml") for block in blocks(page)
+    )
+]
+DAILY = [page for page in PLAYED if page not in IN_GATE]
+
+
+@pytest.mark.costs("commands of a page")
+@pytest.mark.parametrize("page", tiers(PLAYED, DAILY), ids=lambda page: page.name)
+def test_blocks_of_a_page_do_what_it_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page not in ABOUT_PLANS:
+        leave_out(monkeypatch)
+    play(page, tmp_path)
+
+
+@pytest.mark.slow
+def test_scripts_of_pages_run_under_torchrun(tmp_path: Path) -> None:
+    """Of plain scripts: torch may crash as they exit, by chance, and a run of ours may not.
+
+    A thread of gloo then frees a tensor after the interpreter ended: pytorch/pytorch, issue 190489.
+    tests/checkpoint/test_torch_reader.py runs the script in every tier.
+    """
+    play(ROOT / "docs/weights.md", tmp_path, starts_torchrun=True)
+
+
+def play(page: Path, folder: Path, *, starts_torchrun: bool = False) -> None:
+    (folder / "train_configs").symlink_to(ROOT / "train_configs")
     found = list(blocks(page))
     for block in found:
         if name := block.marks.get("file"):
-            file = tmp_path / name
+            file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.text)
     for block in found:
-        if "not run" not in block.marks:
-            for played in plays(block, tmp_path):
-                status, output = in_child(played.action, tmp_path)
-                if status and GLOO_AT_EXIT in output:
-                    warnings.warn(f"A rank died in native code: {played.what}", stacklevel=1)
-                    status, output = in_child(played.action, tmp_path)
+        if block.is_played:
+            for played in plays(block, folder, starts_torchrun):
+                done = forked.run(played.action, folder)
                 expected = int(block.marks.get("ends with", 0))
-                assert status == expected, f"{block}: {played.what}\n{output}"
+                output = done.stdout + done.stderr
+                assert done.status == expected, f"{block}: {played.what}\n{output}"
 
 
 class Play(NamedTuple):
@@ -166,10 +193,10 @@ class Play(NamedTuple):
     action: Callable[[], int]
 
 
-def plays(block: Block, folder: Path) -> Iterator[Play]:
+def plays(block: Block, folder: Path, starts_torchrun: bool) -> Iterator[Play]:
     if block.language == "bash":
         for command in block.commands:
-            yield Play(command, lambda command=command: run(command))
+            yield Play(command, functools.partial(run, command, starts_torchrun))
     elif block.language == "python":
         yield Play("compile", lambda: ast.parse(block.text) is None)
         if "file" not in block.marks:
@@ -180,33 +207,6 @@ def plays(block: Block, folder: Path) -> Iterator[Play]:
         yield Play("refuse", lambda: refusal(block.marks["file"]) == "")
     elif block.language == "toml":
         yield Play("load", lambda: load(block, folder))
-
-
-def in_child(action: Callable[[], int], folder: Path) -> tuple[int, str]:
-    """Status and output of an action in `folder`, in a process that leaves nothing behind here."""
-    log = folder / "log.txt"
-    process = multiprocessing.get_context("fork").Process(target=child, args=(action, folder, log))
-    process.start()
-    process.join()
-    return process.exitcode or 0, log.read_text()
-
-
-def child(action: Callable[[], int], folder: Path, log: Path) -> None:
-    gc.freeze()  # garbage of the parent may hold threads that a fork does not have
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    status = 1
-    with (
-        log.open("w") as out,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(out),
-    ):
-        try:
-            status = int(action())
-        except BaseException:
-            traceback.print_exc()
-    # Skips the exit handlers of pytest, which belong to the parent.
-    os._exit(status)
 
 
 def load(block: Block, folder: Path) -> int:
@@ -235,7 +235,7 @@ def compare(found: str, expected: str) -> int:
     return found != expected
 
 
-def run(command: str) -> int:
+def run(command: str, starts_torchrun: bool) -> int:
     """Run a command of the documentation as the module's docstring says."""
     words = shlex.split(command)
     environment = {}
@@ -250,7 +250,7 @@ def run(command: str) -> int:
             # The script works in its own folder.
             folder = {"--job.dump_folder": str(Path("outputs/script").resolve())}
             script = [ROOT / "run_train.sh", *small(flags, SMALL | folder)]
-            return subprocess.call(script, env=environment, stdout=sys.stdout, stderr=sys.stdout)
+            return subprocess.call(script, env=environment)
         case ["./run_train.sh", *flags]:
             recipe = environment.get("CONFIG_FILE", DEBUG_RECIPE)
             return cli.main(["train", "--job.config_file", recipe, *small(flags)])
@@ -267,9 +267,12 @@ def run(command: str) -> int:
         case ["torchtitan", "train", *flags] | ["python", "-m", "torchtitan.train", *flags]:
             verb_train.start = only_check
             return cli.main(["train", *(flags if "--processes" in flags else small(flags))])
+        case ["torchtitan", "compare" | "verify-parallelism" | "verify-resume", *arguments]:
+            is_run = "--check" not in arguments
+            return cli.main([words[1], *(small(arguments, SHORT) if is_run else arguments)])
         case ["torchtitan", *arguments]:
             return cli.main(arguments)
-        case ["torchrun", *arguments] if Path(arguments[-1]).is_file():
+        case ["torchrun", *arguments] if starts_torchrun and Path(arguments[-1]).is_file():
             return subprocess.call([sys.executable, "-m", "torch.distributed.run", *arguments])
         case ["torchrun", *arguments]:
             return parse_torchrun(arguments)
@@ -311,7 +314,8 @@ def parse_torchrun(arguments: list[str]) -> int:
     from torch.distributed.run import get_args_parser
 
     parsed = get_args_parser().parse_args(arguments)
-    assert parsed.module
+    if not parsed.module:
+        return not Path(parsed.training_script).is_file()
     assert parsed.training_script == "torchtitan.train"
     path, flags = split_recipe(parsed.training_script_args)
     load_job(path, flags, int(parsed.nproc_per_node), "cpu")
@@ -363,7 +367,7 @@ def test_files_that_are_named_exist() -> None:
     named = {
         (page.stem, name) for page in PAGES_AND_RESULTS for name in re.findall(path, text(page))
     }
-    missing = [(page.stem, name) for page, name in named if not (ROOT / name).exists()]
+    missing = [(page, name) for page, name in sorted(named) if not (ROOT / name).exists()]
     assert [(page, name) for page, name in missing if name != "tests/assets"] == []  # TorchTitan's
 
 
@@ -412,40 +416,55 @@ def test_every_package_has_a_line_in_the_architecture() -> None:
     }
 
 
+@pytest.mark.costs("parses every module")
 def test_every_module_has_a_purpose() -> None:
     for path in MODULES:
         assert ast.get_docstring(tree(path)) or not tree(path).body, f"{path} has no docstring"
 
 
-def test_picture_of_the_architecture_shows_the_imports(tmp_path: Path) -> None:
-    script, drawn = ROOT / "scripts/draw_architecture.py", tmp_path / "architecture.svg"
-    subprocess.run([sys.executable, script, tmp_path], check=True)
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a script of the repository, which finds those beside it."""
+
+    def imported(path: str) -> ModuleType:
+        monkeypatch.syspath_prepend((ROOT / path).parent)
+        return importlib.import_module(Path(path).stem)
+
+    return imported
+
+
+def test_picture_of_the_architecture_shows_the_imports(script: Callable[[str], ModuleType]) -> None:
+    drawing = script("scripts/draw_architecture.py")
     kept = (ROOT / "docs/images/architecture.svg").read_text()
-    assert drawn.read_text() == kept, f"run python {script.relative_to(ROOT)}"
+    drawn = str(drawing.draw(drawing.find_imports()))
+    assert drawn == kept, "run python scripts/draw_architecture.py"
 
 
-def test_pictures_are_as_their_script_draws_them(tmp_path: Path) -> None:
-    script = ROOT / "scripts/draw_parallelism.py"
-    subprocess.run([sys.executable, script, tmp_path], check=True)
+def test_pictures_are_as_their_script_draws_them(
+    script: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    script("scripts/draw_parallelism.py").main(tmp_path)
     drawn = {path.name: path for path in tmp_path.iterdir()}
     kept = {path.name: path for path in (ROOT / "docs/images").glob("parallel_*.svg")}
     page = (ROOT / "docs/parallelism.md").read_text()
     assert drawn.keys() == kept.keys() == set(re.findall(r"\(images/(parallel_\w+\.svg)\)", page))
     for name, path in drawn.items():
-        assert path.read_text() == kept[name].read_text(), f"run python {script.relative_to(ROOT)}"
+        assert path.read_text() == kept[name].read_text(), "run python scripts/draw_parallelism.py"
         top = ElementTree.parse(path).getroot()
         assert [child.tag.rpartition("}")[2] for child in top[:2]] == ["title", "desc"]
         assert all(child.text for child in top[:2])
 
 
-def test_table_of_traffic_is_as_computed(tmp_path: Path) -> None:
-    written, script = ROOT / "docs/parallelism.md", ROOT / "benchmarks/traffic.py"
+def test_table_of_traffic_is_as_computed(
+    script: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    written = ROOT / "docs/parallelism.md"
     page = tmp_path / "page.md"
     page.write_text(re.sub(r"\d", "0", written.read_text()))
-    subprocess.run([sys.executable, script, page], check=True)
+    script("benchmarks/traffic.py").main(page)
     table = re.search(r"^\| DDP 8 .*?\n\n", page.read_text(), re.MULTILINE | re.DOTALL)
     assert table is not None
-    assert table[0] in written.read_text(), f"run python {script.relative_to(ROOT)}"
+    assert table[0] in written.read_text(), "run python benchmarks/traffic.py"
 
 
 def test_every_dependency_is_justified() -> None:

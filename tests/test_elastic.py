@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from tests import launched
+from tests.launched import OURS, Process
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
 from tests.test_launch import RECIPE, ROOT, SMALL, environment, wait_for_step
@@ -43,22 +45,16 @@ def command(folder: Path, *flags: str, **options: str) -> list[str]:
     """The launcher's command line; options are its own."""
     own = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     recipe = [RECIPE, *FLAGS, f"--job.dump_folder={folder}", *flags]
-    return [sys.executable, "-m", "torchtitan", "train", *recipe, *own]
+    return [*OURS, "train", *recipe, *own]
 
 
 @contextmanager
-def started(words: list[str], log: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def started(
+    words: list[str], log: Path, before: Callable[[], object] = lambda: None, **variables: str
+) -> Iterator[Process]:
     """A process in a group of its own, of which nothing is left afterwards."""
-    with log.open("a") as output:
-        process = subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=environment(**{"FAULT": NEVER} | variables),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    own = environment(**{"FAULT": NEVER} | variables)
+    process = launched.start(words, own, log, before=before)
     try:
         yield process
     finally:
@@ -66,7 +62,7 @@ def started(words: list[str], log: Path, **variables: str) -> Iterator[subproces
             kill(process)
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: Process) -> None:
     """As a machine does that loses its power: the launcher and its ranks, which have groups."""
     found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
     for pid in (process.pid, *map(int, found.stdout.split())):
@@ -264,7 +260,7 @@ def test_nodes_come_and_go_and_the_run_stays_the_same(tmp_path: Path) -> None:
         rdzv_conf="last_call_timeout=3,keep_alive_interval=1",
     )
 
-    def wait_for_ranks(count: int, process: subprocess.Popen[str]) -> None:
+    def wait_for_ranks(count: int, process: Process) -> None:
         """Until so many ranks have done three more steps."""
         last = max((note["step"] for note in notes(folder)), default=0)
         while [note["step"] > last + 3 for note in notes(folder)] != [True] * count:

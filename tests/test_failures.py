@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import launched
+from tests.launched import OURS
 from tests.test_launch import RECIPE, ROOT, SMALL, environment
 from tests.tiers import tiers
 from torchtitan.flight_recorder import read_traces
@@ -34,6 +36,8 @@ FAULTS = {
     "silent": "rank 1 hung at step 3 outside communication, in tests/faults.py:",
     "freeze": "rank 1 stopped responding (frozen, or disconnected) at step 3",
 }
+# Those that do not need a Python of their own, or a ring that torch makes anew.
+IN_FORKS = ("raise", "silent")
 # What is said of rank 0.
 WAITED = (
     r"rank 0 waited at step 3 in all_reduce #\d+ on all \(ranks 0 and 1\) of int64 .* for rank 1"
@@ -43,8 +47,13 @@ RECEIVED = r"rank 0 waited at step 3 in a send or receive, in tests/faults.py"
 
 def run(fault: str, folder: Path) -> tuple[int, str]:
     """Status and output of two ranks, the second of which breaks at step 3."""
+    words = [*SMALL, *TINY, f"--job.dump_folder={folder}"]
+    if fault in IN_FORKS:
+        words = [*OURS, "train", RECIPE, *words, "--processes=2", "--max-restarts=0"]
+        launcher = launched.start(words, environment(FAULT=f"{fault} 1 3"), folder / "log")
+        return launcher.wait(BOUND), launcher.communicate()[0]
     process = subprocess.Popen(
-        ["./run_train.sh", *SMALL, *TINY, f"--job.dump_folder={folder}"],
+        ["./run_train.sh", *words],
         cwd=ROOT,
         env=environment(NGPU="2", CONFIG_FILE=RECIPE, MAX_RESTARTS="0", FAULT=f"{fault} 1 3"),
         stdout=subprocess.PIPE,

@@ -1,6 +1,7 @@
 """Rules of the house that a reader relies on: imports point down, and importing is cheap."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -8,7 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+import pytest
 
 from tests.sources import MODULES, PACKAGE, nodes, place, text, tree
 from torchtitan.job import JobConfig
@@ -117,6 +119,7 @@ def test_names_of_modules_are_unique() -> None:
     assert repeated((path.stem, path) for path in [*files, *folders] if path not in commands) == {}
 
 
+@pytest.mark.costs("parses every module")
 def test_names_of_classes_are_unique() -> None:
     found = []
     for path in MODULES:
@@ -151,6 +154,7 @@ def test_own_modules_are_imported_at_the_top() -> None:
     assert found == []
 
 
+@pytest.mark.costs("parses every module")
 def test_no_failure_is_swallowed_and_nothing_is_global() -> None:
     found = []
     for path in MODULES:
@@ -192,31 +196,58 @@ def test_rules_ask_for_a_model_that_may_not_be() -> None:
     assert [place(path) for path in rules if "model_args(" in text(path)] == []
 
 
-def test_reading_a_recipe_imports_nothing_heavy() -> None:
+IMPORTS = """
+import json, sys
+loaded = {}
+import torchtitan.tools.cli
+loaded["command"] = [*sys.modules]
+import logging, torch
+def refuse(*args): raise RuntimeError("touched CUDA")
+kept = torch.cuda._lazy_init, torch.cuda.get_device_name
+torch.cuda._lazy_init = torch.cuda.get_device_name = refuse
+import VERBS
+assert not logging.getLogger("torchtitan").handlers
+torch.cuda._lazy_init, torch.cuda.get_device_name = kept
+loaded["verbs"] = [*sys.modules]
+torchtitan.train.main(sys.argv[1:])
+loaded["step"] = [*sys.modules]
+print(json.dumps(loaded))
+"""
+"""Imports more and more in one process, so that a later stage also has what an earlier one has."""
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The modules that are loaded by the command, by all its verbs, and by a step of one rank.
+
+    That the process ends well shows that importing needs no accelerator and changes no logging.
+    """
     verbs = ", ".join(f"torchtitan.tools.{module}" for module in modules_of_verbs())
-    assert not imported_by(f"import {verbs}") & {*HEAVY, *SLOW_TORCH}
+    words = [f"{PACKAGE.parent}/train_configs/debug_model.toml", "--training.steps", "1"]
+    words += [f"--job.dump_folder={tmp_path_factory.mktemp('run')}", "--training.seq_len=32"]
+    words += ["--no-validation.enable", "--no-checkpoint.enable"]
+    command = [sys.executable, "-c", IMPORTS.replace("VERBS", verbs), *words]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return {stage: set(names) for stage, names in json.loads(printed.splitlines()[-1]).items()}
 
 
-def test_the_command_imports_no_verb_and_no_torch() -> None:
+@pytest.mark.costs("a process of its own")
+def test_reading_a_recipe_imports_nothing_heavy(loaded: dict[str, set[str]]) -> None:
+    assert not loaded["verbs"] & {*HEAVY, *SLOW_TORCH}
+
+
+def test_the_command_imports_no_verb_and_no_torch(loaded: dict[str, set[str]]) -> None:
     """So that `--help` and the completion of a shell are quick."""
-    loaded = imported_by("import torchtitan.tools.cli")
     verbs = {f"torchtitan.tools.{module.partition('.')[0]}" for module in modules_of_verbs()}
-    assert not loaded & {*HEAVY, *verbs, "torch"}
+    assert not loaded["command"] & {*HEAVY, *verbs, "torch"}
 
 
-def test_a_step_of_one_rank_imports_only_what_it_needs() -> None:
+def test_a_step_of_one_rank_imports_only_what_it_needs(loaded: dict[str, set[str]]) -> None:
     """Each of these takes as long to import as a step."""
-    recipe = "--training.steps 1 --no-validation.enable --no-checkpoint.enable"
-    with TemporaryDirectory() as folder:
-        words = (
-            f"{PACKAGE.parent}/train_configs/debug_model.toml --job.dump_folder {folder} {recipe}"
-        )
-        loaded = imported_by(
-            f"from torchtitan.train import main\nmain('--job.config_file {words}'.split())"
-        )
-    assert "torchtitan.trainer" in loaded
-    assert not {name for name in loaded if name.startswith("torchtitan.research.")}
-    assert not loaded & {"sympy", "torch.distributed.tensor", "torch._dynamo", "datasets", "wandb"}
+    slow = {"sympy", "torch.distributed.tensor", "torch._dynamo", "datasets", "wandb"}
+    assert "torchtitan.trainer" in loaded["step"]
+    assert not {name for name in loaded["step"] if name.startswith("torchtitan.research.")}
+    assert not loaded["step"] & slow
 
 
 WORDS = {"bfloat16", "common", "float8", "images", "modelled", "random", "rotated", "slicing"}
@@ -261,19 +292,3 @@ def main_road() -> list[Path]:
 
 def modules_of_verbs() -> list[str]:
     return [module for verbs in VERBS.values() for module in verbs.values()]
-
-
-def imported_by(code: str) -> set[str]:
-    command = [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"]
-    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
-
-
-def test_importing_needs_no_accelerator_and_changes_no_logging() -> None:
-    code = (
-        "import torch\n"
-        "def refuse(*args): raise RuntimeError('touched CUDA')\n"
-        "torch.cuda._lazy_init = torch.cuda.get_device_name = refuse\n"
-        "import logging, torchtitan.tools.check, torchtitan.tools.verify\n"
-        "assert not logging.getLogger('torchtitan').handlers\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,5 +1,6 @@
 """Training as it is started: by the script, by itself, by torchrun on two nodes; and stopped."""
 
+import itertools
 import os
 import re
 import signal
@@ -11,12 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from tests import launched
+from tests.launched import OURS, Process
 from tests.runs import losses
 from tests.tiers import tiers
 from torchtitan.checkpoint import saved_steps
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "train_configs/debug_model.toml"
+NUMBERS = itertools.count()
+TINY = ["--job.imports=tests.tiny", "--model.name=tiny", "--model.flavor=tiny"]
+TRAIN = [*OURS, "train", RECIPE]
 SMALL = [
     "--training.local_batch_size=2",
     "--training.seq_len=32",
@@ -32,9 +38,14 @@ def environment(**variables: str) -> dict[str, str]:
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
 
 
-def start(command: list[str], folder: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
+def start(command: list[str], folder: Path, *flags: str, **variables: str) -> Process:
+    """Start a run; a launcher of ours is forked from this process."""
+    words = [*command, *SMALL, f"--job.dump_folder={folder}", *flags]
+    if command[:3] == OURS:
+        log = folder.parent / f"{folder.name}-{next(NUMBERS)}.log"
+        return launched.start(words, environment(**variables), log)
     return subprocess.Popen(
-        [*command, *SMALL, f"--job.dump_folder={folder}", *flags],
+        words,
         cwd=ROOT,
         env=environment(**variables),
         stdout=subprocess.PIPE,
@@ -43,35 +54,30 @@ def start(command: list[str], folder: Path, *flags: str, **variables: str) -> su
     )
 
 
-def finish(process: subprocess.Popen[str], status: int = 0) -> str:
+def finish(process: Process, status: int = 0) -> str:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == status, output
     return output
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(folder: Path, step: int, process: Process) -> None:
     while not (folder / "metrics.jsonl").exists() or len(losses(folder)) < step:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
 
 
-@pytest.mark.gate
-def test_script_on_two_processes_shows_the_ranks_asked_for(tmp_path: Path) -> None:
-    two = {"NGPU": "2", "CONFIG_FILE": RECIPE}
-    both = finish(
-        start(["./run_train.sh"], tmp_path / "a", "--training.steps", "2", **two, LOG_RANK="0,1")
-    )
-    assert re.search(r"\[rank0\]", both)
-    assert re.search(r"\[rank1\]", both)
-    assert list(losses(tmp_path / "a")) == [1, 2]
-    flags = ["--training.steps", "2", "--no-checkpoint.enable"]
-    one = finish(start(["./run_train.sh"], tmp_path / "b", *flags, **two))
+def test_launcher_shows_the_first_rank_and_does_not_restart_without_checkpoints(
+    tmp_path: Path,
+) -> None:
+    words = [*TRAIN, *TINY, "--processes=2"]
+    one = finish(start(words, tmp_path, "--training.steps", "2", "--no-checkpoint.enable"))
     assert "Automatic restarts are off because checkpoint.enable = false.\n" in one
     assert re.search(r"\[rank0\].*step 2/2", one)
     assert not re.search(r"\[rank1\]", one)
+    assert list(losses(tmp_path)) == [1, 2]
 
 
-@pytest.mark.parametrize("processes", tiers(["1", "2"], ["2"]))
+@pytest.mark.parametrize("processes", tiers(["1", "2"], ["2"], ["1"]))
 def test_script_tells_a_mistake_once_without_a_traceback(processes: str, tmp_path: Path) -> None:
     process = start(["./run_train.sh"], tmp_path / "a", "--training.stps=2", NGPU=processes)
     output, _ = process.communicate(timeout=300)
@@ -91,26 +97,39 @@ def test_one_process_is_stopped_and_goes_on_to_the_same_numbers(
     number: int, status: int, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", RECIPE]
-    steps = "--training.steps=40"
-    stopped = start(command, tmp_path / "stopped", steps)
+    flags = ("--training.steps=40", "--job.imports=tests.tiny")
+    stopped = start(command, tmp_path / "stopped", *flags)  # with a Python of its own
     wait_for_step(tmp_path / "stopped", 3, stopped)
     stopped.send_signal(number)
     assert "finishing this step, then saving" in finish(stopped, status)
     assert 3 <= max(saved_steps(tmp_path / "stopped/checkpoint")) < 40
 
-    finish(start(command, tmp_path / "stopped", steps))
-    finish(start(command, tmp_path / "whole", steps))
+    finish(start(TRAIN, tmp_path / "stopped", *flags))
+    finish(start(TRAIN, tmp_path / "whole", *flags))
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("number", "status"), tiers(STOPS, [STOPS[1]], [STOPS[0]]))
+def test_signal_to_the_launcher_is_passed_on_and_loses_nothing(tmp_path: Path) -> None:
+    process = start([*TRAIN, *TINY, "--processes=2"], tmp_path, "--training.steps=1000")
+    wait_for_step(tmp_path, 3, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process, 75)
+    saved = max(saved_steps(tmp_path / "checkpoint"))
+    assert saved == max(losses(tmp_path)) < 1000
+
+
+@pytest.mark.parametrize(("number", "status"), tiers(STOPS, [], [STOPS[0]]))
 def test_signal_to_the_script_is_passed_on_and_loses_nothing(
     number: int, status: int, tmp_path: Path
 ) -> None:
-    process = start(["./run_train.sh"], tmp_path, "--training.steps=1000", NGPU="2")
+    """And the script shows the ranks asked for."""
+    two = {"NGPU": "2", "CONFIG_FILE": RECIPE, "LOG_RANK": "0,1"}
+    process = start(["./run_train.sh"], tmp_path, "--training.steps=1000", **two)
     wait_for_step(tmp_path, 3, process)
     process.send_signal(number)
-    finish(process, status)
+    both = finish(process, status)
+    assert re.search(r"\[rank0\]", both)
+    assert re.search(r"\[rank1\]", both)
     saved = max(saved_steps(tmp_path / "checkpoint"))
     assert saved == max(losses(tmp_path)) < 1000
 

@@ -2,18 +2,19 @@
 
 import json
 import os
-import shutil
-import subprocess
-import sys
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import launched
+from tests.launched import OURS
 from tests.ranks import run_ranks
 from tests.test_elastic import started
 from tests.test_launch import RECIPE, ROOT, environment
@@ -239,16 +240,16 @@ def test_rates_are_compared_with_the_median() -> None:
 
 
 def command(folder: Path, *flags: str) -> list[str]:
-    words = [sys.executable, "-m", "torchtitan", "preflight", RECIPE]
+    words = [*OURS, "preflight", RECIPE]
     return [*words, f"--least-rate={LOOSE}", f"--job.dump_folder={folder}", *flags]
 
 
 @pytest.mark.gate
 def test_command_prints_what_it_found(tmp_path: Path) -> None:
     words = command(tmp_path / "run", "--json", "--processes=2")
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    verdict = json.loads(done.stdout)
+    done = launched.start(words, environment(), tmp_path / "out", tmp_path / "log")
+    assert done.wait() == 0, (tmp_path / "log").read_text()
+    verdict = json.loads((tmp_path / "out").read_text())
     assert (verdict["ranks"], verdict["faults"]) == (2, [])
     assert verdict["rates"]["products"]["median"] > 0
 
@@ -269,19 +270,17 @@ def two_nodes() -> dict[str, str]:
 
 @pytest.mark.gate
 def test_node_without_the_shared_folder_ends_the_job_on_both(tmp_path: Path) -> None:
-    if os.getuid() or shutil.which("unshare") is None:
-        pytest.skip("needs root, and unshare")
+    if os.getuid():
+        pytest.skip("needs root")
     (tmp_path / "run").mkdir()
-    mount = f"mount -t tmpfs none {tmp_path}/run && exec "
-    words = command(tmp_path / "run")
-    apart = ["unshare", "--mount", "sh", "-c", mount + " ".join(words)]
-    variables = two_nodes()
+    apart = partial(launched.mount, "-t", "tmpfs", "none", tmp_path / "run")
+    words, variables = command(tmp_path / "run"), two_nodes()
     with ExitStack() as stack:
         both = [
             stack.enter_context(
-                started(each, tmp_path / f"log{rank}", **variables, PET_NODE_RANK=str(rank))
+                started(words, tmp_path / f"log{rank}", each, **variables, PET_NODE_RANK=str(rank))
             )
-            for rank, each in enumerate((words, apart))
+            for rank, each in enumerate((lambda: None, apart))
         ]
         statuses = [each.wait(timeout=100) for each in both]
     logs = [(tmp_path / f"log{rank}").read_text() for rank in range(2)]
@@ -290,6 +289,15 @@ def test_node_without_the_shared_folder_ends_the_job_on_both(tmp_path: Path) -> 
         assert "fault: rank 1 (" in log
         assert "use one that all nodes share" in log
         assert "\n1 fault\n" in log
+
+
+def wait_for_rendezvous(port: int) -> None:
+    """Until the first node answers."""
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.05)
 
 
 @pytest.mark.gate
@@ -307,7 +315,7 @@ def test_node_that_comes_back_is_not_checked_without_the_others(first: str, tmp_
             nodes[verb] = stack.enter_context(
                 started(words[verb], log, **variables, PET_NODE_RANK=str(rank))
             )
-            time.sleep(8 * (rank == 0))
+            wait_for_rendezvous(int(variables["PET_MASTER_PORT"]))
         assert nodes["preflight"].wait(timeout=100) == 0
         assert nodes["train"].poll() is None
     log_of_it = (tmp_path / "preflight").read_text()

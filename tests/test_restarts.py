@@ -8,10 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests import launched
+from tests.launched import Process
 from tests.processes import descendants
 from tests.runs import losses
 from tests.test_elastic import command, kill, started, undisturbed
@@ -59,7 +62,7 @@ PORTS: Iterator[int] = iter(range(21_000 + os.getpid() % 5000, 30_000))
 
 def nodes_of(
     scheduler: str, nodes: int, words: list[str], folder: Path, stack: ExitStack, fault: str
-) -> list[subprocess.Popen[str]]:
+) -> list[Process]:
     """Start the same command on each node of a scheduler."""
     port = next(PORTS)
     variables = (STUBS[scheduler](node, nodes, port) for node in range(nodes))
@@ -96,8 +99,8 @@ def test_same_command_resumes_on_two_nodes_and_on_one(scheduler: str, tmp_path: 
 
 @pytest.mark.gate
 def test_nodes_resume_from_their_own_disks(tmp_path: Path) -> None:
-    if os.getuid() or shutil.which("unshare") is None:
-        pytest.skip("needs root, and unshare")
+    if os.getuid():
+        pytest.skip("needs root")
     folder, shared = tmp_path / "run", tmp_path / "disk"
     logs = [tmp_path / "log0", tmp_path / "log1"]
     shared.mkdir()
@@ -107,15 +110,15 @@ def test_nodes_resume_from_their_own_disks(tmp_path: Path) -> None:
     )
     port = next(PORTS)
 
-    def nodes(stack: ExitStack, fault: str) -> list[subprocess.Popen[str]]:
+    def nodes(stack: ExitStack, fault: str) -> list[Process]:
         """Start both nodes, each of which has another disk at the same path."""
         found = []
         for node in range(2):
             (own := tmp_path / f"disk{node}").mkdir(exist_ok=True)
-            mount = f'mount --bind {own} {shared} && exec "$@"'
+            mount = partial(launched.mount, "--bind", own, shared)
             variables = {k: str(v) for k, v in STUBS["Kubeflow"](node, 2, port).items()}
-            line = ["unshare", "--mount", "sh", "-c", mount, "sh", *words]
-            found.append(stack.enter_context(started(line, logs[node], FAULT=fault, **variables)))
+            one = started(words, logs[node], mount, FAULT=fault, **variables)
+            found.append(stack.enter_context(one))
         return found
 
     with ExitStack() as stack:

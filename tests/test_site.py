@@ -16,14 +16,13 @@ from pathlib import Path
 from signal import SIGTERM, SIGUSR1
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 
 from tests.compare.browser import CHROMIUM, opened_browser
+from tests.sources import MODULES, ROOT, nodes, tree
 from torchtitan.launch import WRONG_RECIPE
 from torchtitan.resilience.stop import DIVERGED, REQUEUE, SIGNALS, status_of_stop
 from torchtitan.tools.cli import VERBS
 
-ROOT = Path(__file__).resolve().parent.parent
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 
 
@@ -77,6 +76,8 @@ def test_headings_of_a_page_can_be_linked(site: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_and_search_finds_a_page(scheme: str, site: Path) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -125,8 +126,8 @@ def test_exit_codes_are_those_of_the_code() -> None:
 
 def registries() -> Iterator[str]:
     """The name of every registry of the package."""
-    for path in (ROOT / "torchtitan").rglob("*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for path in MODULES:
+        for node in tree(path).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Registry["):
                 yield ast.unparse(node.targets[0])
 
@@ -158,12 +159,11 @@ def test_every_verb_and_module_is_listed(site: Path) -> None:
         assert is_listed == (path.stat().st_size > 0) or path.name == "__init__.py", path
 
 
-@functools.cache
 def texts_of_the_package() -> str:
     """Every string of the package, a line each; values in them are left out."""
     found = []
-    for path in (ROOT / "torchtitan").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in MODULES:
+        for node in nodes(path):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
             elif isinstance(node, ast.JoinedStr):
@@ -172,15 +172,14 @@ def texts_of_the_package() -> str:
     return "\n".join(text.replace("\n", " ") for text in found)
 
 
-def quoted_messages() -> list[str]:
+def test_quoted_messages_exist() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    return re.findall(r'^### "(.+)"$', page, re.MULTILINE)
-
-
-@pytest.mark.parametrize("message", quoted_messages())
-def test_quoted_messages_exist(message: str) -> None:
-    pattern = ".+".join(re.escape(part) for part in message.strip("… ").split("…"))
-    assert re.search(pattern, texts_of_the_package()), "mend docs/troubleshooting.md"
+    said, missing = texts_of_the_package(), []
+    for message in (quoted := re.findall(r'^### "(.+)"$', page, re.MULTILINE)):
+        pattern = ".+".join(re.escape(part) for part in message.strip("… ").split("…"))
+        missing += [] if re.search(pattern, said) else [message]
+    assert quoted
+    assert missing == [], "mend docs/troubleshooting.md"
 
 
 def test_tests_that_are_named_exist() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 import tomllib
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.earlier import COMMITS, EARLIER, Checkout, fields, listed_options, settings
+from tests.earlier import COMMITS, EARLIER, fields, listed_options, settings
+from tests.plans import no_plan  # noqa: F401  (a fixture)
 from tests.ranks import run_ranks
 from tests.runs import rows, train
 from torchtitan.checks import load_job
@@ -22,12 +24,6 @@ from torchtitan.tools.compare import read as read_study
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/stability.md").read_text()
-RECIPES = sorted(
-    str(path.relative_to(EARLIER))
-    for commit in COMMITS
-    for path in (EARLIER / commit).glob("train_configs/**/*.toml")
-)
-STUDIES = [name for name in RECIPES if "studies" in name]
 UNTIL_38F6C66 = {
     "metrics": {"time/agree"},
     "report": {
@@ -68,28 +64,29 @@ def test_the_page_names_every_state() -> None:
 
 
 @pytest.fixture
-def in_clone(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    """A folder with the recipes of a commit, and the data they name; returns a recipe's path."""
-    commit, _, recipe = request.param.partition("/")
+def in_clone(commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A folder with the recipes of a commit, and the data they name; returns their paths."""
     (tmp_path / "train_configs").symlink_to(EARLIER / commit / "train_configs")
     (tmp_path / "assets/images").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    return recipe
+    paths = (EARLIER / commit).glob("train_configs/**/*.toml")
+    return sorted(str(path.relative_to(EARLIER / commit)) for path in paths)
 
 
-@pytest.mark.parametrize("in_clone", sorted(set(RECIPES) - set(STUDIES)), indirect=True)
-def test_recipes_load(in_clone: str) -> None:
-    job = load_job(in_clone, [], None, "cuda", exempt=["model.tokenizer_path"]).config
-    assert MODELS[job.model.name]
+@every_commit
+def test_recipes_load(in_clone: list[str]) -> None:
+    for name in in_clone:
+        if "studies" not in name:
+            job = load_job(name, [], None, "cuda", exempt=["model.tokenizer_path"]).config
+            assert MODELS[job.model.name]
 
 
-@pytest.mark.parametrize("in_clone", STUDIES, indirect=True)
-def test_studies_load(in_clone: str) -> None:
+@every_commit
+def test_studies_load(in_clone: list[str]) -> None:
     unset = ("ranks", "baseline", "rounds", "warmup_steps", "steps", "seeds", "launcher", "trace")
-    found = read_study([Path(in_clone)], [], [], **dict.fromkeys((*unset, "output")))
-    assert len(found.plans) > 1
+    for name in (name for name in in_clone if "studies" in name):
+        found = read_study([Path(name)], [], [], **dict.fromkeys((*unset, "output")))
+        assert len(found.plans) > 1
 
 
 @every_commit
@@ -110,45 +107,50 @@ def test_the_resolved_recipe_of_a_run_has_the_same_values(commit: str, in_earlie
     assert len(found) > 100
 
 
-@every_commit
-def test_every_key_is_known(commit: str) -> None:
+def test_every_key_is_known() -> None:
     schema = json_schema(JobConfig)
-    known = set(settings(schema, schema["$defs"]))
-    gone = [key for key in kept(commit, "settings.json") if key not in known and key not in TABLE]
-    assert not gone
+    known = {*settings(schema, schema["$defs"]), *TABLE}
+    for commit in COMMITS:
+        assert set(kept(commit, "settings.json")) <= known, commit
 
 
-@every_commit
-def test_every_option_is_known(commit: str, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = kept(commit, "command_line.json")
-    launch = expected.pop("launch")
-    for verb, options in expected.items():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("COLUMNS", "200")
+def test_every_option_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    expected = {commit: kept(commit, "command_line.json") for commit in COMMITS}
+    for verb in {verb for options in expected.values() for verb in options}:
+        if verb == "launch":
+            monkeypatch.setattr("sys.argv", ["launch.py", "--help"])
+            with pytest.raises(SystemExit, match="0"):
+                runpy.run_path(str(ROOT / "torchtitan/launch.py"), run_name="__main__")
+        else:
             assert main([*verb.split(), "--help"]) == 0
-        assert set(options) <= {*listed_options(capsys.readouterr().out), "--help"}, verb
-    found = Checkout(ROOT).run(ROOT, "-m", "torchtitan.launch", "--help")
-    assert set(launch) <= set(listed_options(found))
+        found = {*listed_options(capsys.readouterr().out), "--help"}
+        for commit, options in expected.items():
+            assert set(options.get(verb, ())) <= found, f"{verb} of {commit}"
 
 
-@every_commit
-def test_metrics_keep_their_names(commit: str, in_earlier: None, tmp_path: Path) -> None:
+def test_metrics_keep_their_names(in_earlier: None, tmp_path: Path) -> None:
     job = load_job("recipe.toml", [f"--job.dump_folder={tmp_path}"], 2, "cpu").config
     run_ranks(train, 2, job)
-    expected = set(written(EARLIER / commit / "run/metrics.jsonl"))
     found = {key for row in rows(tmp_path) for key in row}
-    assert expected - found <= (UNTIL_38F6C66["metrics"] if commit == "6ebf193" else set())
+    for commit in COMMITS:
+        missing = written(EARLIER / commit / "run/metrics.jsonl").keys() - found
+        assert missing <= (UNTIL_38F6C66["metrics"] if commit == "6ebf193" else set()), commit
 
 
 @every_commit
-@pytest.mark.parametrize("verb", ["watch --once", "explain", "plot", "checkpoint ls"])
-def test_runs_are_read(commit: str, verb: str, in_earlier: None, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_plan")
+def test_runs_are_read(commit: str, in_earlier: None, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(EARLIER / commit / "run", run)
     shutil.copytree(EARLIER / commit / "checkpoint", run / "checkpoint")
-    assert main([*verb.split(), str(run)]) == 0
+    for verb in ("watch --once", "explain", "plot", "checkpoint ls"):
+        assert main([*verb.split(), str(run)]) == 0, verb
 
 
+@pytest.mark.usefixtures("no_plan")
 def test_runs_of_all_states_are_compared(in_earlier: None, tmp_path: Path) -> None:
     runs = []
     for commit in COMMITS:

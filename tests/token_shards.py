@@ -42,6 +42,7 @@ def token_streams(
     steps: int | None = None,
     once: bool = False,
     groups: int = 1,
+    accumulation: int = 1,
 ) -> list[TokenStream]:
     """Open the stream of each of `ranks` ranks; a step has `batch` samples."""
     tokenizer = ByteTokenizer()
@@ -55,8 +56,8 @@ def token_streams(
             seed=0,
             steps=steps,
             once=once,
-            local_batch_size=batch // ranks,
-            accumulation=1,
+            local_batch_size=batch // ranks // accumulation,
+            accumulation=accumulation,
             rank=rank,
             ranks=ranks,
             groups=groups,

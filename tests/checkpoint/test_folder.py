@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,20 +17,19 @@ import torch
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
+from tests.tiers import tiers
 from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint import lock, saved_steps, saver
-from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.store import Disk
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.provenance import to_toml
-from torchtitan.train import choose, main
+from torchtitan.train import choose
 
 
 def recipe(folder: Path, steps: int = 4, **sections: dict[str, Any]) -> JobConfig:
     checkpoint = {"enable": True, "interval": 2} | sections.pop("checkpoint", {})
-    training = {"steps": steps} | sections.pop("training", {})
+    training = {"steps": steps, "local_batch_size": 4} | sections.pop("training", {})
     schedule = {"total_steps": 8}
     return tiny.job(
         folder, checkpoint=checkpoint, training=training, lr_scheduler=schedule, **sections
@@ -40,13 +40,26 @@ def run(job: JobConfig) -> dict[str, torch.Tensor]:
     return run_ranks(train, 1, job)[0]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Four steps, saved at 2 and 4, and their weights."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run(recipe(folder))
+
+
+@pytest.fixture
+def finished(saved: tuple[Path, Any], tmp_path: Path) -> Path:
+    """A copy of that run."""
+    return Path(shutil.copytree(saved[0], tmp_path / "finished"))
+
+
 def steps_in(folder: Path) -> list[int]:
     return list(saved_steps(folder / "checkpoint"))
 
 
 def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
-    run(recipe(tmp_path, steps=5))
-    assert steps_in(tmp_path) == [2, 4, 5]
+    run(recipe(tmp_path, steps=3))
+    assert steps_in(tmp_path) == [2, 3]
 
 
 def test_keeps_the_latest(tmp_path: Path) -> None:
@@ -106,13 +119,22 @@ def test_other_names_are_no_checkpoints(name: str, tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == {}
 
 
-def test_never_refuses_a_used_folder(tmp_path: Path) -> None:
-    never = {"checkpoint": {"resume": "never"}}
-    run(recipe(tmp_path, **never))
+def test_the_newest_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
+    """Neither the last name, nor the last file."""
+    for step in (100, 9, 20):
+        (tmp_path / f"step-{step}").mkdir()
+    assert list(saved_steps(tmp_path)) == [9, 20, 100]
+    disk.forget_old(tmp_path, newest=100, keep=2, every=0)
+    assert list(saved_steps(tmp_path)) == [20, 100]
+
+
+def test_never_refuses_a_used_folder(finished: Path, tmp_path: Path) -> None:
+    never = {"resume": "never"}
+    assert not choose(recipe(tmp_path / "new", checkpoint=never)).is_resume
     with pytest.raises(ConfigError, match=r'resume: got "never", but .* has been used'):
-        choose(recipe(tmp_path, **never))
+        choose(recipe(finished, checkpoint=never))
     with pytest.raises(ConfigError, match="has been used"):
-        choose(recipe(tmp_path, checkpoint={"resume": "never", "enable": False}))
+        choose(recipe(finished, checkpoint=never | {"enable": False}))
 
 
 def test_must_needs_a_checkpoint(tmp_path: Path) -> None:
@@ -120,25 +142,23 @@ def test_must_needs_a_checkpoint(tmp_path: Path) -> None:
         choose(recipe(tmp_path, checkpoint={"resume": "must"}))
 
 
-def test_auto_refuses_another_run_and_must_takes_it(tmp_path: Path) -> None:
-    run(recipe(tmp_path))
+def test_auto_refuses_another_run_and_must_takes_it(finished: Path) -> None:
     other = {"model": {"flavor": "tied"}, "debug": {"seed": 3}}
     message = (
         r'belongs to another run \(debug.seed: 0 -> 3; model.flavor: "tiny" -> "tied"; '
         r"model.tied: false -> true\)"
     )
     with pytest.raises(ConfigError, match=message):
-        choose(recipe(tmp_path, **other))
-    start = choose(recipe(tmp_path, checkpoint={"resume": "must"}, debug={"seed": 3}))
-    assert start.path == tmp_path / "checkpoint/step-4"
+        choose(recipe(finished, **other))
+    start = choose(recipe(finished, checkpoint={"resume": "must"}, debug={"seed": 3}))
+    assert start.path == finished / "checkpoint/step-4"
     assert "debug.seed: 0 -> 3" in start.changes
 
 
-def test_other_sizes_are_another_run_however_they_are_said(tmp_path: Path) -> None:
-    run(recipe(tmp_path))
+def test_other_sizes_are_another_run_however_they_are_said(finished: Path) -> None:
     with pytest.raises(ConfigError, match=r"belongs to another run \(model.ffn_dim: 64 -> 128\)"):
-        choose(recipe(tmp_path, model={"ffn_dim": 128}))
-    assert choose(recipe(tmp_path, model={"ffn_dim": 64, "tied": False})).is_resume
+        choose(recipe(finished, model={"ffn_dim": 128}))
+    assert choose(recipe(finished, model={"ffn_dim": 64, "tied": False})).is_resume
 
 
 def test_a_checkpoint_that_recorded_no_sizes_has_those_of_its_flavor(
@@ -156,52 +176,37 @@ def test_a_checkpoint_that_recorded_no_sizes_has_those_of_its_flavor(
         choose(recipe(tmp_path, model={"dim": 64}))
 
 
-def test_auto_goes_on_when_only_settings_changed_and_says_which(tmp_path: Path) -> None:
-    run(recipe(tmp_path))
-    start = choose(recipe(tmp_path, steps=6, optimizer={"name": "AdamW", "lr": 0.1}))
+def test_auto_goes_on_when_only_settings_changed_and_says_which(finished: Path) -> None:
+    start = choose(recipe(finished, steps=6, optimizer={"name": "AdamW", "lr": 0.1}))
     assert start.is_resume
-    assert start.changes == ("optimizer.lr: 0.0008 -> 0.1", "training.steps: 4 -> 6")
+    moved, *changes = start.changes
+    assert moved.startswith("job.dump_folder: ")
+    assert changes == ["optimizer.lr: 0.0008 -> 0.1", "training.steps: 4 -> 6"]
 
 
-def test_load_step(tmp_path: Path) -> None:
-    run(recipe(tmp_path))
-    start = choose(recipe(tmp_path, steps=3, checkpoint={"load_step": 2}))
-    assert start.path == tmp_path / "checkpoint/step-2"
+def test_load_step(finished: Path) -> None:
+    start = choose(recipe(finished, steps=3, checkpoint={"load_step": 2}))
+    assert start.path == finished / "checkpoint/step-2"
     with pytest.raises(ConfigError, match=r"no checkpoint of step 3 .* there are step-2, step-4"):
-        choose(recipe(tmp_path, checkpoint={"load_step": 3}))
+        choose(recipe(finished, checkpoint={"load_step": 3}))
 
 
-def test_going_back_does_not_overwrite_what_came_later(tmp_path: Path) -> None:
-    run(recipe(tmp_path))
-    before = (tmp_path / "metrics.jsonl").read_text()
+def test_going_back_does_not_overwrite_what_came_later(finished: Path) -> None:
+    before = (finished / "metrics.jsonl").read_text()
     with pytest.raises(
         ConfigError, match=r"load_step: \S+/step-4: already exists, .*Delete it; or"
     ):
-        choose(recipe(tmp_path, checkpoint={"load_step": 2}))
+        choose(recipe(finished, checkpoint={"load_step": 2}))
     with pytest.raises(AssertionError, match=r"step-4: already exists"):
-        run(recipe(tmp_path, checkpoint={"load_step": 2}))
-    assert steps_in(tmp_path) == [2, 4]
-    assert (tmp_path / "metrics.jsonl").read_text() == before, "no step was taken"
+        run(recipe(finished, checkpoint={"load_step": 2}))
+    assert steps_in(finished) == [2, 4]
+    assert (finished / "metrics.jsonl").read_text() == before, "no step was taken"
     for checkpoint, steps in (
         ({"interval": 3}, 4),  # the last step is saved
         ({"interval": 4}, 5),
     ):
         with pytest.raises(ConfigError, match=r"step-4: already exists"):
-            choose(recipe(tmp_path, steps, checkpoint={"load_step": 2} | checkpoint))
-
-
-def test_going_back_is_refused_with_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(recipe(tmp_path))
-    path = tmp_path / "recipe.toml"
-    path.write_text(to_toml(recipe(tmp_path, checkpoint={"load_step": 2})))
-    before = (tmp_path / "metrics.jsonl").read_text()
-    assert main([str(path)]) == 2
-    error = capsys.readouterr().err
-    assert "step-4: already exists" in error
-    assert (tmp_path / "metrics.jsonl").read_text() == before, "no step was taken"
-    assert "Traceback" not in error
+            choose(recipe(finished, steps, checkpoint={"load_step": 2} | checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -209,11 +214,10 @@ def test_going_back_is_refused_with_status_2(
     [({"interval": 100}, 3), ({"interval": 3}, 5), ({"interval": 3}, 3), ({"load_only": True}, 4)],
 )
 def test_going_back_where_no_save_would_overwrite_what_came_later(
-    checkpoint: dict[str, Any], steps: int, tmp_path: Path
+    checkpoint: dict[str, Any], steps: int, finished: Path
 ) -> None:
-    run(recipe(tmp_path))
-    run(recipe(tmp_path, steps, checkpoint={"load_step": 2} | checkpoint))
-    assert {2, 4} <= set(steps_in(tmp_path))
+    run(recipe(finished, steps, checkpoint={"load_step": 2} | checkpoint))
+    assert {2, 4} <= set(steps_in(finished))
 
 
 def test_weights_alone_cannot_be_resumed_but_can_start_another_run(tmp_path: Path) -> None:
@@ -230,23 +234,23 @@ def test_weights_alone_cannot_be_resumed_but_can_start_another_run(tmp_path: Pat
         choose(recipe(tmp_path / "c", checkpoint=initial | {"initial_load_model_only": False}))
 
 
-def test_a_checkpoint_of_this_run_comes_before_initial_weights(tmp_path: Path) -> None:
-    run(recipe(tmp_path / "a"))
-    initial = {"initial_load_path": str(tmp_path / "a/checkpoint/step-2")}
+def test_a_checkpoint_of_this_run_comes_before_initial_weights(
+    tmp_path: Path, saved: tuple[Path, Any]
+) -> None:
+    initial = {"initial_load_path": str(saved[0] / "checkpoint/step-2")}
     assert choose(recipe(tmp_path / "b", checkpoint=initial)).model_only
     run(recipe(tmp_path / "b", checkpoint=initial))
     start = choose(recipe(tmp_path / "b", checkpoint=initial))
     assert start.path == tmp_path / "b/checkpoint/step-4"
 
 
-def test_everything_of_another_run(tmp_path: Path) -> None:
-    run(recipe(tmp_path / "whole", steps=4))
+def test_everything_of_another_run(tmp_path: Path, saved: tuple[Path, Any]) -> None:
     initial = {
-        "initial_load_path": str(tmp_path / "whole/checkpoint/step-2"),
+        "initial_load_path": str(saved[0] / "checkpoint/step-2"),
         "initial_load_model_only": False,
     }
     run(recipe(tmp_path / "second", steps=4, checkpoint=initial))
-    whole, second = losses(tmp_path / "whole"), losses(tmp_path / "second")
+    whole, second = losses(saved[0]), losses(tmp_path / "second")
     assert second == {step: whole[step] for step in (3, 4)}
 
 
@@ -255,15 +259,14 @@ def state_of(folder: Path, step: int) -> dict[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def test_parts_left_out_of_loading_start_afresh(tmp_path: Path) -> None:
-    run(recipe(tmp_path))
+def test_parts_left_out_of_loading_start_afresh(finished: Path) -> None:
     excluded = {"exclude_from_loading": ["lr_scheduler", "data", "optimizer"]}
-    run(recipe(tmp_path, steps=6, checkpoint=excluded))
-    state = state_of(tmp_path, 6)
+    run(recipe(finished, steps=6, checkpoint=excluded))
+    state = state_of(finished, 6)
     assert state["train_state"]["schedule_start"] == 4
     assert state["train_state"]["step"] == 6
     assert state["data"]["samples"] == 2 * 8
-    rates = [row["lr"] for row in rows(tmp_path)]
+    rates = [row["lr"] for row in rows(finished)]
     assert rates[4:6] == rates[0:2]
 
 
@@ -286,16 +289,14 @@ def test_parts_left_out_of_loading_start_afresh(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_named(
-    sections: dict[str, Any], message: str, tmp_path: Path
+    sections: dict[str, Any], message: str, finished: Path
 ) -> None:
-    run(recipe(tmp_path))
     with pytest.raises(AssertionError, match=message):
-        run(recipe(tmp_path, steps=6, checkpoint={"resume": "must"}, **sections))
+        run(recipe(finished, steps=6, checkpoint={"resume": "must"}, **sections))
 
 
-def test_what_is_written_says_what_ran(tmp_path: Path) -> None:
-    run(recipe(tmp_path))
-    state = state_of(tmp_path, 4)
+def test_what_is_written_says_what_ran(finished: Path) -> None:
+    state = state_of(finished, 4)
     assert state["recipe"]["training.steps"] == 4
     assert state["seed"] == 0
     assert state["versions"]["torch"] == torch.__version__
@@ -319,42 +320,46 @@ def train_and_listen(job: JobConfig) -> tuple[dict[str, torch.Tensor], list[str]
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     return train(job), said
 
 
+def cut(path: Path) -> None:
+    os.truncate(path, 100)
+
+
 FILES = ("manifest.json", "train_state.json", "tensors.json", "rank-0.safetensors")
+DAMAGES = [(damage, name) for damage in (flip, cut, Path.unlink) for name in FILES]
+DAILY = [*((flip, name) for name in FILES[:3]), (cut, FILES[3]), (cut, FILES[1])]
+DAILY += [(Path.unlink, FILES[3]), (Path.unlink, FILES[0])]
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [flip, lambda path: os.truncate(path, 100), Path.unlink])
+@pytest.mark.parametrize(("damage", "name"), tiers(DAMAGES, DAILY))
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
-    name: str, damage: Callable[[Path], None], tmp_path: Path
+    damage: Callable[[Path], None], name: str, finished: Path, saved: tuple[Path, Any]
 ) -> None:
-    whole = run(recipe(tmp_path))
-    damage(tmp_path / "checkpoint/step-4" / name)
+    damage(finished / "checkpoint/step-4" / name)
     with pytest.raises((ConfigError, AssertionError), match=f"step-4.*{name}"):
-        choose_and_run(recipe(tmp_path, checkpoint={"resume": "must"}))
-    found, said = run_ranks(train_and_listen, 1, recipe(tmp_path))[0]
-    assert all(torch.equal(found[parameter], weight) for parameter, weight in whole.items())
-    assert steps_in(tmp_path) == [2, 4]
-    assert (tmp_path / "checkpoint/step-4.damaged").is_dir()
+        choose_and_run(recipe(finished, checkpoint={"resume": "must"}))
+    found, said = run_ranks(train_and_listen, 1, recipe(finished))[0]
+    assert all(torch.equal(found[parameter], weight) for parameter, weight in saved[1].items())
+    assert steps_in(finished) == [2, 4]
+    assert (finished / "checkpoint/step-4.damaged").is_dir()
     assert any(re.search(f"step-4.*{name}.*; renamed to step-4.damaged", line) for line in said)
     assert not any("are of later steps" in line for line in said)  # of none that stays
 
 
-def test_without_a_good_checkpoint_nothing_starts_afresh(tmp_path: Path) -> None:
-    run(recipe(tmp_path))
+def test_without_a_good_checkpoint_nothing_starts_afresh(finished: Path) -> None:
     for step in (2, 4):
-        flip(tmp_path / f"checkpoint/step-{step}/rank-0.safetensors")
+        flip(finished / f"checkpoint/step-{step}/rank-0.safetensors")
     with pytest.raises(AssertionError, match=r"all checkpoints in \S+ are damaged"):
-        run(recipe(tmp_path, steps=6))
-    assert steps_in(tmp_path) == [2, 4]
+        run(recipe(finished, steps=6))
+    assert steps_in(finished) == [2, 4]
 
 
-def test_damaged_initial_weights_are_refused(tmp_path: Path) -> None:
-    run(recipe(tmp_path / "a"))
-    flip(tmp_path / "a/checkpoint/step-4/rank-0.safetensors")
-    initial = {"initial_load_path": str(tmp_path / "a/checkpoint")}
+def test_damaged_initial_weights_are_refused(tmp_path: Path, finished: Path) -> None:
+    flip(finished / "checkpoint/step-4/rank-0.safetensors")
+    initial = {"initial_load_path": str(finished / "checkpoint")}
     with pytest.raises(AssertionError, match=r"initial_load_path: \S+/step-4/rank-0.safetensors"):
         run(recipe(tmp_path / "b", checkpoint=initial))
 
@@ -445,31 +450,16 @@ def test_what_cannot_be_deleted_ends_no_run(
     assert list(saved_steps(tmp_path)) == [4]
 
 
-@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
-def test_asynchronous_saves_hold_the_step_they_are_named_after(mode: str, tmp_path: Path) -> None:
-    every = {"interval": 1, "keep_latest_k": 0}
-    run(recipe(tmp_path / "sync", steps=5, checkpoint=every))
-    run(recipe(tmp_path / "async", steps=5, checkpoint=every | {"async_mode": mode}))
-    assert steps_in(tmp_path / "async") == [1, 2, 3, 4, 5]
-    digests = [
-        [read_manifest(path).digest for path in saved_steps(folder / "checkpoint").values()]
-        for folder in (tmp_path / "sync", tmp_path / "async")
-    ]
-    assert digests[0] == digests[1]
-    assert len(set(digests[0])) == 5
-
-
 def test_checkpoints_of_every_so_many_steps_are_kept(tmp_path: Path) -> None:
     run(recipe(tmp_path, steps=7, checkpoint={"interval": 1, "keep_latest_k": 2, "keep_every": 3}))
     assert steps_in(tmp_path) == [3, 6, 7]
 
 
-def test_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
-    run(recipe(tmp_path))
-    before = (tmp_path / "metrics.jsonl").read_text()
-    run(recipe(tmp_path))
-    assert (tmp_path / "metrics.jsonl").read_text() == before
-    assert steps_in(tmp_path) == [2, 4]
+def test_finished_run_has_nothing_to_do(finished: Path) -> None:
+    before = (finished / "metrics.jsonl").read_text()
+    run(recipe(finished))
+    assert (finished / "metrics.jsonl").read_text() == before
+    assert steps_in(finished) == [2, 4]
 
 
 def words_of_a_finished_run(job: JobConfig) -> list[str]:

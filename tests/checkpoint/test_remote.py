@@ -17,7 +17,7 @@ from tests.checkpoint.test_folder import flip, recipe
 from tests.checkpoint.test_foreign import everything
 from tests.object_store import ObjectStore
 from tests.ranks import run_ranks
-from tests.runs import losses, train
+from tests.runs import losses, train, train_each
 from torchtitan import remote
 from torchtitan.checkpoint import SaveFailed, ranges, saved_steps, saver
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
@@ -45,7 +45,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     monkeypatch.setitem(MODELS, "small", small_weights.SPEC)
 
 
-@pytest.fixture(params=["memory", "store"])
+@pytest.fixture(params=["store", pytest.param("memory", marks=pytest.mark.gate)])
 def store(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A folder in the memory of this process."""
     yield from folder_on(request.param)
@@ -95,7 +95,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], weight) for name, weight in b.items())
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(
+    ("store", "mode"), [("store", "disabled"), ("memory", "async")], indirect=["store"]
+)
 def test_a_run_is_saved_in_a_store_and_resumed_as_from_a_disk(
     mode: str, store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -350,15 +352,19 @@ def sharded(folder: str, dump_folder: Path, steps: int = 4) -> JobConfig:
 def test_ranks_write_their_own_files_and_others_read_them(tmp_path: Path) -> None:
     """Through fsspec, by `file://`: processes of a test share no memory."""
     store = f"file://{tmp_path}/store"
-    disk = run_ranks(train, 2, recipe(tmp_path / "disk", steps=6))[0]
-    run_ranks(train, 2, sharded(store, tmp_path / "run"))
-    assert {path.name for path in (tmp_path / "store/step-4").iterdir()} == {
+    jobs = [
+        recipe(tmp_path / "disk", steps=4),
+        *(sharded(store, tmp_path / "run", steps) for steps in (2, 4)),
+    ]
+    disk, _, found = run_ranks(train_each, 2, jobs)[0]
+    assert {path.name for path in (tmp_path / "store/step-2").iterdir()} == {
         *("rank-0.safetensors", "rank-1.safetensors"),
         *("tensors.json", "train_state.json", "manifest.json"),
     }
-    assert same(run_ranks(train, 2, sharded(store, tmp_path / "run", 6))[0], disk)
-    found = run_ranks(train, 1, sharded(store, tmp_path / "run", 8))[0]
-    whole = run_ranks(train, 1, recipe(tmp_path / "disk", steps=8))[0]
+    assert same(found, disk)
+    one = {"parallelism": {"data_parallel_shard_degree": 1}}
+    alone = [on(location(store), tmp_path / "run", 6, **one), recipe(tmp_path / "disk", steps=6)]
+    found, whole = run_ranks(train_each, 1, alone)[0]
     assert all(torch.allclose(found[name], weight, atol=1e-6) for name, weight in whole.items())
 
 
@@ -383,12 +389,17 @@ def test_ranks_whose_store_is_not_the_same_are_refused(tmp_path: Path) -> None:
     assert "checkpoint.folder: rank 1 cannot write into memory://somewhere" in found[0]
 
 
+def trained_and_refused(first: JobConfig, second: JobConfig) -> tuple[str, str]:
+    return refusal(first), refusal(second, fails=True)
+
+
 def test_a_store_that_fails_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"
-    assert run_ranks(refusal, 2, sharded(store, tmp_path)) == ["trained"] * 2
-    found = run_ranks(refusal, 2, sharded(store, tmp_path, 6), True)
+    jobs = (sharded(store, tmp_path, steps) for steps in (2, 4))
+    found = run_ranks(trained_and_refused, 2, *jobs)
     assert found[0] == found[1]
-    assert found[0].endswith(": unplugged")
+    assert found[0][0] == "trained"
+    assert found[0][1].endswith(": unplugged")
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,9 @@ import torch
 from tests import layouts
 from tests.layouts import LAYOUTS, Case
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, train
-from tests.tiers import tiers
+from tests.runs import losses, rows, train, train_each
 from torchtitan.job import JobConfig
 
-# (ranks, copies): 1 rank, DDP, FSDP, HSDP
 ALONE = "one rank, accumulating 8"
 BITWISE = [ALONE, "DDP 2", "FSDP 2", "FSDP 4", "HSDP 2 x 2", "TP 2", "CP 2", "PP 2, 1F1B"]
 PAIRS = [
@@ -49,74 +45,17 @@ PAIRS = [
 ]
 """Layouts to save under and to resume under, all of tests/layouts.py."""
 DAILY = [
-    ("DDP 2", "FSDP 4"),
+    ("FSDP 2", "DDP 2"),
     ("FSDP 2", "TP 2"),
     ("TP 2", ALONE),
     ("PP 2, 1F1B", "FSDP 2 x TP 2"),
     ("CP 2", "TP 2"),
 ]
-
-
-def recipe(folder: Path, layout: Case, steps: int, **sections: dict[str, Any]) -> JobConfig:
-    """The recipe of the parity tests, saved at step 3 and at the end."""
-    defaults: dict[str, dict[str, Any]] = {
-        "job": {"dump_folder": str(folder)},
-        "model": {"flavor": "deep"},
-        "training": {"steps": steps},
-        "lr_scheduler": {"total_steps": 6},
-        "checkpoint": {"enable": True, "interval": 3},
-        "validation": {"enable": True, "freq": 2, "steps": 1},
-    }
-    merged = {n: defaults.get(n, {}) | sections.get(n, {}) for n in defaults | sections}
-    return layouts.job(layout, "AdamW", **merged)
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps on one rank."""
-    folder = tmp_path_factory.mktemp("straight")
-    run_ranks(train, 1, recipe(folder, LAYOUTS[ALONE], 6))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Three steps under a layout, by its name; each is run once."""
-
-    @cache
-    def run(name: str) -> Path:
-        folder = tmp_path_factory.mktemp("saved")
-        run_ranks(train, LAYOUTS[name].ranks, recipe(folder, LAYOUTS[name], 3))
-        return folder
-
-    return run
-
-
-@pytest.mark.parametrize("layout", tiers(BITWISE, (ALONE, "FSDP 2", "PP 2, 1F1B")))
-def test_same_layout_is_bitwise_the_same(
-    layout: str, tmp_path: Path, saved: Callable[[str], Path]
-) -> None:
-    ranks = LAYOUTS[layout].ranks
-    whole = run_ranks(train, ranks, recipe(tmp_path / "whole", LAYOUTS[layout], 6))[0]
-    shutil.copytree(saved(layout), tmp_path / "halves")
-    halves = run_ranks(train, ranks, recipe(tmp_path / "halves", LAYOUTS[layout], 6))[0]
-
-    assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
-    assert list(losses(tmp_path / "halves")) == [1, 2, 3, 4, 5, 6]
-    assert all(torch.equal(halves[name], weight) for name, weight in whole.items())
-    for key in ("grad_norm", "lr", "tokens", "validation_loss"):
-        found, expected = (
-            {row["step"]: row[key] for row in rows(tmp_path / name) if row.get(key) is not None}
-            for name in ("halves", "whole")
-        )
-        # A stopped run validates at its last step, as a run that goes on does not.
-        assert {step: found[step] for step in expected} == expected, key
-
-
 GATE = [
     ("HSDP 2 x 2", "FSDP 2 x CP 2"),
     ("FSDP 2 x TP 2", "PP 2, ZBVZeroBubble"),
     (ALONE, "CP 2 x TP 2"),
+    ("DDP 2", "FSDP 4"),
     ("DDP 2", "PP 2, 1F1B"),
     ("FSDP 2", "PP 4, Interleaved1F1B"),
     ("FSDP 4", ALONE),
@@ -127,31 +66,119 @@ GATE = [
     ("FSDP 2 x TP 2 x PP 2", "FSDP 4"),
 ]
 """All axes are left and entered in these; the rest is for a release."""
+Pairs = list[tuple[str, str]]
 
 
-@pytest.mark.parametrize(("before", "after"), tiers(PAIRS, DAILY, gate=GATE))
+def groups(pairs: Pairs, daily: Pairs, gate: Pairs) -> list[Any]:
+    """The pairs of each tier that end on as many ranks, which run them one after the other."""
+    slow = [pair for pair in pairs if pair not in daily and pair not in gate]
+    found = []
+    for tier, chosen in {"": daily, "gate": gate, "slow": slow}.items():
+        for ranks in sorted({LAYOUTS[after].ranks for _, after in chosen}):
+            group = [pair for pair in chosen if LAYOUTS[pair[1]].ranks == ranks]
+            marks = [pytest.mark.costs("DTensor derives its shardings in every process")]
+            marks += [getattr(pytest.mark, tier)] if tier else []
+            name = f"{tier or 'daily'}, {ranks} rank{'s' * (ranks > 1)}"
+            found.append(pytest.param(group, id=name, marks=marks))
+    return found
+
+
+def recipe(
+    folder: Path, layout: Case, steps: int, flavor: str = "deep", **sections: dict[str, Any]
+) -> JobConfig:
+    """The recipe of the parity tests, saved at step 2 and at the end."""
+    defaults: dict[str, dict[str, Any]] = {
+        "job": {"dump_folder": str(folder)},
+        "model": {"flavor": flavor},
+        "training": {"steps": steps},
+        "lr_scheduler": {"total_steps": 4},
+        "checkpoint": {"enable": True, "interval": 2},
+        "validation": {"enable": True, "freq": 2, "steps": 1},
+    }
+    merged = {n: defaults.get(n, {}) | sections.get(n, {}) for n in defaults | sections}
+    return layouts.job(layout, "AdamW", **merged)
+
+
+def flavor_of(*names: str) -> str:
+    """Two layers, unless a layout has more stages than that."""
+    many = ("PP 4", "ZBV", "DualPipeV")
+    return "deep" if any(word in name for name in names for word in many) else "flat"
+
+
+@pytest.fixture(scope="module")
+def straights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Four steps of each flavor on one rank."""
+    folder = tmp_path_factory.mktemp("straight")
+    found = {flavor: folder / flavor for flavor in ("flat", "deep")}
+    jobs = [recipe(path, LAYOUTS[ALONE], 4, flavor) for flavor, path in found.items()]
+    run_ranks(train_each, 1, jobs)
+    return found
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    groups([(n, n) for n in BITWISE], [(n, n) for n in (ALONE, "FSDP 2", "PP 2, 1F1B")], []),
+)
+def test_same_layout_is_bitwise_the_same(pairs: Pairs, tmp_path: Path) -> None:
+    names = [name for name, _ in pairs]
+    jobs = [
+        recipe(tmp_path / name / part, LAYOUTS[name], steps, "flat")
+        for name in names
+        for part, steps in (("whole", 4), ("halves", 2), ("halves", 4))
+    ]
+    found = run_ranks(train_each, LAYOUTS[names[0]].ranks, jobs)[0]
+    for number, name in enumerate(names):
+        whole, _, halves = found[3 * number : 3 * number + 3]
+        assert all(torch.equal(halves[key], weight) for key, weight in whole.items()), name
+        is_bitwise_the_same(tmp_path / name / "halves", tmp_path / name / "whole")
+
+
+def is_bitwise_the_same(halves: Path, whole: Path) -> None:
+    assert losses(halves) == losses(whole), whole
+    assert list(losses(halves)) == [1, 2, 3, 4]
+    for key in ("grad_norm", "lr", "tokens", "validation_loss"):
+        found, expected = (
+            {row["step"]: row[key] for row in rows(folder) if row.get(key) is not None}
+            for folder in (halves, whole)
+        )
+        assert expected
+        assert found == expected, f"{whole}: {key}"
+
+
+@pytest.mark.parametrize("pairs", groups(PAIRS, DAILY, GATE))
 def test_another_layout_goes_on_with_the_same_run(
-    before: str, after: str, tmp_path: Path, straight: Path, saved: Callable[[str], Path]
+    pairs: Pairs, tmp_path: Path, straights: dict[str, Path]
 ) -> None:
-    shutil.copytree(saved(before), tmp_path, dirs_exist_ok=True)
-    run_ranks(train, LAYOUTS[after].ranks, recipe(tmp_path, LAYOUTS[after], 6))
-    is_the_same_run(tmp_path, straight)
+    here = LAYOUTS[pairs[0][1]].ranks
+    first: dict[int, list[JobConfig]] = {}
+    then: list[JobConfig] = []
+    for before, after in pairs:
+        folder, flavor = tmp_path / f"{before} to {after}", flavor_of(before, after)
+        ranks = LAYOUTS[before].ranks
+        first.setdefault(ranks, []).append(recipe(folder, LAYOUTS[before], 2, flavor))
+        then.append(recipe(folder, LAYOUTS[after], 4, flavor))
+    then = first.pop(here, []) + then
+    for ranks, jobs in first.items():
+        run_ranks(train_each, ranks, jobs)
+    run_ranks(train_each, here, then)
+    for before, after in pairs:
+        is_the_same_run(tmp_path / f"{before} to {after}", straights[flavor_of(before, after)])
 
 
-def is_the_same_run(tmp_path: Path, straight: Path) -> None:
+def is_the_same_run(folder: Path, straight: Path) -> None:
     """Another layout went on with it."""
-    assert losses(tmp_path) == pytest.approx(losses(straight), rel=1e-5)
+    assert losses(folder) == pytest.approx(losses(straight), rel=1e-5), folder
     for key, tolerance in {"grad_norm": 1e-4, "validation_loss": 1e-5}.items():
         found, expected = (
-            {row["step"]: row[key] for row in rows(folder) if row.get(key) and row["step"] != 3}
-            for folder in (tmp_path, straight)
+            {row["step"]: row[key] for row in rows(where) if row.get(key)}
+            for where in (folder, straight)
         )
-        assert found == pytest.approx(expected, rel=tolerance), key
+        assert found == pytest.approx(expected, rel=tolerance), f"{folder}: {key}"
     positions = [
-        json.loads((folder / "checkpoint/step-6/train_state.json").read_text())["data"]
-        for folder in (tmp_path, straight)
+        json.loads((where / "checkpoint/step-4/train_state.json").read_text())["data"]
+        for where in (folder, straight)
     ]
-    assert positions[0] == positions[1]
+    assert positions[0] == positions[1], folder
 
 
 def test_pairs_are_many_and_every_axis_is_left_and_entered() -> None:
@@ -167,22 +194,20 @@ def test_pairs_are_many_and_every_axis_is_left_and_entered() -> None:
 
 def test_lanes_carry_a_run_over_to_another_global_batch(tmp_path: Path) -> None:
     lanes = {"data": {"lanes": 16}}
-    run_ranks(train, 1, recipe(tmp_path, LAYOUTS[ALONE], 3, **lanes))
-    half = {"training": {"steps": 6, "global_batch_size": 4}}
-    run_ranks(train, 2, recipe(tmp_path, LAYOUTS["FSDP 2"], 6, **lanes, **half))
-    state = json.loads((tmp_path / "checkpoint/step-6/train_state.json").read_text())
-    assert state["data"]["samples"] == 3 * 8 + 3 * 4
+    run_ranks(train, 1, recipe(tmp_path, LAYOUTS[ALONE], 2, "flat", **lanes))
+    half = {"training": {"steps": 4, "global_batch_size": 4}}
+    run_ranks(train, 2, recipe(tmp_path, LAYOUTS["FSDP 2"], 4, "flat", **lanes, **half))
+    state = json.loads((tmp_path / "checkpoint/step-4/train_state.json").read_text())
+    assert state["data"]["samples"] == 2 * 8 + 2 * 4
 
 
 def test_curve_past_the_last_checkpoint_is_replaced_not_repeated(tmp_path: Path) -> None:
-    run_ranks(train, 1, recipe(tmp_path, LAYOUTS[ALONE], 5))
-    # As after a kill: step 5 was logged but its checkpoint does not exist.
-    for path in (tmp_path / "checkpoint/step-5").iterdir():
-        path.unlink()
-    (tmp_path / "checkpoint/step-5").rmdir()
+    run_ranks(train, 1, recipe(tmp_path, LAYOUTS[ALONE], 3, "flat"))
+    # As after a kill: step 3 was logged but its checkpoint does not exist.
+    shutil.rmtree(tmp_path / "checkpoint/step-3")
     first = losses(tmp_path)
-    run_ranks(train, 1, recipe(tmp_path, LAYOUTS[ALONE], 6))
+    run_ranks(train, 1, recipe(tmp_path, LAYOUTS[ALONE], 4, "flat"))
     second = losses(tmp_path)
     steps = [row["step"] for row in rows(tmp_path) if "loss" in row]
-    assert steps == [1, 2, 3, 4, 5, 6]
+    assert steps == [1, 2, 3, 4]
     assert {step: second[step] for step in first} == first

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from tests import tiny
+from tests import forked, tiny
 from tests.layouts import LAYOUTS, Case, case
 from tests.ranks import run_ranks
 from tests.runs import train
@@ -88,11 +89,29 @@ RECIPES: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
 """Everything of a run that can be in a checkpoint, as some layout and recipe saves it."""
 
 
-@pytest.mark.parametrize("kind", RECIPES)
-def test_torch_opens_what_any_recipe_saves(kind: str, tmp_path: Path) -> None:
+def run_each(folder: Path, kinds: list[str]) -> None:
     import tests.senders  # noqa: F401  (the name of a way to send)
 
-    opens_what_a_recipe_saves(*RECIPES[kind], tmp_path)
+    for kind in kinds:
+        layout, sections = RECIPES[kind]
+        eager(recipe(folder / kind, layout, **sections))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of each recipe; those on as many ranks share their processes."""
+    folder = tmp_path_factory.mktemp("runs")
+    for ranks in (1, 2, 4):
+        kinds = [kind for kind, (layout, _) in RECIPES.items() if layout.ranks == ranks]
+        run_ranks(run_each, ranks, folder, kinds)
+    return folder
+
+
+@pytest.mark.costs("a run of each recipe, on up to four ranks")
+@pytest.mark.parametrize("kind", RECIPES)
+def test_torch_opens_what_any_recipe_saves(kind: str, runs: Path) -> None:
+    path = runs / kind / "checkpoint/step-2"
+    assert same(loaded(path), path)
 
 
 def opens_what_a_recipe_saves(
@@ -112,13 +131,13 @@ def test_torch_opens_converted_weights(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory: pytest.TempPathFactory, runs: Path) -> Path:
     """A folder with the script and with the checkpoint that it opens."""
     folder = tmp_path_factory.mktemp("page")
     found = (block for block in blocks(ROOT / "docs/weights.md") if block.language == "python")
     [script] = [block for block in found if "file" in block.marks]
     (folder / script.marks["file"]).write_text(script.text)
-    run_ranks(train, MIXED.ranks, recipe(folder / "outputs/source", MIXED, training={"steps": 2}))
+    shutil.copytree(runs / "AdamW, nothing even", folder / "outputs/source")
     return folder
 
 
@@ -138,12 +157,33 @@ sys.exit(any(os.wait()[1] for _ in range(1, ranks)) if rank == 0 else 0)
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_script_of_the_documentation_opens_it_without_torchtitan(ranks: int, page: Path) -> None:
+def run_forked(world: dict[str, str], folder: Path) -> int:
+    """Run the script without what is imported here already, but for torch."""
+
+    def script() -> None:
+        os.environ |= world
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchtitan"]:
+            del sys.modules[name]
+        exec(ALONE, {})
+
+    return forked.run(script, folder).status
+
+
+def run_alone(world: dict[str, str], folder: Path) -> int:
+    return subprocess.run([PYTHON, "-c", ALONE], cwd=folder, env=os.environ | world).returncode
+
+
+@pytest.mark.parametrize(
+    ("ranks", "run"),
+    [(1, run_forked), (2, run_forked), pytest.param(2, run_alone, marks=pytest.mark.slow)],
+)
+def test_script_of_the_documentation_opens_it_without_torchtitan(
+    ranks: int, run: Callable[[dict[str, str], Path], int], page: Path
+) -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    subprocess.run([PYTHON, "-c", ALONE], cwd=page, env=os.environ | world, check=True)
+    assert run(world, page) == 0
     parts = [torch.load(page / f"{ranks}-{rank}.pt") for rank in range(ranks)]
     whole = {
         name: torch.cat([part[name] for part in parts]) if tensor.ndim else tensor

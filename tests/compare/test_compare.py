@@ -1,5 +1,6 @@
 """What a comparison finds: its numbers, its verdicts, and the whole of it once, for real."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,12 @@ import pytest
 
 from tests import tiny
 from tests.compare.samples import sample
+from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.config import RecipeError
 from torchtitan.device import GIB
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
-from torchtitan.tools.compare import compare_folders
+from torchtitan.tools.compare import compare_folders, gather
 from torchtitan.tools.compare.markdown import markdown
 from torchtitan.tools.compare.measured_run import MeasuredRun, spread
 from torchtitan.tools.compare.parity import JUDGED, compare_curves, difference
@@ -113,7 +115,11 @@ def test_phases_and_pauses_are_seconds_of_all_steps(tmp_path: Path) -> None:
     assert run.seconds_by_phase() == {"forward": 3.0, "backward": 6.0, "checkpoint": 4.0}
 
 
-def test_runs_that_exist_are_compared_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.costs("two plans")
+def test_runs_that_exist_are_compared_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "plan_on", functools.cache(gather.plan_on))
     slow = leave(tmp_path / "slow", [row(step, 10.0) for step in range(1, 9)])
     fast = leave(
         tmp_path / "fast", [row(step, 25.0) for step in range(1, 9)], optimizer={"lr": 0.25}
@@ -121,6 +127,7 @@ def test_runs_that_exist_are_compared_as_they_are(tmp_path: Path) -> None:
     report = compare_folders([slow, fast], None, tmp_path / "out", 5)
     assert report.baseline == "slow"
     first, second = report.variants
+    assert {*first.planned} == {*second.planned} == {"memory_gib"}, "the hardware is unknown"
     assert (first.differs, second.differs) == ({"optimizer.lr": 0.0008}, {"optimizer.lr": 0.25})
     assert second.ratio is not None
     assert second.ratio.median == 2.5
@@ -135,6 +142,7 @@ def test_runs_that_exist_are_compared_as_they_are(tmp_path: Path) -> None:
     compare_folders([slow, fast], None, tmp_path / "out", 5)
 
 
+@pytest.mark.usefixtures("no_plan")
 def test_other_data_are_no_parity(tmp_path: Path) -> None:
     folders = [
         leave(tmp_path / name, [row(step, 10.0) for step in range(1, 9)], **changes)

@@ -7,13 +7,9 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from markdown_it import MarkdownIt
-from playwright.sync_api import Page
-from plotly.graph_objects import Figure
-from plotly.offline import get_plotlyjs
 
 from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
 from tests.compare.samples import HOSTILE, LONG, UNICODE, sample
@@ -65,6 +61,8 @@ def test_the_report_is_inside(report: Report, document: str) -> None:
 
 
 def test_no_name_is_taken_for_markup(report: Report, document: str) -> None:
+    from markdown_it import MarkdownIt
+
     reader = Reader(document)
     assert reader.tags.count("script") == 3
     assert reader.tags.count("title") == 1
@@ -78,15 +76,16 @@ def test_no_name_is_taken_for_markup(report: Report, document: str) -> None:
     assert {HOSTILE, UNICODE, LONG} <= set(reader.texts)
 
 
-@pytest.mark.parametrize(
-    "name", ["a_b _c_ *d* `e` [f](g) <h> &amp; \\| ~~i~~ | j #", "# k", "> l", "- m", "![n](o)"]
-)
-def test_a_name_is_shown_as_it_is(report: Report, name: str) -> None:
+def test_a_name_is_shown_as_it_is(report: Report) -> None:
+    from markdown_it import MarkdownIt
+
     first, *others = report.variants
-    variants = (dataclasses.replace(first, name=name), *others)
-    changed = dataclasses.replace(report, title=name, variants=variants, baseline=name)
-    for text in (page(changed), MarkdownIt().enable("table").render(markdown(changed))):
-        assert Reader(text).texts.count(name) >= 8  # the title, and a row of each table
+    special = "a_b _c_ *d* `e` [f](g) <h> &amp; \\| ~~i~~ | j #"
+    for name in (special, "# k", "> l", "- m", "![n](o)"):
+        variants = (dataclasses.replace(first, name=name), *others)
+        changed = dataclasses.replace(report, title=name, variants=variants, baseline=name)
+        for text in (page(changed), MarkdownIt().enable("table").render(markdown(changed))):
+            assert Reader(text).texts.count(name) >= 8  # the title, and a row of each table
 
 
 def test_nothing_is_loaded(document: str) -> None:
@@ -98,6 +97,8 @@ def test_nothing_is_loaded(document: str) -> None:
 
 
 def test_it_is_mostly_plotly(document: str) -> None:
+    from plotly.offline import get_plotlyjs
+
     own = len(document.encode()) - len(get_plotlyjs().encode())
     assert own < 250_000
     assert len(document.encode()) < 6_000_000
@@ -169,6 +170,8 @@ def test_the_verdict_does_not_call_a_slower_variant_fast(report: Report) -> None
 
 
 def test_plotly_knows_every_key_of_the_figures(report: Report) -> None:
+    from plotly.graph_objects import Figure
+
     for plot in plots(report).values():
         for figure in plot.figures.values():
             Figure(figure["data"], figure["layout"])
@@ -202,7 +205,7 @@ def opened(document: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield SimpleNamespace(page=live, asked=asked, said=said, url=file.as_uri())
 
 
-def traces(live: Page, name: str) -> list[dict]:
+def traces(live: Any, name: str) -> list[dict]:
     return live.evaluate(
         "name => document.getElementById(`plot-${name}`).data.map("
         "({ meta, x, y, visible, error_x }) => ({ ...meta, x, y, visible, error_x }))",
@@ -294,7 +297,7 @@ def test_the_map_of_experts_has_a_row_for_each_block(
     assert table[1][1:] == ["40.0 %", "0.95"]
 
 
-def cells(live: Page, caption: str) -> list[list[str]]:
+def cells(live: Any, caption: str) -> list[list[str]]:
     """The body of the table under a heading, its columns' names first."""
     return live.evaluate(
         "caption => [...[...document.querySelectorAll('.frame')]"
@@ -382,6 +385,8 @@ def test_text_can_be_read_in_both_colour_schemes(opened: SimpleNamespace) -> Non
 @needs_browser
 @pytest.mark.parametrize("width", [320, 1280])
 def test_it_keeps_the_rules_of_accessibility(opened: SimpleNamespace, width: int) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
     opened.page.set_viewport_size({"width": width, "height": 800})
     # Contrast is measured above, in both schemes.
     options = {"rules": {"color-contrast": {"enabled": False}}, "resultTypes": ["violations"]}
@@ -406,6 +411,7 @@ def test_the_keyboard_reaches_what_can_be_changed(opened: SimpleNamespace) -> No
 
 
 @needs_browser
+@pytest.mark.costs("the browser, which ends here")
 def test_it_asked_for_nothing_and_complained_of_nothing(opened: SimpleNamespace) -> None:
     """The last of these tests, so all that they did is seen."""
     assert opened.asked == [opened.url]

@@ -14,6 +14,8 @@ from torchtitan.tools.compare.study import Study, is_study, of_recipes, read_stu
 
 DEBUG = FOLDER / "debug_model.toml"
 STUDIES = main_road("studies/*.toml")
+LARGEST = [path for path in STUDIES if "405b" in path.stem]
+SMALLER = [path for path in STUDIES if path not in LARGEST]
 
 
 def write(folder: Path, text: str) -> Path:
@@ -235,16 +237,20 @@ def test_two_comparisons_do_not_share_a_folder(
     assert not (tmp_path / "out/runs").exists()
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+@pytest.mark.costs("every study, with all that it varies")
+@pytest.mark.parametrize(
+    "studies", [SMALLER, pytest.param(LARGEST, marks=pytest.mark.gate)], ids=["smaller", "largest"]
+)
 def test_shipped_studies_can_run_where_they_are_meant_to(
-    path: Path,
+    studies: list[Path],
     tokenizer: str,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HEAD_NODE", "node1")
-    # Symmetric memory is CUDA's.
-    cannot = ["FSDP x async TP"] if path.stem == "ladder_2d_debug" else []
-    assert_can_run(path, ["--model.tokenizer_path", tokenizer], cannot)
+    for path in studies:
+        # Symmetric memory is CUDA's.
+        cannot = ["FSDP x async TP"] if path.stem == "ladder_2d_debug" else []
+        assert_can_run(path, ["--model.tokenizer_path", tokenizer], cannot)
 
 
 def assert_can_run(path: Path, needed: list[str], cannot: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Recordings of fake ranks, and what they leave behind."""
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from tests import layouts
 from tests.parallel.test_parity import is_the_run_of_one_rank
 from tests.ranks import run_ranks
-from torchtitan.estimate.fake_rank import ASSUMED, record
+from torchtitan.estimate.fake_rank import ASSUMED, RankRecording, record
 from torchtitan.optim import Muon, Optimizers
 
 
@@ -16,14 +17,21 @@ from torchtitan.optim import Muon, Optimizers
     torch.version.cuda is not None, reason="torch for CUDA cannot fork after a backward"
 )
 def test_ranks_that_follow_a_recording_are_not_changed_by_it() -> None:
-    layout = layouts.LAYOUTS["TP 2"]
+    layout = layouts.LAYOUTS["TP 2"].of(n_layers=1)
     for rank in range(2):
         record(layouts.job(layout, "AdamW"), 2, rank)
     is_the_run_of_one_rank(layout, "cpu")
 
 
+def recorded(name: str, rank: int = 0, **sections: Any) -> RankRecording:
+    """A rank of a layout with one block in each stage."""
+    layout = layouts.LAYOUTS[name]
+    job = layouts.job(layout.of(n_layers=layout.pp), "AdamW")
+    return record(job.model_copy(update=sections), layout.ranks, rank)
+
+
 def records() -> None:
-    record(layouts.job(layouts.LAYOUTS["DDP 2"], "AdamW"), 2)
+    recorded("DDP 2")
 
 
 def test_a_recording_leaves_the_words_of_errors_as_they_are() -> None:
@@ -39,13 +47,13 @@ def test_a_process_of_a_run_cannot_record() -> None:
 
 def test_reads_of_values_are_answered_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "HSDP 2 x 2, Float8 tensorwise, gathered so, scaled before"
-    assert ASSUMED not in record(layouts.job(layouts.LAYOUTS[name], "AdamW"), 4).notes
+    assert ASSUMED not in recorded(name).notes
 
     def norm(optimizers: Optimizers) -> torch.Tensor:
         return torch.ones(()) * float(next(iter(optimizers.names)).detach().sum())
 
     monkeypatch.setattr(Optimizers, "norm", norm)
-    assert ASSUMED in record(layouts.job(layouts.LAYOUTS["DDP 2"], "AdamW"), 2).notes
+    assert ASSUMED in recorded("DDP 2").notes
 
 
 def test_updates_of_whole_matrices_are_recorded_on_any_mesh() -> None:
@@ -53,9 +61,8 @@ def test_updates_of_whole_matrices_are_recorded_on_any_mesh() -> None:
 
     Recorded before are ranks whose meshes are the same relative to them.
     """
-    for name, ranks, rank in (("FSDP 2 x TP 2", 4, 1), ("FSDP 2 x TP 2 x PP 2", 8, 5)):
-        job = layouts.job(layouts.LAYOUTS[name], "AdamW")
-        found = record(job.model_copy(update={"optimizer": Muon(lr=0.01)}), ranks, rank)
+    for name, rank in (("FSDP 2 x TP 2", 1), ("FSDP 2 x TP 2 x PP 2", 5)):
+        found = recorded(name, rank, optimizer=Muon(lr=0.01))
     [name] = [name for name, axis in found.axes.items() if axis == "matrices"]
     assert found.members[name] == [4, 5, 6, 7]
     assert found.notes == []

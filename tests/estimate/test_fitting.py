@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests import layouts
+from tests.estimate import recorded
 from tests.layouts import LAYOUTS
 from tests.research.layouts import LAYOUTS as SYSTEMS
+from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.checks.memory_bounds import MARGIN, OUTSIDE
 from torchtitan.checks.memory_limits import of_rank
@@ -26,20 +27,32 @@ def load(ranks: int, more: Any) -> JobConfig:
     return load_job(None, more, ranks, "cpu").config
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+BOUNDED = {
+    "one rank, loss in chunks": ["cpu"],
+    "DDP 2, accumulating 4": ["cpu"],
+    "FSDP 2 x CP 2, loss in chunks": ["cpu"],
+    "FSDP 2, CPU offload": ["cpu", "cuda"],
+    "TP 2, neither": ["cpu"],
+    "PP 2, 1F1B": ["cpu", "cuda"],
+    "PP 2, DualPipeV": ["cpu"],
+    "CP 2, ring, all losses, of latents too": ["cuda"],
+    "CP 2, Float8 rowwise": ["cuda"],
+}
+"""Layouts, and the devices on which they are compared by default; on the other, by the gate."""
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("one rank, loss in chunks", "DDP 2, accumulating 4", "FSDP 2 x CP 2, loss in chunks"),
-        *("FSDP 2, CPU offload", "TP 2, neither", "PP 2, 1F1B", "PP 2, DualPipeV"),
-        *("CP 2, ring, all losses, of latents too", "CP 2, Float8 rowwise"),
-    ],
+    ("name", "device_type"),
+    tiers(
+        [(name, device) for name in BOUNDED for device in ("cpu", "cuda")],
+        [(name, device) for name, devices in BOUNDED.items() for device in devices],
+    ),
 )
 def test_a_plan_is_between_the_bounds(name: str, device_type: Any) -> None:
     """So a launch without a plan, and one that is refused, are right; a half of it is margin."""
-    layout = (LAYOUTS | SYSTEMS)[name]
-    job = layouts.job(layout, "AdamW", training={"steps": 4})
-    found, bounds = plan(job, layout.ranks, device_type=device_type), of_rank(job, layout.ranks)
+    layout = recorded.small((LAYOUTS | SYSTEMS)[name])
+    job, ranks = recorded.job(layout), layout.ranks
+    found, bounds = recorded.plan(job, ranks, device_type=device_type), of_rank(job, ranks)
     assert bounds is not None
     tensors = (found.fullest.allocated - found.fullest.workspaces) / GIB
     tensors += peak_of(found).host

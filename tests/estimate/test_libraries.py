@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests import layouts
+from tests.estimate import recorded
+from tests.layouts import LAYOUTS
 from torchtitan.device import GIB
 from torchtitan.estimate.allocator import reserved
-from torchtitan.estimate.expansion import RankStep, expand
-from torchtitan.estimate.fake_rank import record
+from torchtitan.estimate.expansion import RankStep
 from torchtitan.estimate.hardware import find_hardware
 from torchtitan.estimate.libraries import PAIR_GIB, outside, workspaces
 
@@ -14,18 +14,16 @@ H100 = find_hardware("h100")
 
 
 def step_of(name: str) -> tuple[RankStep, dict[str, float]]:
-    layout = layouts.LAYOUTS[name]
-    job = layouts.job(layout, "AdamW")
-    source = record(job, layout.ranks, device_type="cuda")
-    step = expand(source, job.accumulation(job.degrees(layout.ranks)))
-    return step, outside(job, layout.ranks, 0, step, H100)
+    job, ranks = recorded.job(name), LAYOUTS[name].ranks
+    step = recorded.step(job, ranks, device_type="cuda")
+    return step, outside(job, ranks, 0, step, H100)
 
 
 @pytest.mark.parametrize(
     ("layout", "groups", "pairs"),
     [
-        ("one rank, accumulating 8", 0, 0),
-        ("FSDP 2", 1, 0),
+        ("one rank, loss in chunks", 0, 0),
+        ("FSDP 2, CPU offload", 1, 0),
         ("HSDP 2 x 2", 3, 0),  # replicas, shards, and all ranks
         ("PP 2, 1F1B", 1, 1),
         ("CP 2, ring", 1, 1),
@@ -39,7 +37,7 @@ def test_each_group_that_sends_has_a_communicator(layout: str, groups: int, pair
 
 
 def test_workspaces_are_in_the_allocator() -> None:
-    step, _ = step_of("FSDP 2")
+    step, _ = step_of("FSDP 2, CPU offload")
     sizes = workspaces(H100)
     without, found = reserved(step), reserved(step, workspaces=sizes)
     assert sum(sizes) == 64 * 1024**2

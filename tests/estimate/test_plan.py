@@ -1,14 +1,14 @@
 """Plans of whole recipes."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 from tests import layouts
+from tests.estimate import recorded
 from torchtitan.config import RecipeError
-from torchtitan.estimate.expansion import expand
-from torchtitan.estimate.fake_rank import record
 from torchtitan.estimate.plan import plan
 from torchtitan.optim import Optimizers
 from torchtitan.parallel.schedules import SCHEDULES, order
@@ -28,10 +28,8 @@ def test_no_rank_keeps_more_microbatches_than_the_first(name: str) -> None:
 
 
 def test_host_memory_is_not_of_a_device() -> None:
-    job = layouts.job(layouts.LAYOUTS["FSDP 2, CPU offload"], "AdamW")
-    host, device = (
-        expand(record(job, 2, device_type=kind), 1).peak()[1] for kind in ("cpu", "cuda")
-    )
+    job = recorded.job("FSDP 2, CPU offload")
+    host, device = (recorded.step(job, 2, device_type=kind).peak()[1] for kind in ("cpu", "cuda"))
     assert host["optimizer states"] > 0
     assert not device["optimizer states"]
     assert device.total() < host.total()
@@ -49,13 +47,13 @@ def test_a_step_of_unknown_shapes_is_refused_with_its_operator(
 
 
 def test_a_probe_is_planned_first_and_alone_if_it_does_not_fit() -> None:
-    job, counts = layouts.job(layouts.LAYOUTS["PP 4, 1F1B"], "SGD"), list[int]()
-    whole = plan(job, 4, count=counts.append)
+    plan, counts = partial(recorded.plan, recorded.job("PP 4, 1F1B"), 4), list[int]()
+    whole = plan(device_type="cpu", count=counts.append)
     assert counts == [1, 2, 3]
     assert [kind.stage_ranks[0] for kind in whole.kinds] == [0, 1, 3]
-    fitting = plan(job, 4, capacity_gib=80, probe=3)
+    fitting = plan(device_type="cpu", capacity_gib=80, probe=3)
     assert [kind.memory for kind in fitting.kinds] == [kind.memory for kind in whole.kinds]
-    probed = plan(job, 4, capacity_gib=1e-6, probe=3)
+    probed = plan(device_type="cpu", capacity_gib=1e-6, probe=3)
     assert [kind.stage_ranks for kind in probed.kinds] == [[3]]
     assert probed.kinds[0].memory == whole.kinds[-1].memory
     assert probed.fits is False

@@ -1,10 +1,13 @@
 """Settings of a recipe: each is in its plan, or in a note."""
 
+import itertools
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.estimate.hardware import find_hardware
 from torchtitan.estimate.plan import Plan, plan
@@ -16,7 +19,7 @@ RECIPE = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 H100, A100 = find_hardware("h100"), find_hardware("a100-80")
 QUIET = [*("--checkpoint.enable", "false"), *("--validation.enable", "false")]
 SMALL = [
-    *("--model.n_layers", "4", "--model.dim", "512", "--model.n_kv_heads", "4"),
+    *("--model.n_layers", "2", "--model.dim", "512", "--model.n_kv_heads", "4"),
     *("--training.seq_len", "256", "--training.local_batch_size", "2"),
     *("--training.mixed_precision_param", "bfloat16"),
 ]
@@ -91,10 +94,12 @@ def test_documents_on_rocm_are_named() -> None:
     assert not [note for note in plan_notes(job(flags), 4, H100, 0) if "ROCm" in note]
 
 
-TENSOR = (
-    "--parallelism.tensor_parallel_degree 2 --model.dim 1024 --model.n_kv_heads 8 "
-    "--model.n_layers 4"
-)
+LAYOUTS = {
+    "compiled": "--compile.enable true",
+    "eager": "",
+    "TP 2": "--parallelism.tensor_parallel_degree 2 --model.dim 1024 --model.n_kv_heads 8 "
+    "--model.n_layers 1",
+}
 
 
 def kernels_of(found: Plan) -> Iterator[Kernel]:
@@ -102,6 +107,7 @@ def kernels_of(found: Plan) -> Iterator[Kernel]:
         yield from segment.kernels
 
 
+@cache
 def planned(*flags: str, hardware: str = "h100") -> Plan:
     return plan(job([*SMALL, *flags]), 4, find_hardware(hardware))
 
@@ -110,31 +116,37 @@ def collectives(found: Plan) -> int:
     return sum(each.count for each in found.traffic)
 
 
-@pytest.mark.parametrize("converter", ["float8", "mxfp8"])
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param("--compile.enable true", marks=pytest.mark.gate), "", TENSOR],
-    ids=["c", "e", "t"],
+    ("layout", "converter"),
+    tiers(
+        itertools.product(LAYOUTS, ["float8", "mxfp8"]),
+        [("eager", "float8"), ("eager", "mxfp8"), ("TP 2", "mxfp8")],
+    ),
 )
 def test_converted_products_are_recorded_as_on_a_device_that_has_them(
-    converter: str, layout: str
+    layout: str, converter: str
 ) -> None:
-    flags = [*layout.split(), "--convert.0.name", converter]
-    kernels = [*kernels_of(planned(*flags, hardware="b200"))]
+    flags = [*LAYOUTS[layout].split(), "--convert.0.name", converter]
+    found = planned(*flags, hardware="b200")
+    kernels = [*kernels_of(found)]
     products = [kernel for kernel in kernels if "_scaled_mm" in kernel.name]
-    # 7 matrices in each of 4 blocks, and the output, which is not converted.
-    assert len(products) == 7 * 4 * sum(kernel.name == "aten.mm" for kernel in kernels) > 0
+    # 7 matrices in each block, and the output, which is not converted.
+    outputs = sum(kernel.name == "aten.mm" for kernel in kernels)
+    assert len(products) == 7 * found.job.model_args().n_layers * outputs > 0
     assert all(kernel.dtype.itemsize == 1 for kernel in products)
 
 
 def test_settings_of_overlap_on_cuda_are_in_the_plan() -> None:
-    def most(kind: str, *flags: str) -> int:
-        [found] = planned(*flags).kinds
-        return max(level[kind] for _, level in found.step.levels())
+    def most(*flags: str) -> dict[str, int]:
+        [found] = planned("--model.n_layers", "4", *flags).kinds
+        levels = [level for _, level in found.step.levels()]
+        return {kind: max(level[kind] for level in levels) for kind in ("gathered", "gradients")}
 
-    ahead, pending = "--sharding.backward_prefetch", "--sharding.reduce_scatters_in_flight"
-    assert most("gathered", ahead, "3") > most("gathered")
-    assert most("gradients", pending, "3") > most("gradients")
+    before = most()
+    ahead = most("--sharding.backward_prefetch", "3")
+    pending = most("--sharding.reduce_scatters_in_flight", "3")
+    assert ahead["gathered"] > before["gathered"]
+    assert pending["gradients"] > before["gradients"]
 
 
 def test_states_in_host_memory_are_not_on_the_device() -> None:

@@ -3,13 +3,13 @@
 import pytest
 
 from tests import layouts
+from tests.estimate import recorded
 from tests.estimate.real_memory import measured, planned
-from tests.layouts import EXPERT_PARALLEL, LAYOUTS, NO_LOSS, OSS, case
+from tests.layouts import EXPERT_PARALLEL, LAYOUTS, OSS, case
 from tests.ranks import run_ranks
 from tests.research.layouts import LAYOUTS as SYSTEMS
 from tests.research.layouts import installed
 from tests.tiers import tiers
-from torchtitan.estimate.fake_rank import record
 
 LOCO = {"gradients": {"name": "loco", "bucket": 64}}
 CASES = {
@@ -62,7 +62,7 @@ def test_planned_memory_of_experts_apart_is_that_of_balance() -> None:
 
 
 def test_waiting_for_a_collective_allocates_nothing() -> None:
-    job = layouts.job(case(tp=2, **NO_LOSS), "AdamW")
-    allocated = {each.allocated_by for each in record(job, 2).recording.storages}
+    storages = recorded.record(recorded.job("TP 2, neither"), 2).recording.storages
+    allocated = {each.allocated_by for each in storages}
     assert "_c10d_functional.all_gather_into_tensor" in allocated
     assert "_c10d_functional.wait_tensor" not in allocated

@@ -12,7 +12,7 @@ from torchtitan.parallel.schedules import order
 
 CASES = {
     "FSDP 2, accumulating 6": case(shard=2, batch=1, training={"global_batch_size": 12}),
-    "TP 2, full recomputation": case(tp=2, recompute=FULL),
+    "TP 2, full recomputation": case(tp=2, batch=8, recompute=FULL).of(n_layers=6),
     "PP 2, 1F1B": case(2, batch=8),
     "FSDP 2 x PP 2, Interleaved1F1B": schedule("Interleaved1F1B", shard=2),
     "FSDP 2 x PP 2 in bfloat16, accumulating 2": case(

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed.tensor
 
-from tests import layouts
+from tests.estimate import recorded
 from tests.layouts import LAYOUTS, case, schedule
 from torchtitan.estimate.device_streams import CONTENTION, DeviceStreams
-from torchtitan.estimate.expansion import StepSegment, expand
-from torchtitan.estimate.fake_rank import RankRecording, record
+from torchtitan.estimate.expansion import StepSegment
+from torchtitan.estimate.fake_rank import RankRecording
 from torchtitan.estimate.hardware import Hardware, Link, find_hardware
 from torchtitan.estimate.message_time import START, message_seconds
 from torchtitan.estimate.recording import Kernel, Message, Recording
@@ -170,11 +170,8 @@ def test_time_of_collectives() -> None:
 
 
 def timed(job: JobConfig, ranks: int, hardware: Hardware) -> StepTime:
-    degrees = job.degrees(ranks)
-    steps = {
-        rank: expand(record(job, ranks, rank * ranks // degrees.pp), job.accumulation(degrees))
-        for rank in range(degrees.pp)
-    }
+    pp = job.degrees(ranks).pp
+    steps = {rank: recorded.step(job, ranks, rank * ranks // pp) for rank in range(pp)}
     return step_time(job, ranks, steps, hardware)
 
 
@@ -182,7 +179,7 @@ def timed(job: JobConfig, ranks: int, hardware: Hardware) -> StepTime:
 @pytest.mark.parametrize("name", ["FSDP 2 x TP 2", "PP 2, ZBVZeroBubble", "PP 2, 1F1B"])
 def test_parts_add_up_to_the_time_of_the_step(name: str) -> None:
     layout = LAYOUTS[name]
-    job, hardware = layouts.job(layout, "SGD"), find_hardware("h100")
+    job, hardware = recorded.job(name), find_hardware("h100")
     found = timed(job, layout.ranks, hardware)
     parts = found.compute + sum(found.exposed.values()) + found.bubble
     assert parts + found.host_bound + found.update == pytest.approx(found.seconds)
@@ -198,8 +195,8 @@ def test_parts_add_up_to_the_time_of_the_step(name: str) -> None:
 @pytest.mark.gate
 def test_faster_links_are_never_slower() -> None:
     layout = case(replicate=2, shard=2, tp=2, batch=1)
-    job = layouts.job(layout, "SGD")
-    step = {0: expand(record(job, 8), job.accumulation(job.degrees(8)))}
+    job = recorded.job(layout)
+    step = {0: recorded.step(job, 8)}
     hardware = find_hardware("h100")
     seconds = []
     for bandwidth in (0.1, 1, 10, 100, 1000):
@@ -219,9 +216,8 @@ def test_faster_links_are_never_slower() -> None:
 
 
 def test_the_time_of_a_missing_rank_is_that_of_the_nearest() -> None:
-    job = layouts.job(LAYOUTS["PP 4, 1F1B"], "SGD")
-    degrees = job.degrees(4)
-    steps = {rank: expand(record(job, 4, rank), job.accumulation(degrees)) for rank in (0, 1, 3)}
+    job = recorded.job("PP 4, 1F1B")
+    steps = {rank: recorded.step(job, 4, rank) for rank in (0, 1, 3)}
     hardware = find_hardware("h100")
     found = step_time(job, 4, steps, hardware)
     assert {slot.rank for slot in found.schedule} == {0, 1, 2, 3}
@@ -230,9 +226,8 @@ def test_the_time_of_a_missing_rank_is_that_of_the_nearest() -> None:
 
 
 def test_a_missing_rank_may_split_other_numbers_of_backwards() -> None:
-    job = layouts.job(schedule("DualPipeV", 4), "SGD")
-    step = expand(record(job, 4, 3), job.accumulation(job.degrees(4)))
-    found = step_time(job, 4, {3: step}, find_hardware("h100"))
+    job = recorded.job(recorded.small(schedule("DualPipeV", 4)))
+    found = step_time(job, 4, {3: recorded.step(job, 4, 3)}, find_hardware("h100"))
     halves = Counter(slot.rank for slot in found.schedule if slot.action.kind == "W")
     assert halves[0] > halves[3]
     assert len(found.schedule) == sum(map(len, job.work(4).orders.values()))
@@ -240,8 +235,8 @@ def test_a_missing_rank_may_split_other_numbers_of_backwards() -> None:
 
 
 def test_gradients_are_reduced_after_a_stage_has_sent_its_result() -> None:
-    job = layouts.job(schedule("1F1B", shard=2), "SGD")
-    step = expand(record(job, 4, 2), job.accumulation(job.degrees(4)))
+    job = recorded.job(recorded.small(schedule("1F1B", shard=2)))
+    step = recorded.step(job, 4, 2)
     hardware = find_hardware("h100")
     slow = hardware.model_copy(update={"node": Link(bandwidth=1e-3, latency=5)})
     ends = []
@@ -254,9 +249,7 @@ def test_gradients_are_reduced_after_a_stage_has_sent_its_result() -> None:
 
 
 def test_mfu_is_unknown_without_a_peak() -> None:
-    layout = case(batch=8)
-    job = layouts.job(layout, "SGD")
-    hardware = find_hardware("h100")
+    job, hardware = recorded.job("one rank, loss in chunks"), find_hardware("h100")
     assert timed(job, 1, hardware).mfu
     peaks = hardware.peaks.model_copy(update={"float32": None})
     assert timed(job, 1, hardware.model_copy(update={"peaks": peaks})).mfu is None

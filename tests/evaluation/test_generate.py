@@ -129,25 +129,25 @@ def test_rows_stop_when_it_is_enough(tmp_path: Path) -> None:
     assert [row.ended for row in asked] == ["length", "stopped", "stopped"]
 
 
-@pytest.mark.parametrize("flavor", ["plain", "tied"])
-def test_tensor_parallelism_changes_nothing(flavor: str, tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, flavor)
-    [(logits, tokens, sampled)] = run_ranks(measured, 1, path)
-    found = run_ranks(measured, 2, path)
-    for theirs in found:
-        torch.testing.assert_close(theirs[0], logits, atol=1e-5, rtol=0)
-        assert theirs[1:] == (tokens, sampled)
+def test_tensor_parallelism_changes_nothing(tmp_path: Path) -> None:
+    paths = [checkpoint(tmp_path / flavor, flavor) for flavor in ("plain", "tied")]
+    [alone] = run_ranks(measured, 1, paths)
+    for found in run_ranks(measured, 2, paths):
+        for (logits, *theirs), (expected, *tokens) in zip(found, alone, strict=True):
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+            assert theirs == tokens
 
 
-def measured(path: Path) -> tuple[Tensor, list[list[int]], list[list[int]]]:
-    """Logits, the likeliest tokens, and some that were drawn."""
-    with open_model(subject_of(path), 64, torch.float32) as model:
-        drawn = continued(model, PROMPTS, Sampling(temperature=0.7, top_p=0.95))
-        return (
-            model.logits(padded(PROMPTS, model.device)),
-            [row.tokens for row in continued(model, PROMPTS)],
-            [row.tokens for row in drawn],
-        )
+def measured(paths: list[Path]) -> list[tuple[Tensor, list[list[int]], list[list[int]]]]:
+    """Of each model logits, the likeliest tokens, and some that were drawn."""
+    found = []
+    for path in paths:
+        with open_model(subject_of(path), 64, torch.float32) as model:
+            drawn = continued(model, PROMPTS, Sampling(temperature=0.7, top_p=0.95))
+            likeliest = continued(model, PROMPTS)
+            tokens = ([row.tokens for row in rows] for rows in (likeliest, drawn))
+            found.append((model.logits(padded(PROMPTS, model.device)), *tokens))
+    return found
 
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern

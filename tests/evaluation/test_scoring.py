@@ -1,5 +1,6 @@
 """The logarithm of a text's probability is the sum of those of its tokens, each counted once."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -84,17 +85,16 @@ def test_windows_are_those_of_the_harness() -> None:
     ]
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 9, 10, 11, 12, 100])
-@pytest.mark.parametrize("context", [1, 3, 20])
-@pytest.mark.parametrize("size", [0, 1, 10, 11])
-def test_windows_count_each_token_once_and_fit(length: int, context: int, size: int) -> None:
-    whole = list(range(context + size))
-    found = list(windows(whole[:context], whole[context:], length))
-    assert [target for window in found for target in window.targets] == whole[context:]
-    for tokens, targets in found:
-        assert len(targets) <= len(tokens) <= length
-        assert tokens == list(range(targets[-1] - len(tokens), targets[-1]))  # all before the last
-        assert len(tokens) == min(length, targets[-1])  # as far back as there is room
+def test_windows_count_each_token_once_and_fit() -> None:
+    lengths, contexts, sizes = (1, 2, 5, 9, 10, 11, 12, 100), (1, 3, 20), (0, 1, 10, 11)
+    for length, context, size in itertools.product(lengths, contexts, sizes):
+        whole = list(range(context + size))
+        found = list(windows(whole[:context], whole[context:], length))
+        assert [target for window in found for target in window.targets] == whole[context:]
+        for tokens, targets in found:
+            assert len(targets) <= len(tokens) <= length
+            assert tokens == list(range(targets[-1] - len(tokens), targets[-1]))  # all before
+            assert len(tokens) == min(length, targets[-1])  # as far back as there is room
 
 
 def test_a_text_in_windows_has_the_sum_over_them(tmp_path: Path) -> None:

@@ -62,13 +62,13 @@ DAILY = [
     ("Qwen3-MoE", "FSDP 4"),
     ("Qwen3-MoE", "FSDP 2, operators recomputed"),
     *((BALANCED, name) for name in ("TP 2", "PP 2, ZBVZeroBubble")),
-    (APART, "EP 2"),
+    *((APART, name) for name in ("EP 2", "EP 2, HSDP 2 x 2")),
     (ROUNDED, "EP 2, rowwise"),
     *((LATENTS, name) for name in ("TP 2", "TP 2, no sequence parallelism", "CP 2, ring")),
     *((OSSES, name) for name in ("TP 2", "CP 2, ring")),
 ]
 IN_GATE = {
-    APART: ("EP 2 of 4", "EP 2, HSDP 2 x 2", "EP 2, FSDP 2 x PP 2, first stage without experts"),
+    APART: ("EP 2 of 4", "EP 2, FSDP 2 x PP 2, first stage without experts"),
     OSSES: ("EP 2, FSDP 2 x TP 2",),
 }
 GATE = [(family, name) for family, names in IN_GATE.items() for name in names]

@@ -72,7 +72,7 @@ def is_the_run_of_one_rank(layout: Case, device: str) -> None:
         for rank, trace_of_rank in enumerate(found):
             where = f"{jobs[number].optimizer.name}, rank {rank}"
             if layout.convert:
-                compare_converted(trace_of_rank, expected, where)
+                compare_converted(trace_of_rank, expected, where, bound(layout))
             else:
                 compare(trace_of_rank, expected, where, bound(layout))
                 if jobs[number].optimizer.name == "SGD":

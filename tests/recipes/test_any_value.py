@@ -21,6 +21,11 @@ HANGS_AFTER = 10
 """Seconds of the processor: others may want it too."""
 
 
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 @contextmanager
 def not_hanging() -> Iterator[None]:
     """A limit for what counts up to a number that someone wrote."""
@@ -130,21 +135,18 @@ TRIALS = [in_a_recipe, in_a_flag, several_keys, over_each_other]
 
 @pytest.mark.gate
 @pytest.mark.parametrize("trial", TRIALS)
-def test_any_value(trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_any_value(trial: Any) -> None:
     examples(60)(given(st.data())(trial))()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", TRIALS)
-def test_many_values(trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_many_values(trial: Any) -> None:
     examples(10_000)(given(st.data())(trial))()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
+def test_files_that_no_one_wrote_by_hand() -> None:
+    for content in [
         f"[training]\nsteps = {'9' * 5000}\n",
         f"[training]\nsteps = {'[' * 500}{']' * 500}\n",
         f"[training]\nsteps = {'[' * 40}{']' * 40}\n",
@@ -154,22 +156,16 @@ def test_many_values(trial: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         'extends = "\\u0000"\n',
         f'extends = "{"x" * 5000}"\n',
         f'extends = "{"x/" * 3000}"\n',
-    ],
-)
-def test_files_that_no_one_wrote_by_hand(
-    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("any.toml").write_text(content, encoding="utf-8")
-    message = check("any.toml", [], None, is_here=False)
-    assert message is not None
-    assert message.startswith("any.toml:")
-    assert len(message) <= LONGEST_LINE
+    ]:
+        Path("any.toml").write_text(content, encoding="utf-8")
+        message = check("any.toml", [], None, is_here=False)
+        assert message is not None, content
+        assert message.startswith("any.toml:")
+        assert len(message) <= LONGEST_LINE
 
 
-@pytest.mark.parametrize(
-    ("recipe_text", "flags"),
-    [
+def test_what_is_long_is_shortened() -> None:
+    for recipe_text, flags in [
         (f'[data]\ndataset = "{"x" * 5000}"\n', []),
         (f"[job]\n{'x' * 5000} = 1\n", []),
         ("", ["--data.dataset", "x" * 5000]),
@@ -177,25 +173,19 @@ def test_files_that_no_one_wrote_by_hand(
         ("", ["--training.steps", *["1"] * 5000]),
         ("", ["--parallelism.module_fqns_per_model_part", "[" * 5000]),
         (f"[data]\ndataset = {'x' * 5000}\n", []),
-    ],
-)
-def test_what_is_long_is_shortened(
-    recipe_text: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("any.toml").write_text(recipe_text, encoding="utf-8")
-    message = check("any.toml", flags, None, is_here=False)
-    assert message is not None
-    assert len(message) <= LONGEST_LINE
+    ]:
+        Path("any.toml").write_text(recipe_text, encoding="utf-8")
+        message = check("any.toml", flags, None, is_here=False)
+        assert message is not None, flags
+        assert len(message) <= LONGEST_LINE
 
 
-@pytest.mark.parametrize("words", [["--training"], ["--training=5"], ["--training", "a", "b"]])
-def test_a_value_in_the_place_of_a_section_that_a_recipe_has(
-    words: list[str], tmp_path: Path
-) -> None:
+def test_a_value_in_the_place_of_a_section_that_a_recipe_has(tmp_path: Path) -> None:
     """And the same in a recipe, of a section that it extends."""
-    (tmp_path / "base.toml").write_text("[training]\nsteps = 3\n")
-    assert "training: got " in str(check(str(tmp_path / "base.toml"), words, None, is_here=False))
+    base = tmp_path / "base.toml"
+    base.write_text("[training]\nsteps = 3\n")
+    for words in (["--training"], ["--training=5"], ["--training", "a", "b"]):
+        assert "training: got " in str(check(str(base), words, None, is_here=False))
     (tmp_path / "any.toml").write_text('extends = "base.toml"\ntraining = 5\n')
     message = check(str(tmp_path / "any.toml"), [], None, is_here=False)
     assert message == f"{tmp_path}/any.toml:2: training: got 5; wanted a section"

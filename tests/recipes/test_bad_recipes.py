@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.checks import load_job, problems
 from torchtitan.checks.resuming import restarts
 from torchtitan.config import PlannedWorld, Problem, RecipeError, listed
@@ -97,18 +98,36 @@ def cases(table: Path = TABLE) -> list[Case]:
     return result
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-def test_mistake(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_refused(case, tmp_path, monkeypatch)
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def lines_said(path: str | None, flags: list[str], world: int | range | None) -> list[str]:
+    """What is said of a recipe that is refused."""
+    with pytest.raises(RecipeError) as error:
+        load_job(path, flags, world, "cpu")
+    return error.value.lines
 
 
 def is_refused(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all lines that the table has."""
     monkeypatch.chdir(tmp_path)
     Path("bad.toml").write_text(case.recipe, encoding="utf-8")
-    with pytest.raises(RecipeError) as error:
-        load_job("bad.toml", case.flags, case.world, "cpu")
-    assert error.value.lines == case.lines
+    assert lines_said("bad.toml", case.flags, case.world) == case.lines, case.name
+
+
+@pytest.mark.costs("every recipe of the table")
+def test_each_mistake_is_said_as_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = []
+    for case in cases():
+        try:
+            is_refused(case, tmp_path, monkeypatch)
+        except (AssertionError, pytest.fail.Exception) as error:
+            wrong.append(f"{case.name}: {error}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_table_is_read_whole() -> None:
@@ -118,37 +137,27 @@ def test_table_is_read_whole() -> None:
     assert all(case.lines for case in found)
 
 
-def test_many_mistakes_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_many_mistakes_come_together() -> None:
     Path("many.toml").write_text(MANY.lstrip(), encoding="utf-8")
-    with pytest.raises(RecipeError) as error:
-        load_job("many.toml", ["--compile.enable", "maybe"], 8, "cpu")
-    for line, begins in zip(error.value.lines, MANY_MISTAKES, strict=True):
+    said = lines_said("many.toml", ["--compile.enable", "maybe"], 8)
+    for line, begins in zip(said, MANY_MISTAKES, strict=True):
         assert line.startswith(begins)
 
 
-def test_a_wrong_value_is_not_followed_by_its_consequences(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_wrong_value_is_not_followed_by_its_consequences() -> None:
     recipe = '[training]\nglobal_batch_size = 12\nlocal_batch_size = "4"\n'
     Path("bad.toml").write_text(recipe, encoding="utf-8")
-    with pytest.raises(RecipeError) as error:
-        load_job("bad.toml", [], 3, "cpu")  # with the default, 8, 12 would be no multiple
+    said = lines_said("bad.toml", [], 3)  # with the default, 8, 12 would be no multiple
     wanted = "wanted an integer >= 1"
-    assert error.value.lines == [f'bad.toml:3: training.local_batch_size: got "4"; {wanted}']
+    assert said == [f'bad.toml:3: training.local_batch_size: got "4"; {wanted}']
 
 
-def test_mistakes_of_an_extended_recipe_have_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_of_an_extended_recipe_have_its_name() -> None:
     Path("base").mkdir()
     Path("base/b.toml").write_text("[training]\n\nsteps = 0\n", encoding="utf-8")
     Path("mine.toml").write_text('extends = "base/b.toml"\n[job]\nname = "x"\n', encoding="utf-8")
-    with pytest.raises(RecipeError) as error:
-        load_job("mine.toml", [], None, "cpu")
-    assert [line.split(":")[:3] for line in error.value.lines] == [
+    said = lines_said("mine.toml", [], None)
+    assert [line.split(":")[:3] for line in said] == [
         ["base/b.toml", "3", " training.steps"],
         ["mine.toml", "3", " job.name"],
     ]
@@ -165,19 +174,15 @@ def test_mistakes_of_an_extended_recipe_have_its_name(
     ],
     ids=["missing", "folder", "Latin-1", "UTF-16", "byte order mark and CRLF"],
 )
-def test_files(
-    content: bytes | str | None, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_files(content: bytes | str | None, line: str) -> None:
     Path("xy.toml").touch()
     if content == "folder":
         Path("x.toml").mkdir()
     elif isinstance(content, bytes):
         Path("x.toml").write_bytes(content)
-    with pytest.raises(RecipeError) as error:
-        load_job("x.toml", [], None, "cpu")
-    assert len(error.value.lines) == 1
-    assert error.value.lines[0].startswith(line)
+    said = lines_said("x.toml", [], None)
+    assert len(said) == 1
+    assert said[0].startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -188,23 +193,16 @@ def test_files(
         ("x.json", "write the settings as TOML: docs/config.md"),
     ],
 )
-def test_a_recipe_of_another_format(
-    name: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_recipe_of_another_format(name: str, fix: str) -> None:
     Path(name).write_text("from torchtitan import x\n", encoding="utf-8")
-    with pytest.raises(RecipeError) as error:
-        load_job(name, [], None, "cpu")
-    assert error.value.lines == [f"{name}: a recipe is a file of TOML; {fix}"]
+    said = lines_said(name, [], None)
+    assert said == [f"{name}: a recipe is a file of TOML; {fix}"]
 
 
-def test_recipes_that_extend_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_recipes_that_extend_each_other() -> None:
     for name, other in {"a": "b", "b": "c", "c": "a"}.items():
         Path(f"{name}.toml").write_text(f'extends = "{other}.toml"\n', encoding="utf-8")
-    with pytest.raises(RecipeError) as error:
-        load_job("a.toml", [], None, "cpu")
-    (line,) = error.value.lines
+    (line,) = lines_said("a.toml", [], None)
     assert line.startswith('c.toml:1: extends: got "a.toml"; ')
     assert line.endswith(": a.toml -> b.toml -> c.toml -> a.toml")
 
@@ -240,10 +238,8 @@ def test_commands_end_with_2_and_leave_nothing(command: str, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [recipe]
 
 
-def test_tokenizer_that_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("no_plan")
+def test_tokenizer_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     Path("merges.model").write_text("bm90IGEgcmFuaw==\n", encoding="utf-8")
     recipe = '[model]\ntokenizer_path = "merges.model"\n'
     Path("bad.toml").write_text(recipe, encoding="utf-8")
@@ -282,9 +278,8 @@ def test_replica_groups_have_ranks_that_stay_and_may_restart_without_checkpoints
     words = ["--fault_tolerance.enable", "--fault_tolerance.group_size=2"]
     job = load_job(None, words, 2, "cpu").config
     assert list(restarts(job, PlannedWorld(2, may_restart=True))) == []
-    with pytest.raises(RecipeError) as error:
-        load_job(None, [*words, "--training.global_batch_size=64"], range(2, 5, 2), "cpu")
-    assert error.value.lines == [
+    said = lines_said(None, [*words, "--training.global_batch_size=64"], range(2, 5, 2))
+    assert said == [
         "--fault_tolerance.enable: got true; the run may have 2 or 4 "
         "ranks; all replica groups need the same number"
     ]

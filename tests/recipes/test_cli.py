@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,8 @@ import pytest
 import typer
 from typer.main import get_command
 
-from tests import registries
+from tests import forked, registries
+from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, json_schema, packaged_recipes, split_recipe
 from torchtitan.config.schema import descriptions, kind_of, places
@@ -81,16 +83,17 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
-def test_the_first_lines_of_check_answer() -> None:
-    command = f"{sys.executable} -m torchtitan.tools.cli check r.toml | head -5"
-    recipe("[checkpoint]\nenable = true\n")
-    done = subprocess.run(
-        ["bash", "-c", command],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_the_first_lines_of_check_answer(tmp_path: Path) -> None:
+    recipe("[checkpoint]\nenable = true\n[training]\nseq_len = 64\n")
+
+    def check() -> int:
+        """As with `| head -5`."""
+        head = subprocess.Popen(["head", "-5"], stdin=subprocess.PIPE, text=True)
+        with head, redirect_stdout(head.stdin):
+            return main(["check", "r.toml"])
+
+    done = forked.run(check, tmp_path)
+    assert done.status == 0, done.stderr
     begins = ("valid on 1 rank: ", "llama3 debugmodel: ", "planned memory of a rank on cpu: ")
     lines = done.stdout.splitlines()
     assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=False))
@@ -151,6 +154,7 @@ def test_check_refuses_a_device_without_memory(capsys: pytest.CaptureFixture[str
     assert "--device-memory: got 0\n  wanted GiB" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_plan")
 def test_check_says_what_updates_which_roles(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", recipe(""), "--optimizer.name", "Muon", "--optimizer.lr", "1e-3"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if " updates " in line]
@@ -161,6 +165,7 @@ def test_check_says_what_updates_which_roles(capsys: pytest.CaptureFixture[str])
     ]
 
 
+@pytest.mark.usefixtures("no_plan")
 def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", recipe("[parallelism]\ndata_parallel_replicate_degree = 4\n")]) == 0
     layout = "pp 1, dp_replicate 4, dp_shard 1, cp 1, tp 1"
@@ -168,6 +173,7 @@ def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixtur
     assert first == f"valid on 4 ranks: {layout}; --world-size N checks another number"
 
 
+@pytest.mark.usefixtures("no_plan")
 def test_check_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe("[profiling]\nenable_memory_snapshot = true\n")
     assert main(["check", path, "--device", "cuda"]) == 0
@@ -175,6 +181,7 @@ def test_check_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert "on cpu" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_plan")
 def test_check_takes_flags_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--training.steps", "300", "--world-size", "2", "--no-data.shuffle", "--device", "cpu"]
     assert main(["check", recipe(""), *words]) == 0
@@ -194,12 +201,11 @@ def test_check_of_a_flag_without_a_section(capsys: pytest.CaptureFixture[str]) -
     )
 
 
-@pytest.mark.parametrize("world", ["0", "-1", "two"])
-def test_check_of_a_wrong_world_size(world: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "r.toml", "--world-size", world]) == 2
-    assert (
-        f"error: --world-size: got {world}\n  wanted an integer >= 1\n" in capsys.readouterr().err
-    )
+def test_check_of_a_wrong_world_size(capsys: pytest.CaptureFixture[str]) -> None:
+    for world in ("0", "-1", "two"):
+        assert main(["check", "r.toml", "--world-size", world]) == 2
+        said = f"error: --world-size: got {world}\n  wanted an integer >= 1\n"
+        assert said in capsys.readouterr().err
 
 
 def test_migrate_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,9 +235,8 @@ def test_only_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert "No such option: --training.steps" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_the_command_line_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in [
         ([], "Missing command."),
         (["chekc"], "No such command 'chekc'\n  Did you mean 'check'"),
         (["checkpoint", "verfy", "x"], "No such command 'verfy'\n  Did you mean 'verify'?"),
@@ -248,16 +253,12 @@ def test_only_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
         (["watch"], "Missing argument"),
         (["evaluate", "x"], "Missing option '--tasks'"),
         (["compare", "--seeds"], "Option '--seeds' requires an argument."),
-    ],
-)
-def test_what_the_command_line_does_not_know(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert f"see torchtitan{' ' * bool(words)}" in printed.err
-    assert printed.out == ""
+    ]:
+        assert main(words) == 2, words
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert f"see torchtitan{' ' * bool(words)}" in printed.err
+        assert printed.out == ""
 
 
 def test_help_has_the_verbs_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,37 +274,35 @@ def test_help_has_the_verbs_in_groups(capsys: pytest.CaptureFixture[str]) -> Non
     assert list(place.values()) == sorted(place.values())
 
 
-@pytest.mark.parametrize("verb", [verb for verbs in VERBS.values() for verb in verbs])
-def test_each_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([verb, "--help"]) == 0
-    text = capsys.readouterr().out
-    assert f"torchtitan {verb}" in text
-    assert "<bool>" not in text
-    for words in ([verb, "-h"], ["--help", verb]):
-        assert main(words) == 0
-        assert capsys.readouterr().out == text
+@pytest.mark.costs("the help of every verb")
+def test_each_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (name for verbs in VERBS.values() for name in verbs):
+        assert main([name, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert f"torchtitan {name}" in text
+        assert "<bool>" not in text
+        for words in ([name, "-h"], ["--help", name]):
+            assert main(words) == 0
+            assert capsys.readouterr().out == text
 
 
-@pytest.mark.parametrize("words", [["train"], ["check", "r.toml"], ["compare", "-h"], ["-h"]])
-def test_help_of_a_section_is_the_same_for_every_verb(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_of_a_section_is_the_same_for_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help", "loss"]) == 0
     text = capsys.readouterr().out
     assert "│ --loss.vocabulary_chunk " in text
-    assert main([*words, *(["loss"] if words[-1] == "-h" else ["--help", "loss"])]) == 0
-    assert capsys.readouterr().out == text
+    for words in (["check", "r.toml", "--help"], ["compare", "-h"], ["-h"]):
+        assert main([*words, "loss"]) == 0
+        assert capsys.readouterr().out == text, words
 
 
-@pytest.mark.parametrize("flag", [["--optimizer.name", "Muon"], ["--optimizer.name=Muon"]])
-def test_help_shows_the_choice_that_flags_make(
-    flag: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", *flag, "--help", "optimizer"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    titles = [line.strip("╭─╮ ") for line in lines if line.startswith("╭")]
-    assert titles == ['[optimizer] with name = "Muon"', "[[optimizer.groups]]", "[optimizer.adamw]"]
-    assert any("Settings of Muon that" in line for line in lines)
+def test_help_shows_the_choice_that_flags_make(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in (["--optimizer.name", "Muon"], ["--optimizer.name=Muon"]):
+        assert main(["train", *flag, "--help", "optimizer"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        titles = [line.strip("╭─╮ ") for line in lines if line.startswith("╭")]
+        muon = '[optimizer] with name = "Muon"'
+        assert titles == [muon, "[[optimizer.groups]]", "[optimizer.adamw]"]
+        assert any("Settings of Muon that" in line for line in lines)
 
 
 def test_help_texts_stand_alone() -> None:
@@ -435,9 +434,13 @@ def completed(
     return capsys.readouterr().out.split()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+def test_completion(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("folder").mkdir()
+    for name in ("folder/one.toml", "folder/two.toml", "folder/a.txt", "recipe.toml", "b.txt"):
+        Path(name).touch()
+    for words, expected in [
         ("ver", ["verify-parallelism", "verify-resume"]),
         ("check --w", ["--world-size"]),
         ("train --proc", ["--processes"]),
@@ -471,19 +474,8 @@ def completed(
         ("train nowhere/", []),
         ("compare recipe.toml fo", ["folder/one.toml", "folder/two.toml"]),
         ("watch fol", []),  # the shell completes files
-    ],
-)
-def test_completion(
-    words: str,
-    expected: list[str],
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    Path("folder").mkdir()
-    for name in ("folder/one.toml", "folder/two.toml", "folder/a.txt", "recipe.toml", "b.txt"):
-        Path(name).touch()
-    assert completed(f"torchtitan {words}", cache, monkeypatch, capsys) == expected
+    ]:
+        assert completed(f"torchtitan {words}", cache, monkeypatch, capsys) == expected, words
 
 
 def test_completion_from_the_cache_imports_no_torch(
@@ -533,6 +525,7 @@ def test_completions_are_kept_until_the_package_changes(
     assert commands.cached_table(build) == build()
 
 
+@pytest.mark.usefixtures("no_plan")
 def test_modules_of_the_current_folder_can_be_imported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -546,31 +539,24 @@ def test_modules_of_the_current_folder_can_be_imported(
     capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], (None, [])),
-        (["a.toml", "--x.y", "1"], ("a.toml", ["--x.y", "1"])),
-        (["--x.y", "1", "--job.config_file", "a.toml"], ("a.toml", ["--x.y", "1"])),
-        (["--job.config-file=a.toml", "--x.y=a b"], ("a.toml", ["--x.y=a b"])),
-    ],
-)
-def test_split_recipe(words: list[str], expected: tuple[str | None, list[str]]) -> None:
-    assert split_recipe(words) == expected
+def test_split_recipe() -> None:
+    flags = ["--x.y", "1"]
+    assert split_recipe([]) == (None, [])
+    assert split_recipe(["a.toml", *flags]) == ("a.toml", flags)
+    assert split_recipe([*flags, "--job.config_file", "a.toml"]) == ("a.toml", flags)
+    found = split_recipe(["--job.config-file=a.toml", "--x.y=a b"])
+    assert found == ("a.toml", ["--x.y=a b"])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_split_recipe_refuses() -> None:
+    for words, message in [
         (["--job.config_file"], "got no value; wanted a recipe"),
         (["--job.config_file", "--x.y"], "got no value; wanted a recipe"),
         (["--job.config_file=a.toml", "b.toml"], "got a.toml and b.toml; wanted one recipe"),
         (["a.toml", "--job.config_file=b.toml"], "got a.toml and b.toml; wanted one recipe"),
-    ],
-)
-def test_split_recipe_refuses(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--job.config_file: {message}$"):
-        split_recipe(words)
+    ]:
+        with pytest.raises(ConfigError, match=f"^--job.config_file: {message}$"):
+            split_recipe(words)
 
 
 def test_help_has_every_setting(

@@ -1,20 +1,16 @@
 """What a newcomer types first, and what is said to that."""
 
-import os
 import re
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.tiers import tiers
+from tests import forked
+from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan import __version__
 from torchtitan.tools.cli import main
-
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-c", "from torchtitan.tools.cli import main; main()"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +43,7 @@ def test_train_without_a_recipe_offers_one(
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.usefixtures("no_plan")
 def test_the_debug_recipe_is_named_as_it_can_be_typed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -62,19 +59,17 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize("about", ["optimizer", "[optimizer]", "lr_scheduler", "convert", "job"])
-def test_help_of_a_section_has_that_section_alone(
-    about: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--help", about]) == 0
-    name = about.strip("[]")
-    lines = capsys.readouterr().out.splitlines()
-    headers = [line for line in lines if line.startswith("╭")]
-    assert headers
-    assert all(line.strip("╭─ [").startswith(name) for line in headers)
-    flags = [line.split()[1] for line in lines if line.startswith("│ --")]
-    assert flags
-    assert all(flag.startswith(f"--{name}.") for flag in flags)
+def test_help_of_a_section_has_that_section_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for about in ("optimizer", "[optimizer]", "lr_scheduler", "convert", "job"):
+        assert main(["train", "--help", about]) == 0
+        name = about.strip("[]")
+        lines = capsys.readouterr().out.splitlines()
+        headers = [line for line in lines if line.startswith("╭")]
+        assert headers
+        assert all(line.strip("╭─ [").startswith(name) for line in headers)
+        flags = [line.split()[1] for line in lines if line.startswith("│ --")]
+        assert flags
+        assert all(flag.startswith(f"--{name}.") for flag in flags)
 
 
 def test_help_of_one_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,24 +100,26 @@ SHELLS = {
 }
 
 
-def in_shell(**variables: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    return subprocess.run(
-        COMMAND, env=environment, capture_output=True, text=True, check=False
-    ).stdout
+def test_shell_completes_verbs_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def printed(**variables: str) -> str:
+        """What the command prints for a shell with this environment."""
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            return forked.run(lambda: main([]), tmp_path).stdout
 
-
-@pytest.mark.parametrize("shell", tiers(SHELLS, ["bash"]))
-def test_shell_completes_verbs_and_settings(shell: str) -> None:
-    script = in_shell(_TORCHTITAN_COMPLETE=f"source_{shell}")
-    assert "torchtitan" in script
-    assert shell in script or shell == "bash"
-    words, more = SHELLS[shell]
-    ask = {"_TORCHTITAN_COMPLETE": f"complete_{shell}", **more}
-    for typed, expected in {
-        "torchtitan train --debug.see": "--debug.seed",
-        "torchtitan check --data.shuf": "--data.shuffle",
-        "torchtitan check --world": "--world-size",
-    }.items():
-        found = in_shell(**ask, **{words: typed})
-        assert re.search(rf"(^|[\"\s]){expected}", found), (typed, found)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for shell, (words, more) in SHELLS.items():
+        script = printed(_TORCHTITAN_COMPLETE=f"source_{shell}")
+        assert "torchtitan" in script
+        assert shell in script or shell == "bash"
+        ask = {"_TORCHTITAN_COMPLETE": f"complete_{shell}", **more}
+        for typed, expected in {
+            "torchtitan train --debug.see": "--debug.seed",
+            "torchtitan check --data.shuf": "--data.shuffle",
+            "torchtitan check --world": "--world-size",
+        }.items():
+            found = printed(**ask, **{words: typed})
+            assert re.search(rf"(^|[\"\s]){expected}", found), (typed, found)

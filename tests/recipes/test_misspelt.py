@@ -44,45 +44,38 @@ def misspelt(option: str) -> list[str]:
     return [form for form in forms if form != option and len(form) > 5]
 
 
-@pytest.mark.parametrize(("words", "option"), options(), ids=lambda part: str(part))
-def test_the_option_that_was_meant_is_named(
-    words: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    known = {name for verb, name in options() if verb == words}
-    for number, wrong in enumerate(misspelt(option)):
-        if wrong in known:
-            continue
-        assert main([*words, *([wrong, "2"] if number % 2 else [f"{wrong}=2"])]) == 2
-        message = capsys.readouterr().err
-        assert option in message, f"{wrong}: {message}"
+@pytest.mark.costs("every option of every verb")
+def test_the_option_that_was_meant_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    known, missed = options(), []
+    for words, option in known:
+        for number, wrong in enumerate(misspelt(option)):
+            if (words, wrong) in known:
+                continue
+            status = main([*words, *([wrong, "2"] if number % 2 else [f"{wrong}=2"])])
+            message = capsys.readouterr().err
+            if status != 2 or option not in message:
+                missed.append(f"{' '.join(words)} {wrong}, status {status}: {message}")
+    assert not missed, "\n".join(missed)
 
 
-@pytest.mark.parametrize("verb", ["check", "train", "compare", "verify-parallelism"])
-def test_a_setting_without_its_dashes_is_told(
-    verb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [verb, "train_configs/debug_model.toml", "training.steps=3"]
-    assert main(words) == 2
-    said = "training.steps=3: not a flag\n  wanted --training.steps=3\n"
-    assert said in capsys.readouterr().err
+def test_a_setting_without_its_dashes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("check", "train", "compare", "verify-parallelism"):
+        assert main([verb, "train_configs/debug_model.toml", "training.steps=3"]) == 2
+        said = "training.steps=3: not a flag\n  wanted --training.steps=3\n"
+        assert said in capsys.readouterr().err, verb
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
+def test_the_launcher_names_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, right in [
         ("--max_restarts=3", "--max-restarts"),
         ("--nodes=2", "--nnodes"),
         ("--rdzv-endpiont", "--rdzv-endpoint"),
         ("--log_rank", "--log-rank"),
         ("--proceses", "--processes"),
-    ],
-)
-def test_the_launcher_names_it_too(
-    wrong: str, right: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--processes", "2", "--training.steps", "1", wrong, "x"]
-    assert main(["train", *words]) == 2
-    assert f"did you mean {right}?" in capsys.readouterr().err
+    ]:
+        words = ["--processes", "2", "--training.steps", "1", wrong, "x"]
+        assert main(["train", *words]) == 2
+        assert f"did you mean {right}?" in capsys.readouterr().err
 
 
 def test_the_launcher_refuses_a_setting_without_its_dashes(
@@ -93,9 +86,8 @@ def test_the_launcher_refuses_a_setting_without_its_dashes(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("at", range(3))
 def test_the_launcher_takes_its_options_and_the_recipe_in_any_order(
-    at: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: list[tuple[LaunchOptions, list[str]]] = []
 
@@ -104,8 +96,9 @@ def test_the_launcher_takes_its_options_and_the_recipe_in_any_order(
         return 0
 
     monkeypatch.setattr(train, "start", start)
-    words = [["--training.steps", "3"], ["--no-data.shuffle"]]
-    words.insert(at, ["--processes", "2", "r.toml"])
-    assert main(["train", *(word for group in words for word in group)]) == 0
+    for at in range(3):
+        words = [["--training.steps", "3"], ["--no-data.shuffle"]]
+        words.insert(at, ["--processes", "2", "r.toml"])
+        assert main(["train", *(word for group in words for word in group)]) == 0
     flags = ["--training.steps", "3", "--no-data.shuffle"]
-    assert found == [(LaunchOptions(processes=2), ["r.toml", *flags])]
+    assert found == 3 * [(LaunchOptions(processes=2), ["r.toml", *flags])]

@@ -22,15 +22,14 @@ def test_all_files_of_the_clone_are_packaged() -> None:
     assert sorted(packaged_recipes().values()) == sorted(FOLDER.rglob("*.toml"))
 
 
-@pytest.mark.parametrize(
-    "name", ["debug_model", "debug_model.toml", "train_configs/debug_model.toml"]
-)
-def test_a_recipe_is_found_by_name(name: str) -> None:
+def test_a_recipe_is_found_by_name() -> None:
     path = FOLDER / "debug_model.toml"
-    assert find_recipe(name) == path
-    found = load_job(name, [], 1, "cpu")
-    assert found.config == load_job(path, [], 1, "cpu").config
-    assert found.notices[0] == f"{name}: the packaged recipe {path}"
+    expected = load_job(path, [], 1, "cpu").config
+    for name in ("debug_model", "debug_model.toml", "train_configs/debug_model.toml"):
+        assert find_recipe(name) == path
+        found = load_job(name, [], 1, "cpu")
+        assert found.config == expected
+        assert found.notices[0] == f"{name}: the packaged recipe {path}"
 
 
 def test_a_file_wins_over_a_packaged_recipe() -> None:
@@ -45,9 +44,9 @@ def test_a_folder_of_that_name_is_no_recipe() -> None:
     assert find_recipe("debug_model") == FOLDER / "debug_model.toml"
 
 
-@pytest.mark.parametrize("name", ["../pyproject.toml", "/etc/passwd", "", ".", "a\0b"])
-def test_only_recipes_are_found(name: str) -> None:
-    assert find_recipe(name) == Path(name)
+def test_only_recipes_are_found() -> None:
+    for name in ("../pyproject.toml", "/etc/passwd", "", ".", "a\0b"):
+        assert find_recipe(name) == Path(name)
 
 
 def test_a_packaged_recipe_can_be_extended() -> None:
@@ -57,19 +56,16 @@ def test_a_packaged_recipe_can_be_extended() -> None:
         assert load_job("mine.toml", [], 1, "cpu").config.training.steps == steps
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
+def test_a_recipe_that_is_not_there() -> None:
+    for name, hint in [
         ("debug_modle", "did you mean debug_model?"),
         ("train_configs/lama3_8b.toml", "did you mean llama3_8b?"),
         ("configs/mine.toml", "there is no folder configs"),
         ("mine.toml", "see `torchtitan recipes` for those of the package"),
-    ],
-)
-def test_a_recipe_that_is_not_there(name: str, hint: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        load_job(name, [], 1, "cpu")
-    assert error.value.lines == [f"{name}: there is no such recipe; {hint}"]
+    ]:
+        with pytest.raises(RecipeError) as error:
+            load_job(name, [], 1, "cpu")
+        assert error.value.lines == [f"{name}: there is no such recipe; {hint}"]
 
 
 @pytest.mark.gate
@@ -90,17 +86,23 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [line for line in lines if line.endswith(" ")]
 
 
-@pytest.mark.parametrize("name", packaged_recipes())
-def test_a_copy_is_the_same_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "copy", name, "mine"]) == 0
-    copied = capsys.readouterr().out.splitlines()
-    assert copied[0] == f"mine/{name}.toml"
-    for file in copied:
-        assert Path(file).read_bytes() == (FOLDER / Path(file).relative_to("mine")).read_bytes()
-    assert {str(path) for path in Path("mine").rglob("*.toml")} == set(copied)
-    if not name.startswith("studies/"):
-        before, after = (read(path) for path in (FOLDER / f"{name}.toml", Path(copied[0])))
-        assert before == after
+@pytest.mark.costs("every recipe of the package, twice")
+def test_a_copy_is_the_same_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in packaged_recipes():
+        folder = tmp_path / name.replace("/", " ")
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        assert main(["recipes", "copy", name, "mine"]) == 0
+        copied = capsys.readouterr().out.splitlines()
+        assert copied[0] == f"mine/{name}.toml"
+        for file in copied:
+            assert Path(file).read_bytes() == (FOLDER / Path(file).relative_to("mine")).read_bytes()
+        assert {str(path) for path in Path("mine").rglob("*.toml")} == set(copied)
+        if not name.startswith("studies/"):
+            before, after = (read(path) for path in (FOLDER / f"{name}.toml", Path(copied[0])))
+            assert before == after, name
 
 
 def read(path: Path) -> object:

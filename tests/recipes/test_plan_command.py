@@ -1,14 +1,15 @@
 """The verb `plan`: its text, its JSON, its page, and its answers to bad input."""
 
+import io
 import json
 import math
 import tomllib
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from plotly.graph_objects import Figure
 
 from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
 from torchtitan.estimate.hardware import hardware_names
@@ -43,20 +44,27 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return printed.err
 
 
+class Planned(NamedTuple):
+    """What a plan prints and writes."""
+
+    found: dict[str, Any]
+    page: str
+    said: str
+
+
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The JSON and the page of a plan with a pipeline."""
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    """A plan of a run with a pipeline, saves and a budget."""
     page = tmp_path_factory.mktemp("plan") / "plan.html"
-    with pytest.MonkeyPatch.context() as patch:
-        printed: list[str] = []
-        patch.setattr("builtins.print", lambda *words, **_: printed.extend(map(str, words)))
-        words = [*PIPELINE, "--hardware", "h100", "--json", "--html", str(page)]
+    words = [*PIPELINE, "--hardware", "h100", "--json", "--html", str(page), "--tokens", "2M"]
+    words += ["--checkpoint.enable", "true", "--checkpoint.interval", "7"]
+    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as said:
         assert main(["plan", RECIPE, *words]) == 0
-    return json.loads(printed[0]), page.read_text()
+    return Planned(json.loads(printed.getvalue()), page.read_text(), said.getvalue())
 
 
-def test_the_json_has_values_with_limits(planned: tuple[dict[str, Any], str]) -> None:
-    found, _ = planned
+def test_the_json_has_values_with_limits(planned: Planned) -> None:
+    found = planned.found
     for section, names in TRIPLES.items():
         for name in names:
             each = found[section][name]
@@ -74,8 +82,8 @@ def test_the_json_has_values_with_limits(planned: tuple[dict[str, Any], str]) ->
     assert total == pytest.approx(seconds)
 
 
-def test_each_kind_of_rank_adds_up(planned: tuple[dict[str, Any], str]) -> None:
-    memory = planned[0]["memory"]
+def test_each_kind_of_rank_adds_up(planned: Planned) -> None:
+    memory = planned.found["memory"]
     assert [stage for rank in memory["ranks"] for stage in rank["pipeline_ranks"]] == [0, 1]
     assert sum(rank["count"] for rank in memory["ranks"]) == 4
     for rank in memory["ranks"]:
@@ -88,13 +96,15 @@ def test_each_kind_of_rank_adds_up(planned: tuple[dict[str, Any], str]) -> None:
     assert memory["peak_reserved_gib"]["value"] == fullest["peak_reserved_gib"]
     room = memory["capacity_gib"] - memory["outside_allocator_gib"] - fullest["peak_reserved_gib"]
     assert memory["room_gib"] == pytest.approx(room)
-    pipeline = planned[0]["pipeline"]
+    pipeline = planned.found["pipeline"]
     assert (pipeline["stages"], pipeline["microbatches"]) == (2, 4)
     assert 0 < pipeline["bubble"] < 1
 
 
-def test_the_page_has_the_plan_and_its_plots(planned: tuple[dict[str, Any], str]) -> None:
-    found, page = planned
+def test_the_page_has_the_plan_and_its_plots(planned: Planned) -> None:
+    from plotly.graph_objects import Figure
+
+    found, page, _ = planned
     inside = page.split('<script type="application/json" id="plan">')[1].split("</script>")[0]
     assert json.loads(inside) == found
     figures = json.loads(page.split("const FIGURES = ")[1].split(";\n")[0])
@@ -116,9 +126,9 @@ def test_the_page_has_the_plan_and_its_plots(planned: tuple[dict[str, Any], str]
 
 @pytest.mark.gate
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_the_page_is_drawn(planned: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+def test_the_page_is_drawn(planned: Planned, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    file.write_text(planned[1])
+    file.write_text(planned.page)
     with opened_browser() as browser:
         live = browser.new_page(viewport={"width": 1280, "height": 900})
         asked, said = [], []
@@ -139,8 +149,8 @@ def test_the_page_is_drawn(planned: tuple[dict[str, Any], str], tmp_path: Path) 
         assert (asked, said) == ([file.as_uri()], [])
 
 
-def test_the_text_says_what_the_json_says(planned: tuple[dict[str, Any], str]) -> None:
-    found, _ = planned
+def test_the_text_says_what_the_json_says(planned: Planned) -> None:
+    found = planned.found
     text = "\n".join(plan_text(found))
     assert text.startswith("llama3 debugmodel on 4 ranks: pp 2, dp_shard 2; hardware: h100\n")
     assert f"fits: yes, {found['memory']['room_gib']:.1f} of " in text
@@ -194,26 +204,22 @@ def test_nothing_fits_in_a_tiny_device(
     assert f"use at least {found['memory']['least_devices']} devices" in text
 
 
-def test_a_budget_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--training.seq_len", "64", "--hardware", "h100", "--tokens", "2M")
-    budget = answer(capsys, *words)["budget"]
+def test_a_budget_of_tokens(planned: Planned) -> None:
+    budget = planned.found["budget"]
     assert budget["tokens"] == 2e6
-    assert budget["device_hours"] == pytest.approx(24 * budget["days"])
+    assert budget["device_hours"] == pytest.approx(4 * 24 * budget["days"])
 
 
 def test_tokens_are_read_and_written_alike() -> None:
-    assert [token_count(word) for word in ("15T", "1.5e12", "300b", "7")] == [
-        15e12,
-        1.5e12,
-        3e11,
-        7,
-    ]
+    words = ("15T", "1.5e12", "300b", "7")
+    assert [token_count(word) for word in words] == [15e12, 1.5e12, 3e11, 7]
     assert [count(value) for value in (15e12, 3e11, 7)] == ["15T", "300B", "7"]
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+def test_bad_input_is_refused_with_the_nearest_possibility(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, expected in [
         (["--hardware", "h100x"], "did you mean h100?"),
         (["--hardware", "nowhere/own.toml"], "wanted a file or a name"),
         (
@@ -241,18 +247,15 @@ def test_tokens_are_read_and_written_alike() -> None:
         (["--parallelism.pipeline_parallel_degree", "64"], "can be cut into at most 8"),
         (["--html", "nowhere/plan.html"], "--html: got nowhere/plan.html\n  make its folder"),
         (["--world-size", "0"], "wanted an integer >= 1"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_input_is_refused_with_the_nearest_possibility(
-    capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+    ]:
+        assert expected in refusal(capsys, RECIPE, *words), words
+
+
+def test_a_file_of_hardware_that_is_wrong_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert expected in refusal(capsys, RECIPE, *words)
-
-
-@pytest.mark.parametrize(
-    ("key", "wrong", "expected"),
-    [
+    lines = (ROOT / "torchtitan/estimate/hardware/h100.toml").read_text().splitlines()
+    for key, wrong, expected in [
         ("memory_gib", "", "memory_gib is missing\n  set it: Memory of a device in GiB"),
         ("memory_gib", "memory_gib = -3", "memory_gib: got -3\n  did you mean 3?"),
         ("memory_gib", "memory_gib = 0", "memory_gib: got 0\n  wanted 0.1 to 8192 GiB"),
@@ -267,16 +270,11 @@ def test_bad_input_is_refused_with_the_nearest_possibility(
         ("memory_bandwidth", "memory_bandwidth = 2.78", "did you mean 2780?"),
         ("[network]", "[netwrok]", "netwrok: unknown section\n  did you mean network?"),
         ("name", "name = ", "not valid TOML"),
-    ],
-)
-def test_a_file_of_hardware_that_is_wrong_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str, wrong: str, expected: str
-) -> None:
-    lines = (ROOT / "torchtitan/estimate/hardware/h100.toml").read_text().splitlines()
-    at = next(i for i, line in enumerate(lines) if line == key or line.startswith(f"{key} ="))
-    own = tmp_path / "own.toml"
-    own.write_text("\n".join([*lines[:at], wrong, *lines[at + 1 :]]))
-    assert expected in refusal(capsys, RECIPE, "--hardware", str(own))
+    ]:
+        at = next(i for i, line in enumerate(lines) if line == key or line.startswith(f"{key} ="))
+        own = tmp_path / "own.toml"
+        own.write_text("\n".join([*lines[:at], wrong, *lines[at + 1 :]]))
+        assert expected in refusal(capsys, RECIPE, "--hardware", str(own)), key
 
 
 def test_a_flavor_too_large_for_any_layout_is_an_answer(
@@ -294,22 +292,15 @@ def test_a_flavor_too_large_for_any_layout_is_an_answer(
     assert f"use at least {found['memory']['least_devices']} devices" in last
 
 
-def test_what_is_left_out_is_said_everywhere(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    page, note = tmp_path / "plan.html", "a save every 7 steps is not in the time of a step"
-    flags = ("--checkpoint.enable", "true", "--checkpoint.interval", "7")
-    words = (*flags, "--training.seq_len", "64", "--hardware", "h100", "--html", str(page))
-    capsys.readouterr()
-    assert main(["plan", RECIPE, "--json", *words]) == 0
-    printed = capsys.readouterr()
-    assert any(note in each for each in json.loads(printed.out)["notes"])
-    assert f"warning: checkpoint.interval: {note}" in printed.err
-    assert f"{note}</li>" in page.read_text()
+def test_what_is_left_out_is_said_everywhere(planned: Planned) -> None:
+    note = "a save every 7 steps is not in the time of a step"
+    assert any(note in each for each in planned.found["notes"])
+    assert f"warning: checkpoint.interval: {note}" in planned.said
+    assert f"{note}</li>" in planned.page
 
 
-def test_parts_of_an_amount_add_up(planned: tuple[dict[str, Any], str]) -> None:
-    found, _ = planned
+def test_parts_of_an_amount_add_up(planned: Planned) -> None:
+    found = planned.found
     for rank in found["memory"]["ranks"]:
         activations = rank["by_kind_gib"]["activations"]
         assert sum(rank["activations_gib"].values()) == pytest.approx(activations)

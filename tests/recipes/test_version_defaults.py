@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.convert import Float8
@@ -255,6 +256,7 @@ def test_migrating_a_recipe_that_cannot_be_trained_here(
 GATED = '[model]\nhf_assets_path = "./assets/hf/Llama-3.1-8B"\nflavor = "{flavor}"\n' + LOAD
 
 
+@pytest.mark.usefixtures("no_plan")
 def test_only_the_gated_tokenizer_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     """It is said once, also where the weights are to come from there; the rest is checked."""
     Path("r.toml").write_text(GATED.format(flavor="8B"))

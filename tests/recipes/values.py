@@ -13,50 +13,16 @@ from torchtitan.job import JobConfig
 EDGES = [0, 1, 2, 3, 7, 8, 64, 2**31, 2**32, 2**53, 2**62, 2**63 - 1]
 EDGES = [*EDGES, *(-n for n in EDGES), 2**63, 10**12, 10**26, 10**400, -(2**63) - 1]
 FLOATS = [0.0, -0.0, 5e-324, 1e-30, 0.5, 1.0, 1e30, 1.7e308, math.inf, -math.inf, math.nan]
-TEXTS = [
-    "",
-    " ",
-    "~",
-    "~nobody/x",
-    "/",
-    "..",
-    ".",
-    "\0",
-    "a\nb",
-    "\\",
-    '"',
-    "'",
-    "é",
-    "\U0001d518",
-    "\u202e",
-]
-TEXTS += [
-    "x" * 300,
-    "x" * 5000,
-    "a/" * 3000,
-    "none",
-    "true",
-    "1",
-    "-1",
-    "nan",
-    "[",
-    "{}",
-    "%s",
-    "{0}",
-]
+TEXTS = ["", " ", "~", "~nobody/x", "/", "..", ".", "\0", "a\nb", "\\", '"', "'", "é", "\U0001d518"]
+TEXTS += ["\u202e", "x" * 300, "x" * 5000, "a/" * 3000, "none", "true", "1", "-1", "nan", "[", "{}"]
+TEXTS += ["%s", "{0}"]
 DATES = [date(2026, 1, 1), time(1, 2, 3), datetime(2026, 1, 1, tzinfo=UTC)]
 
 
 def any_value() -> st.SearchStrategy[Any]:
     """A value of any type of TOML."""
-    words = sorted(
-        {
-            word
-            for place in places(JobConfig)
-            for info in place.settings.model_fields.values()
-            for word in [str(info.default)]
-        }
-    )
+    fields = (info for place in places(JobConfig) for info in place.settings.model_fields.values())
+    words = sorted({str(info.default) for info in fields})
     leaf = st.one_of(
         st.booleans(),
         st.sampled_from(EDGES),

@@ -56,6 +56,7 @@ def test_a_second_run_on_a_folder_is_refused(
     (tmp_path / "second.toml").write_text(to_toml(recipe(run)))
 
     def second() -> None:
+        folder.LOCK_SECONDS = 0.0
         try:
             with (tmp_path / "second.log").open("w") as sys.stderr:
                 os._exit(train.main(["--job.config_file", str(tmp_path / "second.toml")]))
@@ -86,7 +87,10 @@ def test_a_second_run_on_a_folder_is_refused(
 def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(
     tmp_path: Path, undisturbed: Undisturbed, tell: Tell
 ) -> None:
-    """It comes while the first is in its sixth step, and waits until that has finished."""
+    """It comes while the first is in its sixth step, and waits until that has finished.
+
+    The first goes on when the second has found the folder locked; it would have chosen step 4.
+    """
     run, started = tmp_path / "run", tmp_path / "started"
     (tmp_path / "second.toml").write_text(to_toml(recipe(run)))
     if not (second := os.fork()):
@@ -94,13 +98,13 @@ def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(
         with (tmp_path / "second.log").open("w") as sys.stderr:
             while not (run / "checkpoint/step-4").exists():
                 time.sleep(0.01)
-            started.touch()
+            sleep = time.sleep
+            time.sleep = lambda seconds: (started.touch(), sleep(seconds))  # type: ignore[assignment]
             os._exit(train.main(["--job.config_file", str(tmp_path / "second.toml")]))
 
     def meanwhile(step: Callable[..., bool], *arguments: Any) -> bool:
         while not started.exists():
             time.sleep(0.01)
-        time.sleep(1)  # it would have chosen step 4
         return step(*arguments)
 
     played = play(recipe(run), traps={0: at_call("torchtitan.trainer:Trainer.step", 6, meanwhile)})
@@ -135,6 +139,10 @@ def content(folder: Path) -> dict[str, bytes | None]:
     }
 
 
+def wait_for_no_lock() -> None:
+    folder.LOCK_SECONDS = 0.0
+
+
 @pytest.mark.parametrize("layout", ["one rank", pytest.param("FSDP 2", marks=pytest.mark.gate)])
 def test_a_refused_start_leaves_the_folder_as_it_was(
     layout: str, tmp_path: Path, tell: Tell
@@ -146,16 +154,17 @@ def test_a_refused_start_leaves_the_folder_as_it_was(
     (run / "comm_traces/0.json").write_text("{}")
     (run / "comm_traces/5.step").write_text("of more ranks")
     before = content(run)
-    for sections, why in REFUSED.values():
-        played = play(recipe(run, layout, **sections), ranks)
+    starts = play_each([recipe(run, layout, **each) for each, _ in REFUSED.values()], ranks)
+    for played, (_, why) in zip(starts, REFUSED.values(), strict=True):
         assert played.status == 2, played.log
         assert why in played.log
         assert "--checkpoint.resume must" not in played.log  # which would be refused, too
-        assert content(run) == before, why
+        assert "Traceback" not in played.log
+    assert content(run) == before
     (run / "lock").write_text("of a run that was killed\n")
     with folder.lock(run):
         before = content(run)
-        played = play(recipe(run, layout), ranks)
+        played = play(recipe(run, layout), ranks, dict.fromkeys(range(ranks), wait_for_no_lock))
         assert played.status == 2, played.log
         assert "another run writes into" in played.log
         assert content(run) == before
@@ -189,6 +198,7 @@ def test_every_rank_learns_that_rank_0_was_refused(
         for rank in range(2):
             if not (child := os.fork()):
                 try:
+                    wait_for_no_lock()
                     os.environ["RANK"] = str(rank)
                     with (tmp_path / f"{rank}.log").open("w") as sys.stderr:
                         os._exit(train.main(["--job.config_file", str(tmp_path / "recipe.toml")]))

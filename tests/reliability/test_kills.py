@@ -21,7 +21,7 @@ import pytest
 
 from tests.reliability.conftest import Tell, Undisturbed
 from tests.reliability.trials import (
-    NAMES,
+    CASES,
     STEPS,
     End,
     Played,
@@ -205,7 +205,7 @@ def test_a_kill_while_resuming(
 def chains() -> list[Any]:
     """Layout, mode, seed, kills."""
     found = [pytest.param("one rank", "async", 0, 2)]
-    for layout in NAMES:
+    for layout in CASES:
         seeds = range(1, 2 if ranks_of(layout) > 2 else 5)
         found += [
             pytest.param(layout, mode, seed, 3, marks=pytest.mark.slow)

@@ -40,7 +40,7 @@ def start(run: Path, name: str, seed: int) -> tuple[int, Started]:
         try:
             chance = random.Random(f"{name} {seed}")
             slow("torchtitan.trainer:Trainer.step", chance.uniform(0, 0.05))
-            slow("torchtitan.checkpoint.store:Disk.commit", chance.uniform(0, 0.6))
+            slow("torchtitan.checkpoint.store:Disk.commit", chance.uniform(0, 0.2))
             with (run.parent / f"{name}.log").open("w", buffering=1) as sys.stderr:
                 os._exit(train.main(["--job.config_file", str(run.parent / "recipe.toml")]))
         finally:
@@ -93,7 +93,7 @@ def two(kind: str, run: Path, seed: int) -> tuple[int, int]:
     else:
         pid, first = start(run, "first", seed)
         if kind == "the second starts at a random moment":
-            time.sleep(chance.uniform(0, 2))
+            time.sleep(chance.uniform(0, 1))
         elif kind == "the second starts during the last save of the first":
             wait_until(lambda: says_ending(run))
         else:

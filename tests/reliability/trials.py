@@ -29,6 +29,7 @@ from tests.layouts import LAYOUTS
 from torchtitan import train
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
+from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed, run_ranks
@@ -39,14 +40,14 @@ for module in ("tensor", "fsdp", "pipelining", "checkpoint"):
     importlib.import_module(f"torch.distributed.{module}")
 
 STEPS = 8
-NAMES = {
-    "one rank": "one rank, accumulating 8",
-    "DDP 2": "DDP 2",
-    "FSDP 2": "FSDP 2",
-    "PP 2": "PP 2, 1F1B",
-    "FSDP 2 x TP 2": "FSDP 2 x TP 2",
+CASES = {
+    "one rank": layouts.case(),
+    "DDP 2": LAYOUTS["DDP 2"],
+    "FSDP 2": LAYOUTS["FSDP 2"],
+    "PP 2": LAYOUTS["PP 2, 1F1B"],
+    "FSDP 2 x TP 2": LAYOUTS["FSDP 2 x TP 2"],
 }
-"""Layouts by what the trials call them: their names in tests/layouts.py."""
+"""Layouts by what the trials call them."""
 LOSS = WEIGHT = 1e-5
 """How far another layout may be off: losses relative, weights absolute."""
 
@@ -67,12 +68,12 @@ def recipe(
         "checkpoint": {"enable": True, "interval": 2, "keep_latest_k": 3},
     }
     merged = {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
-    return layouts.job(LAYOUTS[NAMES[layout]], by, **merged)
+    return layouts.job(CASES[layout], by, **merged)
 
 
 def ranks_of(layout: str) -> int:
     """How many processes a layout has."""
-    return LAYOUTS[NAMES[layout]].ranks
+    return CASES[layout].ranks
 
 
 # --- running ---
@@ -198,6 +199,41 @@ def at_call(place: str, number: int = 1, action: Callable[..., Any] | None = Non
 
 def _dead(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
     die()
+
+
+def copy_late() -> None:
+    """Copies weights for a save only when something waits for the copy, or after an update.
+
+    An update that does not wait has changed them then. Nothing here depends on time.
+    """
+    gates: dict[Any, tuple[threading.Event, threading.Event]] = {}
+
+    def begin(function: Callable[..., Any], staging: Staging, *rest: Any) -> Any:
+        gates[staging] = threading.Event(), threading.Event()
+        return function(staging, *rest)
+
+    def copy(function: Callable[..., Any], staging: Staging, *rest: Any) -> Any:
+        may_copy, is_copied = gates[staging]
+        assert may_copy.wait(60), "nothing waits for the copy"
+        copies = function(staging, *rest)
+        is_copied.set()
+        return copies
+
+    def wait(function: Callable[..., Any], staging: Staging) -> Any:
+        if staging in gates:
+            gates[staging][0].set()
+        return function(staging)
+
+    def update(function: Callable[..., Any], *rest: Any) -> Any:
+        updated = function(*rest)
+        for may_copy, is_copied in gates.values():
+            may_copy.set()
+            is_copied.wait()
+        return updated
+
+    for name, action in {"begin": begin, "_copy": copy, "wait": wait}.items():
+        at_call(f"torchtitan.checkpoint.staging:Staging.{name}", 0, action)()
+    at_call("torchtitan.optim.optimizer_group:Optimizers.step", 0, update)()
 
 
 # --- what is on disk ---

@@ -1,6 +1,7 @@
 """What runs that send in few bits promise, on real ranks: helpers of their tests."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from torch import Tensor
 from tests import layouts
 from tests.layouts import FULL, Case, case
 from tests.ranks import run_ranks
+from tests.research.several import each, traced
 from tests.runs import Trace, parts, trace, train
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
@@ -81,27 +83,37 @@ LAYOUTS: dict[str, Case] = {
 }
 
 
-def traced(layout: Case, communication: dict[str, Any], **sections: Any) -> list[Trace]:
-    recipe = layouts.job(
-        layout, "SGD", communication=communication, training={"steps": 4}, **sections
-    )
-    return run_ranks(trace, layout.ranks, recipe)
+def recipe(
+    layout: Case, communication: dict[str, Any], steps: int, optimizer: str = "SGD", **sections: Any
+) -> JobConfig:
+    """Of one block, if stages do not need more; by SGD, in which an error of scale is seen."""
+    training = {"steps": steps}
+    model = {"model": {"n_layers": 1}} if layout.pp == 1 else {}
+    ways = {"communication": communication}
+    return layouts.job(layout, optimizer, training=training, **model, **ways, **sections)
+
+
+def sending(layout: Case, ways: Sequence[dict[str, Any]]) -> list[list[Trace]]:
+    """A run of each way to send: of each of them, that of each rank."""
+    return traced(layout, [recipe(layout, way, 3) for way in ways])
 
 
 def is_nearly_the_run(name: str, communications: list[tuple[dict[str, Any], float]]) -> None:
     """By the name of a layout, and how far each may be off, in parts of what few bits are."""
-    plain = traced(LAYOUTS[name], {})
-    for communication, wider in communications:
-        for found, expected in zip(traced(LAYOUTS[name], communication), plain, strict=True):
+    plain, *others = sending(LAYOUTS[name], [{}, *(way for way, _ in communications)])
+    for ranks, (_, wider) in zip(others, communications, strict=True):
+        for found, expected in zip(ranks, plain, strict=True):
             assert found.losses != expected.losses
             assert found.losses == pytest.approx(expected.losses, rel=wider * 2e-3)
             assert found.grad_norms == pytest.approx(expected.grad_norms, rel=wider * 3e-2)
 
 
-def spoilt(recipe: JobConfig) -> tuple[list[float], list[dict[str, Tensor]], list[Tensor]]:
+def spoilt(
+    job: JobConfig,
+) -> tuple[list[float], list[dict[str, Tensor]], list[Tensor]]:
     """Train; on one rank the gradient of step 2 has a NaN. Losses, weights, and what is kept."""
     losses, weights, kept = [], [], list[Tensor]()
-    for run, row in training(recipe, Device("cpu"), uneven=False):
+    for run, row in training(job, Device("cpu"), uneven=False):
         losses.append(row["loss"])
         weights.append({name: part.local for name, part in parts(run).items()})
         model = run.model.model  # type: ignore[attr-defined]
@@ -116,82 +128,78 @@ def spoilt(recipe: JobConfig) -> tuple[list[float], list[dict[str, Tensor]], lis
     return losses, weights, kept
 
 
-def is_skipped_and_leaves_nothing(way: dict[str, Any]) -> None:
+def is_skipped_and_leaves_nothing(*ways: dict[str, Any]) -> None:
     """A step whose gradient has a NaN on one rank."""
-    layout = case(shard=2, replicate=2) if "replicas" in way else case(shard=2)
-    recipe = layouts.job(layout, "SGD", communication=way, training={"steps": 4})
-    for losses, weights, kept in run_ranks(spoilt, layout.ranks, recipe):
-        assert all(torch.equal(weights[0][name], each) for name, each in weights[1].items())
-        assert not all(torch.equal(weights[1][name], each) for name, each in weights[2].items())
-        assert all(math.isfinite(loss) for loss in losses)
-        assert kept
-        assert all(each.isfinite().all() for each in kept if each.is_floating_point())
-        assert all(each.isfinite().all() for last in weights for each in last.values())
+    layout = case(shard=2, replicate=2) if "replicas" in ways[0] else case(shard=2)
+    jobs = [recipe(layout, way, 3) for way in ways]
+    for rank in run_ranks(each, layout.ranks, spoilt, jobs):
+        for way, (losses, weights, kept) in zip(ways, rank, strict=True):
+            first, second, third = weights
+            assert all(torch.equal(first[name], last) for name, last in second.items()), way
+            assert not all(torch.equal(second[name], last) for name, last in third.items()), way
+            assert all(math.isfinite(loss) for loss in losses), way
+            assert kept, way
+            assert all(state.isfinite().all() for state in kept if state.is_floating_point()), way
+            assert all(weight.isfinite().all() for step in weights for weight in step.values()), way
 
 
 def is_compiled_around(communication: dict[str, Any]) -> None:
     """Blocks, with what sends outside of them."""
-    compiled = {"compile": {"enable": True, "backend": "aot_eager"}}
-    eager = traced(case(shard=2), communication)
-    found = traced(case(shard=2), communication, **compiled)
-    assert found[0].losses == pytest.approx(eager[0].losses, rel=1e-4)
+    layout, compiled = case(shard=2), {"enable": True, "backend": "aot_eager"}
+    jobs = [
+        recipe(layout, communication, 3, **sections) for sections in ({}, {"compile": compiled})
+    ]
+    eager, found = run_ranks(each, 2, trace, jobs)[0]
+    assert found.losses == pytest.approx(eager.losses, rel=1e-4)
 
 
-def stopped(folder: str, layout: Case, communication: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """Train four steps at once; then two and two."""
-    found = []
-    for name, steps in (("a", 4), ("b", 2), ("b", 4)):
-        recipe = layouts.job(
-            layout,
-            "AdamW",
-            communication=communication,
-            training={"steps": steps},
-            job={"dump_folder": f"{folder}/{name}"},
-            checkpoint={"enable": True, "interval": 2},
-        )
-        found.append(train(recipe))
-    return found
+def saved(
+    folder: Path, layout: Case, communication: dict[str, Any], steps: int, enable: bool = True
+) -> JobConfig:
+    return recipe(
+        layout,
+        communication,
+        steps,
+        "AdamW",
+        job={"dump_folder": str(folder)},
+        checkpoint={"enable": enable, "interval": 2, "async_mode": "disabled"},
+    )
 
 
-def resumes_to_the_bit(communication: dict[str, Any], folder: Path) -> None:
-    """A run that stops halfway."""
+def resumes_to_the_bit(communication: dict[str, Any], folder: Path, steps: int = 3) -> None:
+    """A run that stops after two steps, against one that neither stops nor saves."""
     layout = case(shard=2, replicate=2) if "replicas" in communication else case(shard=2)
-    found = run_ranks(stopped, layout.ranks, str(folder), layout, communication)
+    jobs = [saved(folder, layout, communication, *how) for how in ((steps, False), (2,), (steps,))]
+    found = run_ranks(each, layout.ranks, train, jobs)
     for at_once, _, resumed in found:
         assert all(torch.equal(at_once[name], weight) for name, weight in resumed.items())
-    saved = SavedTensors(folder / "a" / "checkpoint" / "step-4").shapes()
-    assert {name.split(".")[2] for name in saved if name.startswith("communication.")} == set(
+    shapes = SavedTensors(folder / "checkpoint" / f"step-{steps}").shapes()
+    assert {name.split(".")[2] for name in shapes if name.startswith("communication.")} == set(
         communication
     )
 
 
-def resumed_by_others(
-    folder: str, layout: Case, communication: dict[str, Any], steps: int
-) -> tuple[list[float], list[str]]:
-    """The norms of gradients in steps after the second, and the warnings on the way."""
-    recipe = layouts.job(
-        layout,
-        "AdamW",
-        communication=communication,
-        training={"steps": steps},
-        job={"dump_folder": folder},
-        checkpoint={"enable": True, "interval": 2, "async_mode": "disabled"},
-    )
+def resumed(job: JobConfig) -> tuple[list[float], list[str]]:
+    """The norms of gradients in all steps, and the warnings on the way."""
     with patch.object(logger, "warning") as warned:
-        found = train(recipe, lambda run: run.state.history["grad_norm"])
-    return found, [str(call.args[0]) for call in warned.call_args_list]
+        norms = train(job, lambda run: run.state.history["grad_norm"])
+    return norms, [str(call.args[0]) for call in warned.call_args_list]
 
 
 def resumes_on_another_layout(communication: dict[str, Any], folder: Path) -> None:
     """What is kept starts from scratch, and the run stays near the one that never stopped."""
     one, other = case(shard=2, replicate=2, batch=1), case(shard=4, batch=1)
-    folders = [str(folder / name) for name in "ab"]
-    whole, said = run_ranks(resumed_by_others, 4, folders[0], one, communication, 6)[0]
-    assert not said
-    assert not run_ranks(resumed_by_others, 4, folders[1], one, communication, 2)[0][1]
-    alone = {way: each for way, each in communication.items() if way != "replicas"}
-    for norms, said in run_ranks(resumed_by_others, 4, folders[1], other, alone, 6):
-        assert ["starts from scratch" in line for line in said] == [True]
+    alone = {way: how for way, how in communication.items() if way != "replicas"}
+    jobs = [
+        saved(folder / "a", one, communication, 5),
+        saved(folder / "b", one, communication, 2),
+        saved(folder / "b", other, alone, 5),
+    ]
+    for ranks in run_ranks(each, 4, resumed, jobs):
+        (whole, said), (_, said_of_half), (norms, said_of_other) = ranks
+        assert not said
+        assert not said_of_half
+        assert ["starts from scratch" in line for line in said_of_other] == [True]
         # Of five draws of QSDP's shifts, the farthest was 0.1 off.
         assert norms == pytest.approx(whole, rel=0.15)
         assert norms != whole

@@ -16,11 +16,7 @@ from tests.unit.test_auxiliary import CHUNKED, IN_ONE, recipe
 from torchtitan.auxiliary_losses import AUXILIARY_LOSSES, MultiToken, ZLoss
 from torchtitan.models import MODELS
 from torchtitan.parallel import SHARDING
-from torchtitan.research.auxiliary_tasks.next_latent import (
-    HEAD,
-    LatentPredictor,
-    NextLatentLoss,
-)
+from torchtitan.research.auxiliary_tasks.next_latent import HEAD, LatentPredictor, NextLatentLoss
 
 pytestmark = test_auxiliary.pytestmark
 needs_simple_fsdp = pytest.mark.skipif("simple_fsdp" not in SHARDING, reason="it is not there")
@@ -87,7 +83,7 @@ def test_a_recipe_finds_it_by_name() -> None:
     assert AUXILIARY_LOSSES["next_latent"] is NextLatentLoss
 
 
-@pytest.mark.gate
+@pytest.mark.slow  # with other losses in the gate
 def test_a_run_resumes_on_another_layout(tmp_path: Any) -> None:
     test_auxiliary.resumes_on_another_layout(LATENT_LOSSES, tmp_path)
 

@@ -1,5 +1,6 @@
 """Replicas that agree on a part of their momentum."""
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,12 @@ from tests import layouts
 from tests.layouts import AFTERWARDS, Case, case
 from tests.ranks import run_ranks
 from tests.research.few_bits import is_skipped_and_leaves_nothing
-from tests.runs import Part, Trace, parts, trace, train
+from tests.research.several import each, traced
+from tests.runs import Part, parts, train
 from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
+from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.parallel.replication import replicas
 from torchtitan.research.demo.demo import (
@@ -59,7 +62,6 @@ def test_a_tile_is_the_largest_divisor(size: int, side: int) -> None:
 class Agreed(NamedTuple):
     gradients: list[dict[str, Tensor]]
     momentum: dict[str, Tensor]
-    messages: int
 
 
 def drawn(call: int, rank: int) -> dict[str, Tensor]:
@@ -68,51 +70,45 @@ def drawn(call: int, rank: int) -> dict[str, Tensor]:
 
 
 def agreed(config: DecoupledConfig, calls: int) -> Agreed:
+    """What replicas agree on in each call."""
     group = dist.group.WORLD
     assert group is not None
     way = config.open(UNIT, group)
-    found = []
-    for call in range(calls):
-        gradients = drawn(call, dist.get_rank())
-        way(gradients)
-        found.append(gradients)
-    return Agreed(found, dict(way.momentum), 0)
+    gradients = [drawn(call, dist.get_rank()) for call in range(calls)]
+    for of_call in gradients:
+        way(of_call)
+    return Agreed(gradients, dict(way.momentum))
 
 
-CONFIGS = [
-    Demo(chunk=10, top_k=4, sign=False),
-    *(kind(rate=0.2, sign=False) for kind in (Random, Striding, Slicing)),
-]
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_what_is_sent_and_what_is_kept_is_all_that_there_was(config: DecoupledConfig) -> None:
+def test_what_is_sent_and_what_is_kept_is_all_that_there_was() -> None:
     """With a decay of (nearly) 1: the momentum of all replicas, and the sum of what they agreed on,
     are the sum of all gradients. `demo` gives each coefficient the weight of all replicas, so there
     the identity is that of a single replica.
     """
-    config = config.model_copy(update={"decay": 1.0})
-    ranks, calls = (1, 5) if isinstance(config, Demo) else (2, 5)
-    results = run_ranks(agreed, ranks, config, calls)
-    for name in ("w", "b"):
-        given = sum(drawn(call, rank)[name] for call in range(calls) for rank in range(ranks))
-        kept = sum(found.momentum[name] for found in results)
-        sent = sum(gradients[name] for gradients in results[0].gradients)
-        assert torch.allclose(kept + sent, given, atol=1e-4)
-        assert float(sent.abs().max()) > 0
-        assert float(kept.abs().max()) > 0
+    calls, one = 5, [Demo(chunk=10, top_k=4, sign=False)]
+    two = [kind(rate=0.2, sign=False) for kind in (Random, Striding, Slicing)]
+    for ranks, settings in ((1, one), (2, two)):
+        configs = [config.model_copy(update={"decay": 1.0}) for config in settings]
+        for config, *results in zip(
+            configs, *run_ranks(each, ranks, agreed, configs, calls), strict=True
+        ):
+            for name in ("w", "b"):
+                given = sum(drawn(call, r)[name] for call in range(calls) for r in range(ranks))
+                kept = sum(found.momentum[name] for found in results)
+                sent = sum(gradients[name] for gradients in results[0].gradients)
+                assert torch.allclose(kept + sent, given, atol=1e-4), config.name
+                assert float(sent.abs().max()) > 0, config.name
+                assert float(kept.abs().max()) > 0, config.name
 
 
 def test_all_coefficients_are_sign_sgd_on_the_exact_mean() -> None:
-    for found in run_ranks(agreed, 2, Demo(chunk=10, top_k=100), 3):
+    for (found,) in run_ranks(each, 2, agreed, [Demo(chunk=10, top_k=100)], 3):
         for call, gradients in enumerate(found.gradients):
             for name in ("w", "b"):
                 exact = sum(drawn(call, rank)[name] for rank in range(2))
                 clear = exact.abs() > 1e-4
                 assert torch.equal(gradients[name][clear], exact.sign()[clear])
-        assert all(
-            float(kept.abs().max()) < 1e-4 for kept in (found.momentum["w"], found.momentum["b"])
-        )
+        assert all(float(found.momentum[name].abs().max()) < 1e-4 for name in ("w", "b"))
 
 
 def test_a_coefficient_is_the_mean_over_those_who_sent_it() -> None:
@@ -121,18 +117,16 @@ def test_a_coefficient_is_the_mean_over_those_who_sent_it() -> None:
     def pair(first: float, second: float) -> Tensor:
         return Tiles(torch.Size([2]), 2).invert(torch.tensor([[first, second]]))
 
-    both = [
-        run_ranks(alone, 2, [pair(3.0, 1.0), other])[0]
-        for other in (pair(1.0, 5.0), pair(7.0, 1.0))
-    ]
-    assert torch.allclose(both[0], 2 * pair(3.0, 5.0), atol=1e-5)
-    assert torch.allclose(both[1], 2 * pair((3.0 + 7.0) / 2, 0.0), atol=1e-5)
+    pairs = [[pair(3.0, 1.0), other] for other in (pair(1.0, 5.0), pair(7.0, 1.0))]
+    one, other = run_ranks(each, 2, alone, pairs)[0]
+    assert torch.allclose(one, 2 * pair(3.0, 5.0), atol=1e-5)
+    assert torch.allclose(other, 2 * pair((3.0 + 7.0) / 2, 0.0), atol=1e-5)
 
 
-def alone(gradients: list[Tensor]) -> Tensor:
-    group = dist.group.WORLD
+def alone(pair: list[Tensor]) -> Tensor:
+    """What replicas agree on, of which each has one of a pair."""
+    group, own = dist.group.WORLD, {"b": pair[dist.get_rank()].clone()}
     assert group is not None
-    own = {"b": gradients[dist.get_rank()].clone()}
     unit = Unit("", {"b": torch.Size([2])}, torch.device("cpu"))
     Demo(chunk=2, top_k=1, sign=False).open(unit, group)(own)
     return own["b"]
@@ -170,7 +164,8 @@ def test_random_integers_are_those_of_splitmix() -> None:
     assert _mixed(torch.arange(10**5), 2**64 - 1).min() >= 0
 
 
-def spoiled(every: int, swapped: bool) -> str:
+def spoiled(setting: tuple[int, bool]) -> str:
+    every, swapped = setting
     group, model = dist.group.WORLD, torch.nn.Linear(4, 4)
     assert group is not None
     model.weight.data = torch.arange(16.0).view(4, 4)
@@ -192,14 +187,14 @@ def spoiled(every: int, swapped: bool) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize(("every", "found_at"), [(1, 5), (2, 7)])
-def test_replicas_that_differ_are_found(every: int, found_at: int, swapped: bool) -> None:
-    """In a value, or in nothing but the order of rows."""
-    for found in run_ranks(spoiled, 2, every, swapped):
-        assert found.startswith(
-            f"{found_at}: communication.replicas: the weights of replicas differ"
-        )
+def test_replicas_that_differ_are_found() -> None:
+    """In a value, or in nothing but the order of rows; by the check that follows."""
+    at = {1: 5, 2: 7}
+    settings = list(itertools.product(at, [False, True]))
+    for rank in run_ranks(each, 2, spoiled, settings):
+        for (every, _), found in zip(settings, rank, strict=True):
+            expected = f"{at[every]}: communication.replicas: the weights of replicas differ"
+            assert found.startswith(expected)
 
 
 LAYOUTS: dict[str, Case] = {
@@ -210,60 +205,59 @@ LAYOUTS: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2"]))
+def job(layout: Case, ways: dict[str, Any], steps: int = 4, **training: Any) -> JobConfig:
+    """By SGD, of a model with no more blocks than stages need."""
+    few = {"model": {"n_layers": 1}} if layout.pp == 1 else {}
+    training = {"steps": steps, **training}
+    return layouts.job(layout, "SGD", communication=ways, training=training, **few)
+
+
+def copy_of(layout: Case) -> int:
+    """A rank that has what the first has, in another replica."""
+    return layout.ranks // 2 if layout.pp == 1 else 1
+
+
+@pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2"], gate=["DDP 2"]))
 def test_replicas_have_the_same_weights_to_the_bit(name: str) -> None:
     layout = LAYOUTS[name]
-    for way in NAMES if name == "DDP 2" else ["demo"]:
-        recipe = layouts.job(
-            layout,
-            "SGD",
-            communication={"replicas": {"name": way, "verify_steps": 1}},
-            training={"steps": 4, "max_norm": 0.0},
-        )
-        slow = recipe.optimizer.model_copy(update={"lr": 1e-3})
-        found = run_ranks(trace, layout.ranks, recipe.model_copy(update={"optimizer": slow}))
+    names = NAMES if name == "DDP 2" else ["demo"]
+    jobs = [
+        job(layout, {"replicas": {"name": way, "verify_steps": 1}}, 3, max_norm=0.0)
+        for way in names
+    ]
+    slow = jobs[0].optimizer.model_copy(update={"lr": 1e-3})
+    jobs = [one.model_copy(update={"optimizer": slow}) for one in jobs]
+    for way, found in zip(names, traced(layout, jobs), strict=True):
         assert found[0].losses[-1] != found[0].losses[0]
-        half = layout.ranks // 2
-        copies = {0: half} if name != "DDP 2 x PP 2" else {0: 1}
-        for one, other in copies.items():
-            for weight, part in found[one].weights[-1].items():
-                assert torch.equal(part.local, found[other].weights[-1][weight].local), weight
+        for weight, part in found[0].weights[-1].items():
+            other = found[copy_of(layout)].weights[-1][weight]
+            assert torch.equal(part.local, other.local), f"{way}: {weight}"
+
+
+EVERYTHING = {"replicas": {"name": "slicing", "rate": 1.0, "sign": False}}
+NEVER = {"replicas": {"name": "none"}}
+LOCAL = {"replicas": {"name": "all_reduce", "every": 2}}
+APART = {
+    "local SGD": LOCAL,
+    "demo": {"replicas": {"name": "demo", "sign": False, "every": 2, "decay": 0.9}},
+    "none": NEVER,
+}
 
 
 def test_all_of_the_momentum_is_the_run_of_all_reduce() -> None:
     """With nothing kept and no sign."""
     layout = LAYOUTS["HSDP 2 x 2"]
-    everything = {"replicas": {"name": "slicing", "rate": 1.0, "sign": False}}
-    found, expected = (
-        run_ranks(trace, 4, layouts.job(layout, "SGD", communication=ways, training={"steps": 4}))[
-            0
-        ]
-        for ways in (everything, AFTERWARDS)
-    )
+    jobs = [job(layout, ways, 3) for ways in (EVERYTHING, AFTERWARDS)]
+    (found, *_), (expected, *_) = traced(layout, jobs)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
 
 
-LOCAL = {"name": "all_reduce", "every": 2}
-APART = {
-    "local SGD": LOCAL,
-    "demo": {"name": "demo", "sign": False, "every": 2, "decay": 0.9},
-    "none": {"name": "none"},
-}
-
-
-def apart(layout: Case, ways: dict[str, Any], **training: Any) -> list[Trace]:
-    recipe = layouts.job(
-        layout, "SGD", communication={"replicas": ways}, training={"steps": 4, **training}
-    )
-    return run_ranks(trace, layout.ranks, recipe, True)
-
-
-@pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2"]))
+@pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2"], gate=["DDP 2 x PP 2"]))
 def test_replicas_that_run_apart_meet_in_the_mean_of_their_weights(name: str) -> None:
     layout = LAYOUTS[name]
-    never, local = apart(layout, {"name": "none"}), apart(layout, LOCAL)
-    other = layout.ranks // 2 if layout.pp == 1 else 1
+    never, local = traced(layout, [job(layout, NEVER, 2), job(layout, LOCAL)], uneven=True)
+    other = copy_of(layout)
     for weight, found in local[0].weights[1].items():
         mine, theirs = (never[rank].weights[1][weight].local for rank in (0, other))
         assert not torch.equal(mine, theirs)
@@ -280,65 +274,52 @@ def test_each_replica_trains_on_the_mean_of_its_own_targets() -> None:
     """One update apart from each other, with SGD, is the update by the mean of their gradients;
     where both have as many targets, that is the mean over all."""
     layout = case(replicate=2, batch=4)
-
-    def after_one(ways: dict[str, Any]) -> list[Trace]:
-        recipe = layouts.job(
-            layout,
-            "SGD",
-            communication={"replicas": ways},
-            training={"steps": 1, "max_norm": 0.0},
-        )
-        return run_ranks(trace, 2, recipe)
-
-    together, alone_ = after_one({"name": "all_reduce"}), after_one({"name": "none"})
+    ways: tuple[dict[str, Any], ...] = ({"replicas": {"name": "all_reduce"}}, NEVER)
+    together, alone_ = traced(layout, [job(layout, way, 1, max_norm=0.0) for way in ways])
     for weight, found in together[0].weights[0].items():
         both = [alone_[rank].weights[0][weight].local for rank in range(2)]
         assert torch.allclose((both[0] + both[1]) / 2, found.local, atol=1e-6)
     assert together[0].losses == pytest.approx(alone_[0].losses, rel=1e-6)
 
 
-def stopped(folder: str, ways: dict[str, Any], optimizer: str, half: int) -> list[Parts]:
-    """Train four steps at once; then to `half`, and on; what this rank has of the weights."""
-    found = []
-    for name, steps in (("a", 4), ("b", half), ("b", 4)):
-        recipe = layouts.job(
-            LAYOUTS["HSDP 2 x 2"],
-            optimizer,
-            communication={"replicas": ways},
-            training={"steps": steps},
-            job={"dump_folder": f"{folder}/{name}"},
-            checkpoint={"enable": True, "interval": half, "async_mode": "async"},
-        )
-        found.append(train(recipe, parts))
-    return found
+def saved(folder: str, layout: Case, ways: dict[str, Any], steps: int, **mode: Any) -> JobConfig:
+    return layouts.job(
+        layout,
+        "AdamW",
+        communication=ways,
+        training={"steps": steps},
+        job={"dump_folder": folder},
+        checkpoint={"enable": True, "interval": 3, **mode},
+        model={"n_layers": 1},
+    )
 
 
-KEPT = {"demo in each step": {"name": "demo", "sign": False}, **APART}
+def stopped(folder: str, ways: dict[str, Any]) -> list[Parts]:
+    """Train four steps at once; then three, and on; what this rank has of the weights."""
+    layout, runs = LAYOUTS["HSDP 2 x 2"], (("a", 4), ("b", 3), ("b", 4))
+    return [
+        train(saved(f"{folder}/{name}", layout, ways, steps, async_mode="async"), parts)
+        for name, steps in runs
+    ]
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("way", KEPT)
+KEPT = {"demo in each step": {"replicas": {"name": "demo", "sign": False}}, **APART}
+
+
+@pytest.mark.parametrize("way", tiers(KEPT, [], gate=["demo in each step", "demo"]))
 def test_a_run_that_resumes_is_the_same_to_the_bit(way: str, tmp_path: Path) -> None:
     """Also where it was stopped between two agreements."""
-    results = run_ranks(stopped, 4, str(tmp_path), KEPT[way], "AdamW", 3)
-    for at_once, _, resumed in results:
+    for at_once, _, resumed in run_ranks(stopped, 4, str(tmp_path), KEPT[way]):
         assert all(torch.equal(at_once[name].local, p.local) for name, p in resumed.items())
-    saved = SavedTensors(tmp_path / "a" / "checkpoint" / "step-4").shapes()
-    assert ("replica.1.model.output.weight" in saved) == (way in APART)
+    shapes = SavedTensors(tmp_path / "a" / "checkpoint" / "step-4").shapes()
+    assert ("replica.1.model.output.weight" in shapes) == (way in APART)
 
 
 def resumed(folder: str, layout: Case, ways: dict[str, Any]) -> tuple[Parts, list[str]]:
     """What this rank has of the weights after three steps, and the warnings on the way."""
-    recipe = layouts.job(
-        layout,
-        "AdamW",
-        communication={"replicas": ways},
-        training={"steps": 3},
-        job={"dump_folder": folder},
-        checkpoint={"enable": True, "interval": 3, "async_mode": "disabled"},
-    )
     with patch.object(logger, "warning") as warned:
-        return train(recipe, parts), [str(call.args[0]) for call in warned.call_args_list]
+        found = train(saved(folder, layout, ways, 3, async_mode="disabled"), parts)
+    return found, [str(call.args[0]) for call in warned.call_args_list]
 
 
 def test_replicas_that_ran_apart_resume_on_other_layouts(tmp_path: Path) -> None:

@@ -52,4 +52,4 @@ def test_weights_are_those_of_torchs_sgd_with_nesterov_momentum(lr: float, momen
 @pytest.mark.gate
 def test_a_run_that_resumes_is_the_same_to_the_bit(tmp_path: Path) -> None:
     """The momentum of the first agreement moves the weights in the second."""
-    resumes_to_the_bit({"replicas": {"name": "diloco", "every": 2}}, tmp_path)
+    resumes_to_the_bit({"replicas": {"name": "diloco", "every": 2}}, tmp_path, steps=4)

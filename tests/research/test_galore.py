@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.research.several import uncompiled
 from torchtitan.checks import load_job
 from torchtitan.config import Context
 from torchtitan.device import GIB
@@ -18,18 +19,14 @@ from torchtitan.estimate.plan import plan
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty
-from torchtitan.optim import (
-    AdamW,
-    Muon,
-    OptimizerConfig,
-    Optimizers,
-    name_parameters,
-)
+from torchtitan.optim import AdamW, Muon, OptimizerConfig, Optimizers, name_parameters
 from torchtitan.optim.adam import STATE_DTYPES
 from torchtitan.optim.grouping import assign
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.research.galore.galore import GaLore, state_elements
 from torchtitan.research.galore.low_rank import Method, Projection, Reduced, complete, find_bases
+
+__all__ = ["uncompiled"]
 
 
 def decaying(rows: int, columns: int, seed: int = 0, power: float = 0.7) -> Tensor:
@@ -301,9 +298,9 @@ def test_bases_in_few_bits(dtype: str, apart: float) -> None:
 
 
 @HAS_FEW_BITS
+@pytest.mark.usefixtures("uncompiled")
 def test_moments_in_few_bits() -> None:
     """Of the moments only: what few bits leave of the update is near to what all leave."""
-    torch.compiler.set_stance("force_eager")
     weights = {}
     for dtype in ("parameter", "8bit", "bfloat16"):
         one = parameter(decaying(256, 128))
@@ -320,7 +317,6 @@ def test_moments_in_few_bits() -> None:
     moved = weights["parameter"].norm()
     for dtype, allowed in (("8bit", 0.05), ("bfloat16", 0.01)):
         assert 0 < (weights[dtype] - weights["parameter"]).norm() / moved < allowed
-    torch.compiler.set_stance("default")
 
 
 def test_groups_have_a_rank_and_a_scale_of_their_own() -> None:

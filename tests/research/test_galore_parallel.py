@@ -5,7 +5,6 @@ against one rank and resumed on another layout.
 """
 
 import itertools
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,23 +17,22 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from benchmarks.collectives import formulas
 from tests import tiny
 from tests.layouts import ONE, Case, case
 from tests.ranks import run_ranks
 from tests.research.layouts import SIMPLE, installed
-from tests.runs import Trace, compare, losses, off, trace, train
+from tests.research.several import each, resumes, uncompiled
+from tests.runs import Trace, compare, off, trace
 from tests.tiers import tiers
-from tests.training.test_optimizers import a_rate_trains_the_debug_model
 from torchtitan.estimate.fake_rank import record
 from torchtitan.estimate.recording import Kernel
 from torchtitan.job import JobConfig
 from torchtitan.optim import NamedParameter, Optimizers
 from torchtitan.optim.adam import STATE_DTYPES
-from torchtitan.parallel import ParallelismConfig
 from torchtitan.research.galore.galore import GaLore
 from torchtitan.torch_private.dtensor import placed
 
+__all__ = ["uncompiled"]
 SPLIT: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
     "rows": ((4,), (Shard(0),)),
     "columns": ((4,), (Shard(1),)),
@@ -112,6 +110,7 @@ def is_possible(split: str, shape: str) -> bool:
     return split != "rows within rows" or shape == "even"
 
 
+@pytest.mark.costs("every way to split on four ranks")
 def test_a_matrix_is_projected_as_a_whole() -> None:
     names = [name for name in itertools.product(SPLIT, SHAPES) if is_possible(*name)]
     ranks = run_ranks(updated, 4, names)
@@ -166,23 +165,18 @@ def job(
     return tiny.job(folder, **layout.recipe(**sections))
 
 
-def traces(jobs: list[JobConfig]) -> list[Trace]:
-    torch.compiler.set_stance("force_eager")
-    return [trace(job, True) for job in jobs]
-
-
 @cache
 def reference() -> list[Trace]:
-    (found,) = run_ranks(traces, 1, [job(ONE, **variant) for variant in VARIANTS])
+    (found,) = run_ranks(each, 1, trace, [job(ONE, **variant) for variant in VARIANTS], True)
     return found
 
 
-@pytest.mark.parametrize(
-    "name", tiers(LAYOUTS, [], gate=["HSDP 2 x 2", "TP 2", "PP 2", "FSDP 2 x TP 2"])
-)
+@pytest.mark.parametrize("name", tiers(LAYOUTS, [], gate=["HSDP 2 x 2", "TP 2", "PP 2"]))
+@pytest.mark.usefixtures("uncompiled")
 def test_a_run_is_that_of_one_rank(name: str) -> None:
     layout = LAYOUTS[name]
-    results = run_ranks(traces, layout.ranks, [job(layout, **variant) for variant in VARIANTS])
+    jobs = [job(layout, **variant) for variant in VARIANTS]
+    results = run_ranks(each, layout.ranks, trace, jobs, True)
     for rank, found in enumerate(results):
         for own, expected in zip(found, reference(), strict=True):
             compare(own, expected, f"rank {rank}")
@@ -190,8 +184,8 @@ def test_a_run_is_that_of_one_rank(name: str) -> None:
 
 @pytest.mark.gate
 def test_a_run_resumes_within_a_period_on_another_layout(tmp_path: Path) -> None:
-    def made(name: str, layout: Case, steps: int) -> JobConfig:
-        base = job(layout, tmp_path / name, refresh_period=2, moments="rotate")
+    def made(folder: Path, layout: Case, steps: int) -> JobConfig:
+        base = job(layout, folder, refresh_period=2, moments="rotate")
         sections = {
             "training": base.training.model_copy(update={"steps": steps}),
             "lr_scheduler": base.lr_scheduler.model_copy(update={"total_steps": 5}),
@@ -199,23 +193,15 @@ def test_a_run_resumes_within_a_period_on_another_layout(tmp_path: Path) -> None
         }
         return base.model_copy(update=sections)
 
-    fsdp, tp = case(shard=2), case(tp=2)
-    expected = run_ranks(train, 2, made("whole", fsdp, 5))[0]
-    run_ranks(train, 2, made("FSDP 2", fsdp, 3))
-    shutil.copytree(tmp_path / "FSDP 2", tmp_path / "TP 2")
-    for rank in run_ranks(train, 2, made("TP 2", tp, 5)):
-        for name, weight in rank.items():
-            assert (weight - expected[name]).abs().max() <= 1e-5, name
-    assert losses(tmp_path / "TP 2") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
-    same = run_ranks(train, 2, made("FSDP 2", fsdp, 5))[0]
-    assert all(torch.equal(same[name], weight) for name, weight in expected.items())
+    resumes(made, tmp_path, case(shard=2), {"TP 2": case(tp=2)}, 3, 5, 1e-5)
 
 
 @pytest.mark.gate
+@pytest.mark.usefixtures("uncompiled")
 def test_updates_in_the_backward() -> None:
     layout, early = case(shard=2, batch=4), {"early_step_in_backward": True}
     jobs = [job(layout, max_norm=0, **early), job(layout, max_norm=0)]
-    for found, late in run_ranks(traces, 2, jobs):
+    for found, late in run_ranks(each, 2, trace, jobs, True):
         assert found.losses == late.losses
         weights = found.weights[-1].items()
         assert all(torch.equal(w.local, late.weights[-1][name].local) for name, w in weights)
@@ -223,6 +209,7 @@ def test_updates_in_the_backward() -> None:
 
 @pytest.mark.gate
 @pytest.mark.skipif("8bit" not in STATE_DTYPES, reason="the system is not there")
+@pytest.mark.usefixtures("uncompiled")
 def test_moments_in_few_bits() -> None:
     """At this rank each part is large enough for codes, whose blocks are then those of one rank."""
     few = {"state_dtype": "8bit", "rank": 64}
@@ -231,12 +218,12 @@ def test_moments_in_few_bits() -> None:
         job(layout, **few).model_copy(update={"model": tiny.job(**layout.recipe(model=wide)).model})
         for layout in (ONE, case(shard=2))
     )
-    ((expected,),) = run_ranks(traces, 1, [one])
-    found = [rank[0] for rank in run_ranks(traces, 2, [two])]
+    ((expected,),) = run_ranks(each, 1, trace, [one], True)
+    found = [rank[0] for rank in run_ranks(each, 2, trace, [two], True)]
     assert off(found, expected) < 0.02
 
 
-@pytest.mark.parametrize("name", tiers(["FSDP 2 x TP 2", "TP 2 x PP 2"], []))
+@pytest.mark.parametrize("name", tiers(["FSDP 2 x TP 2", "TP 2 x PP 2"], [], ["TP 2 x PP 2"]))
 def test_a_plan_is_of_a_step_between_refreshes(name: str) -> None:
     layout = LAYOUTS[name]
     often, rarely = (
@@ -247,15 +234,3 @@ def test_a_plan_is_of_a_step_between_refreshes(name: str) -> None:
     )
     assert {each for each in often if "eigh" in each}
     assert not {each for each in rarely if "eigh" in each}
-
-
-def test_what_it_sends_is_in_no_formula() -> None:
-    job = tiny.job(parallelism={"data_parallel_shard_degree": 2}, optimizer={"name": "GaLore"})
-    with pytest.raises(NotImplementedError, match="no formulas for the traffic of GaLore"):
-        formulas(job, 2)
-    assert formulas(job.model_copy(update={"parallelism": ParallelismConfig()}), 1) == []
-
-
-@pytest.mark.gate
-def test_a_rate_and_nothing_else_trains_the_debug_model() -> None:
-    a_rate_trains_the_debug_model("GaLore")

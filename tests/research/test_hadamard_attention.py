@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.linalg
 import torch
@@ -13,6 +14,7 @@ from tests import tiny
 from tests.layouts import FULL, Case, case
 from tests.ranks import run_ranks
 from tests.research.layouts import BY_TENSOR
+from tests.research.several import each
 from tests.runs import rows, train
 from tests.training.test_precision import recipe as watched_recipe
 from torchtitan import convert
@@ -29,15 +31,19 @@ from torchtitan.research.hadamard_attention.low_precision_attention import (
 )
 
 
-@pytest.mark.parametrize("size", [2**power for power in range(1, 16)])
-def test_the_transform_is_that_of_scipy(size: int) -> None:
+def test_the_transform_is_that_of_scipy() -> None:
     """Whole numbers, whose sums are exact: what is left is how the result is scaled."""
-    x = torch.randint(-8, 9, (2, size), generator=torch.Generator().manual_seed(size)).double()
-    columns = torch.arange(0, size, max(size // 64, 1))
-    matrix = torch.from_numpy(scipy.linalg.hadamard(size, dtype="int8")[:, columns.numpy()])
-    y = x @ matrix.double() / math.sqrt(size)
-    torch.testing.assert_close(hadamard(x)[:, columns], y, rtol=2e-15, atol=2e-15)
-    torch.testing.assert_close(hadamard(hadamard(x)), x, rtol=2e-15, atol=2e-15 * 8)
+    for size in (2**power for power in range(1, 16)):
+        x = torch.randint(-8, 9, (2, size), generator=torch.Generator().manual_seed(size)).double()
+        columns = np.arange(0, size, max(size // 64, 1))
+        # A large matrix is the Kronecker product of two.
+        inner = min(size, 1024)
+        matrices = [scipy.linalg.hadamard(n, dtype="int8") for n in (size // inner, inner)]
+        halves = (matrices[0][:, columns // inner], matrices[1][:, columns % inner])
+        matrix = torch.from_numpy(np.einsum("ac,bc->abc", *halves).reshape(size, -1))
+        y = x @ matrix.double() / math.sqrt(size)
+        torch.testing.assert_close(hadamard(x)[:, columns], y, rtol=2e-15, atol=2e-15)
+        torch.testing.assert_close(hadamard(hadamard(x)), x, rtol=2e-15, atol=2e-15 * 8)
 
 
 def test_the_gradient_of_the_transform() -> None:
@@ -194,12 +200,10 @@ def test_a_scale_that_looks_ahead_is_told() -> None:
 def test_rounded_attention_is_reported_and_the_run_is_the_same(
     layout: Case, tmp_path: Path
 ) -> None:
-    weights = [
-        run_ranks(train, layout.ranks, watched_recipe(tmp_path / str(watched), layout, watched))[0]
-        for watched in (0, 2)
-    ]
-    for name, weight in weights[0].items():
-        assert torch.equal(weight, weights[1][name]), name
+    jobs = [watched_recipe(tmp_path / str(watched), layout, watched) for watched in (0, 2)]
+    plain, watched = run_ranks(each, layout.ranks, train, jobs)[0]
+    for name, weight in plain.items():
+        assert torch.equal(weight, watched[name]), name
     found = [row for row in rows(tmp_path / "2") if row.get("event") == "precision"]
     assert [row["step"] for row in found] == [2, 4]
     layers = 6 if layout.pp > 1 else 2

@@ -1,7 +1,8 @@
 """LoCo: what is lost in few bits is sent later."""
 
+import itertools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from tests.research.few_bits import (
     reduced,
     resumes_on_another_layout,
     resumes_to_the_bit,
-    traced,
+    sending,
 )
+from tests.research.several import each
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
@@ -34,38 +36,44 @@ from torchtitan.research.loco.loco import LoCo, LoCoReplicas
 LOCO = {"gradients": {"name": "loco", "bucket": 64}}
 
 
+BETAS = (0.0, 0.8)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("beta", [0.0, 0.8])
-def test_errors_of_loco_are_sent_later(ranks: int, beta: float) -> None:
+def test_errors_of_loco_are_sent_later(ranks: int) -> None:
     """The identity sum(g - Q) = (e_T - e_0) / (1 - beta)."""
-    config = LoCo(beta=beta, bucket=64, reset_steps=0, error_bits=32)
-    for found in run_ranks(reduced, ranks, config, 30):
-        assert found.errors is not None
-        lost, expected = found.sent - found.arrived, found.errors.sum(0) / (1 - beta)
-        assert torch.allclose(matrices(lost), expected, atol=1e-4)
-        assert lost[EXACT].abs().max() < 1e-5
+    configs = [LoCo(beta=beta, bucket=64, reset_steps=0, error_bits=32) for beta in BETAS]
+    for rank in run_ranks(each, ranks, reduced, configs, 10):
+        for beta, found in zip(BETAS, rank, strict=True):
+            assert found.errors is not None
+            lost, expected = found.sent - found.arrived, found.errors.sum(0) / (1 - beta)
+            assert torch.allclose(matrices(lost), expected, atol=1e-4), beta
+            assert lost[EXACT].abs().max() < 1e-5, beta
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_loco_loses_far_less_than_rounding_alone(bits: int) -> None:
+def test_loco_loses_far_less_than_rounding_alone() -> None:
     small = slice(0, 128)  # gradients that rounding would drop
-    lost = {}
-    for compensate in (False, True):
-        config = LoCo(compensate=compensate, bits=bits, bucket=128)
-        for found in run_ranks(reduced, 2, config, 50):
-            missed = found.sent - found.arrived
-            lost[compensate] = float(missed[small].norm() / found.sent[small].norm())
-    assert lost[True] < 0.5 * lost[False]
+    settings = list(itertools.product([2, 4, 8], [False, True]))
+    configs = [LoCo(compensate=compensate, bits=bits, bucket=128) for bits, compensate in settings]
+    for rank in run_ranks(each, 2, reduced, configs, 50):
+        missed = [(found.sent - found.arrived)[small].norm() for found in rank]
+        shares = [
+            float(m / found.sent[small].norm()) for m, found in zip(missed, rank, strict=True)
+        ]
+        for (bits, _), without, compensated in zip(
+            settings[::2], shares[::2], shares[1::2], strict=True
+        ):
+            assert compensated < 0.5 * without, bits
 
 
-@pytest.mark.parametrize("resets", [False, True])
-def test_loco_is_its_model_in_one_process(resets: bool) -> None:
+def test_loco_is_its_model_in_one_process() -> None:
     """The recurrence of the paper, for each pair of ranks, with errors in 8 bits."""
-    calls, beta = 7, 0.8
-    config = LoCo(beta=beta, bucket=64, reset_steps=4 if resets else 0)
+    calls, beta, resets = 7, 0.8, (0, 4)
+    configs = [LoCo(beta=beta, bucket=64, reset_steps=steps) for steps in resets]
     codec, stored = Codec(4, 64), Codec(8, 64)
     length = matrices(torch.zeros(ROW)).numel()
-    for rank, found in enumerate(run_ranks(reduced, 2, config, calls)):
+    found = run_ranks(each, 2, reduced, configs, calls)
+    for rank, (number, steps) in itertools.product(range(2), enumerate(resets)):
         errors, sums = [torch.zeros(1, length)] * 2, torch.zeros(length)
         for call in range(calls):
             sums = torch.zeros(length)
@@ -75,9 +83,9 @@ def test_loco_is_its_model_in_one_process(resets: bool) -> None:
                 error = beta * errors[other] + (1 - beta) * (wanted - sent)
                 errors[other] = stored.decode(stored.encode(error), length)
                 sums += sent[0]
-            if resets and call + 1 == 4:
+            if call + 1 == steps:
                 errors = [torch.zeros(1, length)] * 2
-        assert torch.allclose(matrices(found.last), sums, atol=1e-5)
+        assert torch.allclose(matrices(found[rank][number].last), sums, atol=1e-5), steps
 
 
 class Summed(NamedTuple):
@@ -102,27 +110,26 @@ def summed(config: LoCoReplicas, calls: int) -> Summed:
             whole = {n: p.view(s) for (n, s), p in zip(SHAPES.items(), cut, strict=True)}
             given = {name: given[name] + whole[name] for name in given}
             if other == rank:
-                mine = {name: each.clone() for name, each in whole.items()}
+                mine = {name: part.clone() for name, part in whole.items()}
         way(mine)
         agreed = {name: agreed[name] + mine[name] for name in agreed}
     return Summed(given, agreed, way.parts.error, way.sums.error)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("beta", [0.0, 0.8])
-def test_errors_of_both_halves_between_replicas_are_sent_later(ranks: int, beta: float) -> None:
+def test_errors_of_both_halves_between_replicas_are_sent_later(ranks: int) -> None:
     """sum(g - Q) = (sum of e_T of what each sent, and of the sum) / (1 - beta)."""
-    config = LoCoReplicas(beta=beta, bucket=64, reset_steps=0, error_bits=32)
-    results = run_ranks(summed, ranks, config, 30)
-    parts = sum(found.parts for found in results).flatten()
-    sums = torch.cat([found.sums[0] for found in results])
-    expected = (parts + sums)[: 6 * 64 + 256] / (1 - beta)
-    for found in results:
-        lost = {name: found.sent[name] - found.agreed[name] for name in SHAPES}
-        both = torch.cat([lost["a.weight"].flatten(), lost["b"].flatten()])
-        assert torch.allclose(both, expected, atol=2e-4)
-        assert lost["norm.weight"].abs().max() < 1e-5
-        assert all(torch.equal(found.agreed[n], results[0].agreed[n]) for n in SHAPES)
+    configs = [LoCoReplicas(beta=beta, bucket=64, reset_steps=0, error_bits=32) for beta in BETAS]
+    for beta, *results in zip(BETAS, *run_ranks(each, ranks, summed, configs, 10), strict=True):
+        parts = sum(found.parts for found in results).flatten()
+        sums = torch.cat([found.sums[0] for found in results])
+        expected = (parts + sums)[: 6 * 64 + 256] / (1 - beta)
+        for found in results:
+            lost = {name: found.sent[name] - found.agreed[name] for name in SHAPES}
+            both = torch.cat([lost["a.weight"].flatten(), lost["b"].flatten()])
+            assert torch.allclose(both, expected, atol=2e-4), beta
+            assert lost["norm.weight"].abs().max() < 1e-5, beta
+            assert all(torch.equal(found.agreed[n], results[0].agreed[n]) for n in SHAPES), beta
 
 
 TWO_HOPS = LOCO | {"replicas": {"name": "loco", "bucket": 64, "verify_steps": 1}}
@@ -131,9 +138,9 @@ TWO_HOPS = LOCO | {"replicas": {"name": "loco", "bucket": 64, "verify_steps": 1}
 @pytest.mark.gate
 def test_both_hops_of_loco_are_nearly_the_run() -> None:
     """Replicas compare their weights after each step."""
-    layout = LAYOUTS["HSDP 2 x 2"]
-    plain, one = traced(layout, {}), traced(layout, LOCO)
-    for found, expected, once in zip(traced(layout, TWO_HOPS), plain, one, strict=True):
+    for found, expected, once in zip(
+        *sending(LAYOUTS["HSDP 2 x 2"], [TWO_HOPS, {}, LOCO]), strict=True
+    ):
         assert found.losses not in (expected.losses, once.losses)
         assert found.losses == pytest.approx(expected.losses, rel=4e-3)
         assert found.grad_norms == pytest.approx(expected.grad_norms, rel=6e-2)
@@ -150,17 +157,23 @@ def test_few_bits_that_nobody_gets_are_noted() -> None:
     assert not any(said in line for line in shared)
 
 
-@pytest.mark.parametrize("name", tiers(LAYOUTS, list(LAYOUTS)[:1]))
+@pytest.mark.parametrize(
+    "name", tiers(LAYOUTS, list(LAYOUTS)[:1], gate=["FSDP 2 x TP 2", "HSDP 2 x 2"])
+)
 def test_a_run_in_few_bits_is_nearly_the_run(name: str) -> None:
     is_nearly_the_run(name, [(LOCO, 1)])
 
 
-@pytest.mark.parametrize("way", [LOCO, TWO_HOPS, NEVER], ids=str)
-def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind(way: dict[str, Any]) -> None:
-    is_skipped_and_leaves_nothing(way)
+def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind() -> None:
+    is_skipped_and_leaves_nothing(TWO_HOPS, NEVER)
 
 
 @pytest.mark.gate
+def test_a_step_with_a_nan_is_skipped_without_replicas() -> None:
+    is_skipped_and_leaves_nothing(LOCO)
+
+
+@pytest.mark.slow  # of what is compiled around QSDP, which the gate has, a part
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
@@ -168,19 +181,18 @@ def test_blocks_are_compiled_around_it() -> None:
     is_compiled_around(LOCO)
 
 
-@pytest.mark.parametrize("communication", [LOCO, TWO_HOPS], ids=["one hop", "two hops"])
-def test_a_run_that_resumes_is_the_same_to_the_bit(
-    communication: dict[str, Any], tmp_path: Path
-) -> None:
-    resumes_to_the_bit(communication, tmp_path)
+HOPS = {"one hop": LOCO, "two hops": TWO_HOPS}
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("communication", [LOCO, TWO_HOPS], ids=["one hop", "two hops"])
-def test_a_run_that_resumes_on_another_layout_says_so(
-    communication: dict[str, Any], tmp_path: Path
-) -> None:
-    resumes_on_another_layout(communication, tmp_path)
+@pytest.mark.costs("four ranks, three runs")
+@pytest.mark.parametrize("hops", tiers(HOPS, ["two hops"]))
+def test_a_run_that_resumes_is_the_same_to_the_bit(hops: str, tmp_path: Path) -> None:
+    resumes_to_the_bit(HOPS[hops], tmp_path)
+
+
+@pytest.mark.parametrize("hops", tiers(HOPS, [], ["one hop"]))
+def test_a_run_that_resumes_on_another_layout_says_so(hops: str, tmp_path: Path) -> None:
+    resumes_on_another_layout(HOPS[hops], tmp_path)
 
 
 def test_a_flag_whose_names_are_numbers() -> None:

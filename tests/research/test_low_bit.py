@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,21 +11,17 @@ from torch import Tensor, nn
 
 from tests.named import named
 from tests.recipes.test_bad_recipes import lacks
+from tests.research.several import uncompiled
 from tests.unit.optim import test_in_backward
 from torchtitan.checks import load_job
 from torchtitan.optim import Adam, AdamW, OptimizerConfig, Optimizers
 from torchtitan.optim.optimizer_group import local
 from torchtitan.research.low_bit.low_bit import StateDtype, is_quantized
 
+__all__ = ["uncompiled"]
+pytestmark = pytest.mark.usefixtures("uncompiled")
 QUANTIZED: list[StateDtype] = ["float8", "8bit", "4bit"]
 LOW: list[StateDtype] = ["bfloat16", *QUANTIZED]
-
-
-@pytest.fixture(autouse=True)
-def uncompiled() -> Iterator[None]:
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
 
 
 def model(seed: int = 0) -> nn.Module:

@@ -20,7 +20,8 @@ from tests.layouts import ONE, Case, case
 from tests.parallel import test_optimizer_groups
 from tests.parallel.test_optimizers import SQUARE, job
 from tests.ranks import run_ranks
-from tests.runs import Trace, losses, off, trace
+from tests.research.several import each, uncompiled
+from tests.runs import Trace, losses, off, trace, train
 from tests.tiers import tiers
 from tests.training.test_optimizers import ALONE, FSDP, eager, handed_over, recipe
 from torchtitan.checkpoint import saved_steps
@@ -30,14 +31,20 @@ from torchtitan.optim.norm import local
 from torchtitan.research.low_bit.low_bit import LowBitAdam
 from torchtitan.tools.cli import main
 
-# Parts that fall to each of four ranks are large enough for codes.
+__all__ = ["uncompiled"]
+pytestmark = pytest.mark.usefixtures("uncompiled")
+
+# Parts that fall to each of four ranks are large enough for codes. One block, where stages do not
+# need two.
 LAYOUTS = {
     "FSDP 2": case(shard=2),
-    "FSDP 2 x TP 2": case(shard=2, tp=2),
+    "TP 2": case(tp=2),
     "PP 2, Interleaved1F1B": case(2, batch=4, pipeline_parallel_schedule="Interleaved1F1B"),
+    "DDP 2": case(replicate=2),
+    "HSDP 2 x 2": case(replicate=2, shard=2),
+    "FSDP 2 x TP 2": case(shard=2, tp=2),
 }
-MORE = {"DDP 2": case(replicate=2), "TP 2": case(tp=2), "HSDP 2 x 2": case(replicate=2, shard=2)}
-"""Longer trials."""
+LAYOUTS = {name: each if each.pp > 1 else each.of(n_layers=1) for name, each in LAYOUTS.items()}
 ALLOWED = {"bfloat16": 3e-4, "float8": 0.02, "8bit": 0.02, "4bit": 0.2}
 """How far weights may be off, in parts of how far they moved; both as 2-norms."""
 WITHOUT_COLUMNS = 1e-3
@@ -45,11 +52,9 @@ WITHOUT_COLUMNS = 1e-3
 between two codes that became the other."""
 
 
-def traces(jobs: list[JobConfig], wrong_scale: bool = False) -> list[Trace]:
-    torch.compiler.set_stance("force_eager")
-    if wrong_scale:
-        LowBitAdam.step = with_wrong_scale(LowBitAdam.step)  # type: ignore
-    return [trace(job, True) for job in jobs]
+def wrong_traces(jobs: list[JobConfig]) -> list[Trace]:
+    LowBitAdam.step = with_wrong_scale(LowBitAdam.step)  # type: ignore
+    return each(trace, jobs, True)
 
 
 def with_wrong_scale(step: Any) -> Any:
@@ -68,35 +73,39 @@ def with_wrong_scale(step: Any) -> Any:
 
 
 @cache
-def reference() -> list[Trace]:
-    (found,) = run_ranks(traces, 1, [job(ONE, state_dtype=dtype) for dtype in ALLOWED])
+def reference(layers: int = 1) -> list[Trace]:
+    one = ONE.of(n_layers=layers)
+    (found,) = run_ranks(each, 1, trace, [job(one, state_dtype=dtype) for dtype in ALLOWED], True)
     return found
 
 
-@pytest.mark.parametrize("name", tiers([*LAYOUTS, *MORE], ["FSDP 2"], MORE))
+@pytest.mark.costs("four dtypes")
+@pytest.mark.parametrize("name", tiers(LAYOUTS, ["FSDP 2"], gate=["TP 2", "PP 2, Interleaved1F1B"]))
 def test_moments_in_few_bits(name: str) -> None:
-    layout = (LAYOUTS | MORE)[name]
-    results = run_ranks(traces, layout.ranks, [job(layout, state_dtype=d) for d in ALLOWED])
+    layout = LAYOUTS[name]
+    jobs = [job(layout, state_dtype=dtype) for dtype in ALLOWED]
+    results = run_ranks(each, layout.ranks, trace, jobs, True)
+    references = reference(layout.pp)
     for number, (dtype, allowed) in enumerate(ALLOWED.items()):
-        found, expected = [ranks[number] for ranks in results], reference()[number]
+        found, expected = [ranks[number] for ranks in results], references[number]
         assert off(found, expected) < (allowed if layout.tp > 1 else WITHOUT_COLUMNS), dtype
         for rank in found:
             assert rank.losses == pytest.approx(expected.losses, rel=1e-3), dtype
             assert rank.grad_norms == pytest.approx(expected.grad_norms, rel=1e-2), dtype
 
 
-@pytest.mark.parametrize("number", range(len(ALLOWED)), ids=list(ALLOWED))
-def test_an_error_of_scale_breaks_the_bounds(number: int) -> None:
-    dtype, allowed = list(ALLOWED.items())[number]
-    (found,) = run_ranks(traces, 1, [job(ONE, state_dtype=dtype)], True)
-    assert off(found, reference()[number]) > allowed
+def test_an_error_of_scale_breaks_the_bounds() -> None:
+    one = ONE.of(n_layers=1)
+    (wrong,) = run_ranks(wrong_traces, 1, [job(one, state_dtype=dtype) for dtype in ALLOWED])
+    for (dtype, allowed), found, expected in zip(ALLOWED.items(), wrong, reference(), strict=True):
+        assert off([found], expected) > allowed, dtype
 
 
 @pytest.mark.gate
 def test_as_good_as_in_float32() -> None:
     """The loss after 30 steps, against how far that is from one seed to the next."""
     batch = {"local_batch_size": 4, "global_batch_size": 4}
-    long = {"training": {"steps": 30} | batch, "model": SQUARE}
+    long = {"training": {"steps": 30} | batch, "model": SQUARE | {"n_layers": 1}}
     constant = {"lr_scheduler": {"warmup_steps": 2, "decay_ratio": 0.0}}
 
     def made(seed: int, dtype: str) -> JobConfig:
@@ -104,7 +113,7 @@ def test_as_good_as_in_float32() -> None:
         return tiny.job(**long, **constant, debug={"seed": seed}, optimizer=optimizer)
 
     jobs = [made(seed, "parameter") for seed in range(3)] + [made(0, dtype) for dtype in ALLOWED]
-    (found,) = run_ranks(traces, 1, jobs)
+    (found,) = run_ranks(each, 1, trace, jobs, True)
     ends = [sum(trace.losses[-5:]) / 5 for trace in found]
     spread = max(ends[:3]) - min(ends[:3])
     gaps = dict(zip(ALLOWED, (abs(end - ends[0]) for end in ends[3:]), strict=True))
@@ -115,33 +124,38 @@ def test_as_good_as_in_float32() -> None:
 
 def test_groups() -> None:
     few = test_optimizer_groups.ADAM | {"state_dtype": "8bit"}
-    one, two = (test_optimizer_groups.job(layout, few) for layout in (ONE, case(shard=2, batch=4)))
-    ((expected,),) = run_ranks(traces, 1, [one])
-    found = [rank[0] for rank in run_ranks(traces, 2, [two])]
+    layouts = (ONE.of(n_layers=1), case(shard=2, batch=4).of(n_layers=1))
+    one, two = (test_optimizer_groups.job(layout, few) for layout in layouts)
+    ((expected,),) = run_ranks(each, 1, trace, [one], True)
+    found = [rank[0] for rank in run_ranks(each, 2, trace, [two], True)]
     assert off(found, expected) < WITHOUT_COLUMNS
 
 
+def saved(folder: Path, layout: Case, steps: int, dtype: str) -> JobConfig:
+    """To step 4 at most; saved at step 2 and at the end."""
+    return recipe(folder, layout.of(n_layers=1), steps, optimizer={"state_dtype": dtype})
+
+
+@pytest.mark.costs("five runs")
 @pytest.mark.parametrize("dtype", ["8bit", pytest.param("4bit", marks=pytest.mark.slow)])
 def test_a_run_with_few_bits_resumes_to_the_bit_and_elsewhere(dtype: str, tmp_path: Path) -> None:
-    few = {"state_dtype": dtype}
-    whole = run_ranks(eager, 2, recipe(tmp_path / "whole", FSDP, optimizer=few))[0]
-    run_ranks(eager, 2, recipe(tmp_path / "halves", FSDP, 2, optimizer=few))
-    saved = SavedTensors(saved_steps(tmp_path / "halves" / "checkpoint")[2])
-    assert saved.shapes()["optimizer.output.weight.exp_avg"] == (torch.float32, (320, 128))
+    whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
+    at_once = [saved(whole, FSDP, 4, dtype), saved(halves, FSDP, 2, dtype)]
+    weights = run_ranks(each, 2, train, at_once)[0][0]
+    shapes = SavedTensors(saved_steps(halves / "checkpoint")[2]).shapes()
+    assert shapes["optimizer.output.weight.exp_avg"] == (torch.float32, (320, 128))
 
-    # On one rank, with plain states: they load, and the run goes on much as it would have.
-    shutil.copytree(tmp_path / "halves", tmp_path / "other")
-    plain = recipe(tmp_path / "other", ALONE, 3, optimizer={"state_dtype": "parameter"})
-    run_ranks(eager, 1, plain)
-    # And from there with few bits again.
-    run_ranks(eager, 1, recipe(tmp_path / "other", ALONE, optimizer=few))
-    expected = losses(tmp_path / "whole")
-    assert losses(tmp_path / "other") == pytest.approx(expected, rel=1e-2)
-    assert losses(tmp_path / "other")[3] == pytest.approx(expected[3], rel=1e-3)
+    # On one rank, with plain states: they load, and the run goes on much as it would have. And
+    # from there with few bits again.
+    shutil.copytree(halves, other)
+    run_ranks(each, 1, train, [saved(other, ALONE, 3, "parameter"), saved(other, ALONE, 4, dtype)])
+    expected = losses(whole)
+    assert losses(other) == pytest.approx(expected, rel=1e-2)
+    assert losses(other)[3] == pytest.approx(expected[3], rel=1e-3)
 
-    halves = run_ranks(eager, 2, recipe(tmp_path / "halves", FSDP, optimizer=few))[0]
-    assert losses(tmp_path / "halves") == expected
-    assert all(torch.equal(halves[name], weight) for name, weight in whole.items())
+    ((resumed,), _) = run_ranks(each, 2, train, [saved(halves, FSDP, 4, dtype)])
+    assert losses(halves) == expected
+    assert all(torch.equal(resumed[name], weight) for name, weight in weights.items())
 
 
 def test_verify_resume_keeps_the_layout_in_which_codes_are_exact(
@@ -149,14 +163,10 @@ def test_verify_resume_keeps_the_layout_in_which_codes_are_exact(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
-    torch.compiler.set_stance("force_eager")  # in the ranks too, which are forked
     sizes = ["--model.name=tiny", "--model.flavor=square", "--training.seq_len=32"]
     words = ["verify-resume", *sizes, "--optimizer.state_dtype=4bit", "--steps=1"]
-    try:
-        assert main([*words, "--world-size=1"]) == 0
-        assert main([*words, "--world-size=1", "--then=2"]) == 2
-    finally:
-        torch.compiler.set_stance("default")
+    assert main([*words, "--world-size=1"]) == 0
+    assert main([*words, "--world-size=1", "--then=2"]) == 2
     said = capsys.readouterr()
     why = "layouts round the optimizer's states differently (optimizer.state_dtype)"
     assert f"  resumed in the same layout only: {why}" in said.out
@@ -165,12 +175,11 @@ def test_verify_resume_keeps_the_layout_in_which_codes_are_exact(
 
 
 def test_another_replica_group_takes_the_state_over(tmp_path: Path) -> None:
-    few = {"state_dtype": "8bit"}
-    assert run_ranks(handed_over, 1, recipe(tmp_path, ALONE, optimizer=few)) == [True]
+    assert run_ranks(handed_over, 1, saved(tmp_path, ALONE, 4, "8bit")) == [True]
 
 
 SAVED: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
-    "8 bits": (FSDP, {"model": SQUARE, "optimizer": {"state_dtype": "8bit"}}),
+    "8 bits": (FSDP, {"model": SQUARE | {"n_layers": 1}, "optimizer": {"state_dtype": "8bit"}}),
     "bfloat16": (
         ALONE,
         {"training": test_torch_reader.HALF, "optimizer": {"state_dtype": "bfloat16"}},
@@ -187,10 +196,8 @@ def test_torch_opens_what_is_saved(kind: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
 @pytest.mark.parametrize("dtype", ["8bit", "bfloat16"])
 def test_moments_in_few_bits_are_what_they_stand_for(dtype: str, tmp_path: Path) -> None:
-    optimizer, model = {"state_dtype": dtype}, {"flavor": "square"}
-    run_ranks(
-        eager, 1, test_dcp_writer.recipe(tmp_path, case(batch=8), optimizer=optimizer, model=model)
-    )
+    sections = {"optimizer": {"state_dtype": dtype}, "model": SQUARE | {"n_layers": 1}}
+    run_ranks(eager, 1, test_dcp_writer.recipe(tmp_path, ALONE, **sections))
     name = "output.weight.exp_avg"
     wanted = SavedTensors(tmp_path / "checkpoint/step-3").read(f"optimizer.{name}")
     state = {"optimizer": {f"state.{name}": torch.zeros(wanted.shape)}}

@@ -54,8 +54,9 @@ MODELLED = {
     "DeMo": HSDP + sent(replicas="demo", replicas_sign=False),
     "slices and TP": f"{DDP}tensor_parallel_degree = 2\n"
     + sent(replicas="slicing", replicas_sign=False),
-    "local SGD": HSDP + sent(replicas_every=2),
-    "DiLoCo": HSDP + sent(replicas="diloco", replicas_every=2),
+    "local SGD": DDP + sent(replicas_every=2),
+    "local SGD and FSDP": HSDP + sent(replicas_every=2),
+    "DiLoCo": DDP + sent(replicas="diloco", replicas_every=2),
     "DeMo of what two steps moved": DDP
     + sent(replicas="demo", replicas_every=2, replicas_sign=False),
     "replicas that never agree": HSDP
@@ -79,7 +80,7 @@ MODELLED = {
     tiers(
         MODELLED,
         [name for name in ("local SGD",) if name in MODELLED],
-        gate=["QSDP", "LoCo", "DeMo", "DiLoCo", "slices and TP"],
+        gate=["QSDP", "LoCo", "DeMo", "DiLoCo"],
     ),
 )
 def test_what_sends_less_is_compared_with_a_model_of_it(

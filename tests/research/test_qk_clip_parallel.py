@@ -1,6 +1,5 @@
 """Muon with a limit of attention logits on every layout is the run of one rank."""
 
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from tests.parallel import test_collectives, test_compile, test_muon
 from tests.ranks import run_ranks
 from tests.research import layouts
 from tests.research.layouts import installed
-from tests.runs import Part, Trace, assert_complete, compare, losses, parts, train
+from tests.research.several import resumes
+from tests.runs import Part, Trace, assert_complete, compare, parts
 from tests.tiers import tiers
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
@@ -37,7 +37,10 @@ LAYOUTS = {
     "FSDP 2 x CP 2 x TP 2": case(shard=2, cp=2, tp=2),
     "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
 }
-LONG = ["FSDP 2 x CP 2 x TP 2", "FSDP 2 x TP 2 x PP 2"]
+GATE = (
+    *("DDP 2", "FSDP 2, full recomputation", "HSDP 2 x 2", "CP 2, documents", "PP 2"),
+    *("CP 2, balanced by documents", "CP 2, Ulysses, documents", "FSDP 2 x TP 2"),
+)
 
 
 def job(layout: Case, folder: Path | str = "unused", **sections: Any) -> JobConfig:
@@ -64,8 +67,7 @@ def reference(flavor: str, documents: bool) -> tuple[Trace, list[float]]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    tiers(LAYOUTS, ["TP 2", "CP 2, ring, operators recomputed"], LONG),
+    "name", tiers(LAYOUTS, ["TP 2", "CP 2, ring, operators recomputed"], gate=GATE)
 )
 def test_a_limit_of_logits_gives_the_same_run_as_on_one_rank(name: str) -> None:
     is_the_run_of_one_rank(LAYOUTS[name])
@@ -104,7 +106,7 @@ def test_it_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPat
     test_collectives.muon_sends_what_the_formulas_say(SENDING[name], monkeypatch, qk_clip=1.0)
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_logits_are_watched_in_compiled_blocks() -> None:
     test_compile.muon_is_compiled_with_the_rest(OPERATORS, qk_clip=0.02)
@@ -152,13 +154,4 @@ def resumable(folder: Path, layout: Case, steps: int) -> JobConfig:
 
 @pytest.mark.gate
 def test_it_resumes_on_the_same_layout_to_the_bit_and_on_another(tmp_path: Path) -> None:
-    first, other = case(shard=2), case(tp=2)
-    expected = run_ranks(train, 2, resumable(tmp_path / "whole", first, 4))[0]
-    run_ranks(train, 2, resumable(tmp_path / "halves", first, 2))
-    shutil.copytree(tmp_path / "halves", tmp_path / "other")
-    for name, layout in (("halves", first), ("other", other)):
-        for found in run_ranks(train, 2, resumable(tmp_path / name, layout, 4)):
-            for parameter, weight in found.items():
-                off = (weight - expected[parameter]).abs().max()
-                assert off == 0 if layout is first else off <= 1e-5, parameter
-    assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
+    resumes(resumable, tmp_path, case(shard=2), {"TP 2": case(tp=2)}, 2, 4, 1e-5)

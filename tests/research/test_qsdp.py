@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -24,27 +24,34 @@ from tests.research.few_bits import (
     resumes_on_another_layout,
     resumes_to_the_bit,
 )
+from tests.research.several import each
 from tests.tiers import tiers
 from torchtitan.research.common.codec import Codec
 from torchtitan.research.qsdp.levels import learn
 from torchtitan.research.qsdp.qsdp import QSDPGradients, QSDPWeights
 
 QSDP = {way: {"name": "qsdp", "bucket": 64} for way in ("weights", "gradients")}
-LEARNED = {way: {**QSDP[way], "bits": 4, "levels": "learned", "learn_steps": 3} for way in QSDP}
+LEARNED = {way: {**QSDP[way], "bits": 4, "levels": "learned", "learn_steps": 2} for way in QSDP}
 
 
-@pytest.mark.parametrize("levels", ["uniform", "learned"])
-def test_gradients_of_qsdp_are_right_in_the_mean(levels: Literal["uniform", "learned"]) -> None:
+LEVELS: tuple[Literal["uniform", "learned"], ...] = ("uniform", "learned")
+
+
+def test_gradients_of_qsdp_are_right_in_the_mean() -> None:
     """Rounded at random: the error of a sum of calls grows as their root, not as their number."""
-    calls, bits = 400, 3
-    config = QSDPGradients(bits=bits, bucket=64, levels=levels, learn_steps=100)
-    for found in run_ranks(reduced, 2, config, calls):
-        # Of each bucket, one unit at most is 2 x 4 standard deviations / 7 (learned: three times
-        # that); a rounding is off by half of that at most. Two ranks send; five deviations of it.
-        largest = matrices(torch.logspace(-3, 0, ROW)) * (1 if levels == "uniform" else 3)
-        limit = 5 * (8 * largest / (2**bits - 1) / 2).max() * (2 * calls) ** 0.5
-        assert matrices(found.sent - found.arrived).abs().max() < limit
-        assert matrices(found.sent - found.arrived).abs().max() > 0.01
+    calls, bits = 200, 3
+    configs = [
+        QSDPGradients(bits=bits, bucket=64, levels=levels, learn_steps=50) for levels in LEVELS
+    ]
+    for rank in run_ranks(each, 2, reduced, configs, calls):
+        for levels, found in zip(LEVELS, rank, strict=True):
+            # Of each bucket, one unit at most is 2 x 4 standard deviations / 7 (learned: three
+            # times that); a rounding is off by half of that at most. Two ranks send; five
+            # deviations of it.
+            largest = matrices(torch.logspace(-3, 0, ROW)) * (1 if levels == "uniform" else 3)
+            limit = 5 * (8 * largest / (2**bits - 1) / 2).max() * (2 * calls) ** 0.5
+            assert matrices(found.sent - found.arrived).abs().max() < limit, levels
+            assert matrices(found.sent - found.arrived).abs().max() > 0.01, levels
 
 
 class Gathered(NamedTuple):
@@ -70,24 +77,22 @@ def gathered(config: QSDPWeights) -> Gathered:
     return Gathered(*found)
 
 
-@pytest.mark.parametrize("levels", ["uniform", "learned"])
-def test_all_ranks_compute_with_the_same_weights_of_qsdp(
-    levels: Literal["uniform", "learned"],
-) -> None:
-    config = QSDPWeights(bits=4, bucket=64, levels=levels, learn_steps=1)
-    results = run_ranks(gathered, 2, config)
+def test_all_ranks_compute_with_the_same_weights_of_qsdp() -> None:
+    configs = [QSDPWeights(bits=4, bucket=64, levels=levels, learn_steps=1) for levels in LEVELS]
     kept = torch.stack([drawn(ROW, seed=rank) for rank in range(2)])
-    for found in results:
-        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True))
-        assert torch.equal(found.first, found.again), "the backward has the forward's weights"
-        assert not torch.equal(found.first, found.later), "each step has its own shift"
-        rows = found.first.view(2, ROW)
-        assert torch.equal(rows[:, EXACT], kept[:, EXACT])
-        off = matrices(rows - kept).abs().max()
-        assert 0 < off < (0.5 if levels == "uniform" else 3.0) * (2 * 5 / 15)
+    for levels, *results in zip(LEVELS, *run_ranks(each, 2, gathered, configs), strict=True):
+        for found in results:
+            assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True)), levels
+            assert torch.equal(found.first, found.again), "the backward has the forward's weights"
+            assert not torch.equal(found.first, found.later), "each step has its own shift"
+            rows = found.first.view(2, ROW)
+            assert torch.equal(rows[:, EXACT], kept[:, EXACT])
+            off = matrices(rows - kept).abs().max()
+            assert 0 < off < (0.5 if levels == "uniform" else 3.0) * (2 * 5 / 15), levels
 
 
-def means(config: QSDPWeights, steps: int) -> Tensor:
+def mean(config: QSDPWeights, steps: int) -> Tensor:
+    """What arrives of weights in the mean of the steps."""
     group = dist.group.WORLD
     assert group is not None
     way, total = config.open(UNIT, group), torch.zeros(2 * ROW)
@@ -99,28 +104,29 @@ def means(config: QSDPWeights, steps: int) -> Tensor:
     return total / steps
 
 
-@pytest.mark.parametrize("levels", ["uniform", "learned"])
-def test_weights_of_qsdp_are_right_in_the_mean(levels: Literal["uniform", "learned"]) -> None:
+def test_weights_of_qsdp_are_right_in_the_mean() -> None:
     """Over the shifts that ranks share, one a step."""
-    steps, kept = 400, torch.stack([drawn(ROW, seed=rank) for rank in range(2)])
-    config = QSDPWeights(bits=3, bucket=64, levels=levels)
-    (found, same) = run_ranks(means, 2, config, steps)
-    assert torch.equal(found, same)
-    off = matrices(found.view(2, ROW) - kept)
-    # A unit is a seventh of a bucket's range (learned levels: up to three); off by half at most.
-    ranges = matrices(torch.logspace(-3, 0, ROW)).expand(2, -1) * (1 if levels == "uniform" else 3)
-    assert (off.abs() / ranges).max() < 5 * (8 / 7 / 2) / steps**0.5
-    assert off.abs().max() > 0
+    steps, kept = 200, torch.stack([drawn(ROW, seed=rank) for rank in range(2)])
+    configs = [QSDPWeights(bits=3, bucket=64, levels=levels) for levels in LEVELS]
+    for levels, found, same in zip(LEVELS, *run_ranks(each, 2, mean, configs, steps), strict=True):
+        assert torch.equal(found, same)
+        off = matrices(found.view(2, ROW) - kept)
+        # A unit is a seventh of a bucket's range (learned levels: up to three); off by half at
+        # most.
+        ranges = matrices(torch.logspace(-3, 0, ROW)) * (1 if levels == "uniform" else 3)
+        assert (off.abs() / ranges).max() < 5 * (8 / 7 / 2) / steps**0.5, levels
+        assert off.abs().max() > 0
 
 
-@pytest.mark.parametrize("name", tiers(LAYOUTS, list(LAYOUTS)[:1]))
+@pytest.mark.parametrize(
+    "name", tiers(LAYOUTS, list(LAYOUTS)[:1], gate=["FSDP 2 x PP 2", "FSDP 2 x CP 2"])
+)
 def test_a_run_in_few_bits_is_nearly_the_run(name: str) -> None:
     is_nearly_the_run(name, [(QSDP, 1), (LEARNED, 5)])
 
 
-@pytest.mark.parametrize("way", [LEARNED], ids=str)
-def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind(way: dict[str, Any]) -> None:
-    is_skipped_and_leaves_nothing(way)
+def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind() -> None:
+    is_skipped_and_leaves_nothing(LEARNED)
 
 
 @pytest.mark.gate
@@ -131,20 +137,14 @@ def test_blocks_are_compiled_around_it() -> None:
     is_compiled_around(QSDP)
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("communication", [QSDP, LEARNED], ids=["uniform", "learned"])
-def test_a_run_that_resumes_is_the_same_to_the_bit(
-    communication: dict[str, Any], tmp_path: Path
-) -> None:
-    resumes_to_the_bit(communication, tmp_path)
+@pytest.mark.parametrize("levels", tiers(LEVELS, [], ["uniform"]))
+def test_a_run_that_resumes_is_the_same_to_the_bit(levels: str, tmp_path: Path) -> None:
+    resumes_to_the_bit(LEARNED if levels == "learned" else QSDP, tmp_path)
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("communication", [LEARNED], ids=["learned"])
-def test_a_run_that_resumes_on_another_layout_says_so(
-    communication: dict[str, Any], tmp_path: Path
-) -> None:
-    resumes_on_another_layout(communication, tmp_path)
+def test_a_run_that_resumes_on_another_layout_says_so(tmp_path: Path) -> None:
+    resumes_on_another_layout(LEARNED, tmp_path)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -3,6 +3,8 @@ the bit, where none is on; and against pytorch-optimizer's, where that does the 
 
 import itertools
 import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,14 +67,26 @@ def gradients(step: int, model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
+def drive(
+    model: nn.Module,
+    update: Callable[[], object],
+    begin: Callable[[], object] = lambda: None,
+    steps: Iterable[int] = range(STEPS),
+) -> nn.Module:
+    """Update a model by the gradients of the steps."""
+    for step in steps:
+        begin()
+        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
+            parameter.grad = gradient.clone()
+        update()
+    return model
+
+
 def trained(config: OptimizerConfig, steps: int = STEPS) -> list[torch.Tensor]:
     model = network()
     optimizers = Optimizers(named(model), config)
     for step in range(steps):
-        optimizers.begin(1)
-        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
-            parameter.grad = gradient.clone()
-        optimizers.step()
+        drive(model, optimizers.step, partial(optimizers.begin, 1), [step])
         for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
             assert torch.equal(parameter.grad, gradient)  # it is looked at after a step
     return [parameter.detach() for parameter in model.parameters()]
@@ -166,10 +180,7 @@ def test_nothing_on_is_adamw_to_the_bit() -> None:
     theirs = torch.optim.AdamW(
         model.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.5, fused=True
     )
-    for step in range(STEPS):
-        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
-            parameter.grad = gradient
-        theirs.step()
+    drive(model, theirs.step)
     assert all(map(torch.equal, ours, model.parameters()))
 
 
@@ -185,10 +196,7 @@ def test_an_addition_that_is_never_due_leaves_adamw_to_the_bit(implementation: A
     theirs = torch.optim.AdamW(
         model.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.5, **kind
     )
-    for step in range(STEPS):
-        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
-            parameter.grad = gradient
-        theirs.step()
+    drive(model, theirs.step)
     assert all(map(torch.equal, maximum, model.parameters()))
 
 
@@ -217,10 +225,7 @@ def test_as_in_pytorch_optimizer() -> None:
         weight_decay=given["weight_decay"],
         norm_loss_factor=given["norm_loss"],
     )
-    for step in range(STEPS):
-        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
-            parameter.grad = gradient
-        theirs.step()
+    drive(model, theirs.step)
     found = [parameter.detach() for parameter in model.parameters()]
     assert off(found, by_numpy(given, first_sum=1.0)) < 1e-6
     assert off(found, by_numpy(given)) > 1e-6
@@ -274,10 +279,7 @@ def test_resumed_in_the_middle_of_a_lookahead_period_to_the_bit() -> None:
             for name, state in given.items():
                 state.copy_(saved[name])
             optimizers.load_state_dict(given)
-        optimizers.begin(1)
-        for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):
-            parameter.grad = gradient
-        optimizers.step()
+        drive(model, optimizers.step, partial(optimizers.begin, 1), [step])
     assert all(map(torch.equal, whole, model.parameters()))
 
 

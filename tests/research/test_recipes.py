@@ -1,20 +1,34 @@
-"""The recipe of each system that is there is right, says nothing twice, and trains."""
+"""The recipe and the page of each system that is there are right, and its mistakes are refused.
+
+A recipe says nothing twice, and trains. What a page names is there, and its equations stand next to
+lines that exist.
+"""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks.collectives import formulas
+from tests import tiny
+from tests.plans import no_plan
 from tests.ranks import run_ranks
+from tests.recipes.test_bad_recipes import HELP, Case, cases, is_refused
 from tests.recipes.test_recipes import repeated
 from tests.training.test_global_batch import assert_fits
+from tests.training.test_optimizers import a_rate_trains_the_debug_model
 from torchtitan import research
 from torchtitan.checks import load_job
+from torchtitan.config import listed
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.optim import OPTIMIZERS
+from torchtitan.parallel import ParallelismConfig
 from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import training
 
+__all__ = ["no_plan"]
 FOLDER = Path(__file__).parents[2] / "train_configs/research"
 RANKS = {
     "auxiliary_tasks": 1,
@@ -50,29 +64,51 @@ def test_every_system_has_a_recipe() -> None:
     assert {path.stem for path in FOLDER.glob("*.toml")} == {*RANKS, *FULL_SIZE, "vit_mae"}
 
 
-@pytest.mark.parametrize("name", [*SYSTEMS, *FULL_SIZE])
-def test_nothing_is_said_twice(name: str) -> None:
-    assert list(repeated(FOLDER / f"{name}.toml")) == []
-
-
 ELSEWHERE = {
     "auxiliary_losses_debug": "auxiliary_tasks",
     "low_precision_attention_debug": "hadamard_attention",
 }
 """Recipes of systems that have stood with those of the main road, and the system of each."""
+BEFORE = [FOLDER.parent / f"{n}.toml" for n, system in ELSEWHERE.items() if system in SYSTEMS]
 
 
-@pytest.mark.parametrize("name", [n for n, system in ELSEWHERE.items() if system in SYSTEMS])
-def test_a_recipe_of_before_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = FOLDER.parent / f"{name}.toml"
-    assert main(["check", str(path), "--world-size", "1"]) == 0
-    assert capsys.readouterr().out.startswith("valid on 1 rank")
-    assert list(repeated(path)) == []
+def test_nothing_is_said_twice() -> None:
+    paths = [*BEFORE, *(FOLDER / f"{name}.toml" for name in (*SYSTEMS, *FULL_SIZE))]
+    assert [said for path in paths for said in repeated(path)] == []
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
-def test_a_recipe_fits_up_to_eight_ranks(name: str) -> None:
-    assert_fits(FOLDER / f"{name}.toml", [ranks for ranks in (1, 2, 4, 8) if ranks >= RANKS[name]])
+@pytest.mark.usefixtures("no_plan")
+def test_recipes_of_before_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in BEFORE:
+        assert main(["check", str(path), "--world-size", "1"]) == 0, path
+        assert capsys.readouterr().out.startswith("valid on 1 rank"), path
+
+
+def test_recipes_fit_up_to_eight_ranks() -> None:
+    for name in SYSTEMS:
+        ranks = [ranks for ranks in (1, 2, 4, 8) if ranks >= RANKS[name]]
+        assert_fits(FOLDER / f"{name}.toml", ranks)
+
+
+ALONE = {"galore": "GaLore", "ranger21": "Ranger21"}
+"""Optimizers with traffic of their own."""
+
+
+@pytest.mark.parametrize("system", [system for system in ALONE if system in SYSTEMS])
+def test_what_an_optimizer_sends_is_in_no_formula(system: str) -> None:
+    sections = {"optimizer": {"name": ALONE[system]}}
+    job = tiny.job(parallelism={"data_parallel_shard_degree": 2}, **sections)
+    with pytest.raises(
+        NotImplementedError, match=f"no formulas for the traffic of {ALONE[system]}"
+    ):
+        formulas(job, 2)
+    assert formulas(job.model_copy(update={"parallelism": ParallelismConfig()}), 1) == []
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("system", [system for system in ALONE if system in SYSTEMS])
+def test_a_rate_and_nothing_else_trains_the_debug_model(system: str) -> None:
+    a_rate_trains_the_debug_model(ALONE[system])
 
 
 def losses(job: JobConfig) -> list[float]:
@@ -98,3 +134,71 @@ def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert len(found) == 3
         assert found[0] == pytest.approx(math.log(2048), rel=0.05)
         assert found[-1] < found[0]
+
+
+TABLE = Path(__file__).with_name("bad_recipes.txt")
+RANGER21 = listed(OPTIMIZERS["Ranger21"].model_fields, f"{HELP} optimizer")
+
+
+@pytest.mark.parametrize("case", cases(TABLE), ids=lambda case: case.name)
+def test_mistake(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [line.replace("{RANGER21}", RANGER21) for line in case.lines]
+    is_refused(case._replace(lines=lines), tmp_path, monkeypatch)
+
+
+def test_table_is_read_whole() -> None:
+    found = cases(TABLE)
+    assert len(found) >= 20
+    assert len({case.name for case in found}) == len(found)
+    assert all(case.lines for case in found)
+
+
+PAGES = sorted(Path(research.__file__).parent.glob("*/README.md"))
+
+
+def code(name: str, page: Path) -> str:
+    """A file that a page names: of its folder, or of one above."""
+    folder = page.parents[1]
+    places = (page.parent / name, folder / name, folder.parent / name)
+    found = [place for place in places if place.is_file()]
+    assert found, f"{page.parent.name}: {name}"
+    return found[0].read_text()
+
+
+def test_every_folder_has_a_page() -> None:
+    systems = Path(research.__file__).parent.glob("*/__init__.py")
+    folders = {path.parent.name for path in systems} - {"common"}
+    assert {page.parent.name for page in PAGES} == folders
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text()
+    assert "https://arxiv.org/abs/" in text
+    recipe = f"train_configs/research/{page.parent.name}.toml"
+    assert recipe in text
+    assert (FOLDER.parents[1] / recipe).is_file()
+    assert re.search("Not shown|Study and results: none|What differs", text)
+    assert "](../../../docs/" in text, "the page for users: what it does, when, limits, results"
+    for name in re.findall(r"`(tests/\S+\.py|train_configs/\S+\.toml|benchmarks/\S+)`", text):
+        assert (FOLDER.parents[1] / name).is_file(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_equations_stand_next_to_lines_that_exist(page: Path) -> None:
+    """In the last cells of a table whose head says where: files, and names in them, or links."""
+    named, source, is_there = 0, "", False
+    for line in page.read_text().splitlines():
+        cell = re.split(r"(?<!\\)\|", line)[-2].strip() if line.startswith("| ") else ""
+        is_there = cell in ("where", "code") or (is_there and line.startswith("|"))
+        if not is_there:
+            continue
+        for word, link in re.findall(r"`([\w/]+(?:\.\w+)*)`(?:\]\((\S+)\))?", cell):
+            if link or word.endswith(".py"):
+                source = code(link or word, page)
+            if word.endswith(".py"):
+                continue
+            for part in word.split("."):
+                assert re.search(rf"\b{part}\b", source), f"{page.parent.name}: {word}"
+            named += 1
+    assert named >= 4

@@ -1,7 +1,7 @@
 """Weights that travel around a ring: what a rank has of them, and what it computes with them."""
 
+import itertools
 import weakref
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.layouts import FULL, case
 from tests.parallel.test_collectives import sends_what_the_formulas_say
 from tests.ranks import run_ranks
 from tests.research.layouts import IN_PLACE, ROTATED
+from tests.research.several import each
 from tests.runs import train
 from torchtitan.comm import CommunicationConfig
 from torchtitan.losses import cross_entropy
@@ -30,8 +31,8 @@ from torchtitan.research.rtp.ring import Neighbours
 from torchtitan.research.rtp.rotated import Ring
 
 WIDTH, VOCABULARY = 24, 13
-PIECE = 64
-"""Bytes that a test replaces at a time, where a real run has a megabyte."""
+PIECE = 1024
+"""Bytes that a test replaces at a time, where a real run has a megabyte; a large part has two."""
 
 
 class Layer(nn.Module):
@@ -171,58 +172,59 @@ def loss_of(model: nn.Module, rank: int, in_model: bool = False) -> Tensor:
     return model(tokens, targets) if in_model else cross_entropy(model(tokens), targets)
 
 
-def computed(**how: Any) -> tuple[float, float, dict[str, Tensor]]:
+def computed(how: dict[str, Any]) -> tuple[float, float, dict[str, Tensor]]:
     """On each rank the loss of its own samples, evaluated and trained, and all gradients whole."""
-    recomputes = how.pop("recomputes", False)
-    model, ring = rotated(**how)
-    model.recomputes = recomputes
+    in_model = bool(how.get("chunk"))
+    model, ring = rotated(**{key: how[key] for key in how if key != "recomputes"})
+    model.recomputes = how.get("recomputes", False)
     with torch.no_grad():
-        before = loss_of(model, ring.rank, bool(how.get("chunk")))
-    loss = loss_of(model, ring.rank, bool(how.get("chunk")))
+        before = loss_of(model, ring.rank, in_model)
+    loss = loss_of(model, ring.rank, in_model)
     loss.backward()
     named = model.named_parameters()
     return before.item(), loss.item(), {n: p.grad.full_tensor() for n, p in named}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "how"),
+    ("ranks", "settings"),
     [
-        (1, {}),
-        (2, {"recomputes": True, "chunk": 3}),
-        (3, {"in_place": True, "chunk": 4}),
-        (4, {}),
-        (4, {"heads": 2, "recomputes": True, "in_place": True}),
+        (1, [{}]),
+        (2, [{"recomputes": True, "chunk": 3}]),
+        (3, [{"in_place": True, "chunk": 4}]),
+        (4, [{}, {"heads": 2, "recomputes": True, "in_place": True}]),
     ],
-    ids=str,
+    ids=[1, 2, 3, 4],
 )
-def test_gradients_are_those_of_one_rank(ranks: int, how: dict[str, Any]) -> None:
+def test_gradients_are_those_of_one_rank(ranks: int, settings: list[dict[str, Any]]) -> None:
     """Also where parts are uneven, and where heads do not come out even."""
     model = network()
     losses = [loss_of(model, rank) for rank in range(ranks)]
     torch.stack(losses).sum().backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for rank, (before, loss, found) in enumerate(run_ranks(partial(computed, **how), ranks)):
-        assert before == loss == pytest.approx(losses[rank].item(), rel=1e-5)
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+    for rank, of_rank in enumerate(run_ranks(each, ranks, computed, settings)):
+        for how, (before, loss, found) in zip(settings, of_rank, strict=True):
+            assert before == loss == pytest.approx(losses[rank].item(), rel=1e-5), how
+            for name, gradient in expected.items():
+                where = f"{how}: {name}"
+                torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=where)
 
 
-def most_alive(in_place: bool, recomputes: bool) -> int:
+def most_alive(setting: tuple[bool, bool]) -> int:
     """Bytes of parts of others, in a forward and the backward of it."""
+    in_place, recomputes = setting
     model, ring = rotated(in_place=in_place)
     model.recomputes = recomputes
     loss_of(model, ring.rank).backward()
     return ring.most
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_a_rank_has_three_parts_of_a_layer_at_most(in_place: bool, recomputes: bool) -> None:
+def test_a_rank_has_three_parts_of_a_layer_at_most() -> None:
     """Its own, one that it computes with, and one that arrives; or of that a piece."""
     ranks, layer = 4, sum(weight.nbytes for weight in network().heads.parameters())
-    part = layer // ranks
-    (most,) = set(run_ranks(partial(most_alive, in_place, recomputes), ranks))
-    assert part + most == (2 * part + PIECE if in_place else 3 * part)
+    part, settings = layer // ranks, list(itertools.product([False, True], repeat=2))
+    for found in run_ranks(each, ranks, most_alive, settings):
+        most = [2 * part + PIECE if in_place else 3 * part for in_place, _ in settings]
+        assert [part + alive for alive in found] == most
 
 
 def resumed(folder: str) -> list[dict[str, Tensor]]:
@@ -230,15 +232,15 @@ def resumed(folder: str) -> list[dict[str, Tensor]]:
     found = []
     plain = {"name": "fsdp2"}
     for name, steps, sharding in (
-        *(("whole", 4, ROTATED), ("halves", 2, ROTATED), ("halves", 4, IN_PLACE)),
-        *(("halves", 4, plain), ("back", 2, plain), ("back", 4, ROTATED)),
+        *(("whole", 2, ROTATED), ("halves", 1, ROTATED), ("halves", 2, IN_PLACE)),
+        *(("halves", 2, plain), ("back", 1, plain), ("back", 2, ROTATED)),
     ):
         recipe = layouts.job(
             case(shard=2, recompute=FULL, chunk=50, sharding=sharding),
             "AdamW",
             training={"steps": steps},
             job={"dump_folder": f"{folder}/{name}"},
-            checkpoint={"enable": True, "interval": 2},
+            checkpoint={"enable": True, "interval": 1},
             validation={"enable": True, "freq": 1, "steps": 1},
         )
         found.append(train(recipe))
@@ -256,6 +258,6 @@ def test_a_run_resumes_to_the_bit_and_as_fsdp2(tmp_path: Path) -> None:
 
 
 def test_what_is_replaced_in_place_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtitan.research.rtp.rotated.PIECE", 1000)
+    monkeypatch.setattr("torchtitan.research.rtp.rotated.PIECE", 3000)
     layout = case(shard=2, chunk=100, sharding=IN_PLACE)
     sends_what_the_formulas_say(layout, monkeypatch)

@@ -1,6 +1,5 @@
 """SimpleFSDP is FSDP2: the same parts of the same gradients, from graphs that hold what is sent."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,9 @@ from tests.ranks import run_ranks
 from tests.recipes.test_bad_recipes import lacks
 from tests.recipes.test_legacy_recipes import read, translations, written
 from tests.research.layouts import SIMPLE
+from tests.research.several import each
 from tests.runs import train
+from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, ConfigError
 from torchtitan.device import Device
@@ -38,7 +39,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
 ]
-BFLOAT16 = {"mixed_precision_param": "bfloat16"}
 
 
 class Piece(NamedTuple):
@@ -66,78 +66,78 @@ def pieces(job: JobConfig) -> tuple[list[float], dict[str, Piece], list[str]]:
     return losses, found, lines
 
 
-def both(jobs: list[JobConfig]) -> list[tuple[list[float], dict[str, Piece], list[str]]]:
-    return [pieces(job) for job in jobs]
+def assert_same(*cases: tuple[Case, float, dict[str, dict[str, Any]]]) -> list[str]:
+    """Gradients and losses of both ways are the same; what SimpleFSDP logged of the last case.
+
+    Args:
+        cases: layouts of as many ranks, what may differ relatively, and more of the recipe.
+    """
+    jobs = []
+    for layout, _, sections in cases:
+        eager = {k: keys for k, keys in sections.items() if k not in ("compile", "sharding")}
+        simple = sections | {"sharding": sections.get("sharding", {}) | SIMPLE}
+        jobs += [layouts.job(layout, "SGD", **keys) for keys in (eager, simple)]
+    results = run_ranks(each, cases[0][0].ranks, pieces, jobs)
+    for rank in results:
+        for (_, tolerance, sections), one, other in zip(cases, rank[::2], rank[1::2], strict=True):
+            (losses, expected, _), (found_losses, found, _) = one, other
+            assert found_losses == pytest.approx(losses, rel=tolerance), sections
+            assert found.keys() == expected.keys()
+            for name, piece in found.items():
+                assert piece[:3] == expected[name][:3], (sections, name)
+                largest = expected[name].gradient.abs().max() if piece.gradient.numel() else 1.0
+                off = (piece.gradient - expected[name].gradient).abs() / largest
+                assert not off.numel() or off.max() <= tolerance, (sections, name, off.max())
+    return results[0][-1][2]
 
 
-def assert_same(layout: Case, tolerance: float, **sections: dict[str, Any]) -> list[str]:
-    """Gradients and losses of both ways are the same; what SimpleFSDP logged."""
-    eager = {name: keys for name, keys in sections.items() if name not in ("compile", "sharding")}
-    jobs = [layouts.job(layout, "SGD", **eager)]
-    simple = sections | {"sharding": sections.get("sharding", {}) | SIMPLE}
-    jobs.append(layouts.job(layout, "SGD", **simple))
-    results = run_ranks(both, layout.ranks, jobs)
-    for (losses, expected, _), (found_losses, found, _) in results:
-        assert found_losses == pytest.approx(losses, rel=tolerance)
-        assert found.keys() == expected.keys()
-        for name, piece in found.items():
-            assert piece[:3] == expected[name][:3], name
-            largest = expected[name].gradient.abs().max() if piece.gradient.numel() else 1.0
-            off = (piece.gradient - expected[name].gradient).abs() / largest
-            assert not off.numel() or off.max() <= tolerance, (name, off.max())
-    return results[0][1][2]
+SHORT = {"training": {"steps": 2}}
+MIXED = {"training": {"steps": 2, "mixed_precision_param": "bfloat16"}}
+TIED = {**SHORT, "model": {"flavor": "tied"}}
+FSDP, TP, FSDP_X_TP = case(shard=2), case(tp=2), case(shard=2, tp=2)
 
 
-SHORT = {"steps": 2}
-FSDP_X_TP = case(shard=2, tp=2)
+@pytest.mark.costs("eight runs")
+def test_gradients_are_those_of_fsdp2() -> None:
+    """In mixed precision too; and of tied weights, and of converted linears, which read the whole
+    weight.
+    """
+    converted = case(shard=2, convert=ROWWISE)
+    assert_same(
+        *((FSDP, 1e-6, SHORT), (FSDP, 2e-2, MIXED), (FSDP, 1e-6, TIED), (converted, 1e-6, SHORT))
+    )
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        case(shard=2),
-        pytest.param(case(replicate=2, shard=2), marks=pytest.mark.gate),
-        pytest.param(case(replicate=2, tp=2), marks=pytest.mark.gate),
-        FSDP_X_TP,
-    ],
-)
-def test_gradients_are_those_of_fsdp2(layout: Case) -> None:
-    assert_same(layout, 1e-6, training=SHORT)
+OTHERS = {
+    "HSDP": (case(replicate=2, shard=2), 1e-6, SHORT),
+    "FSDP x TP": (FSDP_X_TP, 1e-6, SHORT),
+    "TP, mixed precision": (TP, 2e-2, MIXED),
+    "copies and TP": (case(replicate=2, tp=2), 1e-6, SHORT),
+    "FSDP x TP, mixed precision": (FSDP_X_TP, 2e-2, MIXED),
+}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        case(shard=2),
-        *(pytest.param(each, marks=pytest.mark.gate) for each in (FSDP_X_TP, case(tp=2))),
-    ],
-)
-def test_precision_is_mixed_as_by_fsdp2(layout: Case) -> None:
-    assert_same(layout, 2e-2, training=SHORT | BFLOAT16)
-
-
-def test_tied_weights_are_gathered_twice() -> None:
-    assert_same(case(shard=2), 1e-6, training=SHORT, model={"flavor": "tied"})
-
-
-def test_converted_linears_read_the_whole_weight() -> None:
-    assert_same(case(shard=2, convert=ROWWISE), 1e-6, training=SHORT)
-
-
-def both_ways(folder: str) -> Iterator[JobConfig]:
-    """Train under FSDP2 and save; load under SimpleFSDP and train on; load under FSDP2 again."""
-    for steps, simple in ((2, {}), (2, SIMPLE), (4, SIMPLE), (4, {})):
-        yield layouts.job(
-            case(shard=2, tp=2, sharding=simple),
-            "AdamW",
-            job={"dump_folder": folder},
-            training={"steps": steps},
-            checkpoint={"enable": True, "interval": 2},
-        )
+@pytest.mark.costs("four ranks, and tensor parallelism")
+@pytest.mark.parametrize("name", tiers(OTHERS, [], list(OTHERS)[3:]))
+def test_gradients_are_those_of_fsdp2_on_other_layouts(name: str) -> None:
+    assert_same(OTHERS[name])
 
 
 def saved_and_loaded(folder: str) -> list[dict[str, Tensor]]:
-    return [train(job) for job in both_ways(folder)]
+    """Train under FSDP2 and save; load under SimpleFSDP and train on; load under FSDP2 again."""
+    return [
+        train(
+            layouts.job(
+                case(shard=2, tp=2, sharding=simple),
+                "AdamW",
+                job={"dump_folder": folder},
+                training={"steps": steps},
+                checkpoint={"enable": True, "interval": 1},
+                model={"n_layers": 1},
+            )
+        )
+        for steps, simple in ((1, {}), (1, SIMPLE), (2, SIMPLE), (2, {}))
+    ]
 
 
 @pytest.mark.gate
@@ -199,7 +199,7 @@ def made(
     x = torch.randn(2, 4, 6)[mesh.get_local_rank()]
     model(x).square().sum().backward()
     gradients = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
-    return gradients, bucketing.tallies(), sum(each.hits for each in compilations().values())
+    return gradients, bucketing.tallies(), sum(one.hits for one in compilations().values())
 
 
 def expected_gradients() -> list[Tensor]:
@@ -207,10 +207,6 @@ def expected_gradients() -> list[Tensor]:
     model = Small()
     model(torch.randn(2, 4, 6)).square().sum().backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def each(settings: list[tuple[Any, ...]]) -> list[Made]:
-    return [made(*setting) for setting in settings]
 
 
 @pytest.fixture
@@ -223,12 +219,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.gate
 def test_graphs_free_and_merge_what_they_are_told(cache: Path) -> None:
     """The backward needs all six matrices but the first, since nobody asks for the input's."""
+    # Those that may take graphs from the cache are compiled to the end.
+    freed = ("blocks.a",)
     settings: dict[str, tuple[Any, ...]] = {
-        "kept": ((), "none", 1),
-        "all freed": (("",), "none", 1),
-        "a block freed, each merged": (("blocks.a",), "block", 1),
-        "the same, from the cache": (("blocks.a",), "block", 1),
-        "a block freed, two merged": (("blocks.a",), "size", 300 / 2**20),
+        "kept": ((), "none", 1, "cpu", WITHOUT_CODE),
+        "all freed": (("",), "none", 1, "cpu", WITHOUT_CODE),
+        "a block freed, each merged": (freed, "block", 1),
+        "the same, from the cache": (freed, "block", 1),
+        "a block freed, two merged": (freed, "size", 300 / 2**20),
     }
     counts = {
         "kept": (6, 6, 6, 6),
@@ -237,7 +235,7 @@ def test_graphs_free_and_merge_what_they_are_told(cache: Path) -> None:
         "the same, from the cache": (6 + 2, 4 + 1, 6, 4),
         "a block freed, two merged": (6 + 2, 3 + 1, 6, 3),
     }
-    for ranks in run_ranks(each, 2, list(settings.values())):
+    for ranks in run_ranks(each, 2, lambda setting: made(*setting), list(settings.values())):
         for name, (gradients, tallies, hits) in zip(settings, ranks, strict=True):
             for found, expected in zip(gradients, expected_gradients(), strict=True):
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -262,8 +260,12 @@ def moved(merging: str) -> Orders:
 
 @pytest.mark.gate
 def test_gathers_are_issued_before_the_products_of_the_block_before() -> None:
-    """By the passes for CUDA, on graphs for a CPU; blocks have 1, 2, 2 and 1 products."""
-    orders = run_ranks(moved, 2, "block")[0]
+    """By the passes for CUDA, on graphs for a CPU; blocks have 1, 2, 2 and 1 products.
+
+    The scheduler orders by estimates that all ranks have. Of matrices this small, messages take
+    longer than all products: one gather, one reduction.
+    """
+    (orders, one), (_, other) = run_ranks(each, 2, moved, ["block", "auto"])
     forward, backward = (graph["all-gathers"] for graph in orders["before"])
     assert forward == [0, 1, 2, 3, 4, 5]  # each matrix by itself
     # The gradients of each matrix take two; the first one's needs no weights.
@@ -272,11 +274,6 @@ def test_gathers_are_issued_before_the_products_of_the_block_before() -> None:
     assert forward == [0, 0, 1, 3]
     assert backward == [0, 1, 3]
 
-
-@pytest.mark.gate
-def test_the_scheduler_orders_by_estimates_that_all_ranks_have() -> None:
-    """Of matrices this small, messages take longer than all products: one gather, one reduction."""
-    one, other = run_ranks(moved, 2, "auto")
     assert one == other
     forward, backward = one["after"]
     assert forward == {"all-gathers": [0]}
@@ -291,11 +288,7 @@ WHOLE = {"enable": True, "granularity": "model", "components": ["model"]}
 def test_compiled_model_has_the_gradients_of_fsdp2(cache: Path) -> None:
     """Of 21 parameters the first of two blocks has 9, which are gathered again."""
     lines = assert_same(
-        case(shard=2),
-        1e-6,
-        training=SHORT,
-        sharding={"bucketing": "block"},
-        compile=WHOLE,
+        (FSDP, 1e-6, {**SHORT, "sharding": {"bucketing": "block"}, "compile": WHOLE})
     )
     assert [line for line in lines if line.startswith("simple_fsdp")] == [
         "simple_fsdp: all-gathers 30 -> 5 (0.2 MB), reduce-scatters 21 -> 4 (0.2 MB)"

@@ -25,13 +25,7 @@ from torchtitan.research.vit_mae.masked_autoencoder import (
     mask_order,
     normalized,
 )
-from torchtitan.research.vit_mae.model import (
-    ViTMAE,
-    ViTMAEArgs,
-    patchify,
-    take,
-    unpatchify,
-)
+from torchtitan.research.vit_mae.model import ViTMAE, ViTMAEArgs, patchify, take, unpatchify
 from torchtitan.research.vit_mae.spec import VIT_MAE, flops_per_unit, kept_by_block
 from torchtitan.tools.evaluate.subject import of_text
 

@@ -1,6 +1,6 @@
 """ViT-MAE trains the same run on every layout, and resumes on another."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.layouts import (
     WHOLE,
     Case,
     case,
+    compared_by,
     schedule,
 )
 from tests.ranks import run_ranks
@@ -115,11 +116,10 @@ def traces(jobs: list[JobConfig]) -> list[Trace]:
     return found
 
 
-def reference(layout: Case) -> list[Trace]:
+def reference(layout: Case, optimizers: Sequence[str]) -> list[Trace]:
     """A run of each optimizer on one rank."""
     one = case(batch=16 if layout.convert else 8, convert=layout.convert)
-    jobs = [job(one, name) for name in OPTIMIZERS]
-    return _reference(*(each.model_dump_json() for each in jobs))
+    return _reference(*(job(one, name).model_dump_json() for name in optimizers))
 
 
 @cache
@@ -132,15 +132,15 @@ def _reference(*recipes: str) -> list[Trace]:
 @pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY, gate=GATE))
 def test_layout_trains_the_same_run_as_one_rank(name: str) -> None:
     layout = LAYOUTS[name]
-    jobs = [job(layout, optimizer) for optimizer in OPTIMIZERS]
-    results = run_ranks(traces, layout.ranks, jobs)
-    for number, expected in enumerate(reference(layout)):
-        found = [ranks[number] for ranks in results]
+    optimizers = compared_by(layout)
+    results = run_ranks(traces, layout.ranks, [job(layout, each) for each in optimizers])
+    same = compare_converted if layout.convert else compare
+    for optimizer, expected, *found in zip(
+        optimizers, reference(layout, optimizers), *results, strict=True
+    ):
         assert_complete(found, expected)
-        for rank, trace_of_rank in enumerate(found):
-            where = f"{jobs[number].optimizer.name}, rank {rank}"
-            same = compare_converted if layout.convert else compare
-            same(trace_of_rank, expected, where)
+        for rank, own in enumerate(found):
+            same(own, expected, f"{optimizer}, rank {rank}")
 
 
 def nudged_traces(jobs: list[JobConfig]) -> list[Trace]:
@@ -174,7 +174,7 @@ def test_float8_with_tensor_parallelism_differs_as_rounding_does() -> None:
     layout = case(tp=2, batch=16, convert=ROWWISE, **NO_SEQUENCE)
     jobs = [job(layout, optimizer) for optimizer in OPTIMIZERS]
     alone = [job(case(batch=16, convert=ROWWISE), optimizer) for optimizer in OPTIMIZERS]
-    expected = reference(layout)
+    expected = reference(layout, list(OPTIMIZERS))
     (nudged,) = run_ranks(nudged_traces, 1, alone)
     split = run_ranks(traces, 2, jobs)
     for found in split:

@@ -1,4 +1,4 @@
-"""A picture of input, mask and reconstruction at each validation."""
+"""Whole runs on images: the pictures of a validation, and images that cannot be decoded."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from PIL import Image
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import trace, train
+from tests.research.several import each
+from tests.runs import rows, trace, train
 from tests.wandb_files import WANDB_OFFLINE, ended, history_rows
 from torchtitan.data import DataConfig
 from torchtitan.job import JobConfig
@@ -21,16 +22,7 @@ from torchtitan.research.vit_mae.masked_autoencoder import (
     normalized,
 )
 
-MODEL: dict[str, Any] = {
-    "name": "vit_mae",
-    "flavor": "debugmodel",
-    "dim": 32,
-    "n_layers": 2,
-    "ffn_dim": 64,
-    "image_size": 16,
-    "decoder_dim": 16,
-    "decoder_ffn_dim": 32,
-}
+MODEL: dict[str, Any] = {**tiny.VIT_MAE, "n_layers": 2}
 
 
 def job(folder: Path, picture: bool = True, **parallelism: Any) -> JobConfig:
@@ -74,10 +66,12 @@ def test_what_is_restored_perfectly_is_the_input() -> None:
 
 
 def test_a_validation_writes_one_picture_on_one_rank(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    run_ranks(train, 1, job(one))
+    """And none if it is off."""
+    one, two, off = (tmp_path / name for name in ("one", "two", "off"))
+    run_ranks(each, 1, train, [job(one), job(off, picture=False)])
     run_ranks(train, 2, job(two, data_parallel_shard_degree=2))
     assert drawn(one) == drawn(two) == ["step-000001.png", "step-000002.png"]
+    assert drawn(off) == []
     of_one, of_two = (np.asarray(Image.open(f / "pictures/step-000002.png")) for f in (one, two))
     assert of_one.shape == of_two.shape == (52, 4 * 18 - 2, 3)
     difference = np.abs(of_one.astype(int) - of_two.astype(int))
@@ -86,16 +80,12 @@ def test_a_validation_writes_one_picture_on_one_rank(tmp_path: Path) -> None:
     assert b"\x89PNG" in shown
 
 
-def test_a_picture_that_is_off_is_not_drawn(tmp_path: Path) -> None:
-    run_ranks(train, 1, job(tmp_path, picture=False))
-    assert drawn(tmp_path) == []
-
-
 def test_a_layout_in_which_nothing_can_be_drawn_says_so(tmp_path: Path) -> None:
     found = tiny.problems(job(tmp_path, pipeline_parallel_degree=2), severity="note", ranks=2)
     assert "nothing is drawn" in next(p.message for p in found if p.path == "validation.picture")
 
 
+@pytest.mark.gate
 def test_weights_and_biases_is_given_the_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,3 +115,69 @@ def test_the_loss_falls() -> None:
     ((first, *_, last),) = (found.losses for found in run_ranks(trace, 1, made))
     assert first > 1
     assert last < 0.8
+
+
+# Images that cannot be decoded.
+
+CORRUPT = (3, 4, 11)
+KEYS = ("step", "images", "corrupt_images")
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A folder of 16 images, three of which are cut short."""
+    folder, draw = tmp_path / "images", np.random.default_rng(0)
+    folder.mkdir()
+    for number in range(16):
+        path = folder / f"{number:02}.png"
+        Image.fromarray(draw.integers(256, size=(16, 16, 3), dtype=np.uint8)).save(path)
+        if number in CORRUPT:
+            path.write_bytes(path.read_bytes()[:100])
+    return folder
+
+
+def skipping(folder: Path, images: Path, steps: int, threads: int, **parallelism: Any) -> JobConfig:
+    settings = {"corrupt": "skip"}
+    data = {"dataset": "image_folder", "dataset_path": str(images), "images": settings}
+    return tiny.job(
+        folder,
+        model=MODEL,
+        data={**data, "num_workers": threads},
+        training={"steps": steps, "local_batch_size": 2, "global_batch_size": 8},
+        lr_scheduler={"total_steps": 6},
+        checkpoint={"enable": True, "interval": 3},
+        parallelism=parallelism,
+    )
+
+
+def counted(folder: Path) -> tuple[list[list[int]], list[float]]:
+    """What each step counted, and its loss."""
+    found = [row for row in rows(folder) if "loss" in row]
+    return [[row[key] for key in KEYS] for row in found], [row["loss"] for row in found]
+
+
+@pytest.mark.gate
+def test_what_is_skipped_is_counted_over_ranks_and_resumes(tmp_path: Path, images: Path) -> None:
+    one, two, resumed = tmp_path / "one", tmp_path / "two", tmp_path / "resumed"
+    run_ranks(train, 1, skipping(one, images, 6, 0))
+    run_ranks(train, 2, skipping(two, images, 6, 2, data_parallel_shard_degree=2))
+    run_ranks(train, 2, skipping(resumed, images, 3, 2, data_parallel_shard_degree=2))
+    run_ranks(train, 1, skipping(resumed, images, 6, 4))
+    counts, losses = counted(one)
+    assert [count[:2] for count in counts] == [[step, 8 * step] for step in range(1, 7)]
+    # Lanes are read side by side, so that the three of an epoch do not come evenly.
+    skipped = [count[2] for count in counts]
+    assert skipped == sorted(skipped)
+    assert 2 * len(CORRUPT) <= skipped[-1] <= 5 * len(CORRUPT)
+    for folder in (two, resumed):
+        assert counted(folder)[0] == counts
+        assert counted(folder)[1] == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_run_that_skips_nothing_does_not_count(tmp_path: Path, images: Path) -> None:
+    for number in CORRUPT:
+        (images / f"{number:02}.png").unlink()
+    recipe = skipping(tmp_path / "run", images, 1, 0).model_dump()
+    recipe["data"]["images"] = {}
+    run_ranks(train, 1, JobConfig.model_validate(recipe))
+    assert "corrupt_images" not in rows(tmp_path / "run")[0]

@@ -46,18 +46,13 @@ def test_the_regression_is_the_minimum_of_what_it_says() -> None:
     assert weight.grad.abs().max() < 1e-5, "no weight can be changed for the better"
 
 
-@pytest.fixture
-def untrained(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one step on scenes, and where it is."""
-    job = tiny.job(
-        tmp_path / "run",
-        model=MODEL,
-        data={"dataset": "scenes"},
-        training={"steps": 1},
-        checkpoint={"enable": True},
-    )
-    run_ranks(train, 1, job)
-    return tmp_path / "run"
+    folder = tmp_path_factory.mktemp("run")
+    sections = {"training": {"steps": 1}, "checkpoint": {"enable": True}}
+    run_ranks(train, 1, tiny.job(folder, model=MODEL, data={"dataset": "scenes"}, **sections))
+    return folder
 
 
 @pytest.mark.slow

@@ -8,18 +8,16 @@ from PIL import Image
 
 from benchmarks.strategies import DEVICE, foresee, gib
 from tests.compare.test_study import assert_can_run
+from tests.plans import no_plan
 from tests.ranks import run_ranks
-from tests.recipes.test_recipes import (
-    FOLDER,
-    assert_comment_says_what_it_needs,
-    repeated,
-)
+from tests.recipes.test_recipes import FOLDER, assert_comment_says_what_it_needs, repeated
 from tests.runs import rows, train
 from tests.tiers import tiers
 from tests.training.test_global_batch import assert_fits
 from torchtitan.checks import load_job
 from torchtitan.tools.cli import main
 
+__all__ = ["no_plan"]
 ROOT = FOLDER.parent
 RANKS = {
     "vit_mae_15b": 64,
@@ -32,7 +30,6 @@ RANKS = {
 }
 RECIPES = sorted(FOLDER.glob("vit_mae*.toml"))
 OWN = FOLDER / "research/vit_mae.toml"
-every_recipe = pytest.mark.parametrize("path", [*RECIPES, OWN], ids=lambda path: path.stem)
 LARGE = [path for path in RECIPES if "debug" not in path.stem]
 
 
@@ -47,45 +44,51 @@ def images(tmp_path: Path) -> list[str]:
     return ["--data.dataset_path", str(tmp_path)]
 
 
-@pytest.mark.parametrize(
-    "path",
-    tiers([*RECIPES, OWN], [path for path in (*RECIPES, OWN) if path not in LARGE], LARGE),
-    ids=lambda path: path.stem,
-)
-def test_recipe_is_valid_on_the_ranks_it_is_meant_for(
-    path: Path, images: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def checked(path: Path, images: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said of a recipe on its ranks."""
     ranks = RANKS.get(path.stem, 1)
     words = ["check", str(path), "--world-size", str(ranks), *(images if path in LARGE else ())]
-    assert main(words) == 0
+    assert main(words) == 0, path
     output = capsys.readouterr().out
-    assert output.startswith(f"valid on {ranks} rank")
-    assert re.search(r"vit_mae .*: [\d,]+ parameters, ", output)
+    assert output.startswith(f"valid on {ranks} rank"), path
+    assert re.search(r"vit_mae .*: [\d,]+ parameters, ", output), path
+    return output
 
 
-@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_settings(path: Path, images: list[str]) -> None:
+@pytest.mark.usefixtures("no_plan")
+def test_recipes_are_valid_on_the_ranks_they_are_meant_for(
+    images: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (*RECIPES, OWN):
+        checked(path, images, capsys)
+
+
+@pytest.mark.parametrize("path", tiers([OWN, *LARGE], [OWN], LARGE), ids=lambda path: path.stem)
+def test_a_valid_recipe_is_planned(
+    path: Path, images: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(r"^planned memory of .* GiB allocated", checked(path, images, capsys), re.M)
+
+
+def test_settings(images: list[str]) -> None:
     """Table 8 of arXiv:2111.06377, which names no limit of the gradient norm."""
-    job = load_job(path, images, RANKS[path.stem], "cuda").config
-    batch = job.global_batch(job.degrees(RANKS[path.stem]))
-    assert (batch, job.optimizer.lr) == (4096, pytest.approx(1.5e-4 * batch / 256))
-    options = job.optimizer.options()
-    assert (options["betas"], options["weight_decay"]) == ((0.9, 0.95), 0.05)
-    assert job.training.max_norm == 0
+    for path in LARGE:
+        job = load_job(path, images, RANKS[path.stem], "cuda").config
+        batch = job.global_batch(job.degrees(RANKS[path.stem]))
+        assert (batch, job.optimizer.lr) == (4096, pytest.approx(1.5e-4 * batch / 256)), path
+        options = job.optimizer.options()
+        assert (options["betas"], options["weight_decay"]) == ((0.9, 0.95), 0.05), path
+        assert job.training.max_norm == 0, path
 
 
-@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
-def test_comment_says_what_it_needs(path: Path) -> None:
-    assert_comment_says_what_it_needs(path, RANKS[path.stem])
+def test_comments_say_what_a_recipe_needs() -> None:
+    for path in LARGE:
+        assert_comment_says_what_it_needs(path, RANKS[path.stem])
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*RECIPES, OWN, FOLDER / "base/vit_mae.toml"],
-    ids=lambda path: f"{path.parent.name} {path.stem}",
-)
-def test_nothing_is_said_twice(path: Path) -> None:
-    assert list(repeated(path)) == []
+def test_nothing_is_said_twice() -> None:
+    paths = [*RECIPES, OWN, FOLDER / "base/vit_mae.toml"]
+    assert [said for path in paths for said in repeated(path)] == []
 
 
 @pytest.mark.parametrize("name", ["vit_mae_3b", "vit_mae_debug"])
@@ -96,9 +99,9 @@ def test_studies_can_run_where_they_are_meant_to(
     assert_can_run(FOLDER / f"studies/{name}.toml", images, [])
 
 
-@pytest.mark.parametrize("path", [FOLDER / "vit_mae_debug.toml", OWN], ids=lambda path: path.stem)
-def test_a_recipe_of_a_laptop_fits_up_to_eight_ranks(path: Path) -> None:
-    assert_fits(path, [1, 2, 4, 8])
+def test_recipes_of_a_laptop_fit_up_to_eight_ranks() -> None:
+    for path in (FOLDER / "vit_mae_debug.toml", OWN):
+        assert_fits(path, [1, 2, 4, 8])
 
 
 def test_it_trains(tmp_path: Path) -> None:

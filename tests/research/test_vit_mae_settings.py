@@ -30,6 +30,7 @@ def images(of: JobConfig) -> ImagesConfig:
     return of.data.images
 
 
+@pytest.mark.gate
 def test_a_recipe_of_text_imports_nothing_of_images() -> None:
     code = (
         "import sys\nfrom torchtitan.checks import load_job\n"

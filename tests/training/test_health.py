@@ -1,11 +1,14 @@
 """What a run answers over HTTP, while it trains, saves and validates."""
 
+import gc
+import importlib
 import json
+import multiprocessing
 import re
 import socket
 import struct
-import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,21 +19,24 @@ import pytest
 
 from tests import tiny
 from tests.ranks import run_ranks
+from tests.reliability.trials import at_call, play
 from tests.runs import rows
 from torchtitan.checkpoint.manager import Checkpointer
 from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
+from torchtitan.job import JobConfig
 from torchtitan.metrics import MetricsConfig
+from torchtitan.metrics import health as health_module
 from torchtitan.metrics.health import LIMIT_IN_STEPS, Health, parse, serving
 from torchtitan.optim.optimizer_group import Optimizers
 from torchtitan.parts import Parts
 from torchtitan.provenance import to_toml
 from torchtitan.timeline import Timeline
-from torchtitan.tools.cli import main
 from torchtitan.train import main as train_main
 from torchtitan.validate import Validator
 
 ROOT = Path(__file__).parents[2]
+FORK = multiprocessing.get_context("fork")
 DASHBOARD = ROOT / "docs/grafana.json"
 
 
@@ -50,9 +56,9 @@ def ask(port: int, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def write_recipe(folder: Path, port: int, **sections: dict[str, Any]) -> list[str]:
-    """The arguments of a run that answers at a port."""
-    job = tiny.job(
+def recipe(folder: Path, port: int, **sections: dict[str, Any]) -> JobConfig:
+    """Of a run that answers at a port."""
+    return tiny.job(
         folder,
         **{
             "job": {"imports": ["tests.tiny"]},
@@ -63,8 +69,12 @@ def write_recipe(folder: Path, port: int, **sections: dict[str, Any]) -> list[st
             **sections,
         },
     )
+
+
+def write_recipe(folder: Path, port: int, **sections: dict[str, Any]) -> list[str]:
+    """The arguments of such a run."""
     folder.mkdir(exist_ok=True)
-    (folder / "asked.toml").write_text(to_toml(job))
+    (folder / "asked.toml").write_text(to_toml(recipe(folder, port, **sections)))
     return ["--job.config_file", str(folder / "asked.toml")]
 
 
@@ -236,22 +246,18 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_port_that_is_taken_is_refused(processes: int, taken: int, tmp_path: Path) -> None:
-    shards = {"data_parallel_shard_degree": -1}
-    words = write_recipe(tmp_path / "run", taken, parallelism=shards)
-    launch = [f"--processes={processes}"] if processes > 1 else []
-    command = [sys.executable, "-m", "torchtitan", "train", *launch, *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert f'metrics.serve: got ":{taken}"; it cannot be served here: Address already in use\n' in (
-        done.stderr
-    )
-    assert "  use another port\n" in done.stderr
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_port_that_is_taken_is_refused(ranks: int, taken: int, tmp_path: Path) -> None:
+    job = recipe(tmp_path / "run", taken, parallelism={"data_parallel_shard_degree": -1})
+    done = play(job, ranks)
+    assert done.status == 2, done.log
+    assert "Traceback" not in done.log
+    told = f'metrics.serve: got ":{taken}"; it cannot be served here: Address already in use\n'
+    assert told in done.log
+    assert "  use another port\n" in done.log
     assert not (tmp_path / "run/metrics.jsonl").exists()
     # Whether it is taken on another machine, `check` cannot know.
-    assert main(["check", words[1]]) == 0
+    assert [each for each in tiny.problems(job) if "serve" in each.path] == []
 
 
 def test_an_address_is_split() -> None:
@@ -279,32 +285,43 @@ def test_a_client_that_leaves_is_not_in_the_log(capfd: pytest.CaptureFixture[str
 @pytest.mark.gate
 def test_a_second_run_waits_for_the_first_that_ends_in_its_folder(tmp_path: Path) -> None:
     """A requeued run starts while the last one saves, and has the same address."""
-    port = free_port()
-    words = write_recipe(tmp_path / "run", port, training={"steps": 2})
-    code = (
-        "import sys, time, tests.tiny, torchtitan.train as train\n"
-        "from torchtitan.checkpoint import Checkpointer\n"
-        "finish = Checkpointer.finish\n"
-        "def slow(self):\n"
-        "    print('ending', flush=True)\n"
-        "    time.sleep(3)\n"
-        "    finish(self)\n"
-        "Checkpointer.finish = slow\n"
-        f"sys.exit(train.main({words!r}))"
-    )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as first:
-        assert first.stdout
-        assert first.stdout.readline() == "ending\n"
-        second = subprocess.run(
-            [sys.executable, "-m", "torchtitan", "train", *words, "--training.steps=3"],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-        )
-        assert second.returncode == 0, second.stderr
-    assert first.returncode == 0
+    words = write_recipe(tmp_path / "run", free_port(), training={"steps": 2})
+    runs = {"ending": end_when_waited_for, "waiting": tell_of_waiting}
+    processes = []
+    for moment, run in runs.items():
+        processes.append(FORK.Process(target=run, args=(words, tmp_path), daemon=True))
+        processes[-1].start()
+        while not (tmp_path / moment).exists():
+            assert processes[-1].is_alive(), moment
+            time.sleep(0.01)
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
     assert [row["step"] for row in rows(tmp_path / "run") if "loss" in row] == [1, 2, 3]
+
+
+def end_when_waited_for(words: list[str], folder: Path) -> None:
+    gc.freeze()  # garbage of the parent may hold threads that a fork does not have
+
+    def finish(usual: Callable[..., None], checkpointer: Checkpointer) -> None:
+        (folder / "ending").touch()
+        while not (folder / "waiting").exists():
+            time.sleep(0.01)
+        usual(checkpointer)
+
+    at_call("torchtitan.checkpoint.manager:Checkpointer.finish", 0, finish)()
+    assert train_main(words) == 0
+
+
+def tell_of_waiting(words: list[str], folder: Path) -> None:
+    gc.freeze()
+
+    def sleep(usual: Callable[..., None], seconds: float) -> None:
+        (folder / "waiting").touch()
+        usual(seconds)
+
+    at_call("time:sleep", 0, sleep)()
+    assert train_main([*words, "--training.steps=3"]) == 0
 
 
 def test_the_first_rank_of_a_node_answers_for_all(tmp_path: Path) -> None:
@@ -319,11 +336,15 @@ def asked_by_ranks(folder: str, port: int, parallelism: dict[str, Any]) -> dict[
 
 def test_a_run_that_answers_nothing_imports_no_server(tmp_path: Path) -> None:
     words = [*write_recipe(tmp_path, 1), "--metrics.serve=", "--training.steps=1"]
-    code = (
-        f"import sys, tests.tiny, torchtitan.train as train\nassert train.main({words!r}) == 0\n"
-        "assert 'http.server' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    assert run_ranks(imports_a_server, 1, words) == [False]
+
+
+def imports_a_server(words: list[str]) -> bool:
+    """Whether a run imports it, or the module that would serve."""
+    sys.modules.pop("http.server", None)
+    importlib.reload(health_module)
+    assert train_main(words) == 0
+    return "http.server" in sys.modules
 
 
 @pytest.mark.parametrize("serve", ["9090", ":0", ":99999", "http://a:1", "a:b"])

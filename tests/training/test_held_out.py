@@ -9,7 +9,7 @@ import pytest
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, train
+from tests.runs import losses, rows, train, train_each
 from torchtitan.build import build
 from torchtitan.data import Batch
 from torchtitan.device import Device
@@ -80,10 +80,8 @@ def test_no_rank_trains_on_what_is_held_out(tmp_path: Path) -> None:
 
 
 def test_it_is_the_same_run_on_two_ranks_and_after_a_stop(tmp_path: Path) -> None:
-    run_ranks(train, 1, recipe(tmp_path / "whole"))
-    run_ranks(train, 1, recipe(tmp_path / "halves", steps=3))
-    run_ranks(train, 2, recipe(tmp_path / "halves"))
-    run_ranks(train, 2, recipe(tmp_path / "two"))
+    run_ranks(train_each, 1, [recipe(tmp_path / "whole"), recipe(tmp_path / "halves", steps=3)])
+    run_ranks(train_each, 2, [recipe(tmp_path / "halves"), recipe(tmp_path / "two")])
     whole = losses(tmp_path / "whole"), validations(tmp_path / "whole")
     assert list(whole[1]) == [3, 6]
     for folder in (tmp_path / "halves", tmp_path / "two"):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
-from tests.runs import rows, train
+from tests.runs import rows, train, train_each
 from tests.test_docs import ROOT, blocks
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
@@ -68,26 +68,44 @@ def test_every_layout_trains_as_one_rank() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, LAYOUTS["PP 2"])])
-def test_an_auxiliary_loss_of_weight_zero_changes_no_bit(
-    ranks: int, layout: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = ("loss", "grad_norm", "validation_loss")
-    weighted = numbers(trained("weighted", ranks, *layout, weight=1.0), *keys)
-    zero = trained("zero", ranks, *layout, weight=0.0)
+def test_an_auxiliary_loss_of_weight_zero_changes_no_bit(ranks: int, layout: list[str]) -> None:
+    weights = {"weighted": 1.0, "zero": 0.0, "without": 0.0}
+    flags = [*layout, "--training.steps=2"]
+    run_ranks(
+        train_and_leave_out,
+        ranks,
+        *(read(name, ranks, *flags, weight=weight) for name, weight in weights.items()),
+    )
+    weighted, zero, without = (rows(Path(name)) for name in weights)
     assert all(row["loss/activity"] > 0 for row in zero if "loss" in row)
-    monkeypatch.setattr(AuxiliaryLoss, "forward", lambda self, x, total: x)
-    without = trained("without", ranks, *layout, weight=0.0)
-    assert numbers(zero, *keys) == numbers(without, *keys) != weighted
+    keys = ("loss", "grad_norm", "validation_loss")
+    assert numbers(zero, *keys) == numbers(without, *keys) != numbers(weighted, *keys)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_that_is_resumed_is_the_run_never_stopped(layout: str) -> None:
-    flags = [*LAYOUTS[layout], "--lr_scheduler.total_steps=4"]
-    whole = trained("whole", 2, *flags)
-    trained("parts", 2, *flags, "--training.steps=2")
-    resumed = trained("parts", 2, *flags)
+def train_and_leave_out(weighted: JobConfig, zero: JobConfig, without: JobConfig) -> None:
+    """Train each, the last without the auxiliary loss."""
+    train_each([weighted, zero])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AuxiliaryLoss, "forward", lambda self, x, total: x)
+        train(without)
+
+
+@pytest.mark.costs("three runs on each of two layouts")
+@pytest.mark.parametrize(
+    "names", [("FSDP 2", "PP 2"), pytest.param(("DDP 2",), marks=pytest.mark.gate)]
+)
+def test_a_run_that_is_resumed_is_the_run_never_stopped(names: tuple[str, ...]) -> None:
+    jobs = []
+    for name in names:
+        flags = [*LAYOUTS[name], "--lr_scheduler.total_steps=4"]
+        jobs.append(read(f"{name}/whole", 2, *flags))
+        jobs.append(read(f"{name}/parts", 2, *flags, "--training.steps=2"))
+        jobs.append(read(f"{name}/parts", 2, *flags))
+    run_ranks(train_each, 2, jobs)
     keys = ("step", *KEYS, "validation_loss")
-    assert numbers(resumed, *keys) == numbers(whole, *keys)
+    for name in names:
+        whole, parts = (rows(Path(name) / part) for part in ("whole", "parts"))
+        assert numbers(parts, *keys) == numbers(whole, *keys), name
 
 
 @pytest.mark.parametrize(

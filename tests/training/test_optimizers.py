@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from torch import Tensor
 from tests import tiny
 from tests.layouts import Case, case
 from tests.ranks import run_ranks
+from tests.reliability.trials import copy_late
 from tests.runs import train
 from torchtitan.build import Run, build
-from torchtitan.checkpoint import InMemoryState, saved_steps, staging
+from torchtitan.checkpoint import InMemoryState, saved_steps
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.device import Device
@@ -103,15 +103,8 @@ def test_a_loss_that_is_not_finite_ends_a_run_whose_update_is_made(
         assert steps == [1]
 
 
-def slowly(job: JobConfig) -> dict[str, Tensor]:
-    """Train, where copies for a save take long enough to be overtaken."""
-    digest = staging.digest
-
-    def slow(tensor: Tensor, offsets: Any) -> Any:
-        time.sleep(0.01)
-        return digest(tensor, offsets)
-
-    staging.digest = slow  # type: ignore[attr-defined]
+def copied_late(job: JobConfig) -> dict[str, Tensor]:
+    copy_late()
     return train(job)
 
 
@@ -124,7 +117,7 @@ def test_no_weight_changes_while_it_is_copied(tmp_path: Path) -> None:
             training=UNCLIPPED | {"steps": 3},
             checkpoint={"interval": 1, "async_mode": mode},
         )
-        run_ranks(slowly, 1, job)
+        run_ranks(copied_late, 1, job)
     for step in (1, 2, 3):
         found, expected = (
             SavedTensors(tmp_path / mode / "checkpoint" / f"step-{step}")

@@ -19,7 +19,7 @@ from tests.layouts import (
     case,
 )
 from tests.ranks import run_ranks
-from tests.runs import rows, train
+from tests.runs import rows, train_each
 from torchtitan import checks, convert
 from torchtitan.config import PlannedWorld
 from torchtitan.convert import MXFP8, ConverterConfig, Float8, Rounding
@@ -106,10 +106,8 @@ def test_every_layer_is_reported_and_the_run_is_the_same(
     layout: Case, lacks: tuple[str, ...], tmp_path: Path
 ) -> None:
     folders = {watched: tmp_path / str(watched) for watched in (0, 2)}
-    weights = [
-        run_ranks(train, layout.ranks, recipe(folder, layout, watched))[0]
-        for watched, folder in folders.items()
-    ]
+    jobs = [recipe(folder, layout, watched) for watched, folder in folders.items()]
+    weights = run_ranks(train_each, layout.ranks, jobs)[0]
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
     assert not [row for row in rows(folders[0]) if row.get("event") == "precision"]

@@ -206,22 +206,31 @@ def leaving_out(job: JobConfig, at: int) -> dict[str, Tensor]:
         return weights(run)
 
 
-@pytest.mark.parametrize("layout", ["one", "FSDP 2", "PP 2, 1F1B", slow("FSDP 2 x TP 2")])
+def train_each(jobs: list[JobConfig], bad: Collection[int]) -> list[Outcome]:
+    """Train one after the other on the same ranks."""
+    return [train(job, bad) for job in jobs]
+
+
+@pytest.mark.parametrize(
+    "names", [("one",), ("FSDP 2", "PP 2, 1F1B"), slow(("FSDP 2 x TP 2",))], ids=" and ".join
+)
 def test_all_ranks_skip_a_spike_and_are_as_without_the_step(
-    layout: str, tmp_path: Path, without_step_6: dict[str, Tensor]
+    names: tuple[str, ...], tmp_path: Path, without_step_6: dict[str, Tensor]
 ) -> None:
-    job = recipe(tmp_path, layout, "SGD", training={"steps": 8}, metrics={"log_freq": 100})
-    for found in run_ranks(train, ranks(layout), job, {6}):
-        assert found.moved == [True] * 5 + [False] + [True] * 2
-        assert (found.state.skipped, found.state.consecutive_skips) == (1, 0)
-        assert is_near(found.weights, without_step_6)
-    first, skipped, last = rows(tmp_path)
-    assert (first["step"], skipped["step"], last["step"]) == (1, 6, 8)
-    assert skipped["skipped_because"] == "grad_norm"
-    assert skipped["grad_norm"] > skipped["grad_norm_mean"] + 10 * skipped["grad_norm_std"]
-    assert skipped["loss"] < skipped["loss_mean"] + 10 * skipped["loss_std"]
-    # What was skipped is no measure of what follows.
-    assert skipped["grad_norm"] not in found.state.history["grad_norm"]
+    short = {"training": {"steps": 8}, "metrics": {"log_freq": 100}}
+    jobs = [recipe(tmp_path / name, name, "SGD", **short) for name in names]
+    for outcomes in run_ranks(train_each, ranks(names[0]), jobs, {6}):
+        for name, found in zip(names, outcomes, strict=True):
+            assert found.moved == [True] * 5 + [False] + [True] * 2, name
+            assert (found.state.skipped, found.state.consecutive_skips) == (1, 0)
+            assert is_near(found.weights, without_step_6), name
+            first, skipped, last = rows(tmp_path / name)
+            assert (first["step"], skipped["step"], last["step"]) == (1, 6, 8)
+            assert skipped["skipped_because"] == "grad_norm"
+            assert skipped["grad_norm"] > skipped["grad_norm_mean"] + 10 * skipped["grad_norm_std"]
+            assert skipped["loss"] < skipped["loss_mean"] + 10 * skipped["loss_std"]
+            # What was skipped is no measure of what follows.
+            assert skipped["grad_norm"] not in found.state.history["grad_norm"]
 
 
 def test_a_spike_that_one_rank_alone_sees_is_skipped_by_all(tmp_path: Path) -> None:
@@ -233,7 +242,7 @@ def test_a_spike_that_one_rank_alone_sees_is_skipped_by_all(tmp_path: Path) -> N
 
 def test_an_ordinary_run_has_no_spike(tmp_path: Path) -> None:
     spikes = {"sigma": 6, "window": 32}
-    job = recipe(tmp_path, training={"steps": 60}, lr_scheduler={"total_steps": 60}, spikes=spikes)
+    job = recipe(tmp_path, training={"steps": 40}, lr_scheduler={"total_steps": 40}, spikes=spikes)
     assert run_ranks(train, 1, job, {})[0].state.skipped == 0
 
 
@@ -291,13 +300,36 @@ def test_rollback_is_the_checkpoint_with_later_data(whole: tuple[Path, Outcome])
 def test_rollback_on_several_ranks_ends_as_on_one(
     layout: str, tmp_path: Path, whole: tuple[Path, Outcome]
 ) -> None:
+    """To a checkpoint that was saved in the background, or to a frequent one."""
     folder, expected = whole
-    job = recipe(tmp_path, layout, checkpoint={"async_mode": "async"})
-    for found in run_ranks(train, ranks(layout), job, BAD):
-        assert found.moved == expected.moved
-        assert is_near(found.weights, expected.weights)
-    assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
-    assert curve(tmp_path)[6] == curve(folder)[6]
+    often = {"enable": True, "interval": 5, "frequent": {"interval": 3}}
+    jobs = [
+        recipe(tmp_path / "rare", layout, checkpoint={"async_mode": "async"}),
+        recipe(tmp_path / "often", layout, checkpoint=often),
+    ]
+    for outcomes in run_ranks(train_each, ranks(layout), jobs, BAD):
+        for found in outcomes:
+            assert found.moved == expected.moved
+            assert is_near(found.weights, expected.weights)
+    for each in (tmp_path / "rare", tmp_path / "often"):
+        assert losses(each) == pytest.approx(losses(folder), rel=1e-5)
+        assert curve(each)[6] == curve(folder)[6]
+    assert list(saved_steps(tmp_path / "often/checkpoint")) == [5, 10, 12]
+    saved = saved_steps(tmp_path / "often/frequent")
+    assert list(saved) == [6, 9]
+    assert read_state(saved[6], read_manifest(saved[6]))["train_state"]["rollbacks"] == 1
+    history = read_history(tmp_path / "often/checkpoint/frequent.json")
+    assert [step for _, step in history] == [0, 6]
+
+
+def test_rollback_replaces_the_copies_of_weights_in_host_memory(
+    tmp_path: Path, whole: tuple[Path, Outcome]
+) -> None:
+    job = recipe(tmp_path)
+    hosted = job.optimizer.model_copy(update={"offload_states": True})
+    found = run_ranks(train, 1, job.model_copy(update={"optimizer": hosted}), BAD)[0]
+    assert found.moved == whole[1].moved
+    assert is_near(found.weights, whole[1].weights)
 
 
 # Killed before the row, in it with a checkpoint of it, right after the rollback, and later.
@@ -391,25 +423,6 @@ def killed_while_deleting(job: JobConfig, bad: Collection[int]) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Disk, "delete", delete)
         return train(job, bad)
-
-
-@pytest.mark.parametrize("layout", ["FSDP 2"])
-def test_frequent_checkpoint_is_gone_back_to(
-    layout: str, tmp_path: Path, whole: tuple[Path, Outcome]
-) -> None:
-    folder, expected = whole
-    checkpoint = {"enable": True, "interval": 5, "frequent": {"interval": 3}}
-    job = recipe(tmp_path, layout, checkpoint=checkpoint)
-    for found in run_ranks(train, ranks(layout), job, BAD):
-        assert found.moved == expected.moved
-        assert is_near(found.weights, expected.weights)
-    assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
-    assert curve(tmp_path)[6] == curve(folder)[6]
-    assert list(saved_steps(tmp_path / "checkpoint")) == [5, 10, 12]
-    saved = saved_steps(tmp_path / "frequent")
-    assert list(saved) == [6, 9]
-    assert read_state(saved[6], read_manifest(saved[6]))["train_state"]["rollbacks"] == 1
-    assert [step for _, step in read_history(tmp_path / "checkpoint/frequent.json")] == [0, 6]
 
 
 def test_checkpoints_of_another_past_are_not_gone_back_to(tmp_path: Path) -> None:

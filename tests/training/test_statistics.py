@@ -12,7 +12,7 @@ import torch
 from tests import layouts
 from tests.layouts import Case, case, schedule
 from tests.ranks import run_ranks
-from tests.runs import rows, train
+from tests.runs import rows, train, train_each
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
@@ -95,21 +95,29 @@ def test_every_layer_and_parameter_is_told_of(one_rank: dict[str, float]) -> Non
 WHOLE = {"disable_sequence_parallel": True, "disable_loss_parallel": True}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        case(shard=2, recompute={"mode": "full"}),
-        case(tp=2),
-        case(tp=2, **WHOLE),
-        schedule("1F1B"),
-        case(cp=2),
-    ],
-)
+SPLIT = {
+    "FSDP, full recomputation": case(shard=2, recompute={"mode": "full"}),
+    "TP": case(tp=2),
+    "TP, whole sequences and logits": case(tp=2, **WHOLE),
+    "PP": schedule("1F1B"),
+    "CP": case(cp=2),
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of each layout."""
+    folder = tmp_path_factory.mktemp("two")
+    jobs = [recipe(folder / name, layout) for name, layout in SPLIT.items()]
+    run_ranks(train_each, 2, jobs)
+    return folder
+
+
+@pytest.mark.parametrize("layout", SPLIT)
 def test_values_do_not_depend_on_the_layout(
-    layout: Case, one_rank: dict[str, float], tmp_path: Path
+    layout: str, one_rank: dict[str, float], two_ranks: Path
 ) -> None:
-    run_ranks(train, layout.ranks, recipe(tmp_path, layout))
-    found = measured(tmp_path)
+    found = measured(two_ranks / layout)
     assert found.keys() == one_rank.keys()
     for key, value in found.items():
         name, _, which = key.rpartition("/")
@@ -168,10 +176,8 @@ def is_the_same_to_the_bit(
     layout: Case, sections: dict[str, Any], one_rank: dict[str, float], tmp_path: Path
 ) -> None:
     layout = dataclasses.replace(layout, sections=layout.sections | sections)
-    weights = [
-        run_ranks(train, layout.ranks, recipe(tmp_path / str(freq), layout, freq, steps=4))[0]
-        for freq in (0, 2)
-    ]
+    jobs = [recipe(tmp_path / str(freq), layout, freq, steps=4) for freq in (0, 2)]
+    weights = run_ranks(train_each, layout.ranks, jobs)[0]
     for name, weight in weights[0].items():
         assert torch.equal(weight, weights[1][name]), name
     assert not [row for row in rows(tmp_path / "0") if row.get("event") == "statistics"]

@@ -2,16 +2,17 @@
 
 import json
 import math
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import rows, train
+from tests.runs import rows, train, train_each
 from torchtitan.device import Device
 from torchtitan.features import open_validator
 from torchtitan.job import JobConfig
@@ -35,25 +36,86 @@ def files(folder: Path) -> tuple[str, str]:
     return first, second
 
 
-def validated(folder: Path, ranks: int, **sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the validations of a run."""
-    run_ranks(train, ranks, tiny.job(folder, **sections))
+def validated(folder: Path, **sections: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the validations of a run on one rank."""
+    train(tiny.job(folder, **sections))
+    return validations(folder)
+
+
+def validations(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows(folder) if "validation_loss" in row]
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp": (2, {}),
-    "tp": (2, {"tensor_parallel_degree": 2}),
-    "pp": (2, {"pipeline_parallel_degree": 2}),
-    "cp": (2, {"context_parallel_degree": 2}),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "tp": {"tensor_parallel_degree": 2},
+    "pp": {"pipeline_parallel_degree": 2},
+    "cp": {"context_parallel_degree": 2},
 }
+"""Of two ranks."""
 
 
-def test_several_data_sets_are_the_same_on_every_layout(tmp_path: Path) -> None:
-    names = files(tmp_path)
-    validation = {"enable": True, "steps": 2, "dataset": names}
+def of_several(folder: Path, name: str) -> JobConfig:
+    """A recipe that validates on two data sets."""
+    validation = {"enable": True, "steps": 2, "dataset": files(folder)}
     sections: dict[str, dict[str, Any]] = {"validation": validation, "training": {"steps": 1}}
-    [one] = validated(tmp_path / "one", 1, **sections)
+    return tiny.job(folder / name, **sections, parallelism=LAYOUTS.get(name, {}))
+
+
+LENGTHS = [300, 1, 20, 90, 40]
+
+
+def of_all(folder: Path, name: str = "", lengths: Sequence[int] = LENGTHS) -> JobConfig:
+    """A recipe that validates on all of a data set, whose documents have these lengths."""
+    file = folder / f"{len(lengths)}.jsonl"
+    file.write_text("".join(json.dumps({"text": "x" * length}) + "\n" for length in lengths))
+    validation = {"enable": True, "steps": -1, "dataset": str(file)}
+    return tiny.job(validation=validation, parallelism=LAYOUTS.get(name, {}))
+
+
+def of_another_shape(folder: Path, name: str) -> JobConfig:
+    """A recipe that validates on other batches than training's, of 2 times 32 tokens."""
+    shape = {"unit": "local", "local_batch_size": 3, "seq_len": 32 if name == "pp" else 16}
+    validation = {"enable": True, "steps": 2, "dataset": files(folder)[0]} | shape
+    sections: dict[str, dict[str, Any]] = {"validation": validation, "training": {"steps": 1}}
+    return tiny.job(folder / f"shape {name}", **sections, parallelism=LAYOUTS[name])
+
+
+TRAINED_IN_ANOTHER_SHAPE = ("fsdp", "pp")
+
+
+class Found(NamedTuple):
+    """What a rank of two finds with each of the recipes above."""
+
+    of_all: Sums
+    of_another_shape: Sums
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Found]]]:
+    """All layouts in turn on the same ranks: their folder, and what each rank found."""
+    folder = tmp_path_factory.mktemp("two")
+    kinds = (of_all, of_another_shape, of_several)
+    jobs = {name: [kind(folder, name) for kind in kinds] for name in LAYOUTS}
+    return folder, run_ranks(find_all, 2, jobs)
+
+
+def find_all(jobs: dict[str, list[JobConfig]]) -> dict[str, Found]:
+    found = {}
+    for name, (whole, shape, several) in jobs.items():
+        found[name] = Found(sums(whole), sums(shape))
+        train_each([several, shape] if name in TRAINED_IN_ANOTHER_SHAPE else [several])
+    return found
+
+
+@pytest.mark.costs("three validations on each of four layouts")
+def test_several_data_sets_are_the_same_on_every_layout(
+    two_ranks: tuple[Path, Any], tmp_path: Path
+) -> None:
+    folder, _ = two_ranks
+    names = files(folder)
+    train(of_several(folder, "one"))
+    [one] = validations(folder / "one")
     assert set(one) == {"step", "time", *NAMES} | {
         f"{key}/{name}" for key in NAMES for name in names
     }
@@ -61,8 +123,8 @@ def test_several_data_sets_are_the_same_on_every_layout(tmp_path: Path) -> None:
     each = [one[f"validation_loss/{name}"] for name in names]
     assert one["validation_loss"] == pytest.approx(sum(each) / 2, rel=1e-6)
     assert each[0] != pytest.approx(each[1], rel=1e-3)
-    for layout, (ranks, parallelism) in LAYOUTS.items():
-        [row] = validated(tmp_path / layout, ranks, **sections, parallelism=parallelism)
+    for layout in LAYOUTS:
+        [row] = validations(folder / layout)
         for key in one.keys() - {"time"}:
             assert row[key] == pytest.approx(one[key], rel=1e-5), (layout, key)
 
@@ -71,9 +133,9 @@ def test_one_data_set_has_no_row_of_its_own(tmp_path: Path) -> None:
     name = files(tmp_path)[0]
     sections = {"training": {"steps": 1}}
     validation = {"enable": True, "steps": 1}
-    [row] = validated(tmp_path / "a", 1, **sections, validation=validation | {"dataset": name})
+    [row] = validated(tmp_path / "a", **sections, validation=validation | {"dataset": name})
     assert set(row) == {"step", "time", *NAMES}
-    [listed] = validated(tmp_path / "b", 1, **sections, validation=validation | {"dataset": [name]})
+    [listed] = validated(tmp_path / "b", **sections, validation=validation | {"dataset": [name]})
     assert {key: row[key] for key in NAMES} == {key: listed[key] for key in NAMES}
 
 
@@ -81,10 +143,10 @@ def test_a_data_set_among_several_is_read_as_it_is_alone(tmp_path: Path) -> None
     names = files(tmp_path)
     sections = {"training": {"steps": 1}}
     validation = {"enable": True, "steps": 2}
-    [both] = validated(tmp_path / "both", 1, **sections, validation=validation | {"dataset": names})
+    [both] = validated(tmp_path / "both", **sections, validation=validation | {"dataset": names})
     for number, name in enumerate(names):
         alone = validation | {"dataset": name}
-        [row] = validated(tmp_path / str(number), 1, **sections, validation=alone)
+        [row] = validated(tmp_path / str(number), **sections, validation=alone)
         for key in NAMES:
             assert both[f"{key}/{name}"] == row[key]
 
@@ -156,7 +218,6 @@ def test_bytes_that_are_not_known_are_null_and_said_so(
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     [row] = validated(
         tmp_path / "run",
-        1,
         model={"tokenizer_path": str(tmp_path / "tokenizer.json")},
         validation={"enable": True, "steps": 1, "dataset": files(tmp_path)},
         training={"steps": 1},
@@ -181,66 +242,60 @@ def test_sums_over_data_sets_weigh_their_targets() -> None:
     assert Sums(1e6, 1, (1,)).values(task)["validation_perplexity_per_byte"] == math.inf
 
 
-def sums(job: JobConfig) -> tuple[Sums, Sums]:
-    """What two validations in a row find of the one data set."""
+def sums(job: JobConfig) -> Sums:
+    """What two validations in a row both find of the one data set."""
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
         run = Parts(job, world)
         with closing(run.data):
             validator = open_validator(run)
             [name] = validator.open_streams
-            return validator._measure(name), validator._measure(name)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "layouts"),
-    [([5], ["fsdp"]), ([300, 1, 20, 90, 40], [*LAYOUTS]), ([3] * 40, ["fsdp"])],
-)
-def test_all_of_a_data_set_is_read_once(
-    lengths: list[int], layouts: list[str], tmp_path: Path
-) -> None:
-    """Every byte of every document, on any number of ranks, whatever lanes have none left."""
-    lines = [json.dumps({"text": "x" * length}) + "\n" for length in lengths]
-    (tmp_path / "held.jsonl").write_text("".join(lines))
-    validation = {"enable": True, "steps": -1, "dataset": str(tmp_path / "held.jsonl")}
-    lanes = 8  # one for each sequence of the global batch
-    for ranks, parallelism in ((1, {}), *(LAYOUTS[name] for name in layouts)):
-        job = tiny.job(validation=validation, parallelism=parallelism)
-        for first, second in run_ranks(sums, ranks, job):
+            first, second = validator._measure(name), validator._measure(name)
             assert first == second
-            assert first.measured == (sum(lengths),)
-            # Each document has a BOS and an EOS, and the first token of a lane is no target.
-            assert first.units == sum(lengths) + 2 * len(lengths) - min(lanes, len(lengths))
+            return first
 
 
-@pytest.mark.parametrize(
-    ("parallelism", "length", "data_ranks"),
-    [
-        ({}, 16, 2),
-        ({"tensor_parallel_degree": 2}, 16, 1),
-        ({"context_parallel_degree": 2}, 16, 1),
-        ({"pipeline_parallel_degree": 2}, 32, 1),
-    ],
-)
-def test_steps_of_each_rank_have_their_own_shape(
-    parallelism: dict[str, Any], length: int, data_ranks: int, tmp_path: Path
+def read_once(found: Sums, lengths: Sequence[int] = LENGTHS) -> bool:
+    """Whether that was every byte of every document, whatever lanes have none left."""
+    lanes = 8  # one for each sequence of the global batch
+    # Each document has a BOS and an EOS, and the first token of a lane is no target.
+    units = sum(lengths) + 2 * len(lengths) - min(lanes, len(lengths))
+    return (found.measured, found.units) == ((sum(lengths),), units)
+
+
+def test_all_of_a_data_set_is_read_once_on_every_layout(
+    two_ranks: tuple[Path, list[dict[str, Found]]], tmp_path: Path
 ) -> None:
-    """Where training has batches of 2 times 32 tokens."""
-    shape = {"unit": "local", "local_batch_size": 3, "seq_len": length}
-    validation = {"enable": True, "steps": 2, "dataset": files(tmp_path)[0]} | shape
-    job = tiny.job(tmp_path / "run", validation=validation, parallelism=parallelism)
-    assert not tiny.problems(job, ranks=2)
-    found = [first for first, _ in run_ranks(sums, 2, job)]
-    assert found[0] == found[1]
-    assert found[0].units == 2 * 3 * length * data_ranks
-    run_ranks(train, 2, job)
-    assert [row["step"] for row in rows(tmp_path / "run") if "validation_loss" in row] == [5]
+    assert read_once(sums(of_all(tmp_path)))
+    for rank in two_ranks[1]:
+        assert all(read_once(rank[name].of_all) for name in LAYOUTS)
+
+
+@pytest.mark.parametrize("lengths", [[5], [3] * 40])
+def test_all_of_few_and_of_many_documents_is_read_once(lengths: list[int], tmp_path: Path) -> None:
+    job = of_all(tmp_path, lengths=lengths)
+    for ranks in (1, 2):
+        assert all(read_once(found, lengths) for found in run_ranks(sums, ranks, job))
+
+
+def test_steps_of_each_rank_have_their_own_shape(
+    two_ranks: tuple[Path, list[dict[str, Found]]],
+) -> None:
+    folder, (one, other) = two_ranks
+    for name in LAYOUTS:
+        assert not tiny.problems(of_another_shape(folder, name), ranks=2)
+        found = one[name].of_another_shape
+        assert found == other[name].of_another_shape
+        length, data_ranks = 32 if name == "pp" else 16, 2 if name == "fsdp" else 1
+        assert found.units == 2 * 3 * length * data_ranks, name
+    for name in TRAINED_IN_ANOTHER_SHAPE:
+        assert [row["step"] for row in validations(folder / f"shape {name}")] == [1], name
 
 
 def test_a_step_of_all_ranks_is_a_global_batch(tmp_path: Path) -> None:
     validation = {"enable": True, "steps": 3, "dataset": files(tmp_path)[0]}
     for ranks in (1, 2):
-        for first, _ in run_ranks(sums, ranks, tiny.job(validation=validation)):
-            assert first.units == 3 * 8 * 32
+        for found in run_ranks(sums, ranks, tiny.job(validation=validation)):
+            assert found.units == 3 * 8 * 32
 
 
 def test_names_are_one_or_several() -> None:

@@ -1,6 +1,7 @@
 """What the agent restarts, and what it does with signals, tried on shell commands as ranks.
 
-Each trial has a process of its own, as torch's agent leaves handlers and open files behind.
+Each trial has a process of its own, as torch's agent leaves handlers and open files behind. They
+run side by side, as they wait most of the time.
 """
 
 import os
@@ -8,8 +9,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from tests import forked
 from tests.ranks import run_ranks
 from torchtitan.resilience import rendezvous
 from torchtitan.resilience.agent import Agent, describe
@@ -62,27 +66,10 @@ def fails(script: str, restarts: int, message: str) -> None:
     assert describe(failed.value.failures) == message
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize(
-    ("script", "restarts", "message"),
-    [
-        ("exit 1", RESTARTS, "rank 0 exited with status 1"),
-        ("kill -9 $BASHPID", RESTARTS, "rank 0 was killed by SIGKILL"),
-        (f"exit {HOPELESS}", 0, "rank 0 exited with status 3"),
-    ],
-)
-def test_restarts_what_a_restart_may_mend(script: str, restarts: int, message: str) -> None:
-    run_ranks(fails, 1, script, restarts, message)
-
-
 def heals() -> None:
     mine, failures = agent("[ $TORCHELASTIC_RESTART_COUNT = 1 ] || kill -9 $BASHPID")
     mine.work()
     assert failures == ["one"]
-
-
-def test_second_start_may_end_well() -> None:
-    run_ranks(heals, 1)
 
 
 def signalled(mine: Agent, number: int, ready: Path, times: int = 1) -> None:
@@ -104,42 +91,26 @@ def waits(ready: Path, *traps: str) -> str:
     return "; ".join([*traps, f"touch {ready}", "while :; do sleep 0.05; done"])
 
 
-def saves(number: int, passed_on: str, ready: Path) -> None:
-    before = signal.getsignal(number)
+def saves(number: int, passed_on: str) -> None:
+    before, ready = signal.getsignal(number), Path(f"ready-{passed_on}-{number}")
     mine, failures = agent(waits(ready, f"trap 'exit 0' {passed_on}"))
     signalled(mine, number, ready)
     assert (mine.stopped_by, mine.at_once, failures) == (number, False, [])
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize(
-    ("number", "passed_on"),
-    [(signal.SIGTERM, "USR1"), (signal.SIGINT, "USR1"), (signal.SIGUSR1, "TERM")],
-)
-def test_signal_is_passed_on_as_another(number: int, passed_on: str, tmp_path: Path) -> None:
-    run_ranks(saves, 1, number, passed_on, tmp_path / "ready")
-
-
-def ends_at_once(ready: Path) -> None:
-    mine, failures = agent(waits(ready, "trap '' TERM USR1"))
+def ends_at_once() -> None:
+    mine, failures = agent(waits(Path("ready-to-end"), "trap '' TERM USR1"))
     with pytest.raises(SignalException) as ended:
-        signalled(mine, signal.SIGTERM, ready, times=2)
+        signalled(mine, signal.SIGTERM, Path("ready-to-end"), times=2)
     assert (ended.value.sigval, mine.at_once, failures) == (signal.SIGKILL, True, [])
 
 
-def test_second_signal_ends_all_at_once(tmp_path: Path) -> None:
-    run_ranks(ends_at_once, 1, tmp_path / "ready")
-
-
-def fails_to_save(ready: Path) -> None:
-    mine, failures = agent(waits(ready, "trap 'exit 1' USR1"))
+def fails_to_save() -> None:
+    mine, failures = agent(waits(Path("ready-to-fail"), "trap 'exit 1' USR1"))
     with pytest.raises(ChildFailedError):
-        signalled(mine, signal.SIGTERM, ready)
+        signalled(mine, signal.SIGTERM, Path("ready-to-fail"))
     assert failures == []
-
-
-def test_rank_that_fails_while_it_is_stopped_is_not_started_again(tmp_path: Path) -> None:
-    run_ranks(fails_to_save, 1, tmp_path / "ready")
 
 
 @contextmanager
@@ -155,38 +126,28 @@ def free_port() -> int:
         return port
 
 
-def finds_no_store(port: int) -> None:
-    mine, _ = agent("true", f"localhost:{port}", 2, 1.5, "is_host=0")
-    with pytest.raises(RendezvousConnectionError, match=r"cannot be reached: .*Connection refused"):
-        mine.work()
-
-
-def test_node_without_a_rendezvous_gives_up_at_its_limit() -> None:
+def finds_no_store() -> None:
     with unused_port() as port:
-        run_ranks(finds_no_store, 1, port)
+        mine, _ = agent("true", f"localhost:{port}", 2, 1.5, "is_host=0")
+        with pytest.raises(
+            RendezvousConnectionError, match=r"cannot be reached: .*Connection refused"
+        ):
+            mine.work()
 
 
-def finds_that_all_is_done(port: int) -> None:
-    mine, _ = agent("true", f"localhost:{port}", 2, 600, "is_host=0", is_finished=True)
-    with pytest.raises(RendezvousClosedError, match="the others finished without this node"):
-        mine.work()
-
-
-def test_node_does_not_wait_for_others_that_have_finished() -> None:
+def finds_that_all_is_done() -> None:
     with unused_port() as port:
-        run_ranks(finds_that_all_is_done, 1, port)
+        mine, _ = agent("true", f"localhost:{port}", 2, 600, "is_host=0", is_finished=True)
+        with pytest.raises(RendezvousClosedError, match="the others finished without this node"):
+            mine.work()
 
 
-def is_stopped_while_it_waits(port: int) -> None:
-    mine, _ = agent("true", f"localhost:{port}", 2, 600, "is_host=0")
-    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
-    with pytest.raises(SignalException):
-        mine.work()
-
-
-def test_signal_ends_the_wait_for_the_rendezvous() -> None:
+def is_stopped_while_it_waits() -> None:
     with unused_port() as port:
-        run_ranks(is_stopped_while_it_waits, 1, port)
+        mine, _ = agent("true", f"localhost:{port}", 2, 600, "is_host=0")
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        with pytest.raises(SignalException):
+            mine.work()
 
 
 def finds_nobody() -> None:
@@ -197,20 +158,52 @@ def finds_nobody() -> None:
     assert not mine.rendezvous.is_closed()
 
 
-def test_node_that_gives_up_does_not_end_the_others() -> None:
-    run_ranks(finds_nobody, 1)
-
-
-def meets_late(port: int) -> None:
-    """Rank 0 holds the rendezvous, and comes last."""
-    is_host = dist.get_rank() == 0
+def meets_late(is_host: bool) -> None:
+    """The node that holds the rendezvous comes last."""
     time.sleep(2.0 * is_host)
-    mine, _ = agent("[ $WORLD_SIZE = 2 ]", f"127.0.0.2:{port}", 2, conf=f"is_host={is_host:d}")
+    endpoint = f"127.0.0.2:{os.environ['LATE_PORT']}"
+    mine, _ = agent("[ $WORLD_SIZE = 2 ]", endpoint, 2, conf=f"is_host={is_host:d}")
     mine.work()
 
 
-def test_nodes_meet_where_the_one_with_the_rendezvous_comes_last() -> None:
-    run_ranks(meets_late, 2, free_port())
+TRIALS: dict[str, Callable[[], None]] = {
+    "a failure is mended by a restart": partial(
+        *(fails, "exit 1", RESTARTS, "rank 0 exited with status 1")
+    ),
+    "a killed rank is started again": partial(
+        *(fails, "kill -9 $BASHPID", RESTARTS, "rank 0 was killed by SIGKILL")
+    ),
+    "what would fail again is not started again": partial(
+        *(fails, f"exit {HOPELESS}", 0, "rank 0 exited with status 3")
+    ),
+    "a second start may end well": heals,
+    "SIGTERM is passed on as SIGUSR1": partial(saves, signal.SIGTERM, "USR1"),
+    "SIGINT is passed on as SIGUSR1": partial(saves, signal.SIGINT, "USR1"),
+    "SIGUSR1 is passed on as SIGTERM": partial(saves, signal.SIGUSR1, "TERM"),
+    "a second signal ends all at once": ends_at_once,
+    "a rank that fails while it is stopped is not started again": fails_to_save,
+    "a node without a rendezvous gives up at its limit": finds_no_store,
+    "a node does not wait for others that have finished": finds_that_all_is_done,
+    "a signal ends the wait for the rendezvous": is_stopped_while_it_waits,
+    "a node that gives up does not end the others": finds_nobody,
+    "nodes meet where one comes early": partial(meets_late, False),
+    "nodes meet where the one with the rendezvous comes last": partial(meets_late, True),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, forked.Done]:
+    folder = tmp_path_factory.mktemp("trials")
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(TRIALS)) as pool:
+        patch.setenv("LATE_PORT", str(free_port()))
+        trials = (partial(forked.run, trial, folder) for trial in TRIALS.values())
+        found = [pool.submit(trial) for trial in trials]
+        return {name: each.result() for name, each in zip(TRIALS, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_an_agent_does_what_is_right(name: str, ended: dict[str, forked.Done]) -> None:
+    assert ended[name].status == 0, ended[name].stdout + ended[name].stderr
 
 
 def trains_without_store(port: int) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests import layouts, tiny
 from tests.layouts import (
@@ -29,6 +31,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder, DecoderArgs, TransformerBlock
 from torchtitan.models.layers import RotaryEmbedding
 from torchtitan.models.output import AuxiliaryLoss
+from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.tasks.next_token import TokenBatch, look_ahead
 from torchtitan.tools.check import summary
 
@@ -100,6 +103,37 @@ def test_sums_by_hand() -> None:
     targets = torch.tensor([[1, -100, 2], [3, 4, -100]])
     squares = logits.exp().sum(-1).log()[targets != -100] ** 2
     torch.testing.assert_close(squared_normalizer(logits, targets), squares.sum())
+
+
+class Squared(nn.Module):
+    """Doubles its input, with the sum of its squares as an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.squared = AuxiliaryLoss("squared", 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.squared(2 * x, x.square().sum())
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_loss_of_a_block_counts_once(is_recomputed: bool) -> None:
+    """In what is reported and in the gradient, also of a block that is computed again."""
+    block, auxiliary = Squared(), AuxiliaryLosses(["squared"])
+    auxiliary.attach([block], [], None)
+    total = torch.zeros(())
+    inputs = [torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)]
+    with auxiliary.recording(torch.tensor(4)) as found:
+        for x in inputs:
+            y = checkpoint(block, x, use_reentrant=False) if is_recomputed else block(x)
+            total = total + y.sum()
+        total.backward()
+    assert {name: share.item() for name, share in found.items()} == {
+        "loss": 0.5 * (1 + 4 + 9) / 4,
+        "loss/squared": (1 + 4 + 9) / 4,
+    }
+    for x in inputs:
+        torch.testing.assert_close(x.grad, 2 + 0.5 * 2 * x.detach() / 4)
 
 
 def test_what_is_trained_on_is_their_sum(tmp_path: Any) -> None:

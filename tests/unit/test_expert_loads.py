@@ -81,26 +81,32 @@ def run(job: JobConfig) -> Seen:
     return Seen(rows, torch.stack(biases), torch.stack(loads) if loads else torch.empty(0))
 
 
-def alone(**sections: Any) -> Seen:
+def recipe(**sections: Any) -> JobConfig:
     names = BALANCED.keys() | sections.keys()
     merged = {name: BALANCED.get(name, {}) | sections.get(name, {}) for name in names}
-    job = tiny.job(**merged).model_copy(update={"auxiliary_losses": LOSSES})
-    (found,) = run_ranks(run, 1, job)
+    return tiny.job(**merged).model_copy(update={"auxiliary_losses": LOSSES})
+
+
+def alone(**sections: Any) -> Seen:
+    (found,) = run_ranks(run, 1, recipe(**sections))
     return found
+
+
+def all_of(jobs: dict[str, JobConfig]) -> dict[str, Seen]:
+    return {name: run(job) for name, job in jobs.items()}
 
 
 def moves_by_the_training_forward_alone() -> None:
     """Each choice of the global batch counts once, and each bias moves against its load."""
-    one = alone()
-    training = {"global_batch_size": 8, "local_batch_size": 2}
-    ways = {
-        "recomputed": alone(activation_checkpoint=FULL),
-        "accumulated": alone(training=training),
-        "validated": alone(validation={"enable": True, "freq": 1, "steps": 1}),
+    jobs = {
+        "plain": recipe(),
+        "recomputed": recipe(activation_checkpoint=FULL),
+        "accumulated": recipe(training={"global_batch_size": 8, "local_batch_size": 2}),
+        "validated": recipe(validation={"enable": True, "freq": 1, "steps": 1}),
     }
-    job = tiny.job()
-    choices = 2 * 8 * job.training.seq_len
-    for name, each in {"plain": one, **ways}.items():
+    (found,) = run_ranks(all_of, 1, jobs)
+    one, choices = found["plain"], 2 * 8 * jobs["plain"].training.seq_len
+    for name, each in found.items():
         assert (each.loads.sum(-1) == choices).all(), f"{name}: some choices do not count once"
         assert torch.equal(each.biases, one.biases), f"{name}: a bias moved otherwise"
     steps = one.biases.diff(dim=0, prepend=torch.zeros_like(one.biases[:1]))
@@ -110,6 +116,22 @@ def moves_by_the_training_forward_alone() -> None:
 
 def test_the_bias_moves_against_the_load_of_the_training_forward_alone() -> None:
     moves_by_the_training_forward_alone()
+
+
+def test_all_ranks_move_the_bias_by_the_whole_load() -> None:
+    """Also where ranks have parts of sequences: of context, and of the stream of tensor ranks."""
+    axes = {"context": "context_parallel_degree", "tensor": "tensor_parallel_degree"}
+    jobs = {
+        name: recipe(
+            parallelism={degree: 2, "data_parallel_shard_degree": 1}, training={"steps": 1}
+        )
+        for name, degree in axes.items()
+    }
+    ranks = run_ranks(all_of, 2, jobs)
+    for name, job in jobs.items():
+        for each in ranks:
+            assert (each[name].loads.sum(-1) == 2 * 8 * job.training.seq_len).all(), name
+            assert torch.equal(each[name].biases, ranks[0][name].biases), name
 
 
 def test_metrics_are_of_the_loads() -> None:

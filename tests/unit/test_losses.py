@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests import tiny
 from tests.ranks import run_ranks
+from torchtitan.auxiliary_losses import ZLoss
 from torchtitan.losses import LossConfig, cross_entropy, linear_losses
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
@@ -117,6 +118,40 @@ def test_a_model_gives_its_loss(flavor: str) -> None:
     pairs = zip(gradients(found, parameters), gradients(expected, parameters), strict=True)
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_z_loss_is_that_of_the_next_token_alone() -> None:
+    """With multi-token prediction the model computes more losses of the same output."""
+    args = dataclasses.replace(tiny.FLAVORS["tiny"], multi_token=2)
+    model = build_empty(tiny.LLAMA3.build, args, 16).to_empty(device="cpu")
+    model.init_buffers()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    auxiliary = AuxiliaryLosses(("multi_token_1", "multi_token_2"), [ZLoss(weight=0.5)])
+    auxiliary.attach([model], [], None)
+    loss.apply(
+        model,
+        LossConfig(vocabulary_chunk=64),
+        args.vocab_size,
+        None,
+        sequence_parallel=False,
+        compile_config=CompileConfig(),
+        auxiliary=auxiliary,
+    )
+    ids = torch.randint(args.vocab_size, (2, 19), generator=generator)
+    tokens, targets = ids[:, :-3], ids[:, 1:-2].clone()
+    targets[0, :3] = -100
+    later = {
+        "ahead_tokens": torch.stack([ids[:, 1:-2], ids[:, 2:-1]], -1),
+        "ahead_targets": torch.stack([ids[:, 2:-1], ids[:, 3:]], -1),
+    }
+    with auxiliary.recording(torch.tensor(29)) as found:
+        model(tokens, targets=targets, **later)
+    with torch.no_grad():
+        squares = model(tokens).logsumexp(-1)[targets != -100].square()
+    torch.testing.assert_close(found["loss/z_loss"], squares.sum() / 29)
+    assert found["loss/multi_token_1"] > 0
 
 
 def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """A save that fails in an unexpected way, and what a save that has ended still holds."""
 
 import gc
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torchtitan.checkpoint.storage import Piece
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
-from torchtitan.parallel import CommConfig, Degrees, open_world
+from torchtitan.parallel import CommConfig, Degrees, World, open_world
 
 
 class Unsendable(Exception):
@@ -32,41 +33,47 @@ class Unsendable(Exception):
         self.generator = (n for n in range(2))
 
 
-def met(work: Callable[[int], Any], way: Callable[..., Any]) -> str:
-    with open_world(Degrees(dp_shard=2), CommConfig(), Device("cpu")) as world:
-        try:
-            return str(way(world, lambda: work(world.rank)))
-        except Exception as error:
-            # The ranks are still in step.
-            assert world.gather(world.rank) == [0, 1]
-            return f"{type(error).__name__}: {error}"
+def met(world: World, rank: int, error: Exception, way: Callable[..., Any]) -> str:
+    """What a rank knows of an error of one rank."""
 
-
-def fails(rank: int, error: Exception) -> Callable[[int], int]:
-    def work(own: int) -> int:
-        if own == rank:
+    def work() -> int:
+        if world.rank == rank:
             raise error
-        return own
+        return world.rank
 
-    return work
+    try:
+        return str(way(world, work))
+    except Exception as error:
+        # The ranks are still in step.
+        assert world.gather(world.rank) == [0, 1]
+        return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_on_one_rank_is_known_to_all(rank: int) -> None:
-    for error, told in (
-        (Unsendable(), f"FailedOnRank: rank {rank} failed: Unsendable: a lock"),
-        (KeyError("name"), f"FailedOnRank: rank {rank} failed: KeyError: 'name'"),
-        (ConfigError("wrong"), "ConfigError: wrong"),
-        (OSError("full"), "OSError: full"),
+ERRORS = {  # and what other ranks say of it
+    Unsendable(): "FailedOnRank: rank {rank} failed: Unsendable: a lock",
+    KeyError("name"): "FailedOnRank: rank {rank} failed: KeyError: 'name'",
+    ConfigError("wrong"): "ConfigError: wrong",
+    OSError("full"): "OSError: full",
+}
+WAYS = (on_all_ranks, on_rank_0)
+
+
+def all_met() -> list[str]:
+    with open_world(Degrees(dp_shard=2), CommConfig(), Device("cpu")) as world:
+        cases = itertools.product((0, 1), ERRORS, WAYS)
+        return [met(world, rank, error, way) for rank, error, way in cases]
+
+
+def test_an_error_on_one_rank_is_known_to_all() -> None:
+    found = zip(*run_ranks(all_met, 2), strict=True)
+    for (rank, error, way), each in zip(
+        itertools.product((0, 1), ERRORS, WAYS), found, strict=True
     ):
-        found = run_ranks(met, 2, fails(rank, error), on_all_ranks)
-        assert found[1 - rank] == told
-        assert found[rank] == f"{type(error).__name__}: {error}"
-        found = run_ranks(met, 2, fails(rank, error), on_rank_0)
-        if rank == 0:
-            assert found == [f"{type(error).__name__}: {error}", told]
-        else:
-            assert found == ["0", "0"]
+        told = [ERRORS[error].format(rank=rank)] * 2
+        told[rank] = f"{type(error).__name__}: {error}"
+        if way is on_rank_0 and rank == 1:  # which does not work then
+            told = ["0", "0"]
+        assert list(each) == told, (rank, error, way)
 
 
 def recipe(folder: Path, mode: str = "async", **sections: Any) -> JobConfig:
@@ -152,7 +159,15 @@ def test_a_save_that_has_ended_holds_no_tensors(tmp_path: Path) -> None:
     assert list(saved_steps(tmp_path / "checkpoint")) == [2, 4]
 
 
-def test_copies_are_of_the_moment_and_tensors_are_released_once_copied() -> None:
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """The garbage collector does not look at the many objects of other tests."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_copies_are_of_the_moment_and_tensors_are_released_once_copied(few_objects: None) -> None:
     tensor = torch.arange(4.0)
     reference = weakref.ref(tensor)
     piece = Piece("name", tensor.dtype, (8,), (4,), (4,))
@@ -167,7 +182,7 @@ def test_copies_are_of_the_moment_and_tensors_are_released_once_copied() -> None
     assert copy.tolist() == [0, 1, 2, 3]
 
 
-def test_work_is_released_when_it_has_ended() -> None:
+def test_work_is_released_when_it_has_ended(few_objects: None) -> None:
     class Held:
         pass
 

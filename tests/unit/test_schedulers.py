@@ -1,7 +1,6 @@
 """Nodes of a job from the variables that schedulers set, as they set them."""
 
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from tests.network import network
 from tests.runs import losses
-from tests.test_launch import ROOT, finish, start
+from tests.test_launch import ROOT, TINY, TRAIN, finish, start
 from torchtitan.config import ConfigError
 from torchtitan.resilience.schedulers import fill, local_address
 from torchtitan.tools.cli import main
@@ -159,12 +158,11 @@ def test_the_address_for_the_others_is_that_of_the_route() -> None:
 
 @pytest.mark.gate
 def test_nodes_whose_names_do_not_resolve_meet(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torchtitan", "train", "train_configs/debug_model.toml"]
     flags = ["--rdzv-conf", "last_call_timeout=1", "--training.steps", "2"]
     with network(named=False) as net:
         nodes = [
             start(
-                net.on(rank, command),
+                net.on(rank, TRAIN),
                 tmp_path,
                 *flags,
                 PET_NNODES="2",
@@ -186,9 +184,8 @@ def test_two_nodes_of_kubeflow_meet_without_flags(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torchtitan", "train", "train_configs/debug_model.toml"]
     flags = ["--checkpoint.interval", "2", "--rdzv-conf", "last_call_timeout=1"]
-    flags += ["--training.global_batch_size", "32"]
+    flags += [*TINY, "--training.global_batch_size", "4"]
 
     def node(rank: int, nodes: int, steps: int) -> Any:
         variables = {
@@ -198,7 +195,7 @@ def test_two_nodes_of_kubeflow_meet_without_flags(tmp_path: Path) -> None:
             "PET_MASTER_ADDR": "127.0.0.1",
             "PET_MASTER_PORT": str(port),
         }
-        return start(command, tmp_path, *flags, "--training.steps", str(steps), **variables)
+        return start(TRAIN, tmp_path, *flags, "--training.steps", str(steps), **variables)
 
     first, second = node(0, 2, 2), node(1, 2, 2)
     assert "nodes: 2 (PET_NNODES)" in finish(first)

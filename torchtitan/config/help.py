@@ -1,6 +1,7 @@
 """The settings of a recipe as a table: for `--help` and for docs/config.md."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -59,11 +60,7 @@ def sections(
         if (path, settings) in shown:
             continue
         shown.add((path, settings))
-        entries = [
-            _entry(f"{path}.{key}", info, descriptions(settings).get(key, ""))
-            for key, info in settings.model_fields.items()
-            if isinstance(kind_of(info), FieldInfo)
-        ]
+        entries = [*_entries(path, settings)]
         name = ".".join(key for key in path.split(".") if key != "0")
         header = f"[[{name}]]" if path.endswith(".0") else f"[{name}]"
         about = (settings.__doc__ or "").strip().splitlines()[0]
@@ -125,6 +122,16 @@ class _DescribedSchema(GenerateJsonSchema):
             if text:
                 found["properties"][key].setdefault("description", text)
         return found
+
+
+@cache
+def _entries(path: str, settings: type[Config]) -> tuple[HelpEntry, ...]:
+    """Return the entries of a section; making the schemas of all fields takes a second."""
+    return tuple(
+        _entry(f"{path}.{key}", info, descriptions(settings).get(key, ""))
+        for key, info in settings.model_fields.items()
+        if isinstance(kind_of(info), FieldInfo)
+    )
 
 
 def _entry(path: str, info: FieldInfo, text: str) -> HelpEntry:

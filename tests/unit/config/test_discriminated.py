@@ -1,26 +1,14 @@
 """A section whose keys pick its settings class: in TOML, flags, errors, help and schema."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 from pydantic import Field
 
 from tests.help_text import help_text
-from torchtitan.config import (
-    Config,
-    Discriminated,
-    Gathered,
-    Recipe,
-    RecipeError,
-    flat,
-    json_schema,
-    load,
-    merge,
-    read_flags,
-    read_recipe,
-)
+from tests.unit.config.sources import read_as
+from torchtitan.config import Config, Discriminated, Recipe, RecipeError, flat, json_schema
 
 
 class Data(Config):
@@ -73,31 +61,18 @@ class Root(Config):
     data: Annotated[Data, Discriminated(Data, REGISTRY, choose)] = Data()
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    REGISTRY.imported.clear()
-
-
 def read(text: str = "", flags: str = "") -> Recipe[Root]:
-    Path("r.toml").write_text(text, encoding="utf-8")
-    problems: list[str] = []
-    notices: list[str] = []
-    settings = merge(Root, read_recipe(Path("r.toml"), problems), notices)
-    above, wrong = read_flags(flags.split(), Root, settings, lambda path: path)
-    settings = merge(Root, [settings, above], notices)
-    gathered = Gathered(settings, "r.toml", notices, [*problems, *wrong])
-    return load(Root, gathered, check=lambda config: [])
+    return read_as(Root, text, flags)
 
 
 def test_a_class_that_nothing_picks_is_not_imported() -> None:
+    REGISTRY.imported.clear()
     assert type(read('[data]\ndataset = "prose"').config.data) is Data
     assert REGISTRY.imported == []
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "expected"),
-    [
+def test_keys_and_sections_pick_a_class() -> None:
+    for text, flags, expected in (
         ('[data]\ndataset = "birds"', "", SoundData(dataset="birds")),
         ("", "--data.dataset birds", SoundData(dataset="birds")),
         ("[data.sounds]\nrates = [8]", "", SoundData(sounds=Sounds(rates=(8,)))),
@@ -109,12 +84,10 @@ def test_a_class_that_nothing_picks_is_not_imported() -> None:
             "--data.sounds.rates=8,16",
             SoundData(dataset="birds", sounds=Sounds(rates=(8, 16))),
         ),
-    ],
-)
-def test_keys_and_sections_pick_a_class(text: str, flags: str, expected: Data) -> None:
-    config = read(text, flags).config
-    assert config.data == expected
-    assert Root.model_validate(config.model_dump(mode="json")) == config
+    ):
+        config = read(text, flags).config
+        assert config.data == expected
+        assert Root.model_validate(config.model_dump(mode="json")) == config
 
 
 def test_values_are_flat_as_their_class_has_them() -> None:
@@ -125,9 +98,8 @@ def test_values_are_flat_as_their_class_has_them() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
+def test_mistakes_are_told_as_of_any_section() -> None:
+    for text, line in (
         ("[data]\nx = 1", "r.toml:2: data.x: unknown key; allowed: dataset, sounds"),
         (
             "[data.sound]\nstereo = true",
@@ -154,12 +126,10 @@ def test_values_are_flat_as_their_class_has_them() -> None:
             "r.toml:2: data.sounds: got 3; wanted a section",
         ),
         ("[data]\ndataset = [1]", "r.toml:2: data.dataset: got [1]; wanted a string"),
-    ],
-)
-def test_mistakes_are_told_as_of_any_section(text: str, line: str) -> None:
-    with pytest.raises(RecipeError) as error:
-        read(text)
-    assert error.value.lines == [line]
+    ):
+        with pytest.raises(RecipeError) as error:
+            read(text)
+        assert error.value.lines == [line]
 
 
 def test_help_and_schema_have_the_keys_of_all() -> None:

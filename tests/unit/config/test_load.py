@@ -16,11 +16,6 @@ from torchtitan.provenance import to_toml
 OPTION = "activation_checkpoint.selective_ac_option"
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def write(name: str, text: str) -> str:
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text(text, encoding="utf-8")
@@ -44,7 +39,7 @@ def test_precedence() -> None:
     write("base/far.toml", "[training]\nsteps = 1\nseq_len = 1\ngc_freq = 1\nmax_norm = 1\n")
     write("base/near.toml", 'extends = "far.toml"\n[training]\nsteps = 2\nseq_len = 2\ngc_freq=2\n')
     mine = write("mine.toml", 'extends = "base/near.toml"\n[training]\nsteps = 3\nseq_len = 3\n')
-    training = read(mine, "--training.steps 4").config.training
+    training = read(mine, "--training.steps 5 --training.steps 4").config.training
     assert (training.steps, training.seq_len, training.gc_freq, training.max_norm) == (4, 3, 2, 1.0)
     assert training.local_batch_size == JobConfig().training.local_batch_size
 

@@ -8,20 +8,8 @@ import tomlkit
 from pydantic import Field, field_validator
 
 from tests.help_text import help_text
-from torchtitan.config import (
-    Config,
-    Gathered,
-    ListOf,
-    OneOf,
-    Recipe,
-    RecipeError,
-    flat,
-    json_schema,
-    load,
-    merge,
-    read_flags,
-    read_recipe,
-)
+from tests.unit.config.sources import read_as
+from torchtitan.config import Config, ListOf, OneOf, Recipe, RecipeError, flat, json_schema
 
 
 class Plain(Config):
@@ -116,20 +104,8 @@ MADE = Root(
 )
 
 
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def read(text: str = "", flags: str = "") -> Recipe[Root]:
-    Path("r.toml").write_text(text, encoding="utf-8")
-    problems: list[str] = []
-    notices: list[str] = []
-    settings = merge(Root, read_recipe(Path("r.toml"), problems), notices)
-    above, wrong = read_flags(flags.split(), Root, settings)
-    settings = merge(Root, [settings, above], notices)
-    gathered = Gathered(settings, "r.toml", notices, [*problems, *wrong])
-    return load(Root, gathered, check=lambda config: [])
+    return read_as(Root, text, flags)
 
 
 def refused(text: str = "", flags: str = "") -> list[str]:

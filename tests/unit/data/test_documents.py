@@ -229,8 +229,10 @@ def test_opening_reports_the_same_mistakes() -> None:
         open_source(config, load_tokenizer(None), seed=0)
 
 
-def test_an_order_of_many_items_is_computed_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    windows = [0, 700, 710, 3000]
+@pytest.mark.parametrize("windows", [[0, 3000], [0, 700, 710, 3000]])
+def test_an_order_of_many_items_is_computed_and_complete(
+    windows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     listed = list(drawn_order(windows, seed=1, epoch=0, shuffle=True))
     monkeypatch.setattr(order, "MOST_LISTED", 100)
     found = {}
@@ -241,9 +243,11 @@ def test_an_order_of_many_items_is_computed_and_complete(monkeypatch: pytest.Mon
         assert items[:10] == [computed[place] for place in range(10)]
         # Each window is read as a whole.
         numbers = np.searchsorted(windows, items, side="right")
-        assert np.count_nonzero(np.diff(numbers)) == 2
+        assert np.count_nonzero(np.diff(numbers)) == len(windows) - 2
         found[seed, epoch] = items
-    assert len(set(map(tuple, (*found.values(), listed)))) == 4
+    for begin, end in itertools.pairwise(windows):
+        orders = {tuple(i for i in each if begin <= i < end) for each in (*found.values(), listed)}
+        assert len(orders) == 4, "each seed and epoch has an order of its own inside of each window"
 
 
 def test_a_permutation_is_well_mixed() -> None:

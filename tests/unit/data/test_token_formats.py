@@ -235,28 +235,35 @@ DAMAGE: list[tuple[str, str, Edit, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "change", "message"), DAMAGE, ids=[f"{d[1]}-{d[3][:20]}" for d in DAMAGE]
-)
-def test_damage_is_refused_by_file_and_byte(
-    name: str, file: str, change: Edit, message: str, tmp_path: Path
-) -> None:
-    shards = write(tmp_path / "shards", name)
-    edit(shards / file, change)
-    named = "" if file == "index.json" else re.escape(f"{file}")
-    with pytest.raises(ConfigError, match=f"{named}:.*{message}"):
-        opened(shards, tmp_path, TOKEN_FORMATS[name]())
+@pytest.mark.parametrize("format", WRITTEN)
+def test_damage_is_refused_by_file_and_byte(format: str, tmp_path: Path) -> None:
+    whole, unseen = write(tmp_path / "whole", format), []
+    for number, (name, file, change, message) in enumerate(DAMAGE):
+        if name != format:
+            continue
+        shards = shutil.copytree(whole, tmp_path / f"{number}/shards")
+        edit(shards / file, change)
+        named = "" if file == "index.json" else re.escape(f"{file}")
+        try:
+            opened(shards, tmp_path / f"{number}", TOKEN_FORMATS[name]())
+        except ConfigError as error:
+            found = str(error)
+        else:
+            found = "it is read"
+        if not re.search(f"{named}:.*{message}", found):
+            unseen.append(f"{file}, {message}: {found}")
+    assert not unseen
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [("megatron", "00000.bin"), ("mds", MDS), ("litdata", BIN), ("datatrove", f"{DS}.index")],
-)
-def test_a_missing_file_is_named(name: str, file: str, tmp_path: Path) -> None:
-    shards = write(tmp_path / "shards", name)
-    (shards / file).unlink()
-    with pytest.raises(ConfigError, match=rf"{file}: it is missing.*restore it"):
-        opened(shards, tmp_path, TOKEN_FORMATS[name]())
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    for name, file in (
+        *(("megatron", "00000.bin"), ("mds", MDS)),
+        *(("litdata", BIN), ("datatrove", f"{DS}.index")),
+    ):
+        shards = write(tmp_path / name, name)
+        (shards / file).unlink()
+        with pytest.raises(ConfigError, match=rf"{file}: it is missing.*restore it"):
+            opened(shards, tmp_path, TOKEN_FORMATS[name]())
 
 
 def rewrite(file: Path, **changes: Any) -> None:
@@ -267,29 +274,25 @@ def rewrite(file: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "settings", "message"),
+    ("encoding", "message"),
     [
-        ({"column_encodings": ["pkl"]}, {}, "the column tokens is pickled, which could run code"),
-        ({"column_encodings": ["ndarray:float"]}, {}, "has the encoding ndarray:float"),
-        ({"column_encodings": ["str"]}, {}, "has the encoding str; wanted bytes, or an ndarray"),
-        ({}, {"column": "input_ids"}, "no column input_ids; set `column` to one of tokens"),
+        ("pkl", "the column tokens is pickled, which could run code"),
+        ("ndarray:float", "has the encoding ndarray:float"),
+        ("str", "has the encoding str; wanted bytes, or an ndarray"),
     ],
 )
 def test_a_column_that_has_no_tokens_is_refused(
-    changes: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+    encoding: str, message: str, tmp_path: Path
 ) -> None:
-    shards = write(tmp_path / "shards", "mds", dtype="int32")
-    old = ["ndarray:int32"]
-    if new := changes.get("column_encodings"):
-        rewrite(shards / "index.json", **changes)
-        for file in shards.glob("*.mds"):
-            padded = json.dumps(new)[:-1].ljust(len(json.dumps(old)) - 1) + "]"
-            edit(
-                file,
-                lambda content, to=padded: content.replace(json.dumps(old).encode(), to.encode()),
-            )
+    shards, old = write(tmp_path / "shards", "mds", dtype="int32"), json.dumps(["ndarray:int32"])
+    with pytest.raises(ConfigError, match="no column input_ids; set `column` to one of tokens"):
+        opened(shards, tmp_path, TOKEN_FORMATS["mds"](column="input_ids"))
+    rewrite(shards / "index.json", column_encodings=[encoding])
+    new = json.dumps([encoding])[:-1].ljust(len(old) - 1) + "]"
+    for file in shards.glob("*.mds"):
+        edit(file, lambda content: content.replace(old.encode(), new.encode()))
     with pytest.raises(ConfigError, match=message):
-        opened(shards, tmp_path, TOKEN_FORMATS["mds"](**settings))
+        opened(shards, tmp_path, TOKEN_FORMATS["mds"]())
 
 
 def test_compressed_shards_are_read_once_decompressed(tmp_path: Path) -> None:
@@ -381,18 +384,13 @@ def test_raw_tokens_are_divided_by_the_token_that_ends_a_document(
     assert [len(tokens) for tokens in all_tokens(by_another)] == [25, 18]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "dtype", "message"),
-    [
-        ([1, 2, 3] * 6, "<u2", r"byte 0: no document ends: none of its 18 tokens \(uint16\)"),
-        ([1, 2, 3, Gpt2.eos] * 6, "<u4", r"byte 0: every second uint16 is 0, as in wider"),
-    ],
-)
-def test_raw_tokens_of_another_tokenizer_are_refused(
-    tokens: list[int], dtype: str, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        opened(raw(tmp_path / "a.npy", tokens, dtype), tmp_path)
+def test_raw_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    other = raw(tmp_path / "a.npy", [1, 2, 3] * 6)
+    with pytest.raises(ConfigError, match=r"byte 0: no document ends: none of its 18 tokens \(uin"):
+        opened(other, tmp_path)
+    wider = raw(tmp_path / "b.npy", [1, 2, 3, Gpt2.eos] * 6, "<u4")
+    with pytest.raises(ConfigError, match=r"byte 0: every second uint16 is 0, as in wider"):
+        opened(wider, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -428,20 +426,17 @@ def test_a_real_npy_is_read_by_its_header(tmp_path: Path, caplog: pytest.LogCapt
     assert all_tokens(opened(tmp_path / "b.npy", tmp_path)) == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
+def test_other_arrays_are_refused(tmp_path: Path) -> None:
+    for array, message in (
         (np.zeros(3, np.float32), "a .npy of <f4; wanted little-endian integers"),
         (np.zeros(3, ">i4"), "a .npy of >i4; wanted little-endian integers"),
         (np.zeros((2, 3), np.uint16, order="F"), r"a .npy of shape \(2, 3\)"),
         (np.zeros((1, 2, 3), np.uint16), r"a .npy of shape \(1, 2, 3\)"),
         (np.array([{}]), "a .npy that NumPy cannot map"),
-    ],
-)
-def test_other_arrays_are_refused(array: Any, message: str, tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", array)
-    with pytest.raises(ConfigError, match=f"a.npy: byte 0: {message}"):
-        opened(tmp_path / "a.npy", tmp_path)
+    ):
+        np.save(tmp_path / "a.npy", array)
+        with pytest.raises(ConfigError, match=f"a.npy: byte 0: {message}"):
+            opened(tmp_path / "a.npy", tmp_path)
 
 
 # --- indices and verbs ---
@@ -516,17 +511,12 @@ def test_conversion_of_tokens_that_do_not_fit(
     assert not output.exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_options_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = write(tmp_path / "shards", "mds")
+    for words, message in (
         (["--format", "megatorn"], "--format: got megatorn\n  did you mean megatron?"),
         (["--set", "colum=x"], "--set colum: Extra inputs are not permitted"),
         (["--format", "raw"], "no tokens in the format raw"),
-    ],
-)
-def test_options_of_formats(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shards = write(tmp_path / "shards", "mds")
-    assert main(["data", "index", str(shards), *words]) == 2
-    assert message in capsys.readouterr().err
+    ):
+        assert main(["data", "index", str(shards), *words]) == 2
+        assert message in capsys.readouterr().err

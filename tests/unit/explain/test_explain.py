@@ -1,6 +1,7 @@
 """What is said of a run, whatever it left, and what is advised, only where numbers hold."""
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.plans import no_plan  # noqa: F401  (a fixture)
 from tests.unit.explain.folders import log, note, row, steps, write_run
 from tests.unit.explain.test_trace import event, step
 from torchtitan.checks import load_job
@@ -16,6 +18,7 @@ from torchtitan.estimate.hardware import find_hardware
 from torchtitan.estimate.plan import plan
 from torchtitan.job import JobConfig
 from torchtitan.tools import cli
+from torchtitan.tools.explain import predicted as predictions
 from torchtitan.tools.explain.advice import MEASURING, RULES, Advice, advise
 from torchtitan.tools.explain.facts import Facts, Traces, read_facts
 from torchtitan.tools.explain.page import page
@@ -116,6 +119,7 @@ def test_logs_of_ranks_that_are_no_more_do_not_count(whole: Path) -> None:
     assert read_facts(RunHistory.open(whole)).first_step_s == 30.0
 
 
+@pytest.mark.usefixtures("no_plan")
 def test_the_page_tells_it_all(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(whole)]) == 0
     told = capsys.readouterr().out
@@ -139,6 +143,7 @@ def test_the_page_tells_it_all(whole: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(told.splitlines()) <= 60
 
 
+@pytest.mark.usefixtures("no_plan")
 def test_the_numbers_as_json(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(whole), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -350,13 +355,16 @@ local_batch_size = 2
 
 
 def predicted(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
-    """The JSON of a run's prediction, and the page."""
-    assert cli.main(["explain", str(folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["prediction"]
-    assert cli.main(["explain", str(folder)]) == 0
+    """The JSON of a run's prediction, and the page, of one plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predictions, "plan_on", functools.cache(predictions.plan_on))
+        assert cli.main(["explain", str(folder), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["prediction"]
+        assert cli.main(["explain", str(folder)]) == 0
     return found, " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.costs("two plans")
 def test_predicted_is_next_to_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row(1), row(2, **{"time/backward": 2.0, "time/clip": 0.2, "time/optimizer": 0.3})]
     device = {"ranks": 2, "device": "some CPU", "device_type": "cpu"}

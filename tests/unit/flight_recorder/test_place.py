@@ -1,11 +1,11 @@
 """The place of an error, whatever the folders are called that the code is in."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from torchtitan.flight_recorder.records import place
 
 FILES = ("torchtitan/__init__.py", "torchtitan/parallel/world.py", "tests/faults.py")
@@ -58,6 +58,20 @@ def test_files_of_another_machine_are_known_by_their_paths() -> None:
     assert shown("/x/mine/model.py") == "mine/model.py:3 (f)"
 
 
+LOOK = """
+import sys, traceback
+from parallel.mine import exchange
+from torchtitan.flight_recorder.recorder import waits_in_p2p
+from torchtitan.parallel import world
+
+look = lambda: waits_in_p2p(traceback.walk_stack(sys._getframe(1)))
+assert not exchange(look)
+exec(compile("def recv(call): return call()", world.__file__, "exec"))
+assert recv(look)
+print(world.__file__)
+"""
+
+
 @pytest.mark.parametrize("name", ["torchtitan", "torch", "with a space"])
 def test_waiting_is_seen_in_functions_of_this_package(name: str, tmp_path: Path) -> None:
     """Not in those of a folder that is called `parallel`, too."""
@@ -67,14 +81,12 @@ def test_waiting_is_seen_in_functions_of_this_package(name: str, tmp_path: Path)
     (folder / "torchtitan").symlink_to(root / "torchtitan")
     (folder / "parallel").mkdir()
     (folder / "parallel/mine.py").write_text("def exchange(call): return call()")
-    code = (
-        "import sys, traceback\n"
-        "from parallel.mine import exchange\n"
-        "from torchtitan.flight_recorder.recorder import waits_in_p2p\n"
-        "from torchtitan.parallel import world\n"
-        "look = lambda: waits_in_p2p(traceback.walk_stack(sys._getframe(1)))\n"
-        "assert not exchange(look)\n"
-        "exec(compile('def recv(call): return call()', world.__file__, 'exec'))\n"
-        "assert recv(look)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
+
+    def look() -> None:
+        for module in [each for each in sys.modules if each.partition(".")[0] == "torchtitan"]:
+            del sys.modules[module]  # those of the clone
+        exec(LOOK, {})
+
+    done = forked.run(look, folder)
+    assert done.status == 0, done.stderr
+    assert done.stdout == f"{folder}/torchtitan/parallel/world.py\n"

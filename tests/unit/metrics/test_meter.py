@@ -2,12 +2,19 @@
 
 import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests import tiny
 from torchtitan.device import Device
 from torchtitan.metrics import Meter
+from torchtitan.models.settings import TextConfig
+from torchtitan.parallel import Degrees
+from torchtitan.parts import build_meter
+from torchtitan.tasks.next_token import NextToken
+from torchtitan.timeline import Timeline
 
 
 class Kept:
@@ -103,6 +110,18 @@ def test_mfu_is_tokens_per_second_and_device_times_flops_over_peak():
         run(meter, clock, [1], seconds=2.0)
     assert kept.rows[0][1]["tps"] == 250.0
     assert kept.rows[0][1]["mfu"] == pytest.approx(250 * 6e6 / 1e9)
+
+
+def test_devices_are_those_of_all_replica_groups():
+    """Rows count the units of all groups, so their rate per device is that of all devices."""
+    job = tiny.job(fault_tolerance={"enable": True, "group_size": 3})
+    world = SimpleNamespace(
+        rank=0, size=2, device=Device("cpu"), degrees=Degrees(dp_shard=2), table=None
+    )
+    task, timeline = NextToken(TextConfig(), tiny.ARGS), Timeline(Device("cpu"))
+    meter = build_meter(job, task, world, timeline, [], None, dict, dict)
+    assert meter.devices == 2 * 3
+    assert meter.units_per_step == 8 * 32
 
 
 def test_mfu_is_none_where_the_peak_is_unknown():

@@ -427,6 +427,7 @@ def write_wandb(folder, start_step, written, **about):
     return sink.run
 
 
+@pytest.mark.costs("starts the service of Weights & Biases")
 def test_wandb_writes_an_offline_run(tmp_path, offline, monkeypatch):
     about = {"recipe": {"training": {"steps": 3}}, "tags": ("a", "b")}
     write_wandb(tmp_path / "run", 0, {1: 4.5, 2: 3.5}, **about)
@@ -438,6 +439,13 @@ def test_wandb_writes_an_offline_run(tmp_path, offline, monkeypatch):
     config = {update.key: update.value_json for update in run.config.update}
     assert json.loads(config["training"]) == {"steps": 3}
     assert history == [(1, 4.5), (2, 3.5)]
+    # Everything is drawn over the step.
+    [path] = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
+    metrics = [record.metric for record in ended(path) if record.HasField("metric")]
+    assert [(m.name or m.glob_name, m.step_metric) for m in metrics] == [
+        ("step", ""),
+        ("*", "step"),
+    ]
 
 
 def test_wandb_that_is_resumed_goes_on_with_the_same_run(tmp_path, offline):
@@ -466,16 +474,6 @@ def test_wandb_that_is_rolled_back_keeps_the_steps_that_come_again(tmp_path, off
     finally:
         sink.close(SUMMARY)
     assert [history for _, history in offline_runs(tmp_path)] == [[(20, 2.0), (11, 1.5), (20, 1.0)]]
-
-
-def test_wandb_draws_everything_over_the_step(tmp_path, offline):
-    write_wandb(tmp_path, 0, {10: 1.0})
-    [path] = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    metrics = [record.metric for record in ended(path) if record.HasField("metric")]
-    assert [(m.name or m.glob_name, m.step_metric) for m in metrics] == [
-        ("step", ""),
-        ("*", "step"),
-    ]
 
 
 def test_variables_of_wandb_win(tmp_path, offline, monkeypatch):

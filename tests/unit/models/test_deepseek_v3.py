@@ -9,16 +9,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
-from tests.oracles import equals_that_of_transformers
+from tests.unit.models.families import (
+    check_refusals,
+    drawn,
+    equals_transformers,
+    has_published_sizes,
+    shrunk,
+)
 from tests.unit.test_memory import saved
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
 from torchtitan.models.decoder_spec import kept_by_block
 from torchtitan.models.deepseek_v3.latent_attention import LatentArgs
-from torchtitan.models.experts import Router, idle_parameters
-from torchtitan.models.initialize import initialize
+from torchtitan.models.experts import Router
 from torchtitan.models.layers import Yarn, rope_frequencies
-from torchtitan.models.spec import MinShape, build_empty, count_parameters
 
 SPEC = MODELS["deepseek_v3"]
 HUGGING_FACE = SPEC.formats["hf"]
@@ -108,28 +112,12 @@ def published(flavor):
 
 def build(args):
     """A network with biases that change choices."""
-    model = SPEC.build(args, SEQ_LEN)
-    initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
+    model = drawn(SPEC, args)
     generator = torch.Generator().manual_seed(2)
     for module in model.modules():
         if isinstance(module, Router):
             module.bias.copy_(torch.rand(module.bias.shape, generator=generator))
     return model
-
-
-def to_transformers(named):
-    """Weights or gradients under the names of transformers 5, which fuses experts in memory."""
-    result = {}
-    for name, value in named:
-        stem, _, kind = name.rpartition(".experts.")
-        if stem:
-            fused = HUGGING_FACE.name(name).partition(".experts.")[0] + ".experts."
-            key = fused + ("down_proj" if kind == "w2" else "gate_up_proj")
-            before = result.get(key, value[:, :0])
-            result[key] = torch.cat((before, value), dim=1)  # w1, then w3: our order
-        else:
-            result[HUGGING_FACE.name(name)] = value
-    return result
 
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
@@ -144,14 +132,8 @@ def to_transformers(named):
     ids=["all", "as in 16B", "two scales of YaRN", "scaled where rotated, not renormalized"],
 )
 def test_logits_and_gradients_equal_those_of_transformers(change):
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
     args = dataclasses.replace(ARGS, **change)
-    config = HUGGING_FACE.config(args, None)
-    theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**config, attn_implementation="eager")).float()
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randint(args.vocab_size, (2, SEQ_LEN), generator=generator)
-    equals_that_of_transformers(build(args), theirs, to_transformers, inputs)
+    equals_transformers(SPEC, args, build(args))
 
 
 def test_the_comparison_sees_groups_bias_and_scales():
@@ -200,10 +182,8 @@ def test_yarn_is_that_of_transformers(head_dim, theta, truncate):
 )
 def test_flavors_have_the_published_sizes(flavor, total, active):
     """Moonlight counts 2.24 billion active parameters, without the embedding and the output."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
     args, config = SPEC.flavors[flavor], published(flavor)
-    assert HUGGING_FACE.args(config) == args
+    has_published_sizes(SPEC, flavor, config, total, active)
     written = HUGGING_FACE.config(args, None)
     assert written.pop("rope_interleave")
     scaling = dict(written.pop("rope_scaling") or {})
@@ -211,12 +191,6 @@ def test_flavors_have_the_published_sizes(flavor, total, active):
         assert (scaling.pop("rope_type"), scaling.pop("truncate")) == ("yarn", True)
         assert scaling == {k: v for k, v in config["rope_scaling"].items() if k != "type"}
     assert {key: config[key] for key in written} == written
-    ours = build_empty(SPEC.build, args, 16)
-    assert count_parameters(ours).total == total
-    assert total - idle_parameters(ours) == active
-    with torch.device("meta"):
-        theirs = DeepseekV3ForCausalLM(DeepseekV3Config(**config))
-    assert sum(parameter.numel() for parameter in theirs.parameters()) == total
     # A token's share of attention to 4,096 others; the embedding is a look-up.
     in_products = active - args.vocab_size * args.dim
     scores = 6 * args.n_layers * args.n_heads * (192 + 128) * 4096
@@ -268,20 +242,17 @@ def test_what_a_block_keeps_is_what_autograd_saves(change, dtype):
 @pytest.mark.parametrize("flavor", SPEC.flavors)
 def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
     large = SPEC.flavors[flavor]
-    small = SPEC.shrink(large, MinShape(n_layers=3, tensor_ranks=tp, vocab_size=320))
+    small = shrunk(SPEC, large, tp)
     assert small.n_heads == small.n_kv_heads
     assert small.n_heads % tp == 0
     assert (small.query_rank > 0) == (large.query_rank > 0)
     assert (small.expert_groups > 1) == (large.expert_groups > 1)
     assert small.rope_scaling == large.rope_scaling
     assert small.latent_rank < small.dim
-    assert not [*SPEC.settings().size_problems(small)]
-    assert count_parameters(build_empty(SPEC.build, small, 16)).total < 3e6
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
+def test_a_network_of_another_kind_is_refused_in_words():
+    cases = [
         (
             {"num_experts_per_tok": 129},
             "topk_group: a token cannot have 129 of the 128 experts in ",
@@ -306,27 +277,19 @@ def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
             {"rope_scaling": published("671B")["rope_scaling"] | {"attention_factor": 2.0}},
             "rope_scaling: got attention_factor; not supported",
         ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_network_of_another_kind_is_refused_in_words(change, line):
-    with pytest.raises(RecipeError) as error:
-        HUGGING_FACE.args(published("671B") | change)
-    assert error.value.lines[0].startswith(line)
+    ]
+    check_refusals(HUGGING_FACE.args, published("671B"), cases)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_what_the_format_cannot_express_is_refused():
+    for change, message in (
         ({"router_bias": False}, "router_bias: got false; DeepseekV3ForCausalLM has true"),
         ({"router_scores": "softmax"}, 'router_scores: got "softmax"; Deepseek.* has "sigmoid"'),
         ({"shared_dim": 41}, "shared_dim: got 41; .* has a multiple of expert_dim 40"),
         ({"sliding_window": 8}, "sliding_window: got 8; DeepseekV3ForCausalLM has 0"),
-    ],
-)
-def test_what_the_format_cannot_express_is_refused(change, message):
-    with pytest.raises(RecipeError, match=message):
-        HUGGING_FACE.config(dataclasses.replace(ARGS, **change), None)
+    ):
+        with pytest.raises(RecipeError, match=message):
+            HUGGING_FACE.config(dataclasses.replace(ARGS, **change), None)
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
-from tests.oracles import equals_that_of_transformers
+from tests.unit.models.families import (
+    check_refusals,
+    drawn,
+    equals_transformers,
+    has_published_sizes,
+    shrunk,
+)
 from tests.unit.test_memory import saved
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
 from torchtitan.models.attention import causal_attention, dense_attention
 from torchtitan.models.decoder_spec import kept_by_block
-from torchtitan.models.experts import idle_parameters
 from torchtitan.models.gpt_oss.block import OssArgs
-from torchtitan.models.initialize import initialize
 from torchtitan.models.layers import Yarn
-from torchtitan.models.spec import MinShape, build_empty, count_parameters
 from torchtitan.tools.evaluate.continuation import cached
 
 SPEC = MODELS["gpt_oss"]
@@ -67,45 +70,17 @@ def published(flavor):
     }
 
 
-def build(args):
-    """A network with biases and sinks as large as weights."""
-    model = SPEC.build(args, SEQ_LEN)
-    initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
-    return model
-
-
-def to_transformers(named):
-    """Weights or gradients under the names of transformers."""
-    result = {}
-    for name, value in named:
-        theirs, share = HUGGING_FACE.name(name), HUGGING_FACE.share(name)
-        if share is None:
-            rows = HUGGING_FACE.rows(ARGS, name)
-            result[theirs] = value if rows is None else value[rows.argsort()]
-        else:
-            whole = result.setdefault(theirs, torch.empty(share.whole(value.shape)))
-            share.of(whole).copy_(value)
-    return result
-
-
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
 @pytest.mark.parametrize(
     "change", [{}, {"swiglu_limit": 7.0, "rope_scaling": None}, {"sliding_window": 0}], ids=str
 )
 def test_logits_and_gradients_equal_those_of_transformers(change):
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    args = dataclasses.replace(ARGS, **change)
-    config = HUGGING_FACE.config(args, None)
-    theirs = GptOssForCausalLM(GptOssConfig(**config, attn_implementation="eager")).float()
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randint(args.vocab_size, (2, SEQ_LEN), generator=generator)
-    equals_that_of_transformers(build(args), theirs, to_transformers, inputs)
+    equals_transformers(SPEC, dataclasses.replace(ARGS, **change))
 
 
 def test_the_comparison_sees_each_part():
     """Without any of them the logits are others."""
-    model, tokens = build(ARGS), torch.arange(SEQ_LEN)[None]
+    model, tokens = drawn(SPEC, ARGS), torch.arange(SEQ_LEN)[None]
     whole = model(tokens)
     for change in ({"swiglu_limit": 7.0}, {"sliding_window": 0}, {"rope_scaling": None}):
         other = SPEC.build(dataclasses.replace(ARGS, **change), SEQ_LEN)
@@ -141,7 +116,7 @@ def test_sinks_are_one_more_key_without_a_value(has_documents, window, dtype):
 
 
 def test_a_text_is_continued_with_sinks_and_windows():
-    model, tokens = build(ARGS), torch.arange(SEQ_LEN)[None]
+    model, tokens = drawn(SPEC, ARGS), torch.arange(SEQ_LEN)[None]
     with torch.no_grad(), cached(model, SEQ_LEN) as cache:
         parts = []
         for start, end in ((0, 20), (20, 21), (21, SEQ_LEN)):
@@ -158,22 +133,14 @@ def test_a_text_is_continued_with_sinks_and_windows():
 )
 def test_flavors_have_the_published_sizes(flavor, total, active):
     """OpenAI counts 20.9 and 116.8 billion, and without the embedding 3.6 and 5.1 active ones."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
     args, config = SPEC.flavors[flavor], published(flavor)
-    assert HUGGING_FACE.args(config) == args
+    has_published_sizes(SPEC, flavor, config, total, active)
     written = HUGGING_FACE.config(args, None)
     scaling = written.pop("rope_scaling")
     assert {key: scaling.pop(key) for key in config["rope_scaling"]} == config["rope_scaling"]
     assert scaling == {"mscale": 1.0, "mscale_all_dim": 0.0}
     assert written.pop("swiglu_alpha") == 1.702
     assert {key: config[key] for key in written} == written
-    ours = build_empty(SPEC.build, args, 16)
-    assert count_parameters(ours).total == total
-    assert total - idle_parameters(ours) == active
-    with torch.device("meta"):
-        theirs = GptOssForCausalLM(GptOssConfig(**config))
-    assert sum(parameter.numel() for parameter in theirs.parameters()) == total
     # A token's share of attention to 4,096 others, or 128; sinks and the embedding cost nothing.
     in_products = active - args.vocab_size * args.dim
     scores = 6 * args.n_layers // 2 * 64 * (64 + 64) * (4096 + 128)
@@ -216,17 +183,17 @@ def test_what_a_block_keeps_is_what_autograd_saves(number, dtype):
 @pytest.mark.parametrize("flavor", SPEC.flavors)
 def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
     large = SPEC.flavors[flavor]
-    small = SPEC.shrink(large, MinShape(n_layers=3, tensor_ranks=tp, vocab_size=320))
+    small = shrunk(SPEC, large, tp)
     assert small.ffn_dim == small.expert_dim
     assert 0 < small.sliding_window < 16
     assert SPEC.attention(small).is_mixed
     assert small.rope_scaling == large.rope_scaling
-    assert not [*SPEC.settings().size_problems(small)]
-    assert count_parameters(build_empty(SPEC.build, small, 16)).total < 3e6
 
 
 def test_vectors_are_no_matrices_for_an_optimizer():
-    roles = {name: SPEC.role(name, weight.ndim) for name, weight in build(ARGS).named_parameters()}
+    roles = {
+        name: SPEC.role(name, weight.ndim) for name, weight in drawn(SPEC, ARGS).named_parameters()
+    }
     block = {n.removeprefix("layers.1."): role for n, role in roles.items() if "layers.1." in n}
     assert {name for name, role in block.items() if role == "expert"} == {
         f"mixture.experts.w{number}" for number in (1, 2, 3)
@@ -236,9 +203,8 @@ def test_vectors_are_no_matrices_for_an_optimizer():
     assert block["attention.sinks.weight"] == "norm"
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
+def test_a_network_of_another_kind_is_refused_in_words():
+    cases = [
         ({"num_experts_per_tok": 33}, "num_experts_per_tok: a token cannot have 33 of 32 experts"),
         ({"swiglu_limit": 0.0}, "swiglu_limit: got 0.0; input should be greater than 0"),
         ({"swiglu_alpha": 1.0}, "swiglu_alpha: got 1.0; gptoss has 1.702"),
@@ -250,25 +216,17 @@ def test_vectors_are_no_matrices_for_an_optimizer():
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             'rope_scaling: got "llama3"; supported: "yarn", or none',
         ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_network_of_another_kind_is_refused_in_words(change, line):
-    with pytest.raises(RecipeError) as error:
-        HUGGING_FACE.args(published("20B") | change)
-    assert error.value.lines[0].startswith(line)
+    ]
+    check_refusals(HUGGING_FACE.args, published("20B"), cases)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_what_the_format_cannot_express_is_refused():
+    for change, message in (
         ({"router_bias": True}, "router_bias: got true; GptOssForCausalLM has false"),
         ({"renormalize": False}, "renormalize: got false; GptOssForCausalLM has true"),
-    ],
-)
-def test_what_the_format_cannot_express_is_refused(change, message):
-    with pytest.raises(RecipeError, match=message):
-        HUGGING_FACE.config(dataclasses.replace(ARGS, **change), None)
+    ):
+        with pytest.raises(RecipeError, match=message):
+            HUGGING_FACE.config(dataclasses.replace(ARGS, **change), None)
 
 
 MODEL = {"name": "gpt_oss", "flavor": "debugmodel"}

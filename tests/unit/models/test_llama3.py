@@ -191,6 +191,23 @@ def test_rotation_is_exact_in_bf16():
     assert model(tokens()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_norms_are_computed_in_float32(family):
+    """In bfloat16, only their result is rounded: every norm of a block, the last and of heads."""
+    args = replace(ARGS, head_norms=family == "qwen3")
+    model = MODELS[family].build(args, SEQ_LEN)
+    initialize(model.named_parameters(), lambda _: 1.0, seed=0)
+    norms = {name: part for name, part in model.bfloat16().named_modules() if "norm" in name}
+    assert len(norms) == (13 if args.head_norms else 7)
+    generator = torch.Generator().manual_seed(1)
+    for name, norm in norms.items():
+        x = torch.randn(64, len(norm.weight), generator=generator).bfloat16()
+        wide = x.float()
+        exact = wide * (wide.square().mean(-1, keepdim=True) + args.norm_eps).rsqrt()
+        expected = exact * norm.weight.float()
+        torch.testing.assert_close(norm(x).float(), expected, rtol=2**-8, atol=0, msg=name)
+
+
 def test_loss_reaches_every_parameter():
     for args in (ARGS, TIED):
         model = build(args)

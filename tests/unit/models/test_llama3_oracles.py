@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.oracles import code_of_meta
+from tests.unit.models.families import drawn, equals_transformers
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder, DecoderArgs
-from torchtitan.models.initialize import initialize
 from torchtitan.models.layers import RopeScaling, rope_frequencies
 
 SPEC = MODELS["llama3"]
@@ -20,13 +19,8 @@ SCALING = RopeScaling(factor=8.0, original_context=32)
 def build(**changes):
     """A small network whose weights are large enough for attention to be far from uniform."""
 
-    def rule(name):
-        return 1.0 if name.endswith("norm.weight") else 0.1
-
     args = DecoderArgs(**{**SHAPE, **changes})
-    model = SPEC.build(args, SEQ_LEN)
-    initialize(model.named_parameters(), rule, seed=0)
-    return args, model
+    return args, drawn(SPEC, args, SEQ_LEN)
 
 
 def tokens():
@@ -34,44 +28,12 @@ def tokens():
     return torch.randint(SHAPE["vocab_size"], (BATCH, SEQ_LEN), generator=generator)
 
 
-def to_transformers(args, named):
-    written = SPEC.formats["hf"]
-    return {
-        written.name(name): value
-        if (rows := written.rows(args, name)) is None
-        else value[rows.argsort()]
-        for name, value in named
-    }
-
-
-def transformers_model(args, model):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    about = SPEC.formats["hf"].config(args, SEQ_LEN)
-    config = LlamaConfig(**about, attn_implementation="eager")
-    theirs = LlamaForCausalLM(config).float()
-    weights = to_transformers(args, model.state_dict().items())
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
-    assert missing == (["lm_head.weight"] if args.tied else [])
-    assert not unexpected
-    return theirs
-
-
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
 @pytest.mark.parametrize("scaling", [None, SCALING], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_logits_and_gradients_equal_those_of_transformers(scaling, tied):
-    args, ours = build(rope_scaling=scaling, tied=tied)
-    theirs = transformers_model(args, ours)
-    inputs, targets = tokens(), tokens().roll(-1, dims=1)
-    logits, expected = ours(inputs), theirs(inputs, use_cache=False).logits
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-
-    for out in (logits, expected):
-        F.cross_entropy(out.flatten(0, 1), targets.flatten()).backward()
-    gradients = to_transformers(args, [(n, p.grad) for n, p in ours.named_parameters()])
-    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    torch.testing.assert_close(gradients, wanted, atol=1e-6, rtol=1e-4)
+    args = DecoderArgs(**SHAPE, rope_scaling=scaling, tied=tied)
+    equals_transformers(SPEC, args, seq_len=SEQ_LEN)
 
 
 @pytest.fixture(scope="module")

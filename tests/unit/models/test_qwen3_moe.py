@@ -8,15 +8,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
-from tests.oracles import equals_that_of_transformers
+from tests.unit.models.families import (
+    check_refusals,
+    equals_transformers,
+    has_published_sizes,
+    shrunk,
+)
 from torchtitan.config import RecipeError
 from torchtitan.convert import Conversion, experts, linears
 from torchtitan.convert.float8 import Float8
 from torchtitan.models import MODELS
-from torchtitan.models.experts import MixtureOfExperts, idle_parameters
-from torchtitan.models.initialize import initialize
+from torchtitan.models.experts import MixtureOfExperts
 from torchtitan.models.sparse_decoder import SparseArgs
-from torchtitan.models.spec import MinShape, build_empty, count_parameters
+from torchtitan.models.spec import build_empty
 
 SPEC = MODELS["qwen3_moe"]
 HUGGING_FACE = SPEC.formats["hf"]
@@ -60,28 +64,6 @@ def published(flavor):
     }
 
 
-def build(args):
-    model = SPEC.build(args, SEQ_LEN)
-    initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
-    return model
-
-
-def to_transformers(args, named):
-    """Weights or gradients under the names of transformers 5, which fuses experts in memory."""
-    result = {}
-    for name, value in named:
-        rows = HUGGING_FACE.rows(args, name)
-        stem, _, kind = name.rpartition(".experts.")
-        if stem:
-            fused = HUGGING_FACE.name(name).partition(".experts.")[0] + ".experts."
-            key = fused + ("down_proj" if kind == "w2" else "gate_up_proj")
-            before = result.get(key, value[:, :0])
-            result[key] = torch.cat((before, value), dim=1)  # w1, then w3: our order
-        else:
-            result[HUGGING_FACE.name(name)] = value if rows is None else value[rows.argsort()]
-    return result
-
-
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
 @pytest.mark.parametrize(
     "change",
@@ -89,16 +71,7 @@ def to_transformers(args, named):
     ids=["renormalized", "not renormalized, first block dense"],
 )
 def test_logits_and_gradients_equal_those_of_transformers(change):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    args = dataclasses.replace(ARGS, **change)
-    config = HUGGING_FACE.config(args, SEQ_LEN)
-    theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config, attn_implementation="eager")).float()
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randint(args.vocab_size, (2, SEQ_LEN), generator=generator)
-    equals_that_of_transformers(
-        build(args), theirs, lambda named: to_transformers(args, named), inputs
-    )
+    equals_transformers(SPEC, dataclasses.replace(ARGS, **change))
 
 
 @pytest.mark.filterwarnings("default")
@@ -107,18 +80,10 @@ def test_logits_and_gradients_equal_those_of_transformers(change):
     [("30B-A3B", 30_532_122_624, 3_353_032_704), ("235B-A22B", 235_093_634_560, 22_190_763_520)],
 )
 def test_flavors_have_the_published_sizes(flavor, total, active):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     args, config = SPEC.flavors[flavor], published(flavor)
-    assert HUGGING_FACE.args(config) == args
+    has_published_sizes(SPEC, flavor, config, total, active)
     written = HUGGING_FACE.config(args, None)
     assert {key: config[key] for key in written} == written
-    ours = build_empty(SPEC.build, args, 16)
-    assert count_parameters(ours).total == total
-    assert total - idle_parameters(ours) == active
-    with torch.device("meta"):
-        theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
-    assert sum(parameter.numel() for parameter in theirs.parameters()) == total
     # A token's share of attention to 4,096 others; the embedding is a look-up.
     in_products = active - 151_936 * args.dim
     scores = 12 * args.n_layers * args.n_heads * 128 * 4096
@@ -177,27 +142,20 @@ WEIGHTS = ("router.weight", "experts.w1", "experts.w2", "experts.w3", "shared.w2
 @pytest.mark.parametrize("flavor", SPEC.flavors)
 def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
     large = dataclasses.replace(SPEC.flavors[flavor], dense_layers=3, shared_dim=512)
-    small = SPEC.shrink(large, MinShape(n_layers=3, tensor_ranks=tp, vocab_size=320))
+    small = shrunk(SPEC, large, tp)
     assert (small.n_experts, small.top_k, small.dense_layers) == (8, 2, 1)
     assert small.expert_dim % (8 * tp) == small.shared_dim % (8 * tp) == 0
     assert small.expert_dim / small.dim < 1.5
-    assert count_parameters(build_empty(SPEC.build, small, 16)).total < 3e6
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
+def test_a_network_of_another_kind_is_refused_in_words():
+    cases = [
         ({"num_experts_per_tok": 129}, "num_experts_per_tok: a token cannot have 129 of 128 "),
         ({"mlp_only_layers": [3]}, "mlp_only_layers: got [3]; wanted the first blocks, or none"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step: got 2; qwen3moe has 1"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size: got 0; input should be greater"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_network_of_another_kind_is_refused_in_words(change, line):
-    with pytest.raises(RecipeError) as error:
-        HUGGING_FACE.args(published("30B-A3B") | change)
-    assert error.value.lines[0].startswith(line)
+    ]
+    check_refusals(HUGGING_FACE.args, published("30B-A3B"), cases)
 
 
 def test_a_shared_expert_has_no_place_in_the_format():

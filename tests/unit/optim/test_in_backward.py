@@ -1,10 +1,14 @@
 """Updates in the backward: the same numbers, with few gradients alive at a time."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.named import named
+from tests.ranks import run_ranks
 from torchtitan.optim import SGD, AdamW, OptimizerConfig, Optimizers
 from torchtitan.optim.in_backward import InBackward
 
@@ -47,6 +51,21 @@ def is_the_step_after_the_backward(config: OptimizerConfig) -> None:
     assert all(map(torch.equal, found, expected))
     assert same_norms == norms
     torch.compiler.set_stance("default")
+
+
+def norms_of_stages() -> list[float]:
+    """The norm of gradients 3 on the first stage and 4 on the second, updated either way."""
+    found, stages = [], dist.group.WORLD
+    for build in (Optimizers, partial(InBackward, redistribute_grads=lambda parameters: None)):
+        weight = nn.Linear(1, 1, bias=False)
+        optimizers = build(named(weight), SGD(), stages=stages)
+        (weight.weight * (3 + dist.get_rank())).sum().backward()
+        found.append(optimizers.norm().item())
+    return found
+
+
+def test_the_norm_is_that_of_all_stages() -> None:
+    assert run_ranks(norms_of_stages, 2) == [[5.0, 5.0]] * 2
 
 
 def test_one_gradient_is_alive_at_a_time() -> None:

@@ -1,5 +1,7 @@
 """Matrices in parts: dealt out evenly, each whole on one rank only, and right where uneven."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,12 +112,20 @@ def exchanged(layout: str, limit: int) -> tuple[float, int, int, int]:
     return worst, seen[0], seen[1], wrong
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_matrix_is_whole_once_and_its_parts_come_back(layout: str) -> None:
-    ranks = torch.Size(LAYOUTS[layout][0]).numel()
-    for limit in (0, 130):
-        found = run_ranks(exchanged, ranks, layout, limit)
-        assert max(worst for worst, *_ in found) < 1e-6
-        assert sum(count for _, count, _, _ in found) == len(SHAPES) + 1
-        assert all(most <= max(limit, 64) for _, _, most, _ in found)
-        assert not any(wrong for *_, wrong in found)
+LIMITS = (0, 130)
+
+
+def all_exchanged(layouts: list[str]) -> dict[tuple[str, int], tuple[float, int, int, int]]:
+    return {(name, limit): exchanged(name, limit) for name in layouts for limit in LIMITS}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_each_matrix_is_whole_once_and_its_parts_come_back(ranks: int) -> None:
+    layouts = [name for name, (sizes, _) in LAYOUTS.items() if math.prod(sizes) == ranks]
+    by_rank = run_ranks(all_exchanged, ranks, layouts)
+    for name, limit in by_rank[0]:
+        found = [each[name, limit] for each in by_rank]
+        assert max(worst for worst, *_ in found) < 1e-6, name
+        assert sum(count for _, count, _, _ in found) == len(SHAPES) + 1, name
+        assert all(most <= max(limit, 64) for _, _, most, _ in found), name
+        assert not any(wrong for *_, wrong in found), name

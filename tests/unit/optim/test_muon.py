@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests import tiny
 from tests.named import named
+from tests.ranks import run_ranks
 from torchtitan.device import GIB
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
@@ -78,6 +82,30 @@ def test_on_one_rank_it_is_that_of_torch(scale: Any, nesterov: bool) -> None:
         assert (own - theirs).norm() < 1e-2 * (theirs - first).norm()
     other = trained(5, lambda model: Optimizers(named(model), Muon(**common, ns_steps=4)))
     assert (other[0] - expected[0]).norm() > 1e-2 * (expected[0] - start[0]).norm()
+
+
+def updated_in_parts(gradient: Tensor, config: Muon) -> Tensor:
+    """The update of a matrix of zeros whose rows are dealt out to all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = nn.ParameterDict({"w": distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0)])})
+    whole["w"].grad = distribute_tensor(gradient, mesh, [Shard(0)])
+    Optimizers(named(whole), config).step()
+    part = whole["w"].detach()
+    assert isinstance(part, DTensor)
+    return part.full_tensor()
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_in_parts_it_is_that_of_torch(scale: Any) -> None:
+    """The rate is that of the whole matrix, which is tall, and its parts are wide."""
+    gradient = torch.randn(18, 10, generator=torch.Generator().manual_seed(0))
+    expected = nn.Parameter(torch.zeros_like(gradient))
+    expected.grad = gradient
+    torch.optim.Muon([expected], lr=0.02, weight_decay=0.0, adjust_lr_fn=scale).step()
+    config = Muon(lr=0.02, weight_decay=0.0, scale=scale)
+    for found in run_ranks(updated_in_parts, 2, gradient, config):
+        # Torch computes in bfloat16.
+        assert (found - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_each_expert_is_a_matrix() -> None:

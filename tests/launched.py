@@ -1,0 +1,144 @@
+"""A launcher as a forked child of this process, and its ranks as forked children of the launcher.
+
+Each is a process of its own, with the environment, the output and the signals that torch's agent
+gives it. Only Python does not start anew, which takes 4 s of each.
+"""
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+    SubprocessHandler,
+)
+
+from torchtitan.tools.cli import main
+
+ROOT = Path(__file__).parent.parent
+OURS = [sys.executable, "-m", "torchtitan"]
+CLONE_NEWNS = 0x00020000
+"""A namespace of mounts, in linux/sched.h."""
+
+
+class Forked:
+    """A process that runs a function and leaves with what it returns, used like a Popen."""
+
+    def __init__(
+        self,
+        function: Callable[[], int],
+        environment: Mapping[str, str],
+        stdout: Path,
+        stderr: Path,
+    ) -> None:
+        self._output = stdout
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=_run, args=(function, environment, stdout, stderr))
+        self._process.start()
+        self.pid = self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        return self._output.read_text(), ""
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def _run(
+    function: Callable[[], int],
+    environment: Mapping[str, str],
+    stdout: Path,
+    stderr: Path,
+) -> None:
+    status = 1
+    try:
+        gc.freeze()  # garbage of the parent may hold threads that a fork does not have
+        os.setsid()
+        os.chdir(ROOT)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for path, stream in ((stdout, 1), (stderr, 2)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        # Those of the parent may be captured by pytest, and are not of this process.
+        sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads(1)  # else its autograd threads race to replace the parent's pool
+        status = function()
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else leaving.code is not None
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Skips the exit handlers of pytest, which belong to the parent.
+        os._exit(status)
+
+
+def start(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: Path,
+    stderr: Path | None = None,
+    before: Callable[[], object] = lambda: None,
+) -> "Process":
+    """Start a command in the root: forked if it is ours, `python -m torchtitan`, else as it is.
+
+    Args:
+        stdout: file to which its output is added; errors too, unless there is `stderr`.
+        before: called in the forked process, before the command.
+    """
+    stderr = stderr or stdout
+    if [*words[:3]] != OURS:
+        own: dict[str, Any] = {"env": environment, "text": True, "start_new_session": True}
+        with stdout.open("a") as output, stderr.open("a") as errors:
+            return subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=errors, **own)
+
+    def act() -> int:
+        SubprocessHandler._popen = _start_rank  # type: ignore[method-assign, assignment]
+        before()
+        return main(words[3:])
+
+    return Forked(act, environment, stdout, stderr)
+
+
+def _start_rank(handler: Any, words: Sequence[str], environment: Mapping[str, str]) -> Forked:
+    python, *options, module = words[:4]
+    assert [python, *options] == [sys.executable, "-u", "-m"]
+    verb = {"torchtitan.train": ["train"], "torchtitan": []}[module]
+    output, errors = (Path(file.name) for file in (handler._stdout, handler._stderr))
+    return Forked(lambda: main([*verb, *words[4:]]), environment, output, errors)
+
+
+def mount(*words: str | Path) -> None:
+    """Mount something that only this process and those that it starts see."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", *words], check=True)
+
+
+Process = subprocess.Popen[str] | Forked

@@ -1,0 +1,26 @@
+"""Commands without the plan of a recipe, which takes seconds, for tests that are not about it."""
+
+import pytest
+
+from torchtitan.config import RecipeError
+
+PLANNERS = (
+    "torchtitan.tools.check.plan",
+    "torchtitan.tools.compare.gather.plan_on",
+    "torchtitan.tools.explain.predicted.plan_on",
+)
+
+
+def leave_out(patch: pytest.MonkeyPatch) -> None:
+    """Let every command that reports a plan say that there is none."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RecipeError(["planning is left out in this test"])
+
+    for planner in PLANNERS:
+        patch.setattr(planner, refuse)
+
+
+@pytest.fixture
+def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_out(monkeypatch)

@@ -1,0 +1,19 @@
+"""Recipes of any schema, read from TOML and flags."""
+
+from pathlib import Path
+from typing import TypeVar
+
+from torchtitan.config import Config, Gathered, Recipe, load, merge, read_flags, read_recipe
+
+Schema = TypeVar("Schema", bound=Config)
+
+
+def read_as(schema: type[Schema], text: str = "", flags: str = "") -> Recipe[Schema]:
+    Path("r.toml").write_text(text, encoding="utf-8")
+    problems: list[str] = []
+    notices: list[str] = []
+    settings = merge(schema, read_recipe(Path("r.toml"), problems), notices)
+    above, wrong = read_flags(flags.split(), schema, settings)
+    settings = merge(schema, [settings, above], notices)
+    gathered = Gathered(settings, "r.toml", notices, [*problems, *wrong])
+    return load(schema, gathered, check=lambda config: [])

@@ -1,0 +1,118 @@
+"""What the tests of all families do: draw a network, and compare it with that of transformers."""
+
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.config import RecipeError
+from torchtitan.models.decoder import DecoderArgs
+from torchtitan.models.experts import idle_parameters
+from torchtitan.models.initialize import initialize
+from torchtitan.models.spec import MinShape, ModelSpec, build_empty, count_parameters
+
+Spec = ModelSpec[Any]
+
+
+def drawn(spec: Spec, args: Any, seq_len: int = 64) -> nn.Module:
+    """A network far from its start: attention is not uniform, and norms and biases matter."""
+    model: nn.Module = spec.build(args, seq_len)
+    initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
+    return model
+
+
+def to_transformers(
+    spec: Spec, args: DecoderArgs, named: Iterable[tuple[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Weights or gradients under the names of transformers 5, which fuses experts in memory."""
+    written, result = spec.formats["hf"], dict[str, Tensor]()
+    for name, value in named:
+        theirs, rows, share = written.name(name), written.rows(args, name), written.share(name)
+        stem, of_each, _ = theirs.partition(".experts.*.")
+        if share is not None:
+            whole = result.setdefault(theirs, torch.empty(share.whole(value.shape)))
+            share.of(whole).copy_(value)
+        elif of_each:
+            key = stem + (".experts.down_proj" if "down" in theirs else ".experts.gate_up_proj")
+            before = result.get(key, value[:, :0])
+            result[key] = torch.cat((before, value), dim=1)  # w1, then w3: our order
+        else:
+            result[theirs] = value if rows is None else value[rows.argsort()]
+    return result
+
+
+def of_transformers(config: Mapping[str, Any]) -> nn.Module:
+    """The network of transformers that a config.json describes."""
+    import transformers
+
+    network = getattr(transformers, config["architectures"][0])
+    about = network.config_class(**deepcopy({**config}), attn_implementation="eager")
+    made: nn.Module = network(about)
+    return made
+
+
+def equals_transformers(
+    spec: Spec, args: DecoderArgs, model: nn.Module | None = None, seq_len: int = 64
+) -> None:
+    """Logits are those of transformers to 1e-5, and so are all gradients."""
+    ours = model or drawn(spec, args, seq_len)
+    theirs: Any = of_transformers(spec.formats["hf"].config(args, None)).float()
+    weights = to_transformers(spec, args, ours.state_dict().items())
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"] if args.tied else [], [])
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randint(args.vocab_size, (2, seq_len), generator=generator)
+    logits, expected = ours(inputs), theirs(inputs, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    for out in (logits, expected):
+        F.cross_entropy(out.flatten(0, 1), inputs.roll(-1, dims=1).flatten()).backward()
+    named = [(name, p.grad) for name, p in ours.named_parameters() if p.grad is not None]
+    gradients = to_transformers(spec, args, named)
+    wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    torch.testing.assert_close(gradients, wanted, atol=1e-6, rtol=1e-4)
+
+
+def has_published_sizes(
+    spec: Spec, flavor: str, config: Mapping[str, Any], total: int, active: int
+) -> None:
+    """A flavor has the parameters of transformers' network, of which a token uses so many."""
+    args = spec.flavors[flavor]
+    assert spec.formats["hf"].args(config) == args
+    ours = build_empty(spec.build, args, 16)
+    assert count_parameters(ours).total == total
+    assert total - idle_parameters(ours) == active
+    with torch.device("meta"):
+        theirs = of_transformers(config)
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == total
+
+
+def shrunk(spec: Spec, large: Any, tp: int) -> Any:
+    """A small network like a large one, whose sizes fit."""
+    small = spec.shrink(large, MinShape(n_layers=3, tensor_ranks=tp, vocab_size=320))
+    assert not [*spec.settings().size_problems(small)]
+    assert count_parameters(build_empty(spec.build, small, 16)).total < 3e6
+    return small
+
+
+def lines(call: Callable[..., Any], *arguments: Any) -> list[str]:
+    """What a refusal says; nothing if there is none."""
+    try:
+        call(*arguments)
+    except RecipeError as error:
+        return error.lines
+    return []
+
+
+def check_refusals(
+    read: Callable[[Any], Any],
+    config: Mapping[str, Any],
+    cases: Iterable[tuple[Mapping[str, Any], str]],
+) -> None:
+    """Each change of a config.json is refused by a line that begins so."""
+    found = [(change, lines(read, {**config, **change})) for change, _ in cases]
+    for (change, told), (_, line) in zip(found, cases, strict=True):
+        assert told, f"{change} is not refused"
+        assert told[0].startswith(line), (change, told)
