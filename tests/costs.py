@@ -79,9 +79,7 @@ class Costs:
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
     ) -> None:
-        above = [
-            (spent, name) for name, (spent, limit) in self.processor.items() if spent > limit
-        ]
+        above = [(spent, name) for name, (spent, limit) in self.processor.items() if spent > limit]
         if above:
             terminalreporter.section(f"{len(above)} tests exceed their seconds of processor")
             for spent, name in sorted(above, reverse=True)[:SHOWN]:

@@ -4,11 +4,13 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import NamedTuple
 
 
@@ -20,18 +22,34 @@ class Done(NamedTuple):
     stderr: str
 
 
-def run(action: Callable[[], int | None], folder: Path) -> Done:
-    """Run an action in `folder`, in a process that leaves nothing behind in this one.
+class Started(NamedTuple):
+    """A child that runs, and the folder of what it prints."""
 
-    What the child and the processes that it starts print is returned, too.
+    process: BaseProcess
+    streams: Path
+
+    def wait(self) -> Done:
+        self.process.join()
+        out, err = ((self.streams / name).read_text() for name in ("out", "err"))
+        shutil.rmtree(self.streams)
+        return Done(self.process.exitcode or 0, out, err)
+
+
+def start(action: Callable[[], int | None], folder: Path) -> Started:
+    """Start an action in `folder`, in a process that leaves nothing behind in this one.
+
+    Call this from the main thread only: a fork drops what other threads are in the middle of.
     """
-    with TemporaryDirectory() as name:
-        out, err = (Path(name) / stream for stream in ("out", "err"))
-        context = multiprocessing.get_context("fork")
-        process = context.Process(target=_child, args=(action, folder, out, err))
-        process.start()
-        process.join()
-        return Done(process.exitcode or 0, out.read_text(), err.read_text())
+    streams = Path(mkdtemp())
+    words = (action, folder, streams / "out", streams / "err")
+    process = multiprocessing.get_context("fork").Process(target=_child, args=words)
+    process.start()
+    return Started(process, streams)
+
+
+def run(action: Callable[[], int | None], folder: Path) -> Done:
+    """Run an action in a child; what it and the processes that it starts print is returned, too."""
+    return start(action, folder).wait()
 
 
 def _child(action: Callable[[], int | None], folder: Path, out: Path, err: Path) -> None:

@@ -451,6 +451,7 @@ def peaks(folder: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.gate
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     with torch.device("meta"):

@@ -176,6 +176,7 @@ def load_watched(tensors: dict[str, Tensor], source: TensorSource) -> Watched:
     return watched
 
 
+@pytest.mark.gate
 def test_a_rank_reads_its_share_and_needs_memory_for_it_and_one_block(
     large: Path, world: DeviceMesh
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_rank_reads_its_share_and_needs_memory_for_it_and_one_block(
     assert max(watched.asked) == watched.largest
 
 
+@pytest.mark.gate
 def test_of_long_rows_a_part_is_taken_without_memory_for_all_of_them(
     large: Path, world: DeviceMesh
 ) -> None:

@@ -190,7 +190,7 @@ def test_reason_names_what_differs_most():
     assert reason(fast, made(1.001, computation=0.901, bubble=0.1)) == "as fast as the next"
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_search_by_command_writes_a_valid_recipe_and_times_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

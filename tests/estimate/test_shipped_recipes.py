@@ -1,6 +1,5 @@
 """Every shipped recipe states the hardware that it is meant for, and fits it."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -41,12 +40,11 @@ def test_states_its_hardware(path: Path) -> None:
     assert find_hardware(job.job.hardware).memory_gib > 0
 
 
-OTHER_SIZES = r"llama3_[13]b|qwen3_(1\.7|4|8|14)b|vit_mae_(\d+b|huge)"
-SLOW = [path for path in RECIPES if re.fullmatch(OTHER_SIZES, path.stem)]
-"""Which differ from others in sizes alone."""
+GATE = [path for path in RECIPES if path.stem in ("llama3_70b", "qwen3_0.6b", "galore_7b")]
+"""The others differ from these in sizes or in what is tested elsewhere."""
 
 
-@pytest.mark.parametrize("path", tiers(RECIPES, [], SLOW), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", tiers(RECIPES, [], gate=GATE), ids=lambda path: path.stem)
 def test_fits_its_hardware(path: Path) -> None:
     stated = load(path, None).job
     assert stated.ranks is not None

@@ -309,7 +309,7 @@ def gathered(job: JobConfig, axis: str) -> int:
     ("layout", "plain", "shrunk", "axis"),
     [
         (case(shard=2), TENSORWISE, GATHERED, "fsdp"),
-        (case(tp=2), TENSORWISE, SENT_SO, "tp"),
+        pytest.param(case(tp=2), TENSORWISE, SENT_SO, "tp", marks=pytest.mark.gate),
     ],
 )
 def test_what_is_gathered_in_float8_is_a_quarter_of_float32(

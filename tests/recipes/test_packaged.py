@@ -68,7 +68,7 @@ def test_a_recipe_that_is_not_there() -> None:
         assert error.value.lines == [f"{name}: there is no such recipe; {hint}"]
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_a_packaged_study_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "studies/layouts_debug.toml", "--check"]) == 0
     assert "in outputs/studies/layouts_debug" in capsys.readouterr().out

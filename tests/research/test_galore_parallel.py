@@ -110,6 +110,7 @@ def is_possible(split: str, shape: str) -> bool:
     return split != "rows within rows" or shape == "even"
 
 
+@pytest.mark.gate
 @pytest.mark.costs("every way to split on four ranks")
 def test_a_matrix_is_projected_as_a_whole() -> None:
     names = [name for name in itertools.product(SPLIT, SHAPES) if is_possible(*name)]

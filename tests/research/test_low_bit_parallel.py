@@ -101,7 +101,7 @@ def test_an_error_of_scale_breaks_the_bounds() -> None:
         assert off([found], expected) > allowed, dtype
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_as_good_as_in_float32() -> None:
     """The loss after 30 steps, against how far that is from one seed to the next."""
     batch = {"local_batch_size": 4, "global_batch_size": 4}
@@ -137,7 +137,7 @@ def saved(folder: Path, layout: Case, steps: int, dtype: str) -> JobConfig:
 
 
 @pytest.mark.costs("five runs")
-@pytest.mark.parametrize("dtype", ["8bit", pytest.param("4bit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", tiers(["8bit", "4bit"], [], slow=["4bit"]))
 def test_a_run_with_few_bits_resumes_to_the_bit_and_elsewhere(dtype: str, tmp_path: Path) -> None:
     whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
     at_once = [saved(whole, FSDP, 4, dtype), saved(halves, FSDP, 2, dtype)]

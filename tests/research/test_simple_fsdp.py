@@ -97,6 +97,7 @@ TIED = {**SHORT, "model": {"flavor": "tied"}}
 FSDP, TP, FSDP_X_TP = case(shard=2), case(tp=2), case(shard=2, tp=2)
 
 
+@pytest.mark.gate
 @pytest.mark.costs("eight runs")
 def test_gradients_are_those_of_fsdp2() -> None:
     """In mixed precision too; and of tied weights, and of converted linears, which read the whole
@@ -216,7 +217,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "graphs"
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_graphs_free_and_merge_what_they_are_told(cache: Path) -> None:
     """The backward needs all six matrices but the first, since nobody asks for the input's."""
     # Those that may take graphs from the cache are compiled to the end.

@@ -85,7 +85,7 @@ def test_a_layout_in_which_nothing_can_be_drawn_says_so(tmp_path: Path) -> None:
     assert "nothing is drawn" in next(p.message for p in found if p.path == "validation.picture")
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_weights_and_biases_is_given_the_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +103,7 @@ def test_weights_and_biases_is_given_the_picture(
         assert np.array_equal(np.asarray(Image.open(picture)), np.asarray(Image.open(ours)))
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_the_loss_falls() -> None:
     """Far below that of the mean of each patch, in a hundred steps of the tiny model."""
     made = tiny.job(

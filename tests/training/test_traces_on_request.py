@@ -54,6 +54,7 @@ def trained(words: list[str]) -> None:
     train.main(words)
 
 
+@pytest.mark.gate
 def test_a_run_answers_torchtitan_profile(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -194,11 +193,10 @@ TRIALS: dict[str, Callable[[], None]] = {
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, forked.Done]:
     folder = tmp_path_factory.mktemp("trials")
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(TRIALS)) as pool:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LATE_PORT", str(free_port()))
-        trials = (partial(forked.run, trial, folder) for trial in TRIALS.values())
-        found = [pool.submit(trial) for trial in trials]
-        return {name: each.result() for name, each in zip(TRIALS, found, strict=True)}
+        started = {name: forked.start(trial, folder) for name, trial in TRIALS.items()}
+        return {name: each.wait() for name, each in started.items()}
 
 
 @pytest.mark.parametrize("name", TRIALS)

@@ -77,6 +77,7 @@ def grown(tmp_path: Path) -> dict[str, int]:
     return {folder.name: count for folder, count in zip(folders, found, strict=True)}
 
 
+@pytest.mark.gate
 @pytest.mark.costs("a new interpreter")
 def test_memory_does_not_grow_with_the_data(grown: dict[str, int]) -> None:
     """Of 2 million documents of tokens, 8 bytes for each would be 16 MB."""

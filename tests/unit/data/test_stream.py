@@ -358,6 +358,7 @@ def test_close_ends_the_threads_and_reading_can_go_on(texts: Path) -> None:
     run[0].close()
 
 
+@pytest.mark.gate
 @pytest.mark.costs("a new interpreter")
 def test_the_interpreter_exits_cleanly_with_threads_running(texts: Path) -> None:
     """It does so three times, in forks of one that has imported what they need."""
