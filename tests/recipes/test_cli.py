@@ -165,12 +165,13 @@ def test_check_says_what_updates_which_roles(capsys: pytest.CaptureFixture[str])
     ]
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", recipe("[parallelism]\ndata_parallel_replicate_degree = 4\n")]) == 0
+    path = recipe("[parallelism]\ndata_parallel_replicate_degree = 4\n")
+    assert main(["check", path, "--training.seq_len=64", "--device=cpu"]) == 0
     layout = "pp 1, dp_replicate 4, dp_shard 1, cp 1, tp 1"
-    first = capsys.readouterr().out.splitlines()[0]
+    first, _, planned, *_ = capsys.readouterr().out.splitlines()
     assert first == f"valid on 4 ranks: {layout}; --world-size N checks another number"
+    assert planned.startswith("planned memory of a rank on cpu: ")
 
 
 @pytest.mark.usefixtures("no_plan")
