@@ -135,10 +135,15 @@ def _start_rank(handler: Any, words: Sequence[str], environment: Mapping[str, st
 
 def mount(*words: str | Path) -> None:
     """Mount something that only this process and those that it starts see."""
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
-        raise OSError(ctypes.get_errno(), "unshare")
+    call("unshare", CLONE_NEWNS)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", *words], check=True)
+
+
+def call(name: str, *arguments: int) -> None:
+    """Call a function of the C library that returns 0, as Python has it since 3.12."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        raise OSError(ctypes.get_errno(), name)
 
 
 Process = subprocess.Popen[str] | Forked

@@ -10,6 +10,7 @@ import heapq
 import os
 import random
 import select
+import socket
 import struct
 import subprocess
 import threading
@@ -20,6 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.launched import call, mount
+
+CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000  # linux/sched.h
 # linux/if_tun.h: a device of Ethernet frames, without a header before each.
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 FRAME_BYTES = 65536
@@ -73,6 +77,15 @@ class Network:
         name = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
         own = ["ip", "netns", "exec", self.names[node], "unshare", "--uts", "sh", "-c", name]
         return [*own, self.names[node], *command]
+
+    def enter(self, node: int) -> None:
+        """Move this process, and those that it will start, to one of the nodes."""
+        name = self.names[node]
+        with Path("/run/netns", name).open() as namespace:
+            call("setns", namespace.fileno(), CLONE_NEWNET)
+        call("unshare", CLONE_NEWUTS)
+        socket.sethostname(name)
+        mount("--bind", Path("/etc/netns", name, "hosts"), "/etc/hosts")
 
     def set_up(self, node: int, up: bool) -> None:
         """Switch the interface of a node on or off."""

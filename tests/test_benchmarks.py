@@ -166,7 +166,7 @@ def test_precision(tmp_path: Path) -> None:
     assert re.search("SimpleFSDP, loss in chunks: left out: .*compile.backend: ", page)
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_collectives_of_a_layout(tmp_path: Path) -> None:
     output = tmp_path / "page.md"
     command = ["benchmarks/collectives.py", "--layouts", "CP 2", "--output", output]

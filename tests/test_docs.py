@@ -146,11 +146,13 @@ PLAYED = [
         block.is_played and block.language in ("bash", "python", "toml") for block in blocks(page)
     )
 ]
-DAILY = [page for page in PLAYED if page not in IN_GATE]
+LONGEST = [page for page in PLAYED if page.name in ("compare.md", "verify.md", "vision_results.md")]
+"""Whole comparisons, whose parts are tested elsewhere."""
+DAILY = [page for page in PLAYED if page not in IN_GATE + LONGEST]
 
 
 @pytest.mark.costs("commands of a page")
-@pytest.mark.parametrize("page", tiers(PLAYED, DAILY), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", tiers(PLAYED, DAILY, LONGEST), ids=lambda page: page.name)
 def test_blocks_of_a_page_do_what_it_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ def run(fault: str, folder: Path) -> tuple[int, str]:
     return process.returncode, output
 
 
-@pytest.mark.parametrize("fault", tiers(FAULTS, ["raise"], gate=["kill", "silent"]))
+@pytest.mark.parametrize("fault", tiers(FAULTS, ["raise"], gate=["kill"]))
 def test_failure_ends_the_run_and_is_explained(
     fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,12 +39,18 @@ def environment(**variables: str) -> dict[str, str]:
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
 
 
-def start(command: list[str], folder: Path, *flags: str, **variables: str) -> Process:
+def start(
+    command: list[str],
+    folder: Path,
+    *flags: str,
+    before: Callable[[], object] = lambda: None,
+    **variables: str,
+) -> Process:
     """Start a run; a launcher of ours is forked from this process."""
     words = [*command, *SMALL, f"--job.dump_folder={folder}", *flags]
     if command[:3] == OURS:
         log = folder.parent / f"{folder.name}-{next(NUMBERS)}.log"
-        return launched.start(words, environment(**variables), log)
+        return launched.start(words, environment(**variables), log, before=before)
     return subprocess.Popen(
         words,
         cwd=ROOT,
@@ -97,8 +104,10 @@ def test_one_process_is_stopped_and_goes_on_to_the_same_numbers(
     number: int, status: int, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", RECIPE]
-    flags = ("--training.steps=40", "--job.imports=tests.tiny")
-    stopped = start(command, tmp_path / "stopped", *flags)  # with a Python of its own
+    flags = (*TINY, "--training.steps=40")
+    # With a Python of its own, and with time in which to stop it.
+    slow = (f"{TINY[0]},tests.faults", *flags[1:])
+    stopped = start(command, tmp_path / "stopped", *slow, FAULT="slow 0 0")
     wait_for_step(tmp_path / "stopped", 3, stopped)
     stopped.send_signal(number)
     assert "finishing this step, then saving" in finish(stopped, status)
@@ -124,7 +133,7 @@ def test_signal_to_the_script_is_passed_on_and_loses_nothing(
 ) -> None:
     """And the script shows the ranks asked for."""
     two = {"NGPU": "2", "CONFIG_FILE": RECIPE, "LOG_RANK": "0,1"}
-    process = start(["./run_train.sh"], tmp_path, "--training.steps=1000", **two)
+    process = start(["./run_train.sh"], tmp_path, *TINY, "--training.steps=1000", **two)
     wait_for_step(tmp_path, 3, process)
     process.send_signal(number)
     both = finish(process, status)

@@ -15,6 +15,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests import tiny
+from tests.tiers import tiers
 from torchtitan.estimate.compiled import SharedGraphs, places_taken
 from torchtitan.estimate.expansion import RankStep, expand
 from torchtitan.estimate.fake_rank import RankRecording, record
@@ -151,8 +152,7 @@ def kernels(step: RankStep) -> Counter[str]:
     return Counter(kernel.name for part in step.segments for kernel in part.kernels)
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("granularity", ["block", "model"])
+@pytest.mark.parametrize("granularity", tiers(["block", "model"], [], ["model"]))
 def test_repeated_blocks_stand_for_those_that_were_not_compiled(granularity: str) -> None:
     sections = {
         "model": {"name": "tiny", "flavor": "deep", "n_layers": 9},

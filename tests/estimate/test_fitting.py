@@ -61,13 +61,22 @@ def test_a_plan_is_between_the_bounds(name: str, device_type: Any) -> None:
 
 
 @pytest.mark.gate
-def test_a_run_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["check", "--here", "--device", "cpu"], ["train"]):
+def test_a_run_that_cannot_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*words: str) -> str:
         assert main([*words, *FLAGS]) == 2
         message = " ".join(capsys.readouterr().err.split())
         assert 'error: --model.flavor: got "405B"; a rank holds at least ' in message
         assert " GiB, and the host has " in message
-        assert "no change was found after which it fits: use at least " in message
+        return message
+
+    told = refused("check", "--here", "--device", "cpu")
+    assert "no change was found after which it fits: use at least " in told
+    # Each change takes a plan.
+    monkeypatch.setattr(fitting, "plan_on", lambda *_: None)
+    monkeypatch.setattr(fitting, "remedy", lambda *_: "use less")
+    assert "use less" in refused("train")
 
 
 @pytest.mark.gate

@@ -48,7 +48,7 @@ def test_planned_memory_of_biases_and_sinks_is_that_of_a_real_step(name: str) ->
         assert plan.moment == real.moment
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_planned_memory_of_experts_apart_is_that_of_balance() -> None:
     """Choices are not balanced, so ranks have more or less than planned."""
     layout = EXPERT_PARALLEL["EP 2 of 4"]

@@ -141,7 +141,9 @@ def muon_is_compiled_with_the_rest(recompute: dict[str, Any], **more: Any) -> No
         assert not warned
 
 
-@pytest.mark.parametrize("name", tiers(CASES, ["FSDP 2, every second block recomputed"]))
+@pytest.mark.parametrize(
+    "name", tiers(CASES, ["FSDP 2, every second block recomputed"], ["FSDP 2 x TP 2"])
+)
 def test_it_is_the_same_run(name: str) -> None:
     is_the_same_run(*CASES[name])
 
@@ -333,7 +335,7 @@ def test_a_run_says_what_was_compiled_and_when_again(tmp_path: Path) -> None:
         assert "grad_mode" in line
 
 
-@pytest.mark.gate
+@pytest.mark.slow
 def test_graphs_are_kept_for_the_next_process(tmp_path: Path) -> None:
     job = recipe(layouts.ONE, enable=True, cache_folder=str(tmp_path))
     ((cold, (said,)),) = run_ranks(compiled, 1, job)

@@ -341,8 +341,13 @@ def test_formulas_of_traffic_do_not_guess() -> None:
         formulas(recipe(case(shard=2, convert=ROWWISE)), 2)
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("converters", [GATHERED, MICROSCALED])
+@pytest.mark.parametrize(
+    "converters",
+    [
+        pytest.param(GATHERED, marks=pytest.mark.gate),
+        pytest.param(MICROSCALED, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_is_the_same(converters: tuple[ConverterConfig, ...], tmp_path: Path) -> None:
     """Bitwise; and without converters it goes on from the same checkpoint, and the other way."""
     layout = case(shard=2, convert=converters)

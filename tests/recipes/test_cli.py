@@ -83,6 +83,7 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
+@pytest.mark.costs("a plan")
 def test_the_first_lines_of_check_answer(tmp_path: Path) -> None:
     recipe("[checkpoint]\nenable = true\n[training]\nseq_len = 64\n")
 
@@ -165,6 +166,7 @@ def test_check_says_what_updates_which_roles(capsys: pytest.CaptureFixture[str])
     ]
 
 
+@pytest.mark.costs("a plan")
 def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe("[parallelism]\ndata_parallel_replicate_degree = 4\n")
     assert main(["check", path, "--training.seq_len=64", "--device=cpu"]) == 0

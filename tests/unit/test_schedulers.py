@@ -1,6 +1,7 @@
 """Nodes of a job from the variables that schedulers set, as they set them."""
 
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,10 @@ def test_nodes_whose_names_do_not_resolve_meet(tmp_path: Path) -> None:
     with network(named=False) as net:
         nodes = [
             start(
-                net.on(rank, TRAIN),
+                [*TRAIN, *TINY],
                 tmp_path,
                 *flags,
+                before=partial(net.enter, rank),
                 PET_NNODES="2",
                 PET_NPROC_PER_NODE="1",
                 PET_NODE_RANK=str(rank),
