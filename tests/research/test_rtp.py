@@ -239,6 +239,7 @@ def resumed(folder: str) -> list[dict[str, Tensor]]:
             case(shard=2, recompute=FULL, chunk=50, sharding=sharding),
             "AdamW",
             training={"steps": steps},
+            lr_scheduler={"total_steps": 2},
             job={"dump_folder": f"{folder}/{name}"},
             checkpoint={"enable": True, "interval": 1},
             validation={"enable": True, "freq": 1, "steps": 1},
