@@ -1,5 +1,6 @@
 """Every test starts from the same state: seeds, environment, one thread, logger, registries."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -42,6 +43,12 @@ def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.setLevel(level)
     os.environ.clear()
     os.environ.update(environment)
+
+
+def pytest_collection_finish() -> None:
+    """What all tests have imported stays: the collector need not look at it in every run."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -42,7 +42,7 @@ def start(action: Callable[[], int | None], folder: Path) -> Started:
     """
     streams = Path(mkdtemp())
     words = (action, folder, streams / "out", streams / "err")
-    process = multiprocessing.get_context("fork").Process(target=_child, args=words)
+    process = multiprocessing.get_context("fork").Process(target=child, args=words)
     process.start()
     return Started(process, streams)
 
@@ -52,7 +52,8 @@ def run(action: Callable[[], int | None], folder: Path) -> Done:
     return start(action, folder).wait()
 
 
-def _child(action: Callable[[], int | None], folder: Path, out: Path, err: Path) -> None:
+def child(action: Callable[[], int | None], folder: Path, out: Path, err: Path) -> None:
+    """Run an action in this process, which was forked, with its output added to files; leave."""
     gc.freeze()  # garbage of the parent may hold threads that a fork does not have
     # Would wait for the thread of pytest's `faulthandler_timeout`, which a fork does not have.
     faulthandler.cancel_dump_traceback_later = lambda: None

@@ -5,7 +5,6 @@ gives it. Only Python does not start anew, which takes 4 s of each.
 """
 
 import ctypes
-import gc
 import multiprocessing
 import os
 import signal
@@ -20,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
     SubprocessHandler,
 )
 
+from tests.forked import child
 from torchtitan.tools.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -38,9 +38,23 @@ class Forked:
         stdout: Path,
         stderr: Path,
     ) -> None:
-        self._output = stdout
-        context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_run, args=(function, environment, stdout, stderr))
+
+        def act() -> int:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.environ.clear()
+            os.environ.update(environment)
+            torch.set_num_threads(1)  # else its autograd threads race to replace the parent's pool
+            try:
+                return function()
+            except Exception as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+                return 1
+
+        self._output, words = stdout, (act, ROOT, stdout, stderr)
+        self._process = multiprocessing.get_context("fork").Process(target=child, args=words)
         self._process.start()
         self.pid = self._process.pid or 0
 
@@ -63,39 +77,6 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
-
-
-def _run(
-    function: Callable[[], int],
-    environment: Mapping[str, str],
-    stdout: Path,
-    stderr: Path,
-) -> None:
-    status = 1
-    try:
-        gc.freeze()  # garbage of the parent may hold threads that a fork does not have
-        os.setsid()
-        os.chdir(ROOT)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for path, stream in ((stdout, 1), (stderr, 2)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        # Those of the parent may be captured by pytest, and are not of this process.
-        sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
-        os.environ.clear()
-        os.environ.update(environment)
-        torch.set_num_threads(1)  # else its autograd threads race to replace the parent's pool
-        status = function()
-    except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) else leaving.code is not None
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Skips the exit handlers of pytest, which belong to the parent.
-        os._exit(status)
 
 
 def start(

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def gpu(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (missing / f"{name}.py").write_text(f"raise ModuleNotFoundError({name!r}, name={name!r})")
     command = [str(ROOT / "scripts" / "gpu"), "--output", str(output), *arguments]
     path = f"{missing}{os.pathsep}{ROOT}"
-    environment = os.environ | {"PYTHON": "python", "PYTHONPATH": path}
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": path}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 

@@ -54,13 +54,16 @@ QUICK = {
 }
 """Which of them are run alone, besides a few steps of its recipe."""
 MAIN_ROAD = [
-    *("tests/test_house.py", "tests/unit/config", "tests/unit/models/test_llama3.py"),
+    "tests/test_house.py::test_imports_point_down",
+    "tests/test_house.py::test_own_modules_are_imported_at_the_top",
+    "tests/test_house.py::test_the_main_road_knows_no_images",
+    *("tests/unit/config", "tests/unit/models/test_llama3.py"),
     *("tests/unit/test_auxiliary.py", "tests/unit/optim/test_schedule.py"),
     *("tests/recipes/test_bad_recipes.py", "tests/recipes/test_recipes.py"),
     "tests/parallel/test_parity.py",
 ]
-LAYOUTS = "not trains_the_same_run or DDP"
-"""Of those, the layouts that are compared."""
+LAYOUTS = "(not trains_the_same_run or DDP) and not compiles"
+"""Of those, the layouts that are compared, and nothing that is compiled."""
 
 
 def copy_with(systems: set[str], folder: Path) -> Path:

@@ -268,7 +268,7 @@ def test_damaged_description_is_replaced_by_that_of_another_node(
 
 @pytest.mark.parametrize(
     ("layout", "disks"),
-    [("TP 2", (0, 1)), ("one rank, accumulating 8", (0,))],
+    tiers([("TP 2", (0, 1)), ("one rank, accumulating 8", (0,))], [("TP 2", (0, 1))]),
 )
 def test_another_layout(
     layout: str, disks: tuple[int, ...], after_5: Path, tmp_path: Path, whole: tuple[Path, Ended]

@@ -115,6 +115,7 @@ def test_phases_and_pauses_are_seconds_of_all_steps(tmp_path: Path) -> None:
     assert run.seconds_by_phase() == {"forward": 3.0, "backward": 6.0, "checkpoint": 4.0}
 
 
+@pytest.mark.gate
 @pytest.mark.costs("two plans")
 def test_runs_that_exist_are_compared_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -225,6 +225,7 @@ def relative(variant: Variant, base: Variant, name: str, along: str) -> tuple[li
     return [x for x, _ in pairs], [apart or None for _, apart in pairs]
 
 
+@pytest.mark.gate
 @needs_browser
 @pytest.mark.parametrize("along", ["steps", "units"])
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])

@@ -237,10 +237,8 @@ def test_two_comparisons_do_not_share_a_folder(
     assert not (tmp_path / "out/runs").exists()
 
 
-@pytest.mark.costs("every study, with all that it varies")
-@pytest.mark.parametrize(
-    "studies", [SMALLER, pytest.param(LARGEST, marks=pytest.mark.gate)], ids=["smaller", "largest"]
-)
+@pytest.mark.gate
+@pytest.mark.parametrize("studies", [SMALLER, LARGEST], ids=["smaller", "largest"])
 def test_shipped_studies_can_run_where_they_are_meant_to(
     studies: list[Path],
     tokenizer: str,  # noqa: F811

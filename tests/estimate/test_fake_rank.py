@@ -56,6 +56,7 @@ def test_reads_of_values_are_answered_with_a_note(monkeypatch: pytest.MonkeyPatc
     assert ASSUMED in recorded("DDP 2").notes
 
 
+@pytest.mark.gate
 def test_updates_of_whole_matrices_are_recorded_on_any_mesh() -> None:
     """A pipeline rank has a part of the ranks, so a group of its mesh is created.
 

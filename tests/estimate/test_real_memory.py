@@ -22,13 +22,14 @@ CASES = {
     )
     if name in LAYOUTS | SYSTEMS
 } | installed({"FSDP 2, LoCo": case(shard=2, communication=LOCO)})
+CASES["FSDP 2, one block"] = case(shard=2).of(n_layers=1)
 
 
 GATE = ("FSDP 2, accumulating 4", "HSDP 2 x 2", "TP 2, neither", "CP 2, ring")
 GATE += ("PP 2, Interleaved1F1B",)
 
 
-@pytest.mark.parametrize("name", tiers(CASES, [], gate=GATE))
+@pytest.mark.parametrize("name", tiers(CASES, ["FSDP 2, one block"], gate=GATE))
 def test_planned_memory_is_that_of_a_real_step(name: str) -> None:
     layout = CASES[name]
     job = layouts.job(layout, "AdamW", training={"steps": 4})
@@ -38,8 +39,7 @@ def test_planned_memory_is_that_of_a_real_step(name: str) -> None:
         assert plan.moment == real.moment
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("name", ["FSDP 2, accumulating 4", "TP 2"])
+@pytest.mark.parametrize("name", tiers(["FSDP 2, accumulating 4", "TP 2"], [], ["TP 2"]))
 def test_planned_memory_of_biases_and_sinks_is_that_of_a_real_step(name: str) -> None:
     job = layouts.job(LAYOUTS[name].of(**OSS), "AdamW", training={"steps": 4})
     for rank, real in enumerate(run_ranks(measured, LAYOUTS[name].ranks, job)):

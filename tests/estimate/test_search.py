@@ -98,7 +98,7 @@ def test_own_layout_is_that_of_the_recipe():
 def test_found_layouts_are_valid_and_the_best_is_a_recipe_with_the_same_plan(tmp_path: Path):
     job, hardware = debug_job(2), find_hardware("cpu")
     own = on_cpu(job, 2)
-    found = search(job, own, hardware, device_type="cpu", seconds=20)
+    found = search(job, own, hardware, device_type="cpu", seconds=5)
     times = [each.seconds_per_step for each in found.layouts]
     assert len(times) > 1
     assert times == sorted(times)

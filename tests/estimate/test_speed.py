@@ -9,6 +9,7 @@ import torch.distributed.tensor
 
 from tests.estimate import recorded
 from tests.layouts import LAYOUTS, case, schedule
+from tests.tiers import tiers
 from torchtitan.estimate.device_streams import CONTENTION, DeviceStreams
 from torchtitan.estimate.expansion import StepSegment
 from torchtitan.estimate.fake_rank import RankRecording
@@ -175,8 +176,9 @@ def timed(job: JobConfig, ranks: int, hardware: Hardware) -> StepTime:
     return step_time(job, ranks, steps, hardware)
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("name", ["FSDP 2 x TP 2", "PP 2, ZBVZeroBubble", "PP 2, 1F1B"])
+@pytest.mark.parametrize(
+    "name", tiers(["FSDP 2 x TP 2", "PP 2, ZBVZeroBubble", "PP 2, 1F1B"], ["PP 2, 1F1B"])
+)
 def test_parts_add_up_to_the_time_of_the_step(name: str) -> None:
     layout = LAYOUTS[name]
     job, hardware = recorded.job(name), find_hardware("h100")

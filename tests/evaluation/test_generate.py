@@ -129,6 +129,7 @@ def test_rows_stop_when_it_is_enough(tmp_path: Path) -> None:
     assert [row.ended for row in asked] == ["length", "stopped", "stopped"]
 
 
+@pytest.mark.gate
 def test_tensor_parallelism_changes_nothing(tmp_path: Path) -> None:
     paths = [checkpoint(tmp_path / flavor, flavor) for flavor in ("plain", "tied")]
     [alone] = run_ranks(measured, 1, paths)

@@ -96,7 +96,7 @@ SENDING: dict[str, Case] = installed(
         ),
     }
 )
-SENDING_DAILY = ("FSDP 2, LoCo", "FSDP 2 x TP 2, QSDP", "HSDP 2 x 2, DeMo", "rotated 2")
+SENDING_DAILY = ("FSDP 2, LoCo", "HSDP 2 x 2, DeMo", "rotated 2")
 
 
 SENDING_SLOW = (

@@ -185,7 +185,7 @@ HOPS = {"one hop": LOCO, "two hops": TWO_HOPS}
 
 
 @pytest.mark.costs("four ranks, three runs")
-@pytest.mark.parametrize("hops", tiers(HOPS, ["two hops"]))
+@pytest.mark.parametrize("hops", tiers(HOPS, []))
 def test_a_run_that_resumes_is_the_same_to_the_bit(hops: str, tmp_path: Path) -> None:
     resumes_to_the_bit(HOPS[hops], tmp_path)
 

@@ -137,12 +137,15 @@ def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 TABLE = Path(__file__).with_name("bad_recipes.txt")
-RANGER21 = listed(OPTIMIZERS["Ranger21"].model_fields, f"{HELP} optimizer")
+RANGER21 = "{RANGER21}"
 
 
 @pytest.mark.parametrize("case", cases(TABLE), ids=lambda case: case.name)
 def test_mistake(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [line.replace("{RANGER21}", RANGER21) for line in case.lines]
+    lines = case.lines
+    if any(RANGER21 in line for line in lines):
+        settings = listed(OPTIMIZERS["Ranger21"].model_fields, f"{HELP} optimizer")
+        lines = [line.replace(RANGER21, settings) for line in lines]
     is_refused(case._replace(lines=lines), tmp_path, monkeypatch)
 
 

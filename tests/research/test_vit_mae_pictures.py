@@ -65,6 +65,7 @@ def test_what_is_restored_perfectly_is_the_input() -> None:
     assert torch.allclose(seen[:, :, :16][:, ~is_gray], whole[:, :, :16][:, ~is_gray], atol=1e-6)
 
 
+@pytest.mark.gate
 def test_a_validation_writes_one_picture_on_one_rank(tmp_path: Path) -> None:
     """And none if it is off."""
     one, two, off = (tmp_path / name for name in ("one", "two", "off"))

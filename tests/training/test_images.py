@@ -67,6 +67,7 @@ def test_every_layout_trains_as_one_rank() -> None:
         assert found == pytest.approx(expected, rel=1e-4), name
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, LAYOUTS["PP 2"])])
 def test_an_auxiliary_loss_of_weight_zero_changes_no_bit(ranks: int, layout: list[str]) -> None:
     weights = {"weighted": 1.0, "zero": 0.0, "without": 0.0}
@@ -90,10 +91,9 @@ def train_and_leave_out(weighted: JobConfig, zero: JobConfig, without: JobConfig
         train(without)
 
 
+@pytest.mark.gate
 @pytest.mark.costs("three runs on each of two layouts")
-@pytest.mark.parametrize(
-    "names", [("FSDP 2", "PP 2"), pytest.param(("DDP 2",), marks=pytest.mark.gate)]
-)
+@pytest.mark.parametrize("names", [("FSDP 2", "PP 2"), ("DDP 2",)])
 def test_a_run_that_is_resumed_is_the_run_never_stopped(names: tuple[str, ...]) -> None:
     jobs = []
     for name in names:

@@ -364,6 +364,7 @@ def predicted(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Any, st
     return found, " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.gate
 @pytest.mark.costs("two plans")
 def test_predicted_is_next_to_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row(1), row(2, **{"time/backward": 2.0, "time/clip": 0.2, "time/optimizer": 0.3})]

@@ -148,6 +148,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         read_trace(tmp_path / "x.json")
 
 
+@pytest.mark.gate
 @pytest.mark.costs("two profiled ranks")
 def test_a_real_trace_of_two_ranks(tmp_path: Path) -> None:
     schedule = {"enable_profiling": True, "profile_freq": 3, "profiler_warmup": 1}

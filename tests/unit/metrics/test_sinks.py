@@ -427,6 +427,7 @@ def write_wandb(folder, start_step, written, **about):
     return sink.run
 
 
+@pytest.mark.gate
 @pytest.mark.costs("starts the service of Weights & Biases")
 def test_wandb_writes_an_offline_run(tmp_path, offline, monkeypatch):
     about = {"recipe": {"training": {"steps": 3}}, "tags": ("a", "b")}
