@@ -484,11 +484,13 @@ def compared_by(layout: Case) -> list[str]:
     """The optimizers by which a layout is compared with one rank.
 
     SGD shows errors of scale, to which AdamW is blind. AdamW is there where its states are kept
-    elsewhere, or its update is followed by work on the weights.
+    elsewhere, or its update is followed by work on the weights. Of rounded products it would
+    enlarge the last bits, so otherwise they are compared by SGD alone.
     """
     offloads = layout.sections.get("training", {}).get("enable_cpu_offload", False)
     gathers = any(getattr(each, "enable_fsdp_float8_all_gather", False) for each in layout.convert)
-    return list(OPTIMIZERS) if offloads or gathers else ["SGD"]
+    by_both = gathers or (offloads and not layout.converts_linears)
+    return list(OPTIMIZERS) if by_both else ["SGD"]
 
 
 def alone(layout: Case) -> Case:

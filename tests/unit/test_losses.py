@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -15,7 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 from tests import tiny
 from tests.ranks import run_ranks
 from torchtitan.auxiliary_losses import ZLoss
-from torchtitan.losses import LossConfig, cross_entropy, linear_losses
+from torchtitan.losses import (
+    LossConfig,
+    cross_entropy,
+    linear_losses,
+    vocabulary_parallel_cross_entropy,
+)
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty
@@ -253,3 +259,26 @@ def test_page_gives_what_the_formulas_say() -> None:
         for cell, is_compiled in zip(cells, (False, True), strict=True):
             sizes = (8192, 128_256, 4096, int(chunk))
             assert cell == f"{peak_bytes(*sizes, torch.bfloat16, is_compiled) / 2**30:.2f}"
+
+
+def split_over_ranks(vocabulary: int) -> list[tuple[Tensor, Tensor]]:
+    """The loss of every token of a vocabulary and its gradient: from parts, in both ways, whole."""
+    group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
+    hidden, targets = torch.randn(1, vocabulary, 4), torch.arange(vocabulary)[None]
+    weight = torch.randn(vocabulary, 4, requires_grad=True)
+    part = weight.detach().chunk(ranks)[rank].requires_grad_()
+    split = vocabulary_parallel_cross_entropy(F.linear(hidden, part), targets, group, vocabulary)
+    chunked, _ = linear_losses(hidden, part, targets, 2, group, vocabulary)
+    total = cross_entropy(F.linear(hidden, weight), targets)
+    (gradient,) = torch.autograd.grad(total, weight)
+    found = [(each.detach(), *torch.autograd.grad(each, part)) for each in (split, chunked)]
+    return [*found, (total.detach(), gradient.chunk(ranks)[rank])]
+
+
+@pytest.mark.parametrize(("ranks", "vocabulary"), [(2, 7), (3, 10)])
+def test_parts_of_a_vocabulary_that_ranks_do_not_divide(ranks: int, vocabulary: int) -> None:
+    """Every token is a target: bytes of English text are all in the first half."""
+    for split, chunked, expected in run_ranks(split_over_ranks, ranks, vocabulary):
+        torch.testing.assert_close(split, expected)
+        torch.testing.assert_close(chunked, expected)
