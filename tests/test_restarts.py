@@ -127,7 +127,7 @@ def test_nodes_resume_from_their_own_disks(tmp_path: Path) -> None:
         for node in both:
             kill(node)
     with ExitStack() as stack:
-        statuses = [node.wait(timeout=100) for node in nodes(stack, "raise 9 9")]
+        statuses = [node.wait(timeout=300) for node in nodes(stack, "raise 9 9")]
     assert statuses == [0, 0], [log.read_text() for log in logs]
     assert not list(shared.iterdir())
     held = [sorted(tmp_path.glob(f"disk{node}/*/step-*/rank-*")) for node in range(2)]
