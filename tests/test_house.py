@@ -24,7 +24,7 @@ LAYERS = [
     ["tools.plan", "tools.preflight"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
     ["tools.recipes", "tools.doctor", "tools.manifest"],
-    ["tools.watch", "tools.plot", "tools.profile", "tools.trace"],
+    ["tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer", "tools.data"],
     ["tools.explain", "tools.evaluate"],
     ["tools.launched"],

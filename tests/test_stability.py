@@ -19,7 +19,7 @@ from torchtitan.config import json_schema
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE
 from torchtitan.models import MODELS
-from torchtitan.tools.cli import main
+from torchtitan.tools.cli import REMOVED, main
 from torchtitan.tools.compare import read as read_study
 
 ROOT = Path(__file__).parents[1]
@@ -119,7 +119,7 @@ def test_every_option_is_known(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     expected = {commit: kept(commit, "command_line.json") for commit in COMMITS}
-    for verb in {verb for options in expected.values() for verb in options}:
+    for verb in {verb for options in expected.values() for verb in options} - {*REMOVED}:
         if verb == "launch":
             monkeypatch.setattr("sys.argv", ["launch.py", "--help"])
             with pytest.raises(SystemExit, match="0"):
@@ -129,6 +129,14 @@ def test_every_option_is_known(
         found = {*listed_options(capsys.readouterr().out), "--help"}
         for commit, options in expected.items():
             assert set(options.get(verb, ())) <= found, f"{verb} of {commit}"
+
+
+@pytest.mark.parametrize("verb", REMOVED)
+def test_a_removed_verb_names_its_replacement(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, "outputs/run"]) == 2
+    assert f"error: {verb}: this verb was removed; {REMOVED[verb]}" in capsys.readouterr().err
 
 
 def test_metrics_keep_their_names(in_earlier: None, tmp_path: Path) -> None:
@@ -146,7 +154,7 @@ def test_runs_are_read(commit: str, in_earlier: None, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(EARLIER / commit / "run", run)
     shutil.copytree(EARLIER / commit / "checkpoint", run / "checkpoint")
-    for verb in ("watch --once", "explain", "plot", "checkpoint ls"):
+    for verb in ("explain", "plot", "checkpoint ls"):
         assert main([*verb.split(), str(run)]) == 0, verb
 
 

@@ -253,7 +253,7 @@ def test_what_the_command_line_does_not_know(capsys: pytest.CaptureFixture[str])
             ["check", "r.toml", "--device", "cdua"],
             "--device: got cdua\n  did you mean cuda?\n  allowed: cpu, cuda",
         ),
-        (["watch"], "Missing argument"),
+        (["plot"], "Missing argument"),
         (["evaluate", "x"], "Missing option '--tasks'"),
         (["compare", "--seeds"], "Option '--seeds' requires an argument."),
     ]:
@@ -463,7 +463,7 @@ def test_completion(
         ("train --help lo", ["loss"]),
         ("compare -h a", ["auxiliary_losses", "activation_checkpoint", "all"]),
         ("--help opt", ["optimizer"]),
-        ("watch --help a", []),
+        ("plot --help a", []),
         ("check --device ", ["cpu", "cuda"]),
         ("check --here ", ["folder/", "recipe.toml", *packaged_recipes()]),
         ("recipes copy llama3_1", ["llama3_1b"]),
@@ -476,7 +476,7 @@ def test_completion(
         ("train folder/t", ["folder/two.toml"]),
         ("train nowhere/", []),
         ("compare recipe.toml fo", ["folder/one.toml", "folder/two.toml"]),
-        ("watch fol", []),  # the shell completes files
+        ("plot fol", []),  # the shell completes files
     ]:
         assert completed(f"torchtitan {words}", cache, monkeypatch, capsys) == expected, words
 

@@ -37,7 +37,6 @@ VERBS: Final = {
         "doctor": "doctor",
     },
     "Runs": {
-        "watch": "watch",
         "plot": "plot",
         "explain": "explain.command",
         "profile": "profile",
@@ -51,6 +50,11 @@ VERBS: Final = {
     },
 }
 """The module of each verb, in the groups that `torchtitan --help` shows."""
+REMOVED: Final = {
+    "watch": "follow metrics.jsonl, or use TensorBoard, Weights & Biases or /metrics; "
+    "`torchtitan plot RUN` draws the loss",
+}
+"""Verbs of earlier versions, with what replaces them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,6 +105,8 @@ class Verbs(VerbGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The verb that `args` begin with, and what follows it."""
+        if args[0] in REMOVED:
+            raise ConfigError(f"{args[0]}: this verb was removed; {REMOVED[args[0]]}")
         name, listed, rest = super().resolve_command(ctx, args)
         if name is None or listed is None:
             return name, listed, rest
