@@ -4,7 +4,6 @@
 `x` is used when `[metrics] enable_x` is true; a sink without such a key is always used.
 """
 
-import os
 from collections.abc import Iterator
 from typing import Final, Literal
 
@@ -16,7 +15,6 @@ from torchtitan.metrics.health import parse
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Console, Jsonl, Sink, SinkContext, TensorBoard, WandB
 from torchtitan.metrics.stragglers import StragglerWatch
-from torchtitan.metrics.trainjob import TrainJob, is_trainjob
 from torchtitan.packages import install, is_installed
 
 __all__ = [
@@ -95,14 +93,9 @@ class MetricsConfig(Config):
 
 
 def build_sinks(config: MetricsConfig, context: SinkContext) -> list[Sink]:
-    """The sinks of one rank: all that are enabled on rank 0; JSONL alone, or none, elsewhere.
-
-    A TrainJob of Kubeflow that the run is part of is one, too.
-    """
+    """The sinks of one rank: all that are enabled on rank 0; JSONL alone, or none, elsewhere."""
     if context.rank > 0:
         return [Jsonl(context)] if config.save_for_all_ranks else []
-    trainjob = [TrainJob(context, os.environ)] if is_trainjob(os.environ) else []
     return [
-        *trainjob,
-        *(sink(context) for name, sink in SINKS.items() if getattr(config, f"enable_{name}", True)),
+        sink(context) for name, sink in SINKS.items() if getattr(config, f"enable_{name}", True)
     ]
