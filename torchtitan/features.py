@@ -19,7 +19,6 @@ from torchtitan.device import collect_garbage
 from torchtitan.expert_loads import ExpertLoads, routers
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.metrics.precision import PrecisionWatch
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
@@ -78,8 +77,6 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     yield observer(parts)
     if parts.has_ledger:
         yield Hooks(session=data_ledger(parts))
-    if job.metrics.precision_freq:
-        yield Hooks(before_forward=precision_probe(parts))
     if job.auxiliary_losses:
         weigh = model.auxiliary.begin
         yield Hooks(before_forward=lambda batch: weigh(state.step + 1))
@@ -192,22 +189,6 @@ def count_left_out(parts: Parts, metric: str, batch: StepBatch) -> None:
     own = torch.tensor(parts.data.left_out(), device=parts.world.device.torch_device)
     with parts.timeline.phase("sync"):
         parts.meter.record(**{metric: parts.world.sum(own, over="data")})
-
-
-def precision_probe(parts: Parts) -> Callable[[StepBatch], None]:
-    """Return a hook that measures how converted linears round, when due, and drops gradients."""
-    job = parts.job
-    watch = PrecisionWatch(job.metrics.precision_freq, job.convert, parts.model, parts.world)
-
-    def measure(batch: StepBatch) -> None:
-        step = parts.state.step + 1
-        if watch.is_due(step):
-            with parts.timeline.pause("precision"):
-                found = watch.measure(step, batch.microbatches[0], batch.count)
-            parts.meter.measured(step, "precision", **found)
-            parts.optimizers.zero_grad()
-
-    return measure
 
 
 def open_loads(parts: Parts) -> ExpertLoads | None:

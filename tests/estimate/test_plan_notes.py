@@ -51,7 +51,6 @@ def job(flags: Sequence[str], ranks: int = 4) -> JobConfig:
             "--validation.enable true --validation.unit local --validation.local_batch_size 512",
             "batches larger than in training are not in the peak",
         ),
-        ("--convert.0.name float8 --metrics.precision_freq 5", "a microbatch every 5 steps"),
         ("--metrics.statistics_freq 5", "a forward every 5 steps"),
         ("--profiling.enable_profiling true", "the time of the profiler"),
         ("--profiling.enable_memory_snapshot true", "the time of the profiler"),

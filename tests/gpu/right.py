@@ -167,12 +167,6 @@ CASES: dict[str, Case] = {
         convert=(LowPrecisionAttention(dtype="int8", rotation="qkv"),), bounds=EIGHT
     ),
     "deterministic": case({"debug": {"deterministic": True}}),
-    "precision watched": case(
-        BF16,
-        {"metrics": {"precision_freq": 1}},
-        convert=FLOAT8["tensorwise"],
-        bounds=EIGHT,
-    ),
 }
 
 

@@ -1,7 +1,6 @@
 """Attention in 8 bits: the rotation against scipy's matrix, the rounding, and what it does."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,6 @@ import torch
 from torch import Tensor
 
 from tests import tiny
-from tests.layouts import FULL, Case, case
-from tests.ranks import run_ranks
-from tests.research.layouts import BY_TENSOR
-from tests.research.several import each
-from tests.runs import rows, train
-from tests.training.test_precision import recipe as watched_recipe
 from torchtitan import convert
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.decoder import Decoder
@@ -188,33 +181,3 @@ def test_a_scale_that_looks_ahead_is_told() -> None:
     (note,) = tiny.problems(recipe(LowPrecisionAttention(scale="head")), severity="note")
     assert note.path == "convert.0.scale"
     assert "depends on later tokens" in note.message
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        case(cp=2, documents=True, convert=BY_TENSOR),
-        pytest.param(case(2, tp=2, convert=BY_TENSOR, recompute=FULL), marks=pytest.mark.slow),
-    ],
-)
-def test_rounded_attention_is_reported_and_the_run_is_the_same(
-    layout: Case, tmp_path: Path
-) -> None:
-    jobs = [watched_recipe(tmp_path / str(watched), layout, watched) for watched in (0, 2)]
-    plain, watched = run_ranks(each, layout.ranks, train, jobs)[0]
-    for name, weight in plain.items():
-        assert torch.equal(weight, watched[name]), name
-    found = [row for row in rows(tmp_path / "2") if row.get("event") == "precision"]
-    assert [row["step"] for row in found] == [2, 4]
-    layers = 6 if layout.pp > 1 else 2
-    for row in found:
-        values: dict[str, float] = {k: v for k, v in row.items() if k.startswith("precision/")}
-        assert values.keys() == {
-            f"precision/layers.{number}.attention.attend/{what}/{which}"
-            for number in range(layers)
-            for what in "qkv"
-            for which in ("underflow", "saturation", "scale")
-        }
-        assert all(v > 0 for k, v in values.items() if k.endswith("scale"))
-        assert all(0 <= v <= 1 for k, v in values.items() if not k.endswith("scale"))
-        assert any(v > 0 for k, v in values.items() if k.endswith("underflow"))

@@ -71,7 +71,6 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     shard_groups.in_hooks,
     divisibility.sequences,
     divisibility.batches,
-    converting.precision,
     converting.sent,
     converting.converters,
     converting.loss,

@@ -28,13 +28,6 @@ def linear_converters(job: JobConfig) -> Iterator[tuple[int, LinearConverterConf
             yield number, converter
 
 
-def precision(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Check that there is a converter whose precision can be reported."""
-    if job.metrics.precision_freq and not job.convert:
-        message = "nothing is converted, so there is nothing to report; add [[convert]], or use 0"
-        yield Problem("metrics.precision_freq", message, ("convert",))
-
-
 def sent(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that tensors with a converter's own format are communicated at all."""
     p = job.parallelism

@@ -28,7 +28,6 @@ NOT_IN_BACKWARD: Mapping[str, tuple[Any, str]] = {
     "fault_tolerance.enable": (False, "gradients are freed before replica groups can sum them"),
     "spikes.sigma": (0, "an update is made before its spike is detected, so it cannot be skipped"),
     "spikes.max_rollbacks": (0, "no step is skipped, so there is nothing to roll back"),
-    "metrics.precision_freq": (0, "a microbatch that is only measured would change weights"),
     "metrics.statistics_freq": (0, "a gradient is freed before it can be measured"),
 }
 """Keys ruled out by updates in the backward: the one allowed value, and why."""

@@ -48,12 +48,6 @@ def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if ways.weights.reads_numbers and packing:
         message = f'{packing[0]} gathers weights in another format; use "plain", or false there'
         yield Problem("communication.weights.name", message, ("convert",))
-    if ways.gradients.remembers and job.metrics.precision_freq:
-        message = (
-            "rounding errors of gradients that metrics.precision_freq discards would be sent "
-            "later; use 0 there"
-        )
-        yield Problem("communication.gradients.name", message, ("metrics.precision_freq",))
 
 
 def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

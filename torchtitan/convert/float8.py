@@ -9,11 +9,10 @@ on the layout, while a tensor's part of the batch does.
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan.config import Context, Problem
 from torchtitan.convert.rounded_experts import convert_experts
@@ -21,12 +20,9 @@ from torchtitan.convert.settings import (
     Conversion,
     ConversionTarget,
     LinearConverterConfig,
-    Rounding,
-    What,
     Wire,
     linears,
 )
-from torchtitan.torch_private.dtensor import stored
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -133,38 +129,6 @@ class Float8(LinearConverterConfig):
             note += ", activations gathered in Float8"
         return note
 
-    def has_converted(self, module: nn.Module) -> bool:
-        from torchao.float8.float8_linear import Float8Linear
-
-        return isinstance(module, Float8Linear)
-
-    def rounding(self, module: Any, what: What, x: Tensor) -> Rounding | None:
-        from torch.distributed.tensor import DTensor
-        from torchao.float8.config import ScalingType
-        from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
-        from torchao.float8.float8_utils import tensor_to_scale
-
-        config = module.config
-        cast = {
-            "input": config.cast_config_input,
-            "weight": config.cast_config_weight,
-            "gradient": config.cast_config_grad_output,
-        }[what]
-        if cast.scaling_type is ScalingType.DISABLED or tensor_already_casted_to_fp8(x):
-            return None
-        scale = tensor_to_scale(
-            x,
-            cast.target_dtype,
-            scaling_granularity=cast.scaling_granularity,
-            axiswise_dim=-1,
-            round_scales_to_power_of_2=config.round_scales_to_power_of_2,
-        )
-        x, scale = (t.to_local() if isinstance(t, DTensor) else t for t in (x, scale))
-        scaled = stored(x).float() * scale
-        largest = torch.finfo(cast.target_dtype).max
-        rounded = scaled.clamp(-largest, largest).to(cast.target_dtype).float()
-        return Rounding(scaled, rounded, scale, largest)
-
     def before_pass(self, parts: Iterable[nn.Module]) -> None:
         if not self.precompute_float8_dynamic_scale_for_fsdp:
             return
@@ -200,8 +164,6 @@ class _Cast:
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import GemmInputRole
 
-        if self.linear.wire.watch is not None:
-            self.linear.wire.watch("input", x)
         dtype = self.linear.config.cast_config_input.target_dtype
         cast: DTensor = hp_tensor_to_float8_dynamic(
             x, dtype, self.linear.linear_mm_config, gemm_input_role=GemmInputRole.INPUT
@@ -220,7 +182,4 @@ class _CastGradient:
 
         dtype = self.linear.config.cast_config_grad_output.target_dtype
         same: DTensor = NoopFwToFloat8BwDynamic.apply(y, self.linear.linear_mm_config, dtype)
-        if self.linear.wire.watch is not None and same.requires_grad:
-            note = partial(self.linear.wire.watch, "gradient")
-            same.register_hook(note)  # type: ignore[no-untyped-call]
         return same

@@ -7,16 +7,13 @@ of the scale upwards is used). Blackwell supports these products in hardware.
 
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan.convert.rounded_experts import convert_experts
 from torchtitan.convert.settings import (
     Conversion,
     ConversionTarget,
     LinearConverterConfig,
-    Rounding,
-    What,
     linears,
     replace,
 )
@@ -67,23 +64,3 @@ class MXFP8(LinearConverterConfig):
         wide = self.high_precision_weight_gradients
         convert_experts(model, self, target, done, block=BLOCK, keeps_gradients=wide)
         return done
-
-    def has_converted(self, module: nn.Module) -> bool:
-        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
-
-        return isinstance(module, MXFP8Linear)
-
-    def rounding(self, module: nn.Module, what: What, x: Tensor) -> Rounding | None:
-        from torch.distributed.tensor import DTensor
-        from torchao.prototype.mx_formats.config import ScaleCalculationMode
-        from torchao.prototype.mx_formats.mx_tensor import to_mx
-
-        local = (x.to_local() if isinstance(x, DTensor) else x).contiguous()
-        if local.shape[-1] % BLOCK:
-            return None
-        scale, data = to_mx(local, torch.float8_e4m3fn, BLOCK, ScaleCalculationMode.RCEIL)
-        inverse = scale.float().reciprocal()
-        blocks = (*inverse.shape, BLOCK)
-        scaled = local.float().reshape(blocks) * inverse[..., None]
-        rounded = data.float().reshape(blocks)
-        return Rounding(scaled, rounded, inverse, torch.finfo(torch.float8_e4m3fn).max)

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.config import Config, Context, Problem
@@ -16,10 +14,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from torchtitan.models.spec import ModelSpec
-
-
-What = Literal["input", "weight", "gradient"]
-"""Tensor of a linear that is rounded; the gradient is that of its output."""
 
 
 @dataclass
@@ -55,36 +49,6 @@ class Wire:
     """Function applied to its input before that is gathered."""
     shrink_gradient: "Callable[[DTensor], DTensor]"
     """Function applied to its output, which shrinks its gradient before that is gathered."""
-    watch: "Callable[[What, Tensor], None] | None" = None
-    """Callback for each shrunk tensor."""
-
-
-class Rounding(NamedTuple):
-    """Rounding of one tensor."""
-
-    scaled: Tensor
-    """Elements times their scales, float32."""
-    rounded: Tensor
-    """Values of `scaled` in the rounded format, float32."""
-    scale: Tensor
-    largest: float
-    """Largest number of the format."""
-
-    def shares(self) -> dict[str, Tensor]:
-        """Return underflow, saturation and the smallest scale; 0-d each, on the device."""
-        if not self.scaled.numel():
-            return {}
-        is_something = self.scaled != 0
-        vanished = is_something & (self.rounded == 0)
-        return {
-            "underflow": vanished.sum() / is_something.sum().clamp(min=1),
-            "saturation": (self.scaled.abs() > self.largest * BEYOND).float().mean(),
-            "scale": self.scale.min(),
-        }
-
-
-BEYOND = 1 + 2**-12
-"""Factor over the largest number that exceeds the rounding error of its scale."""
 
 
 class ConverterConfig(Config):
@@ -115,20 +79,6 @@ class ConverterConfig(Config):
         """Change `model`, which is whole and still on the meta device, in place."""
         raise NotImplementedError
 
-    def has_converted(self, module: nn.Module) -> bool:
-        """Whether a module was made by such a converter, so that `watch` supports it."""
-        return False
-
-    def watch(
-        self, module: nn.Module, keep: Callable[[str, Rounding], None]
-    ) -> Iterator[Callable[[], None]]:
-        """Call `keep` with the name and the rounding of each tensor that a module rounds here.
-
-        Yields:
-            Functions that stop it.
-        """
-        raise NotImplementedError
-
     def before_pass(self, parts: Iterable[nn.Module]) -> None:
         """Prepare the parts of the model whenever their weights may have changed."""
 
@@ -155,42 +105,6 @@ class LinearConverterConfig(ConverterConfig):
                 "original dtype"
             )
             yield Problem("emulate", message)
-
-    def rounding(self, module: nn.Module, what: What, x: Tensor) -> Rounding | None:
-        """Return the rounding of this rank's part of `x`; None if not rounded, or already."""
-        raise NotImplementedError
-
-    def watch(
-        self, module: Any, keep: Callable[[str, Rounding], None]
-    ) -> Iterator[Callable[[], None]]:
-        weight = module.weight
-
-        @torch.no_grad()
-        def note(what: What, x: Tensor) -> None:
-            if (rounding := self.rounding(module, what, x.detach())) is not None:
-                keep(what, rounding)
-
-        def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            note("input", inputs[0])
-            # If it was gathered in Float8, this rank's part of it was not.
-            note("weight", module.weight)
-            note("weight", weight)
-
-        def leave(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(partial(note, "gradient"))  # type: ignore[no-untyped-call]
-
-        # Before tensor parallelism shards it again.
-        yield module.register_forward_pre_hook(enter).remove
-        yield module.register_forward_hook(leave, prepend=True).remove
-        if hasattr(module, "wire"):
-            wire = module.wire
-
-            def forget() -> None:
-                wire.watch = None
-
-            wire.watch = note
-            yield forget
 
     @property
     def multiple(self) -> int:

@@ -41,11 +41,6 @@ def _times(job: JobConfig, ranks: int, saved_gib: float) -> Iterator[str]:
             and tokens > job.local_batch(job.degrees(ranks)) * job.training.seq_len
         ):
             yield "validation.local_batch_size: batches larger than in training are not in the peak"
-    if metrics.precision_freq:
-        yield (
-            f"metrics.precision_freq: a microbatch every {metrics.precision_freq:,} steps is "
-            f"{UNTIMED}"
-        )
     if metrics.statistics_freq:
         yield (
             f"metrics.statistics_freq: a forward every {metrics.statistics_freq:,} steps is "

@@ -84,6 +84,9 @@ OURS: Rows = {
     "parallelism.simple_fsdp_bucket_mb": Moved(
         "sharding.bucket_mb", None, (DATA_PARALLEL, "simple_fsdp"), always
     ),
+    "metrics.precision_freq": Gone(
+        "this version writes no report of rounding; compare with a run without [[convert]]", falsy
+    ),
 }
 """Keys that this project once had."""
 

@@ -46,9 +46,6 @@ class MetricsConfig(Config):
 
     log_freq: int = Field(10, ge=1)
     """Steps between reports."""
-    precision_freq: int = Field(0, ge=0)
-    """Steps between reports of underflow, saturation and scale of the tensors that converted layers
-    round; each report takes one more microbatch; 0: never."""
     statistics_freq: int = Field(0, ge=0)
     """Steps between reports of the root mean square, largest value, mean, fraction of zeros and
     number of non-finite values of the activations, gradients and weights of each layer; each report

@@ -19,7 +19,7 @@ common largest element.
 Shapes: B batch, S sequence, H query heads, K key/value heads, E head dim.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,6 @@ from torchtitan.convert.settings import (
     Conversion,
     ConversionTarget,
     ConverterConfig,
-    Rounding,
     replace,
 )
 from torchtitan.models.attention import SelfAttention
@@ -157,20 +156,6 @@ class LowPrecisionAttention(ConverterConfig):
                 replace(model, name, RoundedAttention(self, groups, module.window))
         return done
 
-    def has_converted(self, module: nn.Module) -> bool:
-        return isinstance(module, RoundedAttention)
-
-    def watch(
-        self, module: nn.Module, keep: Callable[[str, Rounding], None]
-    ) -> Iterator[Callable[[], None]]:
-        assert isinstance(module, RoundedAttention)
-
-        def forget() -> None:
-            module.watch = None
-
-        module.watch = keep
-        yield forget
-
     def described(self) -> str:
         """Format, scale and rotation, in a few words."""
         rotated = "not rotated" if self.rotation == "none" else f"{self.rotation} rotated"
@@ -191,8 +176,6 @@ class RoundedAttention(SelfAttention):
         """Share scales over the ranks of `groups`, which have parts of their elements."""
         super().__init__(window)
         self.config, self.groups = config, [group.group_name for group in groups]
-        self.watch: Callable[[str, Rounding], None] | None = None
-        """Function called with the rounding of each of q, k and v."""
 
     def forward(
         self,
@@ -218,9 +201,7 @@ class RoundedAttention(SelfAttention):
             sizes = [each.shape[1] for each in largest]
             largest = list(torch.split(max_over(torch.cat(largest, 1), group), sizes, 1))
         found, format = [], self.config.dtype
-        for name, x, most in zip("qkv", tensors, largest, strict=True):
-            if self.watch is not None:
-                self.watch(name, rounding(x.detach(), most, format))
+        for x, most in zip(tensors, largest, strict=True):
             found.append(straight_through(x, most, format))
         return found
 
@@ -240,12 +221,6 @@ def straight_through(x: Tensor, largest: Tensor, format: Format) -> Tensor:
     exact = x.detach()
     _, rounded, scale = _in_format(exact, largest, format)
     return rounded * scale + (x - exact)  # the difference is zero, and carries the gradient
-
-
-def rounding(x: Tensor, largest: Tensor, format: Format) -> Rounding:
-    """Return the details of rounding `x`."""
-    scaled, rounded, scale = _in_format(x, largest, format)
-    return Rounding(scaled, rounded, 1 / scale, LARGEST[format])
 
 
 def _in_format(x: Tensor, largest: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:

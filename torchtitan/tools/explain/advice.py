@@ -23,7 +23,6 @@ KEY = re.compile(r"\b[a-z_]+\.[a-z_]+\b")
 MEASURING: Final = {
     "validation": "validation.freq",
     "statistics": "metrics.statistics_freq",
-    "precision": "metrics.precision_freq",
     "profiling": "profiling.profile_freq",
 }
 """Pauses, and the keys that set their frequency."""
