@@ -76,7 +76,7 @@ def losses(run: Path, scales: tuple[float, float], rotation: str | None) -> list
                     heads = weight.view(-1, subject.network.args.head_size, weight.shape[-1])
                     heads[:, -2:] *= times
         scores = score_texts(model, [(subject.begin, each) for each in tokens], 8)
-    return [-score.log_probability / len(each) for score, each in zip(scores, tokens, strict=True)]
+    return [-score / len(each) for score, each in zip(scores, tokens, strict=True)]
 
 
 def table(run: Path) -> str:

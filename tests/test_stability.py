@@ -19,7 +19,7 @@ from torchtitan.config import json_schema
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE
 from torchtitan.models import MODELS
-from torchtitan.tools.cli import REMOVED, main
+from torchtitan.tools.cli import REMOVED, REMOVED_OPTIONS, main
 from torchtitan.tools.compare import read as read_study
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +128,8 @@ def test_every_option_is_known(
             assert main([*verb.split(), "--help"]) == 0
         found = {*listed_options(capsys.readouterr().out), "--help"}
         for commit, options in expected.items():
-            assert set(options.get(verb, ())) <= found, f"{verb} of {commit}"
+            kept_options = set(options.get(verb, ())) - {*REMOVED_OPTIONS.get(verb, ())}
+            assert kept_options <= found, f"{verb} of {commit}"
 
 
 @pytest.mark.parametrize("verb", REMOVED)
@@ -137,6 +138,14 @@ def test_a_removed_verb_names_its_replacement(
 ) -> None:
     assert main([verb, "outputs/run"]) == 2
     assert f"error: {verb}: this verb was removed; {REMOVED[verb]}" in capsys.readouterr().err
+
+
+def test_a_removed_option_names_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, options in REMOVED_OPTIONS.items():
+        for option, reason in options.items():
+            assert main([verb, "outputs/run", f"{option}=2"]) == 2
+            message = f"error: {option}: this option of {verb} was removed; {reason}"
+            assert message in capsys.readouterr().err
 
 
 def test_metrics_keep_their_names(in_earlier: None, tmp_path: Path) -> None:

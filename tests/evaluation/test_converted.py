@@ -94,7 +94,7 @@ def test_other_converters_are_refused(
 def test_flags_replace_those_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, found = checkpoint(tmp_path, ROUNDED), []
     monkeypatch.setattr(
-        "torchtitan.tools.generate.on_ranks", lambda *found_by: found.append(found_by[1].convert)
+        "torchtitan.tools.generate.sample", lambda _, subject: found.append(subject.convert)
     )
     for flags in ([], [FLAGS[0], "--convert.0.dtype", "int8"], ["--no-convert"]):
         assert cli.main(["generate", str(path), *flags]) == 0

@@ -17,7 +17,7 @@ from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.tools import cli
 from torchtitan.tools.evaluate import continuation as generating
 from torchtitan.tools.evaluate.continuation import Row, cached, generate, read
-from torchtitan.tools.evaluate.inference import InferenceModel, open_model, padded
+from torchtitan.tools.evaluate.inference import InferenceModel, open_model
 from torchtitan.tools.evaluate.sampling import Sampling, choose, generator_of
 from torchtitan.tools.evaluate.subject import ModelLocation, Subject, open_subject
 
@@ -129,28 +129,6 @@ def test_rows_stop_when_it_is_enough(tmp_path: Path) -> None:
     assert [row.ended for row in asked] == ["length", "stopped", "stopped"]
 
 
-@pytest.mark.gate
-def test_tensor_parallelism_changes_nothing(tmp_path: Path) -> None:
-    paths = [checkpoint(tmp_path / flavor, flavor) for flavor in ("plain", "tied")]
-    [alone] = run_ranks(measured, 1, paths)
-    for found in run_ranks(measured, 2, paths):
-        for (logits, *theirs), (expected, *tokens) in zip(found, alone, strict=True):
-            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-            assert theirs == tokens
-
-
-def measured(paths: list[Path]) -> list[tuple[Tensor, list[list[int]], list[list[int]]]]:
-    """Of each model logits, the likeliest tokens, and some that were drawn."""
-    found = []
-    for path in paths:
-        with open_model(subject_of(path), 64, torch.float32) as model:
-            drawn = continued(model, PROMPTS, Sampling(temperature=0.7, top_p=0.95))
-            likeliest = continued(model, PROMPTS)
-            tokens = ([row.tokens for row in rows] for rows in (likeliest, drawn))
-            found.append((model.logits(padded(PROMPTS, model.device)), *tokens))
-    return found
-
-
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
 @pytest.mark.parametrize("flavor", ["plain", "scaled", "tied", "window"])
 def test_likeliest_tokens_are_those_of_transformers(flavor: str, tmp_path: Path) -> None:
@@ -234,7 +212,6 @@ def test_command_on_a_run_and_on_the_same_weights_elsewhere(
     assert len({str(one["tokens"]) for one in found}) == 4
     step = str(tmp_path / "run/checkpoint/step-1")
     assert results(capfd, step, *words, "--batch-size", "1") == found
-    assert results(capfd, run, *words, "--tensor-parallel", "2") == found
     assert results(capfd, run, *words, "--seed", "1") != found
 
     hf = str(small_weights.run(tmp_path / "run", tmp_path / "hf"))
@@ -302,9 +279,6 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unsaid = small_weights.saved(tmp_path / "unsaid")
     cases = {
         (str(tmp_path / "nowhere"),): "nowhere: there is no such folder",
-        (str(path), "--tensor-parallel", "3"): (
-            "--tensor-parallel: got 3; small plain has 8 heads and 2 key/value heads\n  use 1 or 2"
-        ),
         (str(lost),): "no tokenizer at gone.json: there is no such file or folder; "
         "or set another with --tokenizer",
         (str(unsaid),): f"{unsaid}: it does not record its tokenizer\n  set it with --tokenizer",

@@ -254,7 +254,7 @@ def test_what_the_command_line_does_not_know(capsys: pytest.CaptureFixture[str])
             "--device: got cdua\n  did you mean cuda?\n  allowed: cpu, cuda",
         ),
         (["plot"], "Missing argument"),
-        (["evaluate", "x"], "Missing option '--tasks'"),
+        (["evaluate"], "Missing argument"),
         (["compare", "--seeds"], "Option '--seeds' requires an argument."),
     ]:
         assert main(words) == 2, words

@@ -107,7 +107,7 @@ def test_probes_that_cannot_be_are_refused_in_words(
     text = small_weights.saved(tmp_path / "text", recipe={"model.tokenizer_path": None})
     of_loose = ["--dataset", "image_folder", "--dataset-path", str(tmp_path / "loose")]
     for words, message in {
-        (str(untrained), "--tasks", "linear_probe,x"): "linear_probe cannot be combined",
+        (str(untrained), "--tasks", "linear_probe,x"): "--tasks: got linear_probe,x",
         (
             str(untrained),
             "--tasks",

@@ -45,7 +45,6 @@ def test_a_missing_package_has_its_command(monkeypatch: pytest.MonkeyPatch) -> N
     rows = found(doctor.features(Device("cpu")))
     for name, command in (
         ("s3fs", 'pip install "s3fs>=2025.3"'),
-        ("lm_eval", 'pip install "lm_eval>=0.4.13,<0.5"'),
         ("pillow", 'pip install "pillow>=11"'),
     ):
         assert (rows[name].state, rows[name].fix) == ("missing", command)

@@ -55,6 +55,14 @@ REMOVED: Final = {
     "`torchtitan plot RUN` draws the loss",
 }
 """Verbs of earlier versions, with what replaces them."""
+REMOVED_OPTIONS: Final = {
+    "generate": {"--tensor-parallel": "a model is read on one rank"},
+    "evaluate": dict.fromkeys(
+        ("--tensor-parallel", "--num-fewshot", "--include-path"),
+        "for benchmarks, export the weights and run lm_eval --model hf",
+    ),
+}
+"""Options of earlier versions, by verb, with the reason or what replaces them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,6 +123,10 @@ class Verbs(VerbGroup):
         modules = {verb: module for verbs in VERBS.values() for verb, module in verbs.items()}
         if ctx.resilient_parsing:  # a shell completes the words
             return name, CompletedVerb(name, cached_table(built_table)), rest
+        gone = REMOVED_OPTIONS.get(name, {})
+        for option in (word.partition("=")[0] for word in rest):
+            if option in gone:
+                raise ConfigError(f"{option}: this option of {name} was removed; {gone[option]}")
         return name, command(modules[name]), rest
 
 

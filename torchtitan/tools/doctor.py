@@ -35,7 +35,6 @@ CUDA_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu1
 OPTIONAL = {
     "s3fs": ("s3fs", "checkpoints on S3"),
     "gcsfs": ("gcsfs", "checkpoints on Google Cloud Storage"),
-    "lm_eval": ("lm_eval", "benchmark tasks: torchtitan evaluate --tasks"),
     "torchft": ("torchft", "replica groups: fault_tolerance.enable"),
     "pillow": ("PIL", "JPEG and PNG files"),
     "tifffile": ("tifffile", "TIFF files"),

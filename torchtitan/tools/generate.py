@@ -1,15 +1,14 @@
 """Generate text from the weights of a run, a checkpoint, Hugging Face or Meta."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from torchtitan.config import ConfigError
 from torchtitan.tools.evaluate.chosen_converters import converters_of_flags
-from torchtitan.tools.evaluate.model_ranks import chosen_dtype, on_ranks, warn_if_longer
 from torchtitan.tools.evaluate.samples import SamplingRequest
 from torchtitan.tools.evaluate.samples import generate as sample
 from torchtitan.tools.evaluate.sampling import Sampling
@@ -21,7 +20,6 @@ from torchtitan.tools.evaluate.subject_options import (
     Format,
     NoConvert,
     Source,
-    TensorParallel,
     Tokenizer,
 )
 from torchtitan.tools.options import (
@@ -73,7 +71,6 @@ def generate(
     tokenizer: Tokenizer = None,
     imports: Imports = None,
     no_convert: NoConvert = False,
-    tensor_parallel: TensorParallel = 1,
     dtype: Dtype = None,
     batch_size: BatchSize = 8,
 ) -> None:
@@ -81,11 +78,9 @@ def generate(
     convert = converters_of_flags(context.args, no_convert)
     place = ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()), convert)
     subject = open_subject(place)
-    place = replace(place, convert=subject.convert)
     wanted = SamplingRequest(
-        place=place,
         prompts=tuple(prompts(prompt or [], prompts_file)),
-        dtype=chosen_dtype(dtype, subject),
+        dtype=getattr(torch, dtype) if dtype else subject.dtype,
         samples=samples,
         tokens=tokens,
         how=Sampling(temperature, top_k or 0, top_p),
@@ -93,8 +88,7 @@ def generate(
         rows=batch_size,
         as_json=as_json,
     )
-    warn_if_longer(subject, wanted.longest(subject))
-    on_ranks(tensor_parallel, subject, sample, wanted)
+    sample(wanted, subject)
 
 
 def prompts(given: list[str], path: Path | None) -> Iterator[str]:

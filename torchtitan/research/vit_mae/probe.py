@@ -75,8 +75,10 @@ class Features(NamedTuple):
 
 def linear_probe(request: EvaluationRequest) -> Result:
     """Run the evaluation `torchtitan evaluate --tasks linear_probe`."""
-    place, name, path, limit, batch_size, dtype = request
-    found = run_probe(place, (name, path), limit, batch_size, dtype)
+    place, name, path, limit, batch_size, dtype, _ = request
+    if place.convert:
+        raise ConfigError(f"--convert.0.name: {PROBE} converts nothing; leave it out")
+    found = run_probe(place, (name, path), limit, batch_size, dtype or torch.float32)
     return Result(found._asdict(), as_lines(found))
 
 

@@ -1,5 +1,4 @@
-"""Evaluates a model after training: samples from it, and its scores on tasks.
+"""Uses a model after training: generates text, and measures its loss on held-out data.
 
-Weights are those of a run, of one checkpoint, or of Hugging Face or Meta. They are placed on one
-rank, or with each matrix split over several.
+Weights are those of a run, of one checkpoint, or of Hugging Face or Meta.
 """

@@ -149,7 +149,7 @@ def read(model: InferenceModel, cache: Cache, prompts: Sequence[Sequence[int]]) 
 
 def _choose(model: InferenceModel, rows: Sequence[Row], logits: Tensor, how: Sampling) -> Tensor:
     numbers = torch.cat([torch.rand(1, generator=row.random) for row in rows])
-    return model.agreed(choose(logits, numbers.to(model.device), how))
+    return choose(logits, numbers.to(model.device), how)
 
 
 def _add(

@@ -1,4 +1,4 @@
-"""Evaluations that are not tasks of the lm-evaluation-harness, by the name that `--tasks` has."""
+"""The evaluations of a trained model, by the name that `--tasks` has."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,12 +14,15 @@ class EvaluationRequest(NamedTuple):
 
     place: ModelLocation
     dataset: str | None
-    """Name of a data set; None: as in training."""
+    """Name of a data set; None: that of the run."""
     dataset_path: str | None
     limit: int | None
     """Documents at most; None: all."""
     batch_size: int
-    dtype: torch.dtype
+    dtype: torch.dtype | None
+    """Dtype of computation; None: that of training, or of the weights."""
+    length: int | None = None
+    """Context length in tokens; None: as in training."""
 
 
 class Result(NamedTuple):
@@ -29,5 +32,7 @@ class Result(NamedTuple):
     lines: Sequence[str]
 
 
-EVALUATIONS = Registry[Callable[[EvaluationRequest], Result]]("evaluation", {})
+EVALUATIONS = Registry[Callable[[EvaluationRequest], Result]](
+    "evaluation", {"loss": "torchtitan.tools.evaluate.held_out:held_out_loss"}
+)
 """Each raises `ConfigError` where the model or the data set does not suit it."""

@@ -1,4 +1,4 @@
-"""Samples from a model, as text or as JSON: the part of `torchtitan generate` on each rank."""
+"""Samples from a model, as text or as JSON: `torchtitan generate`."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from torchtitan.tools.evaluate.continuation import Row
 from torchtitan.tools.evaluate.continuation import generate as generate_rows
 from torchtitan.tools.evaluate.inference import open_model
 from torchtitan.tools.evaluate.sampling import Sampling, generator_of
-from torchtitan.tools.evaluate.subject import ModelLocation, Subject, open_subject
+from torchtitan.tools.evaluate.subject import Subject
 
 Result = dict[str, Any]
 
@@ -24,7 +24,6 @@ Result = dict[str, Any]
 class SamplingRequest:
     """A request for samples."""
 
-    place: ModelLocation
     prompts: tuple[str, ...]
     dtype: torch.dtype
     samples: int = 1
@@ -77,9 +76,8 @@ class GeneratedText:
         }
 
 
-def generate(wanted: SamplingRequest) -> list[Result]:
-    """Sample, and print on rank 0; all ranks return the results."""
-    subject = open_subject(wanted.place)
+def generate(wanted: SamplingRequest, subject: Subject) -> list[Result]:
+    """Sample, print and return the results."""
     asked = [
         GeneratedText(
             prompt,
@@ -91,25 +89,17 @@ def generate(wanted: SamplingRequest) -> list[Result]:
         for sample in range(1, wanted.samples + 1)
     ]
     with open_model(subject, wanted.longest(subject), wanted.dtype) as model:
-        is_first, begin = model.world.rank == 0, time.perf_counter()
+        begin = time.perf_counter()
         for start in range(0, len(asked), wanted.rows):
             batch = asked[start : start + wanted.rows]
-            printer = Printer(subject, batch, wanted) if is_first else None
+            printer = Printer(subject, batch, wanted)
             rows = [sample.row for sample in batch]
-            generate_rows(
-                model,
-                rows,
-                wanted.tokens,
-                wanted.how,
-                after_step=printer.after_step if printer else lambda: None,
-            )
-            if printer:
-                printer.end()
+            generate_rows(model, rows, wanted.tokens, wanted.how, after_step=printer.after_step)
+            printer.end()
         seconds = time.perf_counter() - begin
-    if is_first:
-        count = sum(len(sample.row.tokens) for sample in asked)
-        speed = f"{count:,} tokens in {seconds:.1f} s: {count / seconds:,.1f} tokens/s"
-        print(speed, file=sys.stderr, flush=True)
+    count = sum(len(sample.row.tokens) for sample in asked)
+    speed = f"{count:,} tokens in {seconds:.1f} s: {count / seconds:,.1f} tokens/s"
+    print(speed, file=sys.stderr, flush=True)
     return [sample.result(subject) for sample in asked]
 
 

@@ -35,7 +35,6 @@ Format = Annotated[
 Tokenizer = Annotated[
     str | None, Text("PATH", f"File, folder, or {BYTES} (default: that of the source).")
 ]
-TensorParallel = Annotated[int, Count("Number of local ranks (default: 1).")]
 Dtype = Annotated[
     str | None,
     Choice(DTYPES, "Dtype of computation (default: that of training, or of the weights)."),
