@@ -18,8 +18,8 @@ from typing import Any
 EARLIER = Path(__file__).parent / "data/earlier"
 COMMITS = sorted(path.name for path in EARLIER.iterdir() if path.is_dir())
 VERBS = (
-    *("train", "check", "verify-parallelism", "verify-resume", "compare", "migrate", "watch"),
-    *("plot", "explain", "profile", "trace", "generate", "evaluate", "tokenizer train"),
+    *("train", "check", "verify-parallelism", "verify-resume", "compare", "migrate"),
+    *("plot", "profile", "trace", "generate", "evaluate", "tokenizer train"),
     *("checkpoint ls", "checkpoint diff", "checkpoint verify", "checkpoint convert"),
 )
 

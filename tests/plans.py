@@ -7,7 +7,6 @@ from torchtitan.config import RecipeError
 PLANNERS = (
     "torchtitan.tools.check.plan",
     "torchtitan.tools.compare.gather.plan_on",
-    "torchtitan.tools.explain.predicted.plan_on",
 )
 
 

@@ -163,7 +163,7 @@ def test_runs_are_read(commit: str, in_earlier: None, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(EARLIER / commit / "run", run)
     shutil.copytree(EARLIER / commit / "checkpoint", run / "checkpoint")
-    for verb in ("explain", "plot", "checkpoint ls"):
+    for verb in ("plot", "checkpoint ls"):
         assert main([*verb.split(), str(run)]) == 0, verb
 
 

@@ -104,7 +104,7 @@ def traces(folder: str) -> dict[str, Any]:
     )
     assert any("profile_traces" in name for name in found), found
     assert any("memory_snapshot" in name for name in found), found
-    start("explain", folder)
+    start("plan", folder)
     return {}
 
 

@@ -20,7 +20,7 @@ from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.parts import Observer
 from torchtitan.tools import cli
-from torchtitan.tools.explain.trace_summary import read_trace
+from torchtitan.tools.trace_summary import read_trace
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.unit.explain.folders import row, write_run
+from tests.run_folders import row, write_run
 from torchtitan.tools.cli import main
 from torchtitan.tools.plot import LEVELS, scale
 

@@ -38,7 +38,6 @@ VERBS: Final = {
     },
     "Runs": {
         "plot": "plot",
-        "explain": "explain.command",
         "profile": "profile",
         "trace": "trace",
     },
@@ -51,6 +50,8 @@ VERBS: Final = {
 }
 """The module of each verb, in the groups that `torchtitan --help` shows."""
 REMOVED: Final = {
+    "explain": "`torchtitan plan RUN` shows what a run measured next to its plan, `torchtitan "
+    "profile RUN` where its time goes",
     "watch": "follow metrics.jsonl, or use TensorBoard, Weights & Biases or /metrics; "
     "`torchtitan plot RUN` draws the loss",
 }

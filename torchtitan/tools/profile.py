@@ -7,19 +7,20 @@ configured, and nothing but the folder is shared.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 from torchtitan.config import ConfigError, print_error
 from torchtitan.profiling import ON_REQUEST, REQUEST_FILE
-from torchtitan.tools.explain.facts import read_rank_traces
-from torchtitan.tools.explain.page import describe_traces
 from torchtitan.tools.history import RunHistory, traces_in
 from torchtitan.tools.options import Count, Run, Verb, verb
+from torchtitan.tools.trace_summary import read_trace
 
 POLL_INTERVAL = 0.5
 """Seconds between two looks at what the run has written."""
+MOST_TRACES = 8
+"""Number of ranks whose traces are read, as one may be of hundreds of megabytes."""
 ANSWER_TIMEOUT = 300
 """Seconds that a run may take to answer: to the end of its step, and of the traced ones."""
 
@@ -39,7 +40,7 @@ def profile(
     except NoAnswer as failure:
         print_error(failure)
         return 1
-    print(*describe_traces(read_rank_traces(folder)), sep="\n")
+    print(*describe_traces(folder), sep="\n")
     print("open the traces at https://ui.perfetto.dev")
     return 0
 
@@ -103,3 +104,20 @@ def _written(traces: Path, known: set[Path]) -> tuple[Path, int]:
     """The folder that was not known before, and the number of ranks with a trace there."""
     new = sorted(set(traces.glob(f"*{ON_REQUEST}")) - known)
     return (new[0], len(traces_in(new[0]))) if new else (traces, 0)
+
+
+def describe_traces(folder: Path) -> Iterator[str]:
+    """Describe the traces in a folder: what each rank computes, and how long it waits."""
+    paths = traces_in(folder)
+    found = {rank: read_trace(paths[rank]) for rank in list(paths)[:MOST_TRACES]}
+    steps = max((trace.steps for trace in found.values()), default=0)
+    yield f"The trace of {steps} step{'s' * (steps != 1)} ({folder}):"
+    for rank, trace in found.items():
+        compute = 1000 * trace.compute / max(trace.steps, 1)
+        span = trace.span or 1
+        yield (
+            f"  rank {rank:<4} computes {compute:.1f} ms per step; exposed communication "
+            f"{trace.exposed / span:.1%}, idle {trace.idle / span:.1%}"
+        )
+    if len(paths) > len(found):
+        yield f"  {len(paths) - len(found)} more ranks were not read"

@@ -8,8 +8,8 @@ from typing import Any
 
 from torchtitan.tools.compare.results import FinishedRun, RunCurve, Spread
 from torchtitan.tools.compare.running import read_outcome
-from torchtitan.tools.explain.trace_summary import read_trace
 from torchtitan.tools.history import RunHistory, seconds_of
+from torchtitan.tools.trace_summary import read_trace
 
 NOT_RECORDED = "the run did not record its collectives (comm.trace_buf_size, save_events)"
 

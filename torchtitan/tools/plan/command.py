@@ -1,4 +1,7 @@
-"""Predict memory and speed of a recipe on a cluster, without its devices."""
+"""Predict memory and speed of a recipe on a cluster, without its devices.
+
+For the folder of a run, show what it measured, too.
+"""
 
 import json
 import re
@@ -14,11 +17,14 @@ from torchtitan.checks import TOKENIZER, load_job, problems
 from torchtitan.config import PlannedWorld, RecipeError, find_recipe, print_message
 from torchtitan.device import DeviceType
 from torchtitan.estimate.changes import FittingChange, changes
-from torchtitan.estimate.hardware import Hardware, find_hardware, hardware_names
+from torchtitan.estimate.hardware import Hardware, find_hardware, hardware_names, hardware_of
 from torchtitan.estimate.hardware.calibrate import calibrate
 from torchtitan.estimate.plan import plan
 from torchtitan.job import JobConfig
+from torchtitan.provenance import RECIPE_FILE
+from torchtitan.tools.history import RunHistory
 from torchtitan.tools.options import Count, DeviceMemory, Recipe, RecipeVerb, count, progress, verb
+from torchtitan.tools.plan.measured import measured_rows, measured_text
 from torchtitan.tools.plan.plan_json import Json, plan_json
 from torchtitan.tools.plan.plan_page import plan_page
 from torchtitan.tools.plan.plan_search import search_layouts, search_text
@@ -103,6 +109,10 @@ def plan_recipe(
     ] = None,
 ) -> int:
     path, flags = config.split_recipe([*([recipe] if recipe else []), *context.args])
+    history = RunHistory.open(Path(path)) if path and Path(path).is_dir() else None
+    if history:
+        path = str(history.folder / RECIPE_FILE)
+        world_size = world_size or history.ranks
     require_recipe(path, flags, "plan")
     if html and not html.resolve().parent.is_dir():
         raise RecipeError([f"--html: got {html}; make its folder"])
@@ -114,18 +124,21 @@ def plan_recipe(
     devices = None if hardware is None else find_hardware(hardware)
 
     def load(ranks: int | None, more: Sequence[str] = ()) -> config.Recipe[JobConfig]:
-        device_type = _type(devices)
+        device_type = _type(devices, history)
         return load_job(path, [*flags, *more], ranks, device_type, exempt=(TOKENIZER,))
 
     job = load(None).config
     stated = job.flat()
-    if devices is None and (name := stated.get("job.hardware")):
+    name = stated.get("job.hardware")
+    if devices is None and history:
+        devices = hardware_of(str(name or ""), history.device_type, history.device or "")
+    elif devices is None and name:
         devices = find_hardware(str(name), "job.hardware")
     ranks = world_size or stated.get("job.ranks") or job.parallelism.least_ranks
     try:
         found = load(ranks)
     except RecipeError as error:
-        near = near_sizes(job, ranks, _type(devices))
+        near = near_sizes(job, ranks, _type(devices, history))
         if near:
             sizes = " or ".join(f"{size:,}" for size in near)
             error.lines.append(f"--world-size: got {ranks}; use {sizes}, which this recipe can use")
@@ -154,7 +167,7 @@ def plan_recipe(
             found.config,
             ranks,
             devices,
-            device_type=_type(devices),
+            device_type=_type(devices, history),
             capacity_gib=device_memory,
             count=advance,
         )
@@ -172,8 +185,11 @@ def plan_recipe(
             smaller = changes(lambda size, more: load(size, more).config, planned, count=advance)
     answer = plan_json(planned, tokens=tokens, changes=smaller)
     answer |= {"search": layouts} if search else {}
+    rows = measured_rows(planned, history) if history else []
+    answer |= {"measured": [row._asdict() for row in rows]} if rows else {}
     text = [json.dumps(answer, indent=1)] if as_json else [*plan_text(answer)]
     text += search_text(layouts) if search and not as_json else []
+    text += ["", *measured_text(rows)] if rows and not as_json else []
     if html:
         html.write_text(plan_page(planned, answer), encoding="utf-8")
         text += [] if as_json else ["", f"page: {html}"]
@@ -202,5 +218,6 @@ def near_sizes(job: JobConfig, ranks: int, device_type: str) -> list[int]:
     return [size for size in nearest if size]
 
 
-def _type(devices: Hardware | None) -> DeviceType:
-    return devices.device_type if devices else "cuda"
+def _type(devices: Hardware | None, history: RunHistory | None = None) -> DeviceType:
+    known = devices or history
+    return known.device_type if known else "cuda"

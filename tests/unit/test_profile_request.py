@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.explain.folders import note, row, write_run
+from tests.run_folders import note, row, write_run
 from torchtitan.config import ConfigError
 from torchtitan.profiling import REQUEST_FILE
 from torchtitan.tools.history import RunHistory

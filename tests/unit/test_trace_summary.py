@@ -10,8 +10,15 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
 from torchtitan.config import ConfigError
-from torchtitan.tools.explain.intervals import length, union, within, without
-from torchtitan.tools.explain.trace_summary import Operator, Share, read_trace
+from torchtitan.tools.trace_summary import (
+    Operator,
+    Share,
+    length,
+    read_trace,
+    union,
+    within,
+    without,
+)
 
 MAIN, WORKER = 1, 2
 

@@ -1,1 +1,0 @@
-"""Looks inside a run: where its time went, what a trace says, what to try."""
