@@ -15,6 +15,7 @@ import xxhash
 
 from torchtitan.checkpoint import Saver, TrainState
 from torchtitan.config import Registry
+from torchtitan.data import BatchStream, DataConfig
 from torchtitan.device import collect_garbage
 from torchtitan.expert_loads import ExpertLoads, routers
 from torchtitan.job import JobConfig
@@ -286,9 +287,9 @@ def open_validator(parts: Parts) -> Validator:
     # A replica group validates alone, on the batches of all, and may fail while it does.
     alone = job.accumulation(world.degrees) * job.fault_tolerance.groups
     accumulation = alone if config.unit == "global" else 1
-    streams = {
-        name: partial(
-            parts.task.open_stream,
+
+    def open_stream(data: DataConfig) -> BatchStream:
+        stream = parts.task.open_stream(
             data,
             seed=job.debug.seed,
             seq_len=config.seq_len or job.training.seq_len,
@@ -298,8 +299,11 @@ def open_validator(parts: Parts) -> Validator:
             rank=world.data_rank,
             ranks=world.degrees.data,
         )
-        for name, data in config.data(job.data).items()
-    }
+        if parts.data.earlier:
+            stream.follow(parts.data.earlier)
+        return stream
+
+    streams = {name: partial(open_stream, data) for name, data in config.data(job.data).items()}
     return Validator(config, streams, accumulation, parts.task, parts.model, world)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from torchtitan.config import ConfigError, Unreachable
 from torchtitan.data.documents import clean, wrong_text
-from torchtitan.data.order import Document, DocumentRange, Identity, Position, drawn_order
+from torchtitan.data.order import Document, DocumentRange, Position, Shuffled
 from torchtitan.data.settings import Dataset
 
 
-class StreamedDocuments:
+class StreamedDocuments(Shuffled):
     """Documents of a streamed set. A position counts shards, and documents inside the shard.
 
     The shards are reshuffled each epoch, the documents inside a shard are not.
@@ -33,15 +33,8 @@ class StreamedDocuments:
         self._dataset = dataset
         self._text_key = text_key
         self._shards: int = dataset.num_shards
-        self._seed = seed
-        self._shuffle = shuffle
-        self.identity: Identity = {
-            "dataset": fingerprint,
-            "shards": self._shards,
-            "text_key": text_key,
-            "shuffle": shuffle,
-            "seed": seed,
-        }
+        about = {"dataset": fingerprint, "shards": self._shards, "text_key": text_key}
+        super().__init__([0, self._shards], about, seed=seed, shuffle=shuffle)
 
     def epoch(self, position: Position) -> int:
         return position.round // self._shards
@@ -111,9 +104,6 @@ class StreamedDocuments:
                 yield waiting[lane].popleft()
 
         return {lane: lane_documents(lane) for lane in starts}
-
-    def _order(self, epoch: int) -> Any:
-        return drawn_order([0, self._shards], self._seed, epoch, self._shuffle)
 
 
 class DownloadedDocuments:

@@ -6,6 +6,7 @@ order, epoch j // N goes through all N of them, in an order drawn from (seed, ep
 documents do not depend on the number of ranks or threads.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +73,11 @@ class Once:
     def advice(self, lanes: int) -> str | None:
         return None
 
+    def resume(self, saved: Identity) -> None:
+        """Continue the order of a run that was saved with this identity."""
+        if isinstance(self._source, Shuffled):
+            self._source.resume(saved)
+
     def read(
         self, starts: Mapping[int, Position | None], lanes: int
     ) -> dict[int, Iterator[Document]]:
@@ -104,30 +110,73 @@ class ListedOrder(Order):
 
 MOST_LISTED = 2**20
 """Maximum number of items whose order is held in memory: 8 MiB."""
+FEW = 1024
+"""Items that a permutation sorts: its network makes 3 of the 6 orders of 3."""
+ORDER = 2
+"""Version of the orders, in the identity of a run. Earlier versions listed what NumPy's generator
+drew, which may change with NumPy (no entry), or computed the order by the network alone."""
+COMPUTED, LISTED = "computed", "listed"
+"""The order of earlier versions: computed above `MOST_LISTED` items, or listed for any number."""
 
 
 def drawn_order(
-    windows: Sequence[int], seed: int, epoch: int, shuffle: bool, most_listed: int = MOST_LISTED
+    windows: Sequence[int], seed: int, epoch: int, shuffle: bool, version: Any = ORDER
 ) -> Order:
     """Return the order of the items of an epoch: windows shuffled, and items shuffled within each.
 
-    `windows` are the ascending bounds of the windows, starting at 0.
+    Args:
+        windows: ascending bounds of the windows, starting at 0.
+        version: ORDER, or COMPUTED or LISTED to continue a run of an earlier version.
     """
     if not shuffle:
         return Order()
-    if windows[-1] > most_listed:
-        return ComputedOrder(windows, seed, epoch)
+    if windows[-1] > MOST_LISTED and version != LISTED:
+        return ComputedOrder(windows, seed, epoch, few=FEW if version == ORDER else 0)
+    sizes = np.diff(windows)
+    if version == ORDER:
+        of_item, of_window = np.random.SeedSequence([seed, epoch]).generate_state(2, np.uint64)
+        keys = _hashes(windows[-1], of_item), np.repeat(_hashes(len(sizes), of_window), sizes)
+        return ListedOrder(np.lexsort(keys))
     draw = np.random.default_rng([seed, epoch])
-    items = [first + draw.permutation(end - first) for first, end in itertools.pairwise(windows)]
+    items = [first + draw.permutation(size) for first, size in zip(windows, sizes, strict=False)]
     return ListedOrder(np.concatenate([items[i] for i in draw.permutation(len(items))]))
+
+
+class Shuffled:
+    """Items that are shuffled again in each epoch."""
+
+    def __init__(
+        self, windows: Sequence[int], identity: Identity, *, seed: int, shuffle: bool
+    ) -> None:
+        """
+        Args:
+            windows: as of `drawn_order`.
+            identity: what determines the sequence besides the order.
+        """
+        self.identity: Identity = identity | {"shuffle": shuffle, "seed": seed}
+        if shuffle:
+            self.identity["order"] = ORDER
+        self._draw = functools.partial(drawn_order, windows, seed, shuffle=shuffle)
+        self._order = functools.lru_cache(maxsize=2)(self._draw)
+
+    def resume(self, saved: Identity) -> None:
+        """Continue the order of a run that was saved with this identity."""
+        order = saved.get("order", LISTED)
+        if self.identity.get("order") == ORDER and order in (COMPUTED, LISTED):
+            del self.identity["order"]
+            if order == COMPUTED:
+                self.identity["order"] = order
+            draw = functools.partial(self._draw, version=order)
+            self._order = functools.lru_cache(maxsize=2)(draw)
 
 
 class ComputedOrder(Order):
     """Order of any number of items, computed when asked: it takes no memory for them."""
 
-    def __init__(self, windows: Sequence[int], seed: int, epoch: int) -> None:
-        bounds = np.asarray(windows, np.int64)
-        shuffled = Permutation(len(bounds) - 1, [seed, epoch]).at(np.arange(len(bounds) - 1))
+    def __init__(self, windows: Sequence[int], seed: int, epoch: int, few: int = FEW) -> None:
+        """`few` is for `Permutation`; the rest for `drawn_order`."""
+        bounds, self._few = np.asarray(windows, np.int64), few
+        shuffled = Permutation(len(bounds) - 1, [seed, epoch], few).at(np.arange(len(bounds) - 1))
         sizes = np.diff(bounds)[shuffled]
         self._first = bounds[:-1][shuffled]  # item of each window, in the order of the epoch
         self._ends = np.cumsum(sizes)
@@ -139,7 +188,8 @@ class ComputedOrder(Order):
         for number in np.unique(numbers).tolist():
             own = numbers == number
             begin = int(self._ends[number - 1]) if number else 0
-            inside = Permutation(int(self._ends[number]) - begin, [*self._key, number + 1])
+            size = int(self._ends[number]) - begin
+            inside = Permutation(size, [*self._key, number + 1], self._few)
             items[own] = self._first[number] + inside.at(places[own] - begin)
         return items
 
@@ -151,19 +201,23 @@ class Permutation:
     of one digit to the other, which is a bijection for any hash (Luby and Rackoff, "How to
     construct pseudorandom permutations from pseudorandom functions", 1988; Black and Rogaway,
     "Ciphers with arbitrary finite domains", 2002). A result of `size` or more is permuted again.
+    Up to `few` numbers are sorted by their hashes instead.
     """
 
     rounds = 4
 
-    def __init__(self, size: int, key: Sequence[int]) -> None:
+    def __init__(self, size: int, key: Sequence[int], few: int = FEW) -> None:
         self._size = size
         self._a = np.uint64(max(1, math.isqrt(size)))
         self._b = np.uint64(-(-max(1, size) // int(self._a)))
         words = np.random.SeedSequence(list(key)).generate_state(2 * self.rounds, np.uint64)
         self._keys = [(words[2 * i], words[2 * i + 1]) for i in range(self.rounds)]
+        self._sorted = np.argsort(_hashes(size, words[0])) if size <= few else None
 
     def at(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Permute `numbers`."""
+        if self._sorted is not None:
+            return self._sorted[numbers]
         found = self._permute(numbers.astype(np.uint64))
         while (beyond := found >= self._size).any():
             found[beyond] = self._permute(found[beyond])
@@ -184,3 +238,8 @@ def _hashed(numbers: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.u
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return x ^ (x >> np.uint64(31))
+
+
+def _hashes(count: int, key: np.uint64) -> npt.NDArray[np.uint64]:
+    """Return a hash of each number below `count`; no two are equal."""
+    return _hashed(np.arange(count, dtype=np.uint64), key)

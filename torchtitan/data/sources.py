@@ -1,6 +1,5 @@
 """Opening the documents named by a recipe, as a source that lanes can read."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,13 +15,12 @@ from torchtitan.data.file_cache import GIB, Stamp, cache_folder, fetch_all, stam
 from torchtitan.data.first_look import check_files
 from torchtitan.data.hub import DownloadedDocuments, StreamedDocuments, load_hub
 from torchtitan.data.order import (
-    MOST_LISTED,
     Document,
     DocumentRange,
     Identity,
     Position,
+    Shuffled,
     Source,
-    drawn_order,
 )
 from torchtitan.data.settings import DATASETS, NO_PART, DataConfig, Dataset
 from torchtitan.data.split import CountedDocuments, DocumentsPart
@@ -36,32 +34,13 @@ PART_DOCUMENTS = 2**16
 """Number of parts of an epoch, unless they would have more documents than this."""
 
 
-class ShuffledDocuments:
+class ShuffledDocuments(Shuffled):
     """Documents readable in any order, reshuffled each epoch."""
 
     def __init__(self, name: str, documents: Documents, *, seed: int, shuffle: bool) -> None:
-        self.identity: Identity = {
-            "dataset": name,
-            "files": documents.fingerprint,
-            "documents": len(documents),
-            "shuffle": shuffle,
-            "seed": seed,
-        }
-        if shuffle and documents.windows[-1] > MOST_LISTED:
-            self.identity["order"] = "computed"
+        about = {"dataset": name, "files": documents.fingerprint, "documents": len(documents)}
+        super().__init__(documents.windows, about, seed=seed, shuffle=shuffle)
         self._documents = documents
-        self._draw = functools.partial(drawn_order, documents.windows, seed, shuffle=shuffle)
-        self._order = functools.lru_cache(maxsize=2)(self._draw)
-
-    def resume(self, saved: Identity) -> None:
-        """Continue the order of a run that was saved with this identity.
-
-        Checkpoints without an entry for the order are from before it was computed.
-        """
-        if "order" in self.identity and "order" not in saved:
-            del self.identity["order"]
-            draw = functools.partial(self._draw, most_listed=len(self._documents))
-            self._order = functools.lru_cache(maxsize=2)(draw)
 
     @property
     def part(self) -> str | None:

@@ -26,7 +26,7 @@ from torchdata.nodes import BaseNode, Prefetcher
 from torchtitan.config import ConfigError, RecipeError, Unreachable
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import SampleStart
-from torchtitan.data.order import Document, Identity, Position, Source
+from torchtitan.data.order import ORDER, Document, Identity, Once, Position, Shuffled, Source
 from torchtitan.data.running_hash import RunningHash, merged_hash, sample_hash, shown
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.sources import ShuffledDocuments
@@ -182,7 +182,14 @@ class BatchStream:
         self._samples_before = 0
         self._served = 0
         self._inputs = self._padding = self._cut = 0
+        self.earlier: Identity | None = None
+        """Identity of the data of the run, if an earlier version drew its order."""
         self._set_hash(shown(0))
+
+    def follow(self, saved: Identity) -> None:
+        """Draw the order as the run whose data has this identity."""
+        if saved.get("shuffle") and saved.get("order") != ORDER:
+            self.earlier = saved
 
     def _set_hash(self, before: str | None) -> None:
         """Continue after samples with the hash `before`; None: it is unknown."""
@@ -341,6 +348,11 @@ class DataStream(BatchStream):
         known = [lane for rank in self._peers for lane in self._lanes_of(rank)]
         self._records = {lane: records.get(lane) for lane in known}
 
+    def follow(self, saved: Identity) -> None:
+        super().follow(saved)
+        if isinstance(self._source, Shuffled | Once):
+            self._source.resume(saved)
+
     def _lanes_of(self, rank: int) -> list[int]:
         """Return the lanes that a rank serves, in the order of its samples."""
         first = self._samples_before + rank * self._per_step
@@ -427,8 +439,7 @@ class DataStream(BatchStream):
                 "cannot resume on text, as the run to resume reads tokens; restore data.dataset or "
                 "data.sources, or start a new run from the checkpoint's weights"
             )
-        if isinstance(self._source, ShuffledDocuments):
-            self._source.resume(merged["identity"])
+        self.follow(merged["identity"])
         refuse_other(merged["identity"], self._identity())
         records = merged["lanes"]
         if self._config.lanes not in (-1, len(records)):

@@ -1,8 +1,9 @@
 """Local files: every document found, every mistake told with its file and line."""
 
-import functools
 import itertools
 import json
+import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from torchtitan.config import ConfigError, Context, Problem
-from torchtitan.data import DataConfig, load_tokenizer, open_source, order, sources
+from torchtitan.data import DataConfig, load_tokenizer, open_source, order
 from torchtitan.data.discovery import find_files
 from torchtitan.data.documents import Documents, ParquetDocuments, open_documents
 from torchtitan.data.order import drawn_order
@@ -237,7 +238,7 @@ def test_an_order_of_many_items_is_computed_and_complete(
     monkeypatch.setattr(order, "MOST_LISTED", 100)
     found = {}
     for seed, epoch in ((1, 0), (1, 1), (2, 0)):
-        computed = drawn_order(windows, seed, epoch, shuffle=True, most_listed=100)
+        computed = drawn_order(windows, seed, epoch, shuffle=True)
         items = computed.at(np.arange(3000)).tolist()
         assert sorted(items) == list(range(3000))
         assert items[:10] == [computed[place] for place in range(10)]
@@ -261,20 +262,44 @@ def test_a_permutation_is_well_mixed() -> None:
     assert np.count_nonzero(items == np.arange(size)) < 10
 
 
-def test_a_run_with_an_order_in_memory_continues_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = TokenTexts(300)
-    before = ShuffledDocuments("texts", documents, seed=1, shuffle=True)
-    expected = [d.content for d in itertools.islice(before.read({0: None}, 2)[0], 400)]
-    monkeypatch.setattr(sources, "MOST_LISTED", 100)
-    draw = functools.partial(drawn_order, most_listed=100)
-    monkeypatch.setattr(sources, "drawn_order", draw)
-    after = ShuffledDocuments("texts", documents, seed=1, shuffle=True)
-    computed = [d.content for d in itertools.islice(after.read({0: None}, 2)[0], 400)]
-    assert after.identity["order"] == "computed"
-    assert computed != expected
-    after.resume(before.identity)
-    assert after.identity == before.identity
-    assert [d.content for d in itertools.islice(after.read({0: None}, 2)[0], 400)] == expected
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("most_listed", [0, 100])
+def test_all_orders_of_a_few_windows_are_as_likely(
+    size: int, most_listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(order, "MOST_LISTED", most_listed)
+    windows, draws = [3 * n for n in range(size + 1)], 20 * math.factorial(size)
+    found = Counter[tuple[int, ...]]()
+    for seed in range(draws):
+        items = drawn_order(windows, seed, 0, shuffle=True).at(np.arange(3 * size))
+        assert sorted(items) == list(range(3 * size))
+        found[tuple((items[::3] // 3).tolist())] += 1
+    assert len(found) == math.factorial(size)
+    chance = sum((count - 20) ** 2 / 20 for count in found.values())
+    assert chance < len(found) + 4 * math.sqrt(2 * len(found))
+
+
+def test_an_order_does_not_use_the_generators_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [6, 7, 9, 5, 8, 1, 2, 3, 0, 4]
+    monkeypatch.delattr(np.random, "default_rng")
+    assert list(drawn_order([0, 5, 10], 0, 0, shuffle=True).at(np.arange(10))) == expected
+
+
+@pytest.mark.parametrize("saved", [{}, {"order": "computed"}], ids=["listed", "computed"])
+def test_a_run_of_an_earlier_version_continues_its_order(
+    saved: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = {
+        "listed": [8, 11, 4, 7, 5, 0, 1, 9, 2, 10, 6, 3],
+        "computed": [3, 0, 10, 4, 5, 2, 9, 11, 1, 8, 7, 6],
+    }
+    monkeypatch.setattr(order, "MOST_LISTED", 5)
+    source = ShuffledDocuments("texts", TokenTexts(12), seed=1, shuffle=True)
+    assert source.identity["order"] == order.ORDER
+    source.resume({key: value for key, value in source.identity.items() if key != "order"} | saved)
+    assert source.identity.get("order") == saved.get("order")
+    found = [int(each.content) for each in itertools.islice(source.read({0: None}, 1)[0], 12)]
+    assert found == drawn[saved.get("order", "listed")]
 
 
 class TokenTexts:

@@ -179,6 +179,58 @@ def test_a_source_that_would_end_is_refused_at_the_start(tmp_path: Path) -> None
         rows(token_streams(config, 1), 200)
 
 
+@pytest.mark.parametrize("stage", [None, 3])
+def test_a_run_is_refused_exactly_if_a_source_would_end(stage: int | None, tmp_path: Path) -> None:
+    paths = [
+        write_shards(tmp_path / n, [np.arange(size) % 200], 1)
+        for n, size in (("a", 33), ("b", 1000))
+    ]
+    stages = (StageConfig(from_step=stage, weights=(1, 2)),) if stage else ()
+    for weights, batch, steps in itertools.product(
+        ((1, 1), (1, 2), (2, 3), (3, 7)), (1, 2, 4), (3, 5)
+    ):
+        sources = [
+            SourceConfig(path=str(path), weight=weight)
+            for path, weight in zip(paths, weights, strict=True)
+        ]
+        config = DataConfig(sources=tuple(sources), stages=stages, num_workers=0)
+        [checked] = token_streams(config, 1, batch=batch, steps=steps)
+        [endless] = token_streams(config, 1, batch=batch)
+        try:
+            rows([endless], steps)
+        except ConfigError:
+            with pytest.raises(ConfigError, match="a has 33 tokens, and the run takes"):
+                checked.check()
+        else:
+            checked.check()
+
+
+def test_a_mixture_is_skipped_in_the_order_of_its_sources(tmp_path: Path) -> None:
+    amounts = [{"weight": w, "repeat": True} for w in (0.7, 0.3)]
+    stages = (StageConfig(from_step=5, weights=(3, 1)),)
+    config = mixture(tmp_path, *amounts, stages=stages)
+    whole = rows(token_streams(config, 1), 8)
+    for samples in (4, 12, 20, 24):
+        [skipped] = token_streams(config, 1)
+        skipped.skip(samples)
+        assert rows([skipped], 2) == whole[samples : samples + 8]
+
+
+def test_a_run_of_an_earlier_version_continues_its_order(shards: Path) -> None:
+    [before] = token_streams(single(shards), 1)
+    before.follow({"shuffle": True})
+    expected = rows([before], 8)
+    assert expected != rows(token_streams(single(shards), 1), 8)
+    before.rewind()
+    rows([before], 3)
+    state = saved([before])
+    assert "order" not in state["identity"]
+    [after] = token_streams(single(shards), 1)
+    after.load_state_dict(state)
+    assert rows([after], 5) == expected[12:]
+    assert "order" not in saved([after])["identity"]
+
+
 def test_another_mixture_is_taken_only_from_a_stage_on(tmp_path: Path) -> None:
     amounts = [{"weight": w, "repeat": True} for w in (1, 1)]
     config = mixture(tmp_path, *amounts)

@@ -78,6 +78,19 @@ class MixtureSchedule:
         inside = np.bincount(turns.sources[: place + 1], minlength=len(whole))
         return [a + b + int(c) for a, b, c in zip(whole, before, inside, strict=True)]
 
+    def least(self, source: int, samples: int) -> int:
+        """Return a source's share of the first `samples`, rounded down: `counts` has 0 or 1 more.
+
+        Unlike `counts`, it takes no time.
+        """
+        share = (self.before + samples) * self.weights[source] // self.period
+        return share - self.before_of[source]
+
+    def after(self, samples: int) -> "MixtureSchedule":
+        """Return the rest of the schedule after the first `samples`."""
+        counts = zip(self.before_of, self.counts(samples), strict=True)
+        return MixtureSchedule(self.weights, self.before + samples, [a + b for a, b in counts])
+
     def _at(self, number: int) -> tuple[Turns, int]:
         part, place = divmod(number, PART)
         while part >= len(self._counts):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from torchtitan.config import ConfigError
 from torchtitan.data.lanes import ENDED, Sample
-from torchtitan.data.order import drawn_order
+from torchtitan.data.order import ORDER, drawn_order
 from torchtitan.data.tokens.best_fit import Consumed, Rows, pack_block, pieces_left
 from torchtitan.data.tokens.index import Numbers, TokenDocuments
 
@@ -67,11 +67,13 @@ class TokenReader:
         shuffle: bool,
         epochs: int | None,
         is_padded: bool = False,
+        order: int | str = ORDER,
     ) -> None:
         """
         Args:
             epochs: number of times that the source may be read; None: any.
             is_padded: whether padding follows the last epoch, which is an error otherwise.
+            order: version of the order of documents.
         """
         if not documents.tokens:
             raise ConfigError(f"data: {name} has no tokens; remove it")
@@ -81,7 +83,7 @@ class TokenReader:
         self._last = None if epochs is None else epochs * self.blocks
         self._is_padded = is_padded
         self._order = functools.lru_cache(maxsize=2)(
-            functools.partial(drawn_order, documents.windows, seed, shuffle=shuffle)
+            functools.partial(drawn_order, documents.windows, seed, shuffle=shuffle, version=order)
         )
         self.block = functools.lru_cache(maxsize=8)(self._read_block)
 

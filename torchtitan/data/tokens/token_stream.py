@@ -18,7 +18,7 @@ from torchdata.nodes import BaseNode
 
 from torchtitan.config import ConfigError, RecipeError
 from torchtitan.data.lanes import Sample
-from torchtitan.data.order import Identity
+from torchtitan.data.order import COMPUTED, ORDER, Identity
 from torchtitan.data.running_hash import shown
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.stream import BatchStream, Packing, SampleWorker, State, refuse_other
@@ -121,21 +121,33 @@ class TokenStream(BatchStream):
         """
         super().__init__(config, packing, **part)
         self._sources, self._seq_len, self._seed, self._steps = sources, seq_len, seed, steps
-        self._readers = [
-            READERS[config.packing](
-                source.name,
-                source.documents,
-                seq_len=seq_len,
-                seed=seed,
-                shuffle=config.shuffle,
-                epochs=1 if once else source.epochs,
-                is_padded=once,
-            )
-            for source in sources
-        ]
+        self._once = once
+        self._open_readers(ORDER)
         self._lock = threading.Lock()
         self._told: dict[str, int] = {}  # complete epochs that were logged, by source
         self.rewind()
+
+    def _open_readers(self, order: int | str) -> None:
+        """Open the sources, whose documents have an order of this version."""
+        self._readers = [
+            READERS[self._config.packing](
+                source.name,
+                source.documents,
+                seq_len=self._seq_len,
+                seed=self._seed,
+                shuffle=self._config.shuffle,
+                epochs=1 if self._once else source.epochs,
+                is_padded=self._once,
+                order=order,
+            )
+            for source in self._sources
+        ]
+
+    def follow(self, saved: Identity) -> None:
+        super().follow(saved)
+        if self.earlier:
+            self._open_readers(COMPUTED)
+            self.rewind()
 
     def rewind(self) -> None:
         self._state: State | None = None
@@ -179,7 +191,6 @@ class TokenStream(BatchStream):
             ConfigError: if a source has fewer tokens than the run takes from it.
         """
         plan = self._plan(progress, totals, schedule)
-        self._check_amounts(plan, progress, totals)
         first = self._first
         now = _active(plan, first)
         cursors = [r.cursor(p) for r, p in zip(self._readers, positions, strict=True)]
@@ -187,6 +198,7 @@ class TokenStream(BatchStream):
         starts_now = plan[now].start == first
         if schedule is None or schedule.weights != tuple(weights) or starts_now:
             schedule = MixtureSchedule(weights)
+        self._check_amounts(plan[now + 1 :], schedule, progress, totals)
         self._stages = [Stage(first, schedule, cursors, totals, plan[now].spec)]
         self._later = plan[now + 1 :]
 
@@ -277,22 +289,34 @@ class TokenStream(BatchStream):
         return max(0, left - 1) // self._seq_len
 
     def _check_amounts(
-        self, plan: Sequence[PlannedStage], progress: Progress, totals: Sequence[Consumed]
+        self,
+        later: Sequence[PlannedStage],
+        schedule: MixtureSchedule,
+        progress: Progress,
+        totals: Sequence[Consumed],
     ) -> None:
-        """Refuse a run that takes more from a source than it has."""
+        """Refuse a run that takes more from a source than it has.
+
+        Args:
+            later: stages after that of `schedule`.
+        """
         if self._steps is None:
             return
-        end = progress.next + (self._steps - progress.steps) * self._global_batch
-        bounds = [*(max(stage.start, progress.next) for stage in plan), end]
+        rest = (self._steps - progress.steps) * self._global_batch
+        end = progress.next + max(0, rest - len(self._pending))
+        bounds = [min(n, end) for n in (self._first, *(stage.start for stage in later), end)]
+        schedules = [schedule, *(MixtureSchedule(stage.weights) for stage in later)]
+        sizes = [b - a for a, b in itertools.pairwise(bounds)]
+        parts = list(zip(schedules, sizes, strict=True))
         mistakes = []
         for number, source in enumerate(self._sources):
-            epochs, needed, most = source.epochs, 0, None
-            if epochs is not None:
-                most = self._samples(source.documents.tokens * epochs, totals[number])
-            for stage, (a, b) in zip(plan, itertools.pairwise(bounds), strict=True):
-                share = max(0, min(b, end) - a) * stage.weights[number]
-                needed += share // sum(stage.weights)
-            if most is not None and needed > most:
+            if source.epochs is None:
+                continue
+            most = self._samples(source.documents.tokens * source.epochs, totals[number])
+            needed = sum(each.least(number, size) for each, size in parts)
+            if needed <= most < needed + len(parts):
+                needed = sum(each.counts(size)[number] for each, size in parts)
+            if needed > most:
                 mistakes.append(
                     f"data.sources.{number}: {source.name} has "
                     f"{source.documents.tokens:,} tokens, and the run takes "
@@ -405,9 +429,8 @@ class TokenStream(BatchStream):
         first = min(left, default=progress.next)
         # At the end of a stage its successor may not have been opened.
         stage = self.stage(max(first - 1, self._first))
-        schedule, number = stage.schedule, first - stage.start
+        schedule = stage.schedule.after(first - stage.start)
         positions, totals = stage.positions(first), stage.totals(first, self._seq_len)
-        counts = schedule.counts(number)
         state = {
             **progress._asdict(),
             "pending": left,
@@ -427,8 +450,8 @@ class TokenStream(BatchStream):
                 "spec": stage.spec,
                 "steps": self._steps_of_mixture,
                 "weights": schedule.weights,
-                "samples": schedule.before + number,
-                "counts": [a + b for a, b in zip(schedule.before_of, counts, strict=True)],
+                "samples": schedule.before,
+                "counts": schedule.before_of,
             },
         }
         if self._groups > 1:
@@ -441,6 +464,7 @@ class TokenStream(BatchStream):
                 "cannot resume on tokens, as the run to resume tokenizes text while training; "
                 "restore data.dataset, or start a new run from the checkpoint's weights"
             )
+        self.follow(merged["identity"])
         refuse_other(merged["identity"], self._identity())
         saved = {source["name"]: source for source in merged["sources"]}
         self._check_sources(saved)
@@ -545,6 +569,7 @@ class TokenStream(BatchStream):
             Progress(samples, samples, steps, samples * self._seq_len),
             stage.positions(samples),
             stage.totals(samples, self._seq_len),
+            stage.schedule.after(samples - stage.start),
         )
 
     def sources(self, merged: Mapping[str, Any]) -> dict[str, dict[str, int]]:
@@ -587,6 +612,8 @@ class TokenStream(BatchStream):
     def _identity(self) -> Identity:
         config = self._config
         own = {"seed": self._seed, "shuffle": config.shuffle, "packing": config.packing}
+        if self._config.shuffle and not self.earlier:
+            own["order"] = ORDER
         return own | self._packing.identity
 
 

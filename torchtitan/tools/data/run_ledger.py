@@ -187,7 +187,7 @@ def recipe_of(run: Path, start: Row) -> JobConfig:
 
 def open_alone(job: JobConfig, start: Mapping[str, Any]) -> BatchStream:
     """Open all samples of a session, one at a time."""
-    return open_task(job).open_stream(
+    stream = open_task(job).open_stream(
         job.data.model_copy(update={"num_workers": 1}),
         seed=job.debug.seed,
         seq_len=start["seq_len"],
@@ -197,6 +197,8 @@ def open_alone(job: JobConfig, start: Mapping[str, Any]) -> BatchStream:
         rank=0,
         ranks=1,
     )
+    stream.follow(start["identity"])
+    return stream
 
 
 def state_of(stream: BatchStream) -> Any:
