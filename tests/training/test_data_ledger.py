@@ -4,15 +4,18 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.earlier import EARLIER
 from tests.reliability.trials import at_call, play, ranks_of, recipe
 from tests.runs import rows
 from tests.token_shards import drawn_documents, write_shards
 from torchtitan.metrics.data_ledger import LEDGER_FILE, chained, ledger_rows
 from torchtitan.tools.cli import main
+from torchtitan.tools.data import run_ledger
 from torchtitan.tools.data.consumption import read_consumption
 
 KILL = at_call("torchtitan.optim.optimizer_group:Optimizers.step", 6)
@@ -266,3 +269,19 @@ def test_sources_of_a_run_that_was_killed_are_known_until_its_last_checkpoint(
     text = capsys.readouterr().out
     assert "40 samples" in text
     assert "sources are recorded until sample 32, the last checkpoint" in text
+
+
+@pytest.mark.parametrize(("hash", "call"), [("0" * 16, "skip"), (None, "load"), ("1a", "load")])
+def test_a_run_that_continues_another_is_told_from_one_that_skips(
+    hash: str | None, call: str
+) -> None:
+    calls: list[str] = []
+    stream = SimpleNamespace(
+        skip=lambda samples: calls.append("skip"),
+        load_state_dict=lambda state: calls.append("load"),
+    )
+    job = SimpleNamespace(
+        checkpoint=SimpleNamespace(initial_load_path=str(EARLIER / "38f6c66/checkpoint/step-3"))
+    )
+    run_ledger._start_later(stream, job, {"hash": hash, "samples": 24})
+    assert calls == [call]

@@ -208,7 +208,8 @@ def state_of(stream: BatchStream) -> Any:
 
 def _start_later(stream: BatchStream, job: JobConfig, start: Row) -> None:
     """Move to the first sample of a run that skips some, or continues another run."""
-    if int(start["hash"] or "0", 16) == 0:
+    # That of another run may be unknown.
+    if start["hash"] is not None and int(start["hash"], 16) == 0:
         stream.skip(start["samples"])
         return
     path = local_path(job.checkpoint.initial_load_path or "")
