@@ -1,5 +1,7 @@
 """A search finds all layouts of a small case, and its best is a recipe with the same plan."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from torchtitan.estimate.layouts import (
 )
 from torchtitan.estimate.plan import Plan, Range, plan
 from torchtitan.estimate.search import (
+    LEAST,
     Cost,
     LayoutQueue,
     PlannedLayout,
@@ -96,11 +99,12 @@ def test_own_layout_is_that_of_the_recipe():
 
 @pytest.mark.gate
 def test_found_layouts_are_valid_and_the_best_is_a_recipe_with_the_same_plan(tmp_path: Path):
-    job, hardware = debug_job(2), find_hardware("cpu")
+    flags = ("--compile.enable=false", "--training.seq_len=64", "--model.n_layers=1")
+    job, hardware = debug_job(2, *flags), find_hardware("cpu")
     own = on_cpu(job, 2)
-    found = search(job, own, hardware, device_type="cpu", seconds=5)
+    found = search(job, own, hardware, device_type="cpu", seconds=0)
     times = [each.seconds_per_step for each in found.layouts]
-    assert len(times) > 1
+    assert found.planned == len(times) == LEAST
     assert times == sorted(times)
     assert times[0] <= own.time.seconds
     for each in found.layouts:
@@ -108,7 +112,7 @@ def test_found_layouts_are_valid_and_the_best_is_a_recipe_with_the_same_plan(tmp
         assert all(each.severity == "note" for each in wrong)
     best, path = found.layouts[0], tmp_path / "best.toml"
     path.write_text(
-        planned_recipe(with_changes(job, best.changes), job, str(Path(RECIPE).resolve()))
+        planned_recipe(with_changes(job, best.changes), debug_job(2), str(Path(RECIPE).resolve()))
     )
     loaded = load_job(path, [], 2, "cpu", exempt=("model.tokenizer_path",)).config
     assert loaded.flat() == with_changes(job, best.changes).flat()
@@ -117,13 +121,21 @@ def test_found_layouts_are_valid_and_the_best_is_a_recipe_with_the_same_plan(tmp
     assert planned.reserved_gib == best.reserved_gib
 
 
-def test_without_time_a_search_finds_the_layout_of_the_recipe():
+def test_what_is_planned_without_time_depends_on_no_speed(monkeypatch: pytest.MonkeyPatch):
     job, hardware = debug_job(2, "--compile.enable=false"), find_hardware("cpu")
     own = on_cpu(job, 2)
-    found = search(job, own, hardware, device_type="cpu", seconds=0)
-    assert [each.changes for each in found.layouts] == [own_layout(job, 2)]
-    assert found.layouts[0].seconds_per_step == own.time.seconds
-    assert not found.is_complete
+
+    def slow_first(*_: object) -> Plan:
+        """A plan that takes a while in every second process."""
+        time.sleep(0.1 * (os.getpid() % 2))
+        return own
+
+    monkeypatch.setattr("torchtitan.estimate.search.plan", slow_first)
+    runs = [search(job, own, hardware, device_type="cpu", seconds=0) for _ in range(2)]
+    first, second = ([each.changes for each in found.layouts] for found in runs)
+    assert first == second
+    assert first[0] == own_layout(job, 2)
+    assert len(first) == LEAST < runs[0].enumerated
 
 
 def test_costs_know_bubbles_and_recomputation():

@@ -4,7 +4,8 @@ All layouts are enumerated, and `layout_costs` says about how long each takes an
 The layout of the recipe is planned first, then the others in the order of these costs, two at a
 time, and only plans are reported. A layout with the same kernels as a planned one is expected to
 exceed its costs as much. The search ends when no other layout is expected to be among the fastest
-plans, or its time is up. So the best is never slower than the layout of the recipe, if that fits.
+plans, or its time is up, but never before `LEAST` plans. So the best is never slower than the
+layout of the recipe, if that fits. Which layout comes next depends on earlier plans, not on time.
 """
 
 import gc
@@ -14,9 +15,10 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -47,6 +49,8 @@ PROCESSES = 2
 """Layouts that are planned at the same time."""
 TOP = 5
 """Number of layouts that fit to find, of which none is expected to be slower than one left out."""
+LEAST = 10
+"""Number of layouts that are planned whatever the time, if there are as many."""
 ALL = 64
 """Number of layouts up to which every one is planned, if there is time."""
 FAR = 1.3
@@ -83,6 +87,11 @@ class SearchResult:
     is_complete: bool = False
     """Whether no other layout is expected to be among the fastest."""
     seconds: float = 0.0
+
+    @property
+    def planned(self) -> int:
+        """Number of layouts with a plan."""
+        return len(self.layouts) + len(self.too_large)
 
 
 class Cost(NamedTuple):
@@ -148,13 +157,13 @@ def search(
 
     Args:
         planned: plan of the recipe on `hardware`.
-        seconds: time after which no plan is begun, and none awaited if a layout fits.
+        seconds: time after which no plan is begun or awaited, once there are `LEAST` plans.
     """
     start, found, ranks = time.monotonic(), SearchResult(), planned.ranks
     costs, own = LayoutCosts(job, ranks, hardware), own_layout(job, ranks)
     queue, plans_all = _queue(costs, own, found)
     fork = multiprocessing.get_context("fork")
-    running: dict[Connection, tuple[Cost, Any, Path]] = {}
+    running = deque[tuple[Connection, Cost, Any, Path]]()
 
     def take(cost: Cost, answer: PlannedLayout) -> None:
         (found.layouts if answer.fits else found.too_large).append(answer)
@@ -162,47 +171,49 @@ def search(
         room = answer.reserved_gib.value / costs.room(cost.layout)
         queue.learn(cost, answer.seconds_per_step, room)
 
-    def is_late() -> bool:
-        return time.monotonic() - start > seconds
+    def left(plans: int) -> float | None:
+        """Return the seconds that are left after so many plans; None: as many as it takes."""
+        return None if plans < LEAST else max(seconds - (time.monotonic() - start), 0.0)
+
+    def next_cost() -> Cost | None:
+        plans = found.planned + len(running)
+        enough = len(found.layouts) >= TOP and plans >= LEAST and not plans_all
+        return queue.pop(found.layouts[TOP - 1].seconds_per_step if enough else math.inf)
 
     def begin(folder: Path) -> bool:
         """Plan the next layout that is valid and may fit, in another process."""
-        enough = len(found.layouts) >= TOP and not plans_all
-        most = found.layouts[TOP - 1].seconds_per_step if enough else math.inf
-        while not is_late() and (cost := queue.pop(most)):
+        while left(found.planned + len(running)) != 0 and (cost := next_cost()):
             changed = with_changes(job, cost.layout)
             if count := _unusable(changed, ranks, device_type, costs.room(cost.layout)):
                 setattr(found, count, getattr(found, count) + 1)
                 continue
             ours, theirs = fork.Pipe(False)
-            errors = folder / f"{len(running)}_{time.monotonic_ns()}"
+            errors = folder / f"{time.monotonic_ns()}"
             words = (theirs, errors, changed, cost.layout, ranks, hardware)
             process = fork.Process(target=_plan_one, args=words, daemon=True)
             process.start()
             theirs.close()
-            running[ours] = cost, process, errors
+            running.append((ours, cost, process, errors))
             return True
         return False
 
     take(_cost(costs, own), planned_layout(own, planned))
     with tempfile.TemporaryDirectory() as folder:
-        while not (found.layouts and is_late()):
+        while True:
             while len(running) < PROCESSES and begin(Path(folder)):
                 pass
-            if not running:
+            # Answers are taken in the order of their beginning, so that speed does not matter.
+            if not running or not running[0][0].poll(left(found.planned)):
                 break
-            left = seconds - (time.monotonic() - start) if found.layouts else None
-            for ready in wait([*running], timeout=left and max(left, 0.1)):
-                assert isinstance(ready, Connection)
-                cost, process, errors = running.pop(ready)
-                answer = _answer(ready, errors)
-                process.join()
-                if isinstance(answer, str):
-                    found.failed[answer] = found.failed.get(answer, 0) + 1
-                else:
-                    take(cost, answer)
-        found.is_complete = not is_late()
-        for _, process, _ in running.values():
+            ready, cost, process, errors = running.popleft()
+            answer = _answer(ready, errors)
+            process.join()
+            if isinstance(answer, str):
+                found.failed[answer] = found.failed.get(answer, 0) + 1
+            else:
+                take(cost, answer)
+        found.is_complete = not running and next_cost() is None
+        for _, _, process, _ in running:
             process.terminate()
             process.join()
     found.seconds = time.monotonic() - start

@@ -69,7 +69,7 @@ def search_layouts(
         "enumerated": found.enumerated,
         "refused": found.refused,
         "without_room": found.without_room,
-        "planned": len(found.layouts) + len(found.too_large),
+        "planned": found.planned,
         "failed": found.failed,
         "is_complete": found.is_complete,
         "seconds": found.seconds,
@@ -80,10 +80,10 @@ def search_layouts(
 
 def described(found: SearchResult) -> str:
     """Describe in a sentence how much was searched."""
-    planned, failed = len(found.layouts) + len(found.too_large), sum(found.failed.values())
+    failed = sum(found.failed.values())
     text = (
-        f"planned {planned:,} of {found.enumerated:,} layouts in {found.seconds:.0f} s, of which "
-        f"{len(found.layouts)} fit; {found.without_room:,} need far more memory"
+        f"planned {found.planned:,} of {found.enumerated:,} layouts in {found.seconds:.0f} s, of "
+        f"which {len(found.layouts)} fit; {found.without_room:,} need far more memory"
     )
     text += f"; {failed} could not be planned" if failed else ""
     return text if found.is_complete else f"{text}; the time was up before the others"
