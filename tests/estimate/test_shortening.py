@@ -1,13 +1,22 @@
 """A step recorded from few blocks, microbatches and batches equals the step recorded in full."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from tests import layouts
 from tests.layouts import FULL, INTERLEAVED, Case, case, schedule
 from tests.tiers import tiers
+from torchtitan.checks import load_job
 from torchtitan.estimate.expansion import RankStep, expand
 from torchtitan.estimate.fake_rank import record
+from torchtitan.estimate.hardware import find_hardware
+from torchtitan.estimate.plan import alike_ranks
 from torchtitan.estimate.shortening import Abridged
+from torchtitan.estimate.speed import step_time
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
 from torchtitan.parallel.schedules import order
 
 CASES = {
@@ -71,3 +80,89 @@ def test_first_and_last_microbatches_stand_for_themselves() -> None:
     assert chosen.recorded[last].microbatch == chosen.microbatches - 1
     times = sum(chosen.times(number, first.stage) for number in range(chosen.microbatches))
     assert times == 32
+
+
+RECIPES = {
+    "llama3": "debug_model",
+    "qwen3": "qwen3_debug",
+    "qwen3_moe": "qwen3_moe_debug",
+    "deepseek_v3": "deepseek_v3_debug",
+    "gpt_oss": "gpt_oss_debug",
+    "vit_mae": "vit_mae_debug",
+}
+"""A recipe of each family."""
+EAGER = ("--compile.enable=false", "--training.seq_len=128")
+SEVEN, TWELVE = "--model.n_layers=7", "--model.n_layers=12"
+SPARSE = ("--model.top_k=1", "--model.n_experts=2")
+EVERY_SECOND = "--activation_checkpoint.mode=selective"
+SMALL: dict[str, tuple[str, ...]] = {
+    "llama3": (*EAGER, TWELVE, EVERY_SECOND),
+    "qwen3": (*EAGER, SEVEN),
+    "qwen3_moe": (*EAGER, SEVEN, *SPARSE, "--parallelism.expert_parallel_degree=2"),
+    "deepseek_v3": (
+        *(*EAGER, "--model.n_layers=8", "--model.dense_layers=2", "--model.top_k=1"),
+        "--auxiliary_losses.0.name=multi_token",
+    ),
+    "gpt_oss": (*EAGER, TWELVE, *SPARSE, "--model.sliding_window=16"),
+    "vit_mae": (EAGER[0], SEVEN),
+}
+"""Flags of a small size of it with many blocks."""
+
+
+def of_family(family: str, *flags: str) -> JobConfig:
+    path = Path("train_configs") / f"{RECIPES[family]}.toml"
+    few = ("--training.local_batch_size=1", "--training.global_batch_size=2", *flags)
+    return load_job(path, few, 2, "cuda", exempt=("model.tokenizer_path",)).config
+
+
+def assert_alike(job: JobConfig) -> None:
+    """A shortened recording has the memory, time and FLOPs of the whole one, to a percent."""
+    found = []
+    for shorten in (True, False):
+        torch._dynamo.reset()
+        recorded = record(job, 2, shorten=shorten, device_type="cuda")
+        whole = expand(recorded, job.accumulation(job.degrees(2)))
+        seconds = step_time(job, 2, {0: whole}, find_hardware("h100")).seconds
+        flops = sum(kernel.flops for each in whole.segments for kernel in each.kernels)
+        found.append([whole.peak()[1].total(), seconds, flops, len(recorded.recording.events)])
+    (*short, events), (*expected, all_events) = found
+    assert events < all_events
+    assert short == pytest.approx(expected, rel=0.01)
+
+
+def test_every_family_is_here() -> None:
+    families = {name for name in MODELS if not name.startswith("tiny")}  # those of the tests
+    assert RECIPES.keys() == SMALL.keys() == families
+
+
+@pytest.mark.parametrize("family", tiers(RECIPES, ["deepseek_v3", "gpt_oss"]))
+def test_a_short_recording_of_a_family_stands_for_the_whole_step(family: str) -> None:
+    assert_alike(of_family(family, *SMALL[family]))
+
+
+def test_ranks_of_a_pipeline_are_alike_if_their_blocks_are() -> None:
+    flags = ("--model.n_layers=12", "--parallelism.pipeline_parallel_degree=4", *SPARSE)
+    path = "train_configs/gpt_oss_debug.toml"
+    job = load_job(path, flags, 4, "cuda", exempt=("model.tokenizer_path",)).config
+    # Of three blocks on a rank, two have windows on one and one on the next.
+    assert alike_ranks(job, job.work(4)) == [[0], [1], [2], [3]]
+
+
+SIZES = [
+    (family, flavor)
+    for family in RECIPES
+    for flavor in MODELS[family].flavors
+    if flavor != "debugmodel"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "flavor"), SIZES)
+def test_a_short_recording_of_a_published_size_stands_for_the_whole_step(
+    family: str, flavor: str
+) -> None:
+    flags = [f"--model.flavor={flavor}", "--training.mixed_precision_param=bfloat16"]
+    flags += ["--compile.enable=true", "--model.tokenizer_path=none"]
+    if family != "vit_mae":
+        flags += ["--training.seq_len=8192"]
+    assert_alike(of_family(family, *flags))

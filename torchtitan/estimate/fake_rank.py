@@ -26,14 +26,14 @@ from torchtitan.device import Device, DeviceType
 from torchtitan.estimate.compiled import SharedGraphs, recorded_compilation
 from torchtitan.estimate.cuda_operators import cuda_operators, mxfp8_kernels
 from torchtitan.estimate.recording import KernelRecorder, Recording
-from torchtitan.estimate.shortening import Abridged, Shortened
+from torchtitan.estimate.shortening import Abridged, Shortened, block_kinds
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.experts import Experts
 from torchtitan.models.spec import ModelSpec, build_empty
 from torchtitan.optim import name_parameters, open_optimizers
 from torchtitan.optim.offload import Offloaded
-from torchtitan.parallel import ParallelModel, World, parallelize, stages
+from torchtitan.parallel import ParallelModel, World, expert_parallel, parallelize, stages
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.sharding.fsdp2 import FullyShard
@@ -121,6 +121,9 @@ def record(
         opened.enter_context(_without_messages())
         opened.enter_context(hidden_shape_propagation())
         opened.enter_context(_document_boundaries())
+        # Also in compiled graphs: as many rows arrive as leave if experts are in balance.
+        balanced = mock.patch.object(expert_parallel, "rows_arriving", lambda _, rows: len(rows))
+        opened.enter_context(balanced)
         opened.enter_context(torch.compiler.set_stance("force_eager"))
         world = make_world(degrees, job.comm, device, dist.group.WORLD)  # type: ignore[arg-type]
         if device_type == "cuda":
@@ -273,14 +276,12 @@ def _lay_out(
     network = build_empty(spec.build, args, layout.seq_len, layout.precision.parameters)
     plan = stages.plan(job.parallelism, spec, args, network, layout.seq_len)
     blocks = spec.blocks(network)
-    period = max(1, layout.activation_checkpoint.every) if shorten else len(blocks)
+    own = [[n for n in plan.units[stage] if n in blocks] for stage in plan.of(world.stage_rank)]
+    kinds = block_kinds(job, blocks) if shorten else {}
     shortened = [
-        Shortened.of([*alike], period)
-        for stage in plan.of(world.stage_rank)
-        for _, alike in itertools.groupby(
-            (name for name in plan.units[stage] if name in blocks),
-            lambda name: [(key, p.shape) for key, p in blocks[name].named_parameters()],
-        )
+        each
+        for names in own
+        for each in (Shortened.of_stage(names, kinds) if shorten else [Shortened((*names,), ())])
     ]
     recorder.times = {name: each.times for each in shortened for name in each.sample}
     dropped = {name for each in shortened for name in each.dropped}

@@ -19,6 +19,7 @@ from torchtitan.estimate.libraries import outside, workspaces
 from torchtitan.estimate.link_traffic import LinkTraffic, link_traffic
 from torchtitan.estimate.plan_notes import plan_notes
 from torchtitan.estimate.recording import Change
+from torchtitan.estimate.shortening import block_kinds
 from torchtitan.estimate.speed import StepTime, step_time
 from torchtitan.job import JobConfig
 from torchtitan.parallel.work import Work
@@ -181,7 +182,7 @@ def plan(
     capacity_gib = capacity_gib or (hardware.memory_gib if hardware else None)
     held = workspaces(hardware) if device_type == "cuda" else []
     kinds: list[RankPlan] = []
-    alike = _alike(job.work(ranks))
+    alike = alike_ranks(job, job.work(ranks))
     if probe is not None:
         alike.sort(key=lambda stage_ranks: probe not in stage_ranks)
     with SharedGraphs() if graphs is None else nullcontext(graphs) as shared:
@@ -195,14 +196,15 @@ def plan(
             step = expand(source, job.accumulation(degrees))
             memory = reserved(step, workspaces=held) if held else of_tensors(step)
             around = outside(job, ranks, first, step, hardware) if hardware else {}
-            alike_ranks = len(stage_ranks) * ranks // degrees.pp
-            kinds.append(RankPlan(stage_ranks, alike_ranks, step, memory, sum(held), around))
+            of_kind = len(stage_ranks) * ranks // degrees.pp
+            kinds.append(RankPlan(stage_ranks, of_kind, step, memory, sum(held), around))
             count(len(kinds))
             needed_gib = memory.peak_reserved / GIB + sum(around.values())
             if probe is not None and capacity_gib and needed_gib > capacity_gib:
                 break
     kinds.sort(key=lambda kind: kind.stage_ranks[0])
     steps = {kind.stage_ranks[0]: kind.step for kind in kinds}
+    stands_for = {rank: kind.stage_ranks[0] for kind in kinds for rank in kind.stage_ranks}
     ranks_per_node = hardware.ranks_per_node if hardware else RANKS_PER_NODE
     traffic = (link_traffic(step, ranks_per_node) for step in steps.values())
     return Plan(
@@ -211,7 +213,7 @@ def plan(
         hardware,
         device_type,
         kinds,
-        step_time(job, ranks, steps, hardware) if hardware else None,
+        step_time(job, ranks, steps, hardware, stands_for) if hardware else None,
         max(traffic, key=lambda found: sum(each.sent for each in found)),
         capacity_gib,
         [
@@ -221,14 +223,18 @@ def plan(
     )
 
 
-def _alike(work: Work) -> list[list[int]]:
-    """Return the pipeline ranks in groups of as many blocks, and the same other modules."""
+def alike_ranks(job: JobConfig, work: Work) -> list[list[int]]:
+    """Return the pipeline ranks in groups of the same kinds of blocks and other modules."""
     found: dict[object, list[int]] = {}
+    of_block = block_kinds(job, work.spec.blocks(work.model))
     for stage_rank in range(work.degrees.pp):
         stages = work.stages.of(stage_rank)
         ends = 0 in stages, len(work.stages.ranks) - 1 in stages
-        sizes = tuple(len(work.stages.units[stage]) for stage in stages)
+        contents = tuple(
+            tuple(sorted(of_block.get(unit, -1) for unit in work.stages.units[stage]))
+            for stage in stages
+        )
         # A schedule of one's own may keep more microbatches on any rank.
         own = stage_rank if work.parallelism.pipeline_parallel_schedule_csv else None
-        found.setdefault((ends, sizes, own), []).append(stage_rank)
+        found.setdefault((ends, contents, own), []).append(stage_rank)
     return [*found.values()]

@@ -2,16 +2,56 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
+from torch import Tensor, nn
+
+from torchtitan.job import JobConfig
 from torchtitan.parallel.schedules import Action, Orders
+
+
+def block_kinds(job: JobConfig, blocks: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Return a number for each block of a whole model, equal for blocks that do the same work.
+
+    Blocks differ in the parameters and the settings of their modules, such as the window of
+    attention, in what a recipe chooses by name, and in whether they are recomputed.
+    """
+    filters = [f"*{part}*" for each in job.convert for part in getattr(each, "filter_fqns", ())]
+    patterns = [*filters, *(name for group in job.optimizer.groups for name in group.names)]
+    every = max(1, job.activation_checkpoint.every)
+    seen: list[Any] = []
+    found = {}
+    for index, (name, block) in enumerate(blocks.items()):
+        inside = [*block.named_modules(prefix=name), *block.named_parameters(prefix=name)]
+        chosen = [[fnmatchcase(inner, pattern) for pattern in patterns] for inner, _ in inside]
+        kind = index % every, [_settings(module) for module in block.modules()], chosen
+        if kind not in seen:
+            seen.append(kind)
+        found[name] = seen.index(kind)
+    return found
+
+
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """Return the class, parameters, buffers and other attributes of a module without its parts."""
+    own = {key: each for key, each in vars(module).items() if key not in _OF_ALL_MODULES}
+    tensors = {**module._parameters, **module._buffers}
+    tensors |= {key: own.pop(key) for key, each in [*own.items()] if isinstance(each, Tensor)}
+    sizes = {
+        key: each if each is None else (each.shape, each.dtype) for key, each in tensors.items()
+    }
+    return type(module), [*module._modules], sizes, own
 
 
 @dataclass(frozen=True)
 class Shortened:
     """Blocks of a kind in a stage that are recorded, and one that stands for those that are not.
 
-    Blocks repeat with a period (one, or that of selective recomputation). The first two periods and
-    the last two are recorded, and one period between, which is repeated `times`.
+    Blocks repeat with a period. The first two periods and the last two are recorded, and one period
+    between, which is repeated `times`.
     """
 
     kept: tuple[str, ...]
@@ -20,8 +60,24 @@ class Shortened:
     times: int = 1
 
     @classmethod
+    def of_stage(cls, blocks: Sequence[str], kinds: Mapping[str, int]) -> "list[Shortened]":
+        """Choose among the consecutive `blocks` of a stage, which may be of several `kinds`."""
+        found, start = [], 0
+        while start < len(blocks):
+            best = cls((blocks[start],), ())
+            for period in range(1, len(blocks) - start):
+                end = start + period
+                while end < len(blocks) and kinds[blocks[end]] == kinds[blocks[end - period]]:
+                    end += 1
+                of_period = cls.of(blocks[start:end], period)
+                best = max(best, of_period, key=lambda each: len(each.dropped))
+            found.append(best)
+            start += len(best.kept) + len(best.dropped)
+        return found
+
+    @classmethod
     def of(cls, blocks: Sequence[str], period: int, ends: int = 2) -> "Shortened":
-        """Choose among the `blocks` of a kind."""
+        """Choose among `blocks` that repeat with a period."""
         rest = len(blocks) - (2 * ends + 1) * period
         if rest < period:
             return cls(tuple(blocks), ())

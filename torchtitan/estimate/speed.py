@@ -10,6 +10,7 @@ import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -59,12 +60,18 @@ class StepTime:
 
 
 def step_time(
-    job: JobConfig, ranks: int, steps: Mapping[int, RankStep], hardware: Hardware
+    job: JobConfig,
+    ranks: int,
+    steps: Mapping[int, RankStep],
+    hardware: Hardware,
+    alike: Mapping[int, int] = MappingProxyType({}),
 ) -> StepTime:
     """Estimate the time of a step.
 
     Args:
-        steps: steps by pipeline rank; a rank that is missing takes the time of the nearest.
+        steps: steps by pipeline rank.
+        alike: pipeline ranks to those in `steps` that are like them; others take the time of the
+            nearest.
     """
     degrees, work, model = job.degrees(ranks), job.work(ranks), MODELS[job.model.name]
     orders = _all_passes(work.orders, work.passes)
@@ -72,7 +79,7 @@ def step_time(
     timed = {
         rank: _time_rank(job, step, orders[rank], hardware, turns) for rank, step in steps.items()
     }
-    nearest = {rank: min(timed, key=lambda each: abs(each - rank)) for rank in orders}
+    nearest = {rank: min(timed, key=lambda each: abs(each - rank)) for rank in orders} | {**alike}
     durations, rests = dict[Action, float](), dict[Action, float]()
     for rank, actions in orders.items():
         for action, each in zip(actions, timed[nearest[rank]].times_of(actions), strict=True):
