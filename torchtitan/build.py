@@ -155,6 +155,9 @@ def open_session(parts: Parts, hooks: Sequence[Hooks]) -> Iterator[None]:
         if restart := Launch.read().restart:
             parts.meter.event(parts.state.step, "restart", restart=restart, ranks=parts.world.size)
         yield
+        if parts.job.checkpoint.enable:
+            with parts.timeline.pause("checkpoint"):
+                parts.checkpoint.wait_until_idle()
         parts.checkpoint.finish()
     parts.divergence.raise_if_diverged()
 

@@ -96,7 +96,7 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     if job.checkpoint.enable:
         yield Hooks(before_update=parts.wait_until_writable)
         for saver in parts.checkpoint.savers:
-            yield unfinished_saves(saver)
+            yield unfinished_saves(parts, saver)
     yield Hooks(after_step=parts.divergence.after_step)
     if job.checkpoint.enable:
         yield Hooks(after_step=partial(save_if_due, parts))
@@ -261,13 +261,14 @@ def open_statistics(parts: Parts) -> Statistics:
     return Statistics(freq, model, parts.optimizers, world, units, copies)
 
 
-def unfinished_saves(saver: Saver) -> Hooks:
+def unfinished_saves(parts: Parts, saver: Saver) -> Hooks:
     """Return hooks that advance a save after each step, by a stage, if no rank is busy with it."""
     busy: list[float] = [0]
 
     def advance(state: TrainState) -> None:
-        if not busy[0]:
-            saver.advance()
+        if not (busy[0] or saver.is_idle):
+            with parts.timeline.pause("checkpoint"):
+                saver.advance()
 
     flag = Flag(lambda: saver.is_busy, lambda agreed: busy.__setitem__(0, agreed))
     return Hooks(flag=flag, after_step=advance)

@@ -1,7 +1,12 @@
 """A save that fails in an unexpected way, and what a save that has ended still holds."""
 
 import gc
+import io
 import itertools
+import json
+import logging
+import re
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +18,7 @@ from torch import Tensor
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import train
+from tests.runs import rows, train
 from torchtitan.build import Run
 from torchtitan.checkpoint import saved_steps, saver
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
@@ -22,6 +27,7 @@ from torchtitan.checkpoint.storage import Piece
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.logging import logger
 from torchtitan.parallel import CommConfig, Degrees, World, open_world
 
 
@@ -137,6 +143,35 @@ def held_after_saves(job: JobConfig) -> tuple[int, int]:
             lambda _: {f"communication.0.{name}": Noted(t, made) for name, t in sending.items()},
         )
         return train(job, look)
+
+
+def waited_for_commits(job: JobConfig, seconds: float) -> str:
+    """Train where each commit takes some time more; what the log says of the saves."""
+    write, said = saver.write_manifest_of, io.StringIO()
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return write(*arguments, **named)
+
+    logger.addHandler(logging.StreamHandler(said))
+    logger.setLevel(logging.INFO)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "write_manifest_of", slowly)
+        train(job)
+    return said.getvalue()
+
+
+def test_the_commit_of_an_asynchronous_save_is_time_that_training_waited(tmp_path: Path) -> None:
+    """Between steps, at the next save if it comes too soon, and at the end."""
+    job = recipe(tmp_path)
+    (said,) = run_ranks(waited_for_commits, 1, job, 0.25)
+    told = [float(seconds) for seconds in re.findall(r"training waited ([\d.]+) s", said)]
+    assert len(told) == 2
+    assert min(told) >= 0.25
+    counted = sum(row.get("checkpoint_s", 0.0) for row in rows(tmp_path))
+    ends = (tmp_path / "events/rank0.jsonl").read_text().splitlines()
+    counted += json.loads(ends[-1])["pauses"]["checkpoint"]
+    assert counted >= sum(told) >= 0.5
 
 
 class Noted:

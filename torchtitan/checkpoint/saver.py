@@ -110,13 +110,16 @@ class Saver:
         """Seconds that the last save took, while training waited or not; None: there was none."""
         self._stage: Save | Check | None = None
         self._waits: Callable[[], float] = lambda: 0.0
+        self._committed = 0.0
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], model_only: bool
     ) -> None:
         """Save a step; on return every byte is on disk, unless it is asynchronous."""
-        began, waited = time.perf_counter(), self.staging.waited
+        began = time.perf_counter()
         self.wait_until_idle()
+        # What this has waited for the last save, the message of that has counted.
+        began, waited = max(began, self._committed), self.staging.waited
         path = self.store.saving(self.folder / f"step-{step}")
         begun = self.leaders.lead(lambda: self._begin(path))
         if problems := [problem for problem in begun if problem]:
@@ -130,6 +133,11 @@ class Saver:
             self.advance()
         called = time.perf_counter() - began
         self._waits = lambda: called + self.staging.waited - waited
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no save is in any stage; the same on all ranks."""
+        return self._stage is None
 
     @property
     def is_busy(self) -> bool:
@@ -150,7 +158,7 @@ class Saver:
     def wait_until_idle(self) -> None:
         """Wait until no save is in any stage."""
         self.staging.wait()
-        while self._stage is not None:
+        while not self.is_idle:
             self.advance()
 
     def _begin(self, path: Path) -> str | None:
@@ -181,7 +189,7 @@ class Saver:
 
     def _commit(self, save: Save) -> None:
         """Commit the checkpoint after all ranks have written, or abandon it if one failed."""
-        self._stage = None
+        self._stage, began = None, time.perf_counter()
         mine = on_all_ranks(self.world, lambda: _outcome(save.writing))
         everyones = self.world.gather_object(mine) or ()
         everyones, state = self.leaders.share((everyones, save.state))
@@ -193,9 +201,10 @@ class Saver:
         path = self.folder / f"step-{save.step}"
         self.saved_step, self.failed_step = save.step, None
         # An asynchronous save is committed after a step, which may be long after it was written.
-        whole = time.perf_counter() - save.began
+        self._committed = time.perf_counter()
+        whole, waited = self._committed - save.began, self._waits() + self._committed - began
         self.seconds = save.writing.seconds if self.is_async else whole
-        waits = f"; training waited {self._waits():.2f} s" if self.is_async else ""
+        waits = f"; training waited {waited:.2f} s" if self.is_async else ""
         message = "saved %s: %s MB, written in %.2f s%s"
         logger.info(message, path, f"{size / 1e6:,.1f}", save.writing.seconds, waits)
         names = [mine.name] if isinstance(mine, Written) else []
