@@ -41,7 +41,7 @@ class Forked:
 
         def act() -> int:
             os.setsid()
-            for number in (signal.SIGTERM, signal.SIGUSR1):
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.clear()

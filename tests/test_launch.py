@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,9 @@ from tests import launched
 from tests.launched import OURS, Process
 from tests.runs import losses
 from tests.tiers import tiers
+from torchtitan import train as training
 from torchtitan.checkpoint import saved_steps
+from torchtitan.flight_recorder import read_note
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "train_configs/debug_model.toml"
@@ -96,7 +99,7 @@ def test_script_tells_a_mistake_once_without_a_traceback(processes: str, tmp_pat
 
 
 # Exit statuses of a run that is saved; see docs/elastic.md.
-STOPS = [(signal.SIGINT, 0), (signal.SIGTERM, 75)]
+STOPS = [(signal.SIGINT, 0), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
 
 
 @pytest.mark.parametrize(("number", "status"), tiers(STOPS, [], [STOPS[0]]))
@@ -125,6 +128,36 @@ def test_signal_to_the_launcher_is_passed_on_and_loses_nothing(tmp_path: Path) -
     finish(process, 75)
     saved = max(saved_steps(tmp_path / "checkpoint"))
     assert saved == max(losses(tmp_path)) < 1000
+
+
+@pytest.mark.parametrize(
+    "words", [[], pytest.param(["--processes=2"], marks=pytest.mark.gate)], ids=["one", "launcher"]
+)
+def test_a_signal_after_the_last_save_leaves_a_finished_run(
+    words: list[str], tmp_path: Path
+) -> None:
+    """Ranks take their time to leave; the launcher passes the signal on to them."""
+    status, signalled = training.exit_status, tmp_path / "signalled"
+
+    def slow_status(*arguments: Any) -> int:
+        while not signalled.exists():
+            time.sleep(0.05)
+        time.sleep(0.5)
+        return status(*arguments)
+
+    def slow_to_leave() -> None:
+        training.exit_status = slow_status  # in the forked process alone
+
+    flags = [*TINY, *words, "--training.steps=2"]
+    process = start([*TRAIN, *flags], tmp_path, before=slow_to_leave)
+    note = tmp_path / "comm_traces/0.step"
+    while not note.exists() or read_note(note).get("state") != "finished":
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    signalled.touch()
+    finish(process)
+    assert max(saved_steps(tmp_path / "checkpoint")) == 2
 
 
 @pytest.mark.parametrize(("number", "status"), tiers(STOPS, [], [STOPS[0]]))

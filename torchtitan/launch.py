@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -29,7 +30,7 @@ from torchtitan.checkpoint import lock, saved_steps
 from torchtitan.checks.resuming import restarts
 from torchtitan.config import ConfigError, PlannedWorld, local_path, show
 from torchtitan.device import pick
-from torchtitan.flight_recorder import RankTrace, read_traces, report
+from torchtitan.flight_recorder import RankTrace, read_note, read_traces, report
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.parallel import RANK_ROLE
@@ -211,6 +212,8 @@ class LaunchedRun:
             not_restarted=(WRONG_RECIPE, DIVERGED),
             is_finished=lambda: self.last_step() >= job.training.steps,
             at_failure=self.explain,
+            saves=saves(job),
+            is_last=True,
         )
 
     def work(self) -> int:
@@ -219,8 +222,9 @@ class LaunchedRun:
         try:
             agent.work()
         except ChildFailedError as error:
-            trained = any(trace.step for trace in self.traces())
-            if trained or agent.stopped_by is None:
+            if agent.stopped_by and self.is_complete():
+                return 0
+            if self.last_note("step") or agent.stopped_by is None:
                 logger.error("%s", describe(error.failures))
                 self.explain()
                 code: int = error.get_first_failure()[1].exitcode
@@ -230,6 +234,8 @@ class LaunchedRun:
                 raise
             logger.info("the other nodes finished the run")
         except SignalException as error:
+            if agent.stopped_by and self.is_complete():
+                return 0
             if agent.at_once or agent.stopped_by is None:
                 return 128 + error.sigval
         if agent.is_finished() or not (agent.stopped_by or agent.has_others):
@@ -242,14 +248,30 @@ class LaunchedRun:
         return status
 
     def last_step(self) -> int:
-        """Return the last completed step by the traces of the ranks, or else by the checkpoints."""
-        if trained := max((trace.step for trace in self.traces()), default=0):
+        """Return the last step that a rank has reached, or else the last that is saved."""
+        if trained := int(self.last_note("step") or 0):
             return trained
         try:
             return max(saved_steps(self.job.checkpoint.path_in(self.folder)), default=0)
         except StoreError as error:
             logger.error("%s", error)
             return 0
+
+    def is_complete(self) -> bool:
+        """Whether the ranks have trained and saved the last step, and were about to exit."""
+        return self.agent.is_finished() and self.last_note("state") == "finished"
+
+    def last_note(self, key: str) -> Any:
+        """Return a value of the newest note since the last start, of rank 0 or one of this node.
+
+        All ranks are in the same step, and with many of them their files are many.
+        """
+        folder = self.folder / self.job.comm.save_traces_folder
+        here = [worker.global_rank for worker in self.agent.get_worker_group().workers[:1]]
+        paths = [path for rank in {0, *here} if (path := folder / f"{rank}.step").exists()]
+        notes = [note for path in paths if (note := read_note(path))]
+        newest = max(notes, key=lambda note: note["time"], default={"time": 0.0})
+        return newest.get(key) if newest["time"] >= self.agent.began else None
 
     def traces(self) -> list[RankTrace]:
         """Return the traces of the ranks since their last start."""
@@ -284,4 +306,4 @@ def leave(status: int) -> int:
 
 if __name__ == "__main__":
     # As a script this is a verb of the command line, which is above this module.
-    sys.exit(import_module("torchtitan.tools.cli").main(["train", *sys.argv[1:]]))
+    sys.exit(import_module("torchtitan.tools.cli").act(["train", *sys.argv[1:]]))

@@ -119,7 +119,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
     recorder = Recorder(
         job.comm, folder, launch.rank, launch.size, device.type, shared, launch.restart
     )
-    stop = StopSignal(locked.mark_ending if locked else None, grace)
+    stop = StopSignal(locked.mark_ending if locked else None, grace, is_last=True)
     try:
         with ExitStack() as joined:
             joined.push(recorder.leave)
@@ -408,4 +408,4 @@ def report_reference(job: JobConfig) -> None:
 
 if __name__ == "__main__":
     # As a script this is a verb of the command line, which is above this module.
-    sys.exit(import_module("torchtitan.tools.cli").main(["train", *sys.argv[1:]]))
+    sys.exit(import_module("torchtitan.tools.cli").act(["train", *sys.argv[1:]]))

@@ -16,6 +16,34 @@ with StopSignal() as stop:
 for number in then:
     os.kill(os.getpid(), number)
 """
+CLOSED = """
+import os, signal, sys
+from torchtitan.resilience.stop import StopSignal
+if "nohup" in sys.argv:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with StopSignal() as stop:
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.requested == ("nohup" not in sys.argv)
+"""
+SAVED = """
+import os, signal
+from torchtitan.resilience.stop import SIGNALS, StopSignal
+with StopSignal(is_last=True) as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+for number in SIGNALS * 2:
+    os.kill(os.getpid(), number)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(CLOSED,), (CLOSED, "nohup"), (SAVED,)],
+    ids=["a closed terminal", "nohup", "after the last save"],
+)
+def test_signals_that_end_nothing(words: tuple[str, ...]) -> None:
+    done = subprocess.run([sys.executable, "-c", *words], capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

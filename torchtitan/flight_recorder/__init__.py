@@ -3,7 +3,7 @@
 from torchtitan.flight_recorder.diagnosis import report
 from torchtitan.flight_recorder.recorder import Recorder
 from torchtitan.flight_recorder.records import Collective, Group, Shape, recorded, sent_by_kind
-from torchtitan.flight_recorder.traces import RankTrace, read_traces
+from torchtitan.flight_recorder.traces import RankTrace, read_note, read_traces
 
 __all__ = [
     "Collective",
@@ -11,6 +11,7 @@ __all__ = [
     "RankTrace",
     "Recorder",
     "Shape",
+    "read_note",
     "read_traces",
     "recorded",
     "report",

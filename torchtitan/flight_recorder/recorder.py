@@ -6,10 +6,12 @@ torch. The surviving ranks write their buffers out. They notice soon: gloo raise
 the watchdog of NCCL ends them and writes the buffer itself, and a launcher sends them SIGTERM.
 
 A thread watches the main one, which may never return to Python. It writes the traces of a rank that
-makes no progress after SIGTERM, and ends one that waits too long in a send or receive of gloo, as
-torch cannot change the timeouts of gloo after the group is made.
+makes no progress after SIGTERM, for much longer than a step takes or because another rank failed,
+and ends one that waits too long in a send or receive of gloo, as torch cannot change the timeouts
+of gloo after the group is made.
 
-No other rank is asked for anything, since after a failure it may be gone.
+No other rank is asked for anything, since after a failure it may be gone: one listing of the folder
+shows whose traceback is there.
 """
 
 import faulthandler
@@ -39,7 +41,6 @@ from torchtitan.flight_recorder.traces import (
     Failure,
     Kind,
     State,
-    read_failure,
     read_note,
     read_rank,
 )
@@ -47,9 +48,11 @@ from torchtitan.logging import logger
 from torchtitan.parallel import CommConfig
 from torchtitan.torch_private.collectives import flight_records, group_members
 
-# Seconds after SIGTERM in which a rank should have reached its next step, or exited; a launcher,
-# such as torchrun, waits 30 before it kills.
+# Seconds after SIGTERM in which a rank should have reached its next step, or exited, unless steps are
+# longer; a launcher, such as torchrun, waits 30 before it kills.
 TERMINATION_TIMEOUT = 5.0
+# A step that takes as many times the one before is not only slow.
+LONG_STEPS = 3.0
 # Seconds between two looks at the main thread.
 POLL_INTERVAL = 1.0
 # More than any note has, so that each covers the one before.
@@ -89,7 +92,8 @@ class Recorder:
         `restart` is the number of this start of the ranks; tracebacks of earlier ones are kept.
         """
         self.restart = restart
-        self.traceback_file = f"{rank}.{restart}.traceback" if restart else f"{rank}.traceback"
+        self.traceback_suffix = f".{restart}.traceback" if restart else ".traceback"
+        self.traceback_file = f"{rank}{self.traceback_suffix}"
         self.folder = dump_folder / config.save_traces_folder
         # A single rank never waits for others.
         entries = config.trace_buf_size if world_size > 1 else 0
@@ -98,6 +102,7 @@ class Recorder:
         self.shared, self.host, self.at, self.notes = shared, socket.gethostname(), 0, 0
         self.first_limit, self.limit = config.init_timeout_seconds, config.train_timeout_seconds
         self._over = threading.Event()
+        self._began = self._took = 0.0
         self.is_failure_logged = False
         """Whether the log names the error of this rank, and the file of its traceback."""
 
@@ -163,6 +168,9 @@ class Recorder:
 
     def step(self, step: int) -> None:
         """Note that this rank is in `step` from now on."""
+        now = time.monotonic()
+        # Before the first step there is none whose time is known.
+        self._took, self._began = now - self._began if self.at else 0.0, now
         self._note("training", step)
 
     def __exit__(
@@ -193,12 +201,14 @@ class Recorder:
                 self._save(self.traceback_file, text.encode())
             self._log_failure()
         os.close(self._line)
-        signal.signal(signal.SIGTERM, self._handler)
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, self._handler)
 
     def _watch(self) -> None:
         main = threading.main_thread().ident
         assert main is not None
         asked_at = asked_in = since = 0.0
+        has_looked = False
         waiting: FrameType | None = None
         signals = select.poll()  # `select.select` refuses descriptors from 1,024 on
         signals.register(self._signals, select.POLLIN)
@@ -207,13 +217,15 @@ class Recorder:
             if signals.poll(0):
                 # SIGPROF asks for a trace of torch's profiler, and the run continues.
                 if os.read(self._signals, 1)[0] != signal.SIGPROF:
-                    asked_at, asked_in = now, self.notes
+                    asked_at, asked_in, has_looked = now, self.notes, False
             elif asked_in == self.notes and now - asked_at > TERMINATION_TIMEOUT:
-                frames = list(traceback.walk_stack(top))
-                self._write("", "p2p" if waits_in_p2p(frames) else "other", frames)
-                if self._others_failed():
+                others_failed, has_looked = not has_looked and self._others_failed(), True
+                if others_failed or now - self._began > LONG_STEPS * self._took:
+                    frames = list(traceback.walk_stack(top))
+                    self._write("", "p2p" if waits_in_p2p(frames) else "other", frames)
+                    asked_in = 0
+                if others_failed:
                     os._exit(1)  # there is nothing to wait for
-                asked_in = 0
             # A frame that is held is not made again, so the same one is the same call.
             held, waiting = waiting, top if waits_in_p2p(traceback.walk_stack(top)) else None
             if waiting is None or waiting is not held:
@@ -221,13 +233,16 @@ class Recorder:
             elif now - since > self._limit():
                 error = f"TimeoutError: nothing arrived within {self._limit()} seconds"
                 self._write(error, "p2p", traceback.walk_stack(top))
+                where = "".join(traceback.format_stack(top))
+                self._save(self.traceback_file, f"{where}{error}\n".encode())
                 self._log_failure()
                 os._exit(1)
 
     def _others_failed(self) -> bool:
-        paths = [self.folder / f"{rank}.json" for rank in range(self.world_size)]
-        others = [read_failure(path) for path in paths if path.stem != str(self.rank)]
-        return any(failure is not None and failure.error for failure in others)
+        with os.scandir(self.folder) as found:
+            names = {entry.name for entry in found} - {self.traceback_file}
+        written = [name for name in names if name.endswith(self.traceback_suffix)]
+        return any(name.removesuffix(self.traceback_suffix).isdecimal() for name in written)
 
     def _limit(self) -> int:
         """The timeout in seconds, which is a different one until the end of the first step."""

@@ -40,6 +40,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from torchtitan.logging import logger
 from torchtitan.resilience.rendezvous import open_rendezvous
+from torchtitan.resilience.stop import REPEATED, handled
 from torchtitan.torch_private.elastic import forget_store, leave
 
 # A request is forwarded as a different signal, because a scheduler may have sent the ranks the same
@@ -48,6 +49,7 @@ FORWARDED_AS = {
     signal.SIGINT: signal.SIGUSR1,
     signal.SIGTERM: signal.SIGUSR1,
     signal.SIGUSR1: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGUSR1,
 }
 # Seconds in which healthy ranks should have saved, before they are replaced.
 SAVE_TIMEOUT = 600.0
@@ -71,6 +73,8 @@ class Agent(LocalElasticAgent):
         is_finished: Callable[[], bool],
         at_failure: Callable[[], None],
         yields_to: str | None = None,
+        saves: bool = True,
+        is_last: bool = False,
     ) -> None:
         """`words` are the arguments of a torchrun command.
 
@@ -81,6 +85,9 @@ class Agent(LocalElasticAgent):
             at_failure: called before a restart, which removes the traces of the failure.
             yields_to: name of a run at the same endpoint; `work` raises RendezvousClosedError if
                 it begins before all nodes have met.
+            saves: whether ranks that are asked to stop save what they have.
+            is_last: whether the process ends after `work`, which then leaves signals ignored if it
+                raised no error.
         """
         parsed = get_args_parser().parse_args(list(words))
         config, command, arguments = config_from_args(parsed)
@@ -118,7 +125,7 @@ class Agent(LocalElasticAgent):
         )
         self.rejoin_seconds = rejoin_seconds
         self.not_restarted, self.is_finished = not_restarted, is_finished
-        self.at_failure = at_failure
+        self.at_failure, self.saves, self.is_last = at_failure, saves, is_last
         self.began = time.time()
         """Time of the last start of the ranks."""
         self.stopped_by: signal.Signals | None = None
@@ -139,10 +146,12 @@ class Agent(LocalElasticAgent):
             SignalException: on a signal while there are no ranks to forward it to, or a second one.
             RendezvousError: if the nodes could not meet in time, or another one ended the run.
         """
-        before = {number: signal.signal(number, self._on_signal) for number in FORWARDED_AS}
+        before = {n: signal.signal(n, self._on_signal) for n in handled(FORWARDED_AS)}
         leaves = False
         try:
             self.run()
+            if self.is_last:
+                before = dict.fromkeys(before, signal.SIG_IGN)
         except (RendezvousError, dist.DistError):
             leaves = True  # the others may still meet
             raise
@@ -155,15 +164,15 @@ class Agent(LocalElasticAgent):
                 self.rendezvous.shutdown()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.stopped_by and number in REPEATED:
+            return
         self.at_once = self.stopped_by is not None
         self.stopped_by = self.stopped_by or signal.Signals(number)
         if self.at_once or self._in_rendezvous:
             raise SignalException(f"{signal.Signals(number).name}", signal.SIGKILL)
-        message = (
-            "%s: the ranks finish their step and save; send the signal again to end them "
-            "immediately"
-        )
-        logger.info(message, self.stopped_by.name)
+        what = "and save" if self.saves else "but save nothing: see [checkpoint]"
+        again = "" if number in REPEATED else "; send the signal again to end them immediately"
+        logger.info("%s: the ranks finish their step %s%s", self.stopped_by.name, what, again)
 
     def _request_save(self, by: signal.Signals) -> None:
         """Ask the ranks of this node to save and exit."""

@@ -7,7 +7,8 @@ status that means "start me again"; see docs/elastic.md for all of them.
 import ctypes
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -16,9 +17,11 @@ from torchtitan.logging import logger
 # What Linux sends for each thread of a launcher that is gone, where that was asked for.
 ORPHANED = signal.SIGUSR2
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-# Ctrl-C; what schedulers send before they kill; what Slurm sends with --signal=USR1. SIGPROF is
-# `torchtitan.profiling`'s, and stops nothing.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, ORPHANED)
+# Ctrl-C; what schedulers send before they kill; what Slurm sends with --signal=USR1; what a closed
+# terminal sends. SIGPROF is `torchtitan.profiling`'s, and stops nothing.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, ORPHANED)
+# Signals that may come twice for one reason: both a shell and the system send SIGHUP.
+REPEATED = (signal.SIGHUP, ORPHANED)
 
 DIVERGED = 3
 REQUEUE = 75
@@ -29,7 +32,25 @@ def status_of_stop(by: signal.Signals | None, is_saved: bool) -> int:
     """The exit status of a run that was stopped before its last step; `by` is None elsewhere."""
     if not is_saved:
         return 1
-    return REQUEUE if by in (signal.SIGTERM, signal.SIGUSR1) else 0
+    return REQUEUE if by in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) else 0
+
+
+def handled(signals: Iterable[signal.Signals] = SIGNALS) -> list[signal.Signals]:
+    """Return the requests to stop, without a SIGHUP that is to be ignored, as under `nohup`."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in signals if not (is_ignored and number == signal.SIGHUP)]
+
+
+@contextmanager
+def handlers_put_back() -> Iterator[None]:
+    """Put the handlers of requests back at the end, where a finished run has left none."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
 
 
 def stop_without_launcher() -> None:
@@ -45,14 +66,20 @@ class StopSignal:
     """
 
     def __init__(
-        self, at_request: Callable[[], None] | None = None, grace: float | None = None
+        self,
+        at_request: Callable[[], None] | None = None,
+        grace: float | None = None,
+        *,
+        is_last: bool = False,
     ) -> None:
         """
         Args:
             at_request: called at the first signal.
             grace: seconds between the signal and SIGKILL; None: unknown.
+            is_last: whether the process ends after the run; from the end of one that did not
+                fail, requests are then ignored.
         """
-        self.at_request, self.grace = at_request, grace
+        self.at_request, self.grace, self.is_last = at_request, grace, is_last
         self.outlook: Callable[[], tuple[int, str]] | None = None
         """Level and text of a message about the save that follows; None: nothing is saved."""
         self.by: signal.Signals | None = None
@@ -71,7 +98,7 @@ class StopSignal:
         self.is_agreed = bool(is_requested)
 
     def __enter__(self) -> Self:
-        for number in SIGNALS:
+        for number in handled():
             self._previous[number] = signal.signal(number, self._request)
         return self
 
@@ -82,6 +109,9 @@ class StopSignal:
         traceback: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
+            if self.is_last and error is None:
+                signal.signal(number, signal.SIG_IGN)
+                continue
             # The second form of a request (see `_request`) may come when all is saved; the default
             # would then end the process with a status that says that nothing is.
             is_awaited = self.requested and signal.getsignal(number) == self._request
@@ -92,13 +122,14 @@ class StopSignal:
         received = signal.Signals(number)
         if self.by is None:
             self.by = received
-            message = "%s: finishing this step, then saving; send it again to stop immediately"
-            logger.info(message, received.name)
+            saves = "then saving" if self.outlook else "but nothing is saved: see [checkpoint]"
+            again = "" if received in REPEATED else "; send it again to stop immediately"
+            logger.info("%s: finishing this step, %s%s", received.name, saves, again)
             if self.outlook is not None:
                 logger.log(*self.outlook())
             if self.at_request is not None:
                 self.at_request()
         # A scheduler may signal all processes of a job, and the launcher passes on what it got: so
         # one request may come as two signals, but never twice as the same one.
-        if received != ORPHANED:
+        if received not in REPEATED:
             signal.signal(number, self._previous[received])

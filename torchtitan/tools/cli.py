@@ -20,6 +20,7 @@ from torchtitan import __version__
 from torchtitan.config import ConfigError, Unreachable, print_error
 from torchtitan.logging import configure
 from torchtitan.packages import warn_of_other
+from torchtitan.resilience.stop import handlers_put_back
 from torchtitan.tools.commands import CompletedVerb, CompletionTable, VerbGroup, cached_table
 
 VERBS: Final = {
@@ -68,10 +69,18 @@ REMOVED_OPTIONS: Final = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns the exit status."""
+    if argv is None:
+        return act(sys.argv[1:])
+    with handlers_put_back():
+        return act(argv)
+
+
+def act(argv: Sequence[str]) -> int:
+    """Run a verb as the last act of this process; returns the exit status."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as `python -m` has it: job.imports may name modules there
     configure()
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = list(argv)
     try:
         status: int | None = get_command(app).main(words, "torchtitan", standalone_mode=False)
     except typer.TyperException as error:

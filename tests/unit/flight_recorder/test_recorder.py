@@ -200,6 +200,49 @@ def test_rank_that_makes_no_progress_after_sigterm_says_where_it_is(
     signal.signal(signal.SIGTERM, moved_on)
 
 
+def test_a_request_to_stop_in_a_long_step_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as long as the step before; a step that is far longer is a failure all the same."""
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.POLL_INTERVAL", 0.01)
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.TERMINATION_TIMEOUT", 0.05)
+    now = [0.0]
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.time.monotonic", lambda: now[0])
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    with recorder(tmp_path, 0, 1024) as mine:
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        for number, at in enumerate((0.0, 13.0, 26.0), 1):
+            now[0] = at
+            mine.step(number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        for at in (46.0, 64.0):
+            threading.Event().wait(0.2)
+            now[0] = at
+            threading.Event().wait(0.2)
+            assert not (tmp_path / "comm_traces/0.json").exists()
+        now[0] = 66.0
+        while not (tmp_path / "comm_traces/0.json").exists():
+            threading.Event().wait(0.01)
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_rank_that_is_asked_to_stop_sees_at_one_look_who_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = recorder(tmp_path, 0, 1024)
+    slow, failed = recorder(tmp_path, 1, 1024), recorder(tmp_path, 700, 1024)
+    (tmp_path / "comm_traces").mkdir()
+    slow._write("", "other", [])
+    assert not mine._others_failed()
+    with pytest.raises(ValueError), failed:
+        raise ValueError
+    opened: list[str] = []
+    monkeypatch.setattr(Path, "open", lambda path, *_: opened.append(str(path)))
+    monkeypatch.setattr(Path, "exists", lambda path: opened.append(str(path)))
+    assert mine._others_failed()
+    assert opened == []
+
+
 def test_a_rank_that_is_asked_for_a_trace_is_not_terminated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

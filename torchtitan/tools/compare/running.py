@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from torchtitan.logging import logger
+from torchtitan.resilience.stop import handled
 from torchtitan.tools.compare.prepare import PlannedRun, write_recipe
 
 TERMINATE_TIMEOUT = 10.0
@@ -41,12 +42,14 @@ class Outcome:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C inside the block, so that the current run is ended too."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Treat SIGTERM and SIGHUP as Ctrl-C inside the block, so that the current run ends too."""
+    numbers = handled((signal.SIGTERM, signal.SIGHUP))
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def launch_all(tasks: Sequence[PlannedRun], launcher: str) -> None:
