@@ -37,6 +37,10 @@ HOPELESS = (*(FileExistsError, PermissionError, ImportError, ValueError, NotImpl
 """Errors that a retry would raise again."""
 
 
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""Start of the small file that Git LFS leaves in place of a large one (its specification)."""
+
+
 class StoreError(ConfigError, OSError):
     """Error of a failed request to an object store; the message names the URL."""
 
@@ -81,6 +85,31 @@ def problem_of_url(url: str) -> str | None:
 def missing(path: Path) -> FileNotFoundError:
     """Return the error for a missing file."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def pointer_at(path: Path, content: bytes | memoryview | None = None) -> str | None:
+    """Return the error for a file of which only the pointer of Git LFS is here; None for others.
+
+    Args:
+        content: its content or the start of it, if that has been read.
+    """
+    if content is None:
+        if path.stat().st_size >= 1024:  # no pointer, by the specification
+            return None
+        with path.open("rb") as file:
+            content = file.read(len(POINTER))
+    if bytes(content[: len(POINTER)]) != POINTER:
+        return None
+    return (
+        f"{path}: it is only the pointer of a file that Git LFS stores; run `git lfs pull` in its "
+        "repository, or download the file itself"
+    )
+
+
+def refuse_pointer(path: Path, content: bytes | memoryview | None = None) -> None:
+    """Raise ConfigError for a file of which only the pointer of Git LFS is here."""
+    if message := pointer_at(path, content):
+        raise ConfigError(message)
 
 
 class RemotePath(PosixPath):

@@ -15,6 +15,7 @@ import torch
 from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.checkpoint.ranges import Files
 from torchtitan.checkpoint.storage import CODES, Sizes
+from torchtitan.remote import refuse_pointer
 
 LONGEST = 100 * 10**6
 """Maximum bytes of a header, as in the safetensors library."""
@@ -53,6 +54,7 @@ def read_header(path: Path, files: Files) -> Header:
     where, size = f"{path}: not a complete safetensors file", files.size(path.name)
     data = 8 + int.from_bytes(files.read(path.name, 0, min(8, size)), "little")
     if not 10 <= data <= min(size, LONGEST):
+        refuse_pointer(path, files.read(path.name, 0, min(1024, size)))
         raise Damaged(f"{where}: cut: it has {size:,} bytes; it ends in its header")
     try:
         header: dict[str, Any] = json.loads(bytes(files.read(path.name, 8, data)))

@@ -17,7 +17,7 @@ import xxhash
 
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
-from torchtitan.remote import StoreError
+from torchtitan.remote import StoreError, pointer_at
 
 STATE_FILE = "train_state.json"
 FORMAT = 3
@@ -156,7 +156,8 @@ def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{checkpoint / name}: {error.strerror}"
             continue
         if size != file.bytes:
-            yield f"{checkpoint / name}: damaged: it has {size:,} bytes; {file.bytes:,} were saved"
+            damage = f"damaged: it has {size:,} bytes; {file.bytes:,} were saved"
+            yield pointer_at(checkpoint / name) or f"{checkpoint / name}: {damage}"
 
 
 def problems_of_files(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config import ConfigError
-from torchtitan.data.documents import text_of
+from torchtitan.data.documents import NullText, text_of
 
 MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 """First bytes of a file, by its suffix."""
@@ -52,8 +52,11 @@ class CompressedLines:
         for number, line in enumerate(lines(file), 1):
             if not line.strip():
                 continue
+            text: str | NullText
             try:
                 text = text_of(line, self.text_key)
+            except NullText as error:  # which the reader may skip
+                text = NullText(f"{file}:{number}: {error}")
             except ConfigError as error:
                 raise ConfigError(f"{file}:{number}: {error}") from None
             yield {self.text_key: text}
@@ -79,12 +82,12 @@ def check_magic(file: Path) -> None:
     """Reject a file whose content does not match its suffix, before decompressing any of it."""
     with file.open("rb") as stream:
         start = stream.read(4)
-    if not start.startswith(MAGIC[file.suffix]):
+    if not start.startswith(MAGIC[file.suffix.lower()]):
         raise ConfigError(f"{file}: it is not compressed as its name says ({file.suffix})")
 
 
 def _open(file: Path) -> io.BufferedIOBase:
-    if file.suffix == ".gz":
+    if file.suffix.lower() == ".gz":
         return gzip.open(file)
     import pyarrow
 

@@ -2,10 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchtitan.config import ConfigError
+from torchtitan.data.file_cache import reading
+from torchtitan.remote import refuse_pointer
 
 SUFFIXES: dict[str, str] = {
     ".jsonl": "jsonl",
@@ -20,17 +23,71 @@ PACKED = (*COMPRESSED, ".bz2", ".xz", ".lzma", ".lz4", ".zip", ".tar", ".tgz", "
 ABOUT = {".md", ".rst", ".yaml", ".yml", ".toml", ".py", ".sh", ".sha256", ".md5", ".cff", ".png"}
 ABOUT |= {"README", "LICENSE", "LICENCE", "COPYING", "NOTICE", "CITATION", "CHANGELOG", "MANIFEST"}
 """Suffixes and names of files that accompany data; they do not make a folder one of mixed kinds."""
+SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
+"""Files that `save_to_disk` of `datasets` writes beside the data."""
+TABLES = {
+    ".csv": '"csv", ',
+    ".tsv": '"csv", sep="\\t", ',
+    ".arrow": '"arrow", ',
+}
+"""Suffixes of tables that are no text, unless `SUFFIXES` has them, and how `datasets` loads one."""
 
 
+def walk(path: Path) -> Iterator[Path]:
+    """Yield the file at `path`, or every file below that folder, without hidden ones.
+
+    Links are followed. A folder that is inside of itself, by a link, is not entered again.
+
+    Raises:
+        ConfigError: if a link leads nowhere, or a folder cannot be read.
+    """
+    with reading(path):
+        if path.is_file():
+            yield path
+        elif path.is_dir():
+            yield from _below(str(path), ())
+        elif path.is_symlink():
+            raise _dangling(str(path))
+
+
+def _below(folder: str, above: tuple[os.stat_result, ...]) -> Iterator[Path]:
+    """Yield the files below a folder, which the folders `above` lead to."""
+    status = os.stat(folder)
+    if any(os.path.samestat(status, each) for each in above):
+        return
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_file():
+            yield Path(entry.path)
+        elif entry.is_dir():
+            yield from _below(entry.path, (*above, status))
+        elif entry.is_symlink() and not os.path.exists(entry.path):
+            raise _dangling(entry.path)
+
+
+def _dangling(path: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: it is a link to {os.readlink(path)}, which does not exist; restore that, or "
+        "remove the link"
+    )
+
+
+@reading()
 def find_files(path: Path, kind: str | None) -> tuple[list[Path], str]:
-    """Find the data files at `path`, sorted by name, and their kind (by suffix if not given)."""
+    """Find the data files at `path`, sorted by name, and their kind (by suffix if not given).
+
+    Raises:
+        ConfigError: if there are none, one cannot be read, or their format cannot be.
+    """
     if path.is_file():
         compressed = kind == "jsonl" and _kind_of(path) == "compressed"
-        return _unpacked([path], _kind_of(path) if compressed or kind is None else kind)
-    files = sorted(
-        (file for file in path.rglob("*") if file.is_file() and not _hidden(file, path)),
-        key=lambda file: file.relative_to(path).as_posix(),
-    )
+        return _readable([path], _kind_of(path) if compressed or kind is None else kind)
+    files = sorted(walk(path), key=lambda file: file.relative_to(path).as_posix())
+    if any(file.suffix.lower() == ".arrow" for file in files):
+        files = [file for file in files if file.name not in SAVED]
     if kind is None:
         by_kind = {_kind_of(file): file for file in reversed(files) if not _is_about(file)}
         if len(by_kind) > 1:
@@ -47,27 +104,45 @@ def find_files(path: Path, kind: str | None) -> tuple[list[Path], str]:
             f"{path} holds JSON Lines both plain and compressed ({packed[0].name}), which are read "
             "in different orders; put them into two folders, or compress all"
         )
-    if kind != "text":
-        files = [file for file in files if _kind_of(file) == kind]
-    if not files:
+    chosen = [file for file in files if kind == "text" or _kind_of(file) == kind]
+    if not chosen:
+        _readable([file for file in files if _kind_of(file) in TABLES], "")
         raise ConfigError(f"{path} holds no {kind} files")
-    return _unpacked(files, kind)
+    return _readable(chosen, kind)
 
 
-def _unpacked(files: list[Path], kind: str) -> tuple[list[Path], str]:
-    """Return the same files, after checking that none of the text files is compressed."""
-    if kind == "text" and (packed := [file for file in files if file.suffix.lower() in PACKED]):
-        raise ConfigError(
-            f"{packed[0]}: compressed text is not supported, only JSON Lines compressed as "
-            f"{' or '.join(COMPRESSED)}; decompress it first"
-        )
+def _readable(files: list[Path], kind: str) -> tuple[list[Path], str]:
+    """Return the same files, after checking that they are what their kind says.
+
+    Raises:
+        ConfigError: if one is a table, a pointer of Git LFS, or compressed text.
+    """
+    for file in files:
+        suffix = _kind_of(file)
+        if suffix in TABLES and kind in (suffix, "text", ""):
+            # A folder of `save_to_disk` is a table in several files.
+            table = file.parent / "*.arrow" if suffix == ".arrow" else file
+            name = (table.parent if suffix == ".arrow" else file).stem
+            raise ConfigError(
+                f"{file}: {suffix} files are not read; write the data as Parquet: python -c '"
+                f'__import__("datasets").load_dataset({TABLES[suffix]}data_files="{table}", '
+                f'split="train").to_parquet("{name}.parquet")\''
+            )
+        if kind == "text" and file.suffix.lower() in PACKED:
+            raise ConfigError(
+                f"{file}: compressed text is not supported, only JSON Lines compressed as "
+                f"{' or '.join(COMPRESSED)}; decompress it first"
+            )
+        refuse_pointer(file)
     return files, kind
 
 
 def _kind_of(file: Path) -> str:
-    if file.suffix in COMPRESSED:
-        return "compressed" if SUFFIXES.get(Path(file.stem).suffix) == "jsonl" else "text"
-    return SUFFIXES.get(file.suffix, "text")
+    """Return the kind of a file by its suffix, which is itself the kind of a table."""
+    suffix = file.suffix.lower()
+    if suffix in COMPRESSED:
+        return "compressed" if SUFFIXES.get(Path(file.stem).suffix.lower()) == "jsonl" else "text"
+    return SUFFIXES.get(suffix, suffix if suffix in TABLES else "text")
 
 
 def _is_about(file: Path) -> bool:
@@ -75,10 +150,6 @@ def _is_about(file: Path) -> bool:
     if _kind_of(file) == "text" and not file.stat().st_size:
         return True
     return file.suffix.lower() in ABOUT or file.stem.upper() in ABOUT
-
-
-def _hidden(file: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
 def fingerprint_files(files: Sequence[Path], root: Path) -> str:

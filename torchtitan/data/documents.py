@@ -23,6 +23,10 @@ from torchtitan.config import ConfigError, Registry
 from torchtitan.data.discovery import fingerprint_files
 from torchtitan.data.file_cache import OPEN_FILES, open_file
 from torchtitan.data.line_index import line_starts
+from torchtitan.logging import logger
+
+LARGE_GROUP = 2**30
+"""Bytes of text of a row group of Parquet from which a run says how much memory it takes."""
 
 
 class Documents(Protocol):
@@ -155,7 +159,8 @@ class JsonlDocuments:
         try:
             return text_of(content.partition(b"\n")[0], self._text_key)
         except ConfigError as error:
-            raise ConfigError(f"{path}:{_lines_before(path, start) + 1}: {error}") from None
+            line = _lines_before(path, start) + 1
+            raise type(error)(f"{path}:{line}: {error}") from None
 
 
 class ParquetDocuments:
@@ -173,6 +178,8 @@ class ParquetDocuments:
 
         self._text_key = text_key
         self._groups: list[tuple[Path, int]] = []
+        self.nulls = 0
+        """Number of rows without text, as far as the files say it."""
         self.counts: list[tuple[str, int]] = []
         sizes: list[int] = []
         for path in files:
@@ -190,7 +197,20 @@ class ParquetDocuments:
                 raise ConfigError(f"{path}: the column {text_key!r} has {kind}; wanted strings")
             self.counts.append((_name(path, root), metadata.num_rows))
             self._groups += [(path, group) for group in range(metadata.num_row_groups)]
-            sizes += [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+            groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+            sizes += [group.num_rows for group in groups]
+            paths = [metadata.schema.column(n).path for n in range(metadata.num_columns)]
+            found = [group.column(paths.index(text_key)) for group in groups]
+            self.nulls += sum(
+                (part.statistics and part.statistics.null_count) or 0 for part in found
+            )
+            largest = max((part.total_uncompressed_size for part in found), default=0)
+            if largest > LARGE_GROUP:
+                logger.warning(
+                    "data: %s: a row group has %.1f GiB of text, and each rank holds two of them; "
+                    "write the file with smaller ones",
+                    *(path, largest / 2**30),
+                )
         self._ends = np.cumsum([0, *sizes])
         self.windows = [0]
         for end in self._ends[1:].tolist():
@@ -218,7 +238,7 @@ class ParquetDocuments:
             raise ConfigError(f"{self._place(index, group)}: {not_text(error)}") from None
         if not isinstance(text, str):
             row = {self._text_key: text}
-            raise ConfigError(f"{self._place(index, group)}: {wrong_text(row, self._text_key)}")
+            raise wrong_text(row, self._text_key, f"{self._place(index, group)}: ")
         return text
 
     def _place(self, index: int, group: int) -> str:
@@ -273,15 +293,43 @@ def text_of(line: bytes, text_key: str) -> str:
         hint = "; wanted JSON Lines, an object on each line" if isinstance(row, list) else ""
         raise ConfigError(f"not a JSON object, but {type(row).__name__}{hint}")
     if not isinstance(row.get(text_key), str):
-        raise ConfigError(wrong_text(row, text_key))
+        raise wrong_text(row, text_key)
     return clean(row[text_key])
 
 
-def wrong_text(row: dict[str, Any], text_key: str) -> str:
-    """Return the error text for a row whose text is absent or not a string."""
+class NullText(ConfigError):
+    """Error for a row whose text is null, which is skipped if `data.null_text` says so."""
+
+
+def wrong_text(row: dict[str, Any], text_key: str, where: str = "") -> ConfigError:
+    """Return the error for a row, found at `where`, whose text is absent or not a string."""
     if text_key not in row:
-        return f"no key {text_key!r} (data.text_key); it has {', '.join(map(repr, row))}"
-    return f"{text_key!r} is not a string, but {type(row[text_key]).__name__}"
+        names = ", ".join(map(repr, row))
+        return ConfigError(f"{where}no key {text_key!r} (data.text_key); it has {names}")
+    if row[text_key] is None:
+        return NullText(f'{where}{text_key!r} is null; set data.null_text = "skip" to skip such')
+    return ConfigError(f"{where}{text_key!r} is not a string, but {type(row[text_key]).__name__}")
+
+
+class NullTexts:
+    """Texts that are null, as `data.null_text` treats them."""
+
+    def __init__(self, rule: str) -> None:
+        self._rule, self.count = rule, 0
+
+    def skip(self, error: NullText) -> str:
+        """Count a document, and return the empty text that is read instead.
+
+        Raises:
+            NullText: if it may not be skipped.
+        """
+        if self._rule == "error":
+            raise error
+        self.count += 1
+        if not self.count & (self.count - 1):  # 1, 2, 4, 8, ...
+            place = str(error).partition("; ")[0]
+            logger.warning("data: skipped document %d whose text is null: %s", self.count, place)
+        return ""
 
 
 def clean(text: str) -> str:

@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import xxhash
+
 from torchtitan.config import ConfigError, Unreachable
 from torchtitan.logging import logger
-from torchtitan.remote import HOPELESS, RemotePath, StoreError
+from torchtitan.remote import HOPELESS, RemotePath, StoreError, refuse_pointer
 
 GIB = 2**30
 BLOCK = 32 * 2**20
@@ -38,11 +40,14 @@ OPEN_FILES = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 """Errors of a disk that is full, or must not be written."""
+DIGESTS, DIGESTED = 5, 2**14
+"""Number and bytes of the blocks of a file that stand for its content, the first and last among
+them."""
 PREFETCHERS = 2
 """Number of threads of a process that fetch files ahead of time."""
 
 Stamp = list[str | int]
-"""A file's name, size, and time of modification or version."""
+"""A file's name, size, and version, or time of modification and digest of a few blocks."""
 
 
 def cache_folder(path: Path | None, cache: Path | None) -> Path:
@@ -90,13 +95,49 @@ def writing(folder: Path) -> Iterator[None]:
         ) from None
 
 
+@contextlib.contextmanager
+def reading(path: Path | None = None) -> Iterator[None]:
+    """Turn an error of the disk while data is read into one that names the file.
+
+    Args:
+        path: what is read, if the error does not say it.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except OSError as error:
+        if not (named := error.filename or path):
+            raise
+        raise ConfigError(f"{named}: cannot be read: {error.strerror or error}") from None
+
+
 def stamps_of(files: Sequence[Path], root: Path) -> list[Stamp]:
     """Return a stamp of each file below `root`, which differs if the file has changed."""
     if isinstance(root, RemotePath):
         tree = root.tree()
         return [[str(file), *tree[file.relative_to(root).as_posix()]] for file in files]
     found = [(file, file.stat()) for file in files]
-    return [[str(file), status.st_size, status.st_mtime_ns] for file, status in found]
+    return [
+        [str(file), status.st_size, status.st_mtime_ns, content_of(file)] for file, status in found
+    ]
+
+
+def content_of(file: Path) -> str:
+    """Return a digest of a few blocks of a file; of all its bytes up to 80 KiB."""
+    digest = xxhash.xxh3_64()
+    with reading(file), file.open("rb", buffering=0) as stream:
+        last = max(0, os.fstat(stream.fileno()).st_size - DIGESTED)
+        for number in range(DIGESTS if last else 1):
+            stream.seek(last * number // (DIGESTS - 1))
+            digest.update(stream.read(DIGESTED))
+    return digest.hexdigest()
+
+
+def contents_of(files: Sequence[Path]) -> str:
+    """Return a digest of blocks of `files`; of evenly spread ones if there are more than 1,000."""
+    chosen = files[:: -(-len(files) // 1000) or 1]
+    return xxhash.xxh3_64_hexdigest(" ".join(map(content_of, chosen)).encode())
 
 
 def fetch_all(path: RemotePath, cache: Path, limit: int) -> Path:
@@ -331,6 +372,7 @@ def open_file(
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if size is not None and file.size != size:
+        refuse_pointer(path)
         raise ConfigError(
             f"{path}: has {file.size:,} bytes; wanted {size:,}; it has changed or is truncated"
         )

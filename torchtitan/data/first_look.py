@@ -9,16 +9,17 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from torchtitan import __version__
 from torchtitan.config import ConfigError
 from torchtitan.data.compressed import lines
-from torchtitan.data.documents import not_text, open_documents, text_of
-from torchtitan.data.file_cache import locked
+from torchtitan.data.documents import NullText, not_text, open_documents, text_of, wrong_text
+from torchtitan.data.file_cache import contents_of, locked, reading
 from torchtitan.data.settings import DataConfig
 from torchtitan.logging import logger
 
@@ -45,8 +46,12 @@ def check_files(path: Path, files: Sequence[Path], kind: str, config: DataConfig
     if sum(status.st_size for _, status in found) < SHARED_BYTES:
         _check(path, files, kind, config)
         return
-    stamps = _digest([[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in found])
+    stamps = _digest(
+        [contents_of(files)]
+        + [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in found]
+    )
     settings = [__version__, str(path.resolve()), kind, config.text_key, config.document_bytes]
+    settings.append(config.null_text)
     folder = Path(tempfile.gettempdir()) / f"torchtitan-{os.getuid()}"
     record, known = folder / f"checked-{_digest(settings)}", None
     with contextlib.ExitStack() as held:
@@ -71,46 +76,59 @@ def _check(path: Path, files: Sequence[Path], kind: str, config: DataConfig) -> 
     text_key = config.text_key
     if kind not in ("text", "jsonl", "compressed"):
         size = config.document_bytes
-        open_documents(path, files[:MAX_FILES], kind, text_key=text_key, document_bytes=size)
+        chosen = files[:MAX_FILES]
+        documents = open_documents(path, chosen, kind, text_key=text_key, document_bytes=size)
+        if (nulls := getattr(documents, "nulls", 0)) and config.null_text == "error":
+            row = {text_key: None}
+            raise wrong_text(row, text_key, f"{path}: {nulls:,} of {len(documents):,} documents: ")
         return
     unpacked = MAX_UNPACKED
     for file in files[:MAX_FILES]:
         if kind == "jsonl":
-            with file.open("rb") as stream:
-                _check_first(file, next(filter(bytes.strip, stream), b""), text_key)
+            with reading(file), file.open("rb") as stream:
+                _check_lines(file, stream, 1, config)
         elif kind == "compressed":
-            _check_first(file, next(filter(bytes.strip, lines(file)), b""), text_key)
-            unpacked -= _check_unpacking(file, unpacked)
+            unpacked -= _check_lines(file, lines(file), unpacked, config)
     if kind in ("text", "jsonl"):
         if not any(file.stat().st_size for file in files):
             raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
         left = MAX_BYTES
         for file in files:
-            left -= _check_encoding(file, left)
+            with reading(file):
+                left -= _check_encoding(file, left, config if kind == "jsonl" else None)
             if left <= 0:
                 break
 
 
-def _check_first(file: Path, line: bytes, text_key: str) -> None:
+def _check_line(file: Path, number: int, line: bytes, config: DataConfig) -> None:
     try:
-        if line:
-            text_of(line, text_key)
+        text_of(line, config.text_key)
     except ConfigError as error:
-        raise ConfigError(f"{file}:1: {error}") from None
+        if not isinstance(error, NullText) or config.null_text == "error":
+            raise ConfigError(f"{file}:{number}: {error}") from None
 
 
-def _check_unpacking(file: Path, most: int) -> int:
-    """Check a compressed file; return the number of bytes decompressed."""
-    read = 0
-    for line in lines(file) if most > 0 else ():
+def _check_lines(file: Path, found: Iterable[bytes], most: int, config: DataConfig) -> int:
+    """Check the first line that is not blank, and nulls in `most` bytes; return those read."""
+    read, is_first = 0, True
+    for number, line in enumerate(found, 1):
         read += len(line)
-        if read >= most:
+        if (is_first or b"null" in line) and line.strip():
+            _check_line(file, number, line, config)
+            is_first = False
+        if read >= most and not is_first:
             break
     return read
 
 
-def _check_encoding(file: Path, most: int) -> int:
-    """Check the encoding of a file; return the number of bytes decoded."""
+def _check_encoding(file: Path, most: int, config: DataConfig | None) -> int:
+    """Check the encoding of a file; return the number of bytes decoded.
+
+    Args:
+        config: the section of JSON Lines, in which texts are also checked for null.
+    """
+    key = json.dumps(config.text_key).encode() if config else b""
+    null, size = re.compile(re.escape(key) + rb"\s*:\s*null"), file.stat().st_size
     decoder, read, newlines = codecs.getincrementaldecoder("utf-8")(), 0, 0
     with file.open("rb") as stream:
         while read < most and (block := stream.read(min(BLOCK, most - read))):
@@ -120,6 +138,12 @@ def _check_encoding(file: Path, most: int) -> int:
             except UnicodeDecodeError as error:
                 line = newlines + error.object.count(b"\n", 0, error.start) + 1
                 raise ConfigError(f"{file}:{line}: {not_text(error)}") from None
+            for found in null.finditer(block) if config else ():
+                begin = block.rfind(b"\n", 0, found.start()) + 1
+                end = block.find(b"\n", found.end())
+                if begin and (end > 0 or read == size):  # the whole line is in this block
+                    number = newlines + block.count(b"\n", 0, begin) + 1
+                    _check_line(file, number, block[begin : end if end > 0 else size], config)
             newlines += block.count(b"\n")
         try:
             decoder.decode(b"", final=read < most)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchtitan.config import ConfigError, Unreachable
-from torchtitan.data.documents import clean, wrong_text
+from torchtitan.data.documents import NullText, NullTexts, clean, wrong_text
 from torchtitan.data.order import Document, DocumentRange, Position, Shuffled
 from torchtitan.data.settings import Dataset
 
@@ -23,7 +23,15 @@ class StreamedDocuments(Shuffled):
     """
 
     def __init__(
-        self, name: str, fingerprint: str, dataset: Any, text_key: str, *, seed: int, shuffle: bool
+        self,
+        name: str,
+        fingerprint: str,
+        dataset: Any,
+        text_key: str,
+        *,
+        seed: int,
+        shuffle: bool,
+        null_text: str = "error",
     ) -> None:
         columns = dataset.column_names
         if columns is not None:
@@ -35,6 +43,7 @@ class StreamedDocuments(Shuffled):
         self._shards: int = dataset.num_shards
         about = {"dataset": fingerprint, "shards": self._shards, "text_key": text_key}
         super().__init__([0, self._shards], about, seed=seed, shuffle=shuffle)
+        self.nulls = NullTexts(null_text)
 
     def epoch(self, position: Position) -> int:
         return position.round // self._shards
@@ -70,14 +79,15 @@ class StreamedDocuments(Shuffled):
         while True:
             epoch, place = divmod(count, self._shards)
             shard = int(self._order(epoch)[place])
-            rows = self._dataset.shard(num_shards=self._shards, index=shard).skip(first)
-            for number, row in enumerate(rows, first):
+            for number, row in enumerate(self._rows(shard, first), first):
                 text = row.get(self._text_key)
                 if not isinstance(text, str):
-                    raise ConfigError(
-                        f"{self._name}: shard {shard + 1}, document {number + 1}: "
-                        f"{wrong_text(row, self._text_key)}"
-                    )
+                    where = f"{self._name}: shard {shard + 1}, document {number + 1}: "
+                    found = text if isinstance(text, NullText) else None
+                    found = found or wrong_text(row, self._text_key, where)
+                    if not isinstance(found, NullText):
+                        raise found
+                    text = self.nulls.skip(found)
                 yield Document(Position(count, number), clean(text))
                 empty = -1
             empty += 1
@@ -85,6 +95,17 @@ class StreamedDocuments(Shuffled):
                 raise ConfigError(f"{self._name} has no documents: its shards are empty")
             count += step
             first = 0
+
+    def _rows(self, shard: int, first: int) -> Iterator[Any]:
+        """Yield the rows of a shard from `first` on; errors of `datasets` become `Unreachable`."""
+        rows = self._dataset.shard(num_shards=self._shards, index=shard).skip(first)
+        try:
+            yield from rows
+        except (ConfigError, Unreachable):
+            raise
+        except Exception as error:  # of many HTTP clients and stores, without a common base
+            why = f"{type(error).__name__}: {error}"
+            raise Unreachable(f"{self._name}: shard {shard + 1} cannot be read: {why}") from error
 
     def _deal(
         self, starts: Mapping[int, Position | None], lanes: int
@@ -124,8 +145,7 @@ class DownloadedDocuments:
     def __getitem__(self, index: int) -> str:
         row = self._dataset[index]
         if not isinstance(row[self._text_key], str):
-            message = wrong_text(row, self._text_key)
-            raise ConfigError(f"{self._name}: document {index + 1}: {message}")
+            raise wrong_text(row, self._text_key, f"{self._name}: document {index + 1}: ")
         return clean(row[self._text_key])
 
 

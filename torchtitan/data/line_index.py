@@ -4,6 +4,7 @@ The cache is memory-mapped, so memory does not grow with the number of lines.
 """
 
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,18 +12,20 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.config import ConfigError
-from torchtitan.data.file_cache import cache_folder, locked
+from torchtitan.data.file_cache import cache_folder, content_of, locked
 from torchtitan.logging import logger
 
 CACHED_BYTES = 2**20
 """Size from which the index of a file is cached."""
 BLOCK = 2**26
+BLANK = re.compile(rb"\s*?(?:\n|\Z)")
+"""Rest of a line of blanks, which is no document, as in compressed files."""
 
 Starts = npt.NDArray[np.int64]
 
 
 def line_starts(path: Path, cache: Path | None = None) -> Starts:
-    """Return the start of each line that is not empty, in bytes.
+    """Return the start of each line that is not blank, in bytes.
 
     The index is built once, by the process that gets a lock. It is kept in memory if the file is
     small, or the cache cannot be written.
@@ -33,7 +36,8 @@ def line_starts(path: Path, cache: Path | None = None) -> Starts:
     status = path.stat()
     if status.st_size < CACHED_BYTES:
         return np.concatenate([*_blocks(path), np.zeros(0, np.int64)])
-    stamp = np.array([status.st_size, status.st_mtime_ns])
+    time = status.st_mtime_ns ^ int(content_of(path)[:15], 16)
+    stamp = np.array([status.st_size, time])
     key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     file = cache_folder(path, cache) / f"lines-{path.name}-{key}.i64"
     try:
@@ -70,4 +74,7 @@ def _blocks(path: Path) -> Iterator[Starts]:
             starts = np.concatenate([np.zeros(1, np.int64), starts])
         starts = starts[starts < len(content)]
         first = content[starts]
-        yield starts[(first != ord("\n")) & (first != ord("\r"))]
+        blank = first == ord("\n")
+        for number in np.flatnonzero(np.isin(first, np.frombuffer(b" \t\r\v\f", np.uint8))):
+            blank[number] = BLANK.match(content, int(starts[number])) is not None
+        yield starts[~blank]

@@ -186,6 +186,8 @@ class DataConfig(Config):
     """Resume even if tokenized data has changed since the checkpoint."""
     text_key: str = "text"
     """Column or JSON key that holds a document's text."""
+    null_text: Literal["error", "skip"] = "error"
+    """Treatment of a document whose text is null. error: end the run; skip: count and skip it."""
     cache: str | None = None
     """Folder for indices, tokenized text and copies of remote files, on a disk of each node.
     Default: .torchtitan next to the data; for URLs ~/.cache/torchtitan/data."""

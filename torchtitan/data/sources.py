@@ -10,8 +10,23 @@ import numpy as np
 from torchtitan.config import ConfigError, Context, RecipeError, Registry, local_path
 from torchtitan.data.compressed import CompressedLines
 from torchtitan.data.discovery import find_files, fingerprint_files
-from torchtitan.data.documents import FORMATS, Documents, open_documents, python_stdlib
-from torchtitan.data.file_cache import GIB, Stamp, cache_folder, fetch_all, stamps_of
+from torchtitan.data.documents import (
+    FORMATS,
+    Documents,
+    NullText,
+    NullTexts,
+    open_documents,
+    python_stdlib,
+)
+from torchtitan.data.file_cache import (
+    GIB,
+    Stamp,
+    cache_folder,
+    contents_of,
+    fetch_all,
+    reading,
+    stamps_of,
+)
 from torchtitan.data.first_look import check_files
 from torchtitan.data.hub import DownloadedDocuments, StreamedDocuments, load_hub
 from torchtitan.data.order import (
@@ -37,7 +52,16 @@ PART_DOCUMENTS = 2**16
 class ShuffledDocuments(Shuffled):
     """Documents readable in any order, reshuffled each epoch."""
 
-    def __init__(self, name: str, documents: Documents, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        documents: Documents,
+        *,
+        seed: int,
+        shuffle: bool,
+        null_text: str = "error",
+    ) -> None:
+        self.nulls = NullTexts(null_text)
         about = {"dataset": name, "files": documents.fingerprint, "documents": len(documents)}
         super().__init__(documents.windows, about, seed=seed, shuffle=shuffle)
         self._documents = documents
@@ -101,7 +125,10 @@ class ShuffledDocuments(Shuffled):
 
     def _content(self, epoch: int, index: int) -> Any:
         """Return the content of a document in an epoch; None skips it."""
-        return self._documents[index]
+        try:
+            return self._documents[index]
+        except NullText as error:
+            return self.nulls.skip(error)
 
 
 class SyntheticDocuments:
@@ -136,6 +163,7 @@ class SyntheticDocuments:
             index += lanes
 
 
+@reading()
 def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -> Source:
     """Open the documents named by the section; ConfigError if they are unavailable.
 
@@ -180,6 +208,7 @@ def _open_hub(
     return _shuffled(name, DownloadedDocuments(name, found, config.text_key), config, seed)
 
 
+@reading()
 def check_local(config: DataConfig) -> None:
     """Check the files named by the section, if any, without reading all of them.
 
@@ -209,6 +238,7 @@ def path_of(config: DataConfig) -> Path | None:
     return None if path is None or (description and description.drawn) else location(path)
 
 
+@reading()
 def stamps(config: DataConfig) -> list[Stamp]:
     """Return a stamp of each file that the section reads, if it names a file or folder."""
     path = path_of(config)
@@ -238,9 +268,10 @@ def _open_local(path: Path, description: Dataset, config: DataConfig, seed: int)
     files, kind = find_files(path, _format(description))
     if kind == "compressed":
         fingerprint = fingerprint_files(files, path if path.is_dir() else path.parent)
-        return _streamed(
-            str(path), fingerprint, CompressedLines(files, config.text_key), config, seed
-        )
+        lines = CompressedLines(files, config.text_key)
+        source: Source = _streamed(str(path), fingerprint, lines, config, seed)
+        source.identity["content"] = contents_of(files)
+        return source
     documents = open_documents(
         path,
         files,
@@ -249,18 +280,20 @@ def _open_local(path: Path, description: Dataset, config: DataConfig, seed: int)
         document_bytes=config.document_bytes,
         cache=local_path(config.cache) if config.cache else None,
     )
-    return _shuffled(kind, documents, config, seed)
+    source = _shuffled(kind, documents, config, seed)
+    source.identity["content"] = contents_of(files)
+    return source
 
 
 def _shuffled(name: str, documents: Documents, config: DataConfig, seed: int) -> Source:
     if config.validation_fraction is None:
-        return ShuffledDocuments(name, documents, seed=seed, shuffle=config.shuffle)
+        return ShuffledDocuments(name, documents, **_order(config, seed))
     if not hasattr(documents, "counts"):
         raise ConfigError(f"data.validation_fraction: files of kind {name} have no `counts`")
     part = DocumentsPart(
         cast(CountedDocuments, documents), config.validation_fraction, config.is_held_out
     )
-    source = ShuffledDocuments(name, part, seed=seed, shuffle=config.shuffle)
+    source = ShuffledDocuments(name, part, **_order(config, seed))
     source.identity["validation_fraction"] = config.validation_fraction
     return source
 
@@ -268,9 +301,11 @@ def _shuffled(name: str, documents: Documents, config: DataConfig, seed: int) ->
 def _streamed(
     name: str, fingerprint: str, dataset: Any, config: DataConfig, seed: int
 ) -> StreamedDocuments:
-    return StreamedDocuments(
-        name, fingerprint, dataset, config.text_key, seed=seed, shuffle=config.shuffle
-    )
+    return StreamedDocuments(name, fingerprint, dataset, config.text_key, **_order(config, seed))
+
+
+def _order(config: DataConfig, seed: int) -> dict[str, Any]:
+    return {"seed": seed, "shuffle": config.shuffle, "null_text": config.null_text}
 
 
 OpenSource = Callable[[Dataset, DataConfig, Tokenizer | None, int], Source]

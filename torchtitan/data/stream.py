@@ -25,6 +25,7 @@ from torchdata.nodes import BaseNode, Prefetcher
 
 from torchtitan.config import ConfigError, RecipeError, Unreachable
 from torchtitan.data.batch import Batch
+from torchtitan.data.file_cache import reading
 from torchtitan.data.lanes import SampleStart
 from torchtitan.data.order import ORDER, Document, Identity, Once, Position, Shuffled, Source
 from torchtitan.data.running_hash import RunningHash, merged_hash, sample_hash, shown
@@ -81,7 +82,8 @@ class SampleWorker(Stateless):
 
     def next(self) -> Any:
         try:
-            return self._read()
+            with reading():
+                return self._read()
         except (ConfigError, Unreachable) as error:
             # A thread would wrap the message in its traceback, so the stream raises it instead.
             return error
@@ -411,6 +413,8 @@ class DataStream(BatchStream):
         Derived from the positions of the lanes: each document that a lane has passed is a sample,
         or was skipped. So it needs no state, and does not depend on prefetching.
         """
+        if (nulls := getattr(self._source, "nulls", None)) is not None:
+            return int(nulls.count)  # of this process, those that were read ahead included
         assert isinstance(self._source, ShuffledDocuments), "it numbers its documents"
         each, rest = divmod(self.samples, self._lanes)
         return sum(
@@ -510,7 +514,8 @@ class DataStream(BatchStream):
 
 def refuse_other(saved: Identity, own: Identity) -> None:
     """Refuse to resume on data that differs from that of the checkpoint."""
-    earlier = {"bos", "eos"} - saved.keys()  # a run of before these were recorded
+    # A run of before these were recorded.
+    earlier = {"bos", "eos", "content"} - saved.keys()
     changed = [
         f"{key} was {saved.get(key)!r} and is {own.get(key)!r}"
         for key in sorted({*saved, *own} - earlier)

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan.config import ConfigError, exists, local_path, shorten, show
+from torchtitan.data.file_cache import reading
 from torchtitan.data.token_bytes import byte_counts
 from torchtitan.logging import logger
+from torchtitan.remote import refuse_pointer
 
 
 class Tokenizer(Protocol):
@@ -250,6 +252,7 @@ def _declared_special_tokens(folder: Path) -> dict[str, Any]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         file = folder / name
         if file.is_file():
+            refuse_pointer(file)
             try:
                 declared |= json.loads(file.read_text(encoding="utf-8"))
             except (ValueError, TypeError, RecursionError) as error:
@@ -293,7 +296,10 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     file = next(filter(os.path.isfile, files), None)
     if file is None:
         raise ConfigError(f"no tokenizer in the folder {given}: looked for {', '.join(names)}")
-    return HuggingFaceTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
+    with reading(file):
+        refuse_pointer(file)
+        is_json = file.suffix.lower() == ".json"
+        return HuggingFaceTokenizer(file) if is_json else TiktokenTokenizer(file)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

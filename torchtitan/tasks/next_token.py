@@ -242,6 +242,11 @@ class NextToken(Task):
         if shards_of(config) is None:
             check_local(config)
 
+    @classmethod
+    def left_out(cls, config: DataConfig) -> str | None:
+        is_text = not config.sources and shards_of(config) is None
+        return "null_texts" if is_text and config.null_text == "skip" else None
+
     def preview(self, batch: Batch) -> str:
         assert isinstance(batch, TokenBatch)
         return preview(batch, self.tokenizer)

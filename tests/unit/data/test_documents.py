@@ -79,7 +79,7 @@ def test_jsonl(tmp_path: Path) -> None:
         ('{"text": "cut', r"data\.jsonl:3: not a line of JSON: Unterminated string"),
         ('["text"]', r"data\.jsonl:3: not a JSON object, but list"),
         ('{"body": "a", "id": 1}', r"data\.jsonl:3: no key 'text' .*it has 'body', 'id'"),
-        ('{"text": null}', r"data\.jsonl:3: 'text' is not a string, but NoneType"),
+        ('{"text": null}', r"data\.jsonl:3: 'text' is null; set data"),
     ],
 )
 def test_jsonl_mistakes_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
@@ -122,7 +122,7 @@ def test_parquet_is_shuffled_inside_windows(
 def test_parquet_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_parquet(path, ["a"] * 24 + [None])
-    with pytest.raises(ConfigError, match=r"a\.parquet: row 25: 'text' is not a string"):
+    with pytest.raises(ConfigError, match=r"a\.parquet: row 25: 'text' is null; set data"):
         opened(path)[24]
     config = DataConfig(dataset=str(path), text_key="body")
     with pytest.raises(ConfigError, match=r"a\.parquet: no column 'body' .*it has text, id"):

@@ -173,7 +173,7 @@ def test_rows_without_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": null}\n')
     documents = streamed(tmp_path).read({0: None}, 1)[0]
     assert next(documents).content == "fine"
-    message = r"local: shard 1, document 2: 'text' is not a string, but NoneType"
+    message = r"local: shard 1, document 2: 'text' is null; set data"
     with pytest.raises(ConfigError, match=message):
         next(documents)
     with pytest.raises(ConfigError, match=r"no (key|column) 'body'"):

@@ -18,6 +18,7 @@ from torchtitan.checkpoint.manifest import Damaged, reading
 from torchtitan.checkpoint.storage import Sizes, StoredBlock
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config import ConfigError
+from torchtitan.remote import refuse_pointer
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -67,6 +68,7 @@ def read_metadata(checkpoint: Path) -> Contents:
     path = checkpoint / METADATA
     with reading(path):
         data = path.read_bytes()
+    refuse_pointer(path, data)
     try:
         contents = _Parser(path, data).contents()
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -210,4 +212,5 @@ def _check_files(checkpoint: Path, contents: Contents) -> None:
         with reading(checkpoint / file):
             size = size_of(file)
         if size < end:
+            refuse_pointer(checkpoint / file)
             raise Damaged(f"{checkpoint / file}: cut: it has {size:,} bytes; {end:,} were saved")

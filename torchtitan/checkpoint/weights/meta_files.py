@@ -21,7 +21,7 @@ from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translat
 from torchtitan.checkpoint.weights.network import Network, Sizes, identify
 from torchtitan.config import ConfigError
 from torchtitan.models.spec import ModelSpec
-from torchtitan.remote import RemotePath
+from torchtitan.remote import RemotePath, refuse_pointer
 
 PARAMS = "params.json"
 
@@ -92,6 +92,8 @@ def _paths(folder: Path) -> list[Path]:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
+    if path.is_file():
+        refuse_pointer(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torchtitan.config import ConfigError, RecipeError, allowed_names, near_names, show
 from torchtitan.models import MODELS, spec_in_recipe
 from torchtitan.models.spec import ModelSpec, WeightFormat, build_empty
-from torchtitan.remote import StoreError
+from torchtitan.remote import StoreError, refuse_pointer
 
 Sizes = tuple[int, ...]
 
@@ -188,7 +188,9 @@ def identify(
 def read_config(path: Path) -> dict[str, Any]:
     """Read a config file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        refuse_pointer(path, data)
+        content = json.loads(data.decode())
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"{path}: there is no such file") from None
     except StoreError:

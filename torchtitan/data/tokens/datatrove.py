@@ -22,6 +22,7 @@ from torchtitan.data.tokens.shard_files import (
     damaged,
     find,
     first,
+    in_its_case,
     shard_table,
     size_of,
     write_tokens,
@@ -63,7 +64,7 @@ class DatatroveFormat(TokenFormat):
 
 
 def _beside(file: Path, suffix: str) -> Path:
-    return file.with_name(file.name + suffix)
+    return in_its_case(file.with_name(file.name + suffix))
 
 
 def _table(root: Path, file: Path) -> ShardTable:

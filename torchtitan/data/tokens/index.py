@@ -298,7 +298,10 @@ class TokenDocuments:
         file = open_file(self._owner, self.root, shard.file, shard.bytes, self._cache)
         tokens = np.frombuffer(file.read(start, count * dtype.itemsize), dtype)
         if self._checksums is not None and checksum(tokens) != self._checksums[document]:
-            raise ConfigError(f"{self.place(document)}: damaged, its checksum differs")
+            raise ConfigError(
+                f"{self.place(document)}: damaged, its checksum differs; restore the file, or run "
+                "`torchtitan data index` if it is a new one"
+            )
         # As unsigned numbers, negative ones are the largest.
         if limit and np.maximum.reduce(tokens.view(f"<u{dtype.itemsize}")) >= limit:
             beyond = np.flatnonzero((tokens >= self.vocab_size) | (tokens < 0))[0]

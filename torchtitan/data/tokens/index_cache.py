@@ -1,5 +1,6 @@
 """Opening of tokenized documents, with an index that one process builds for all."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -15,6 +16,7 @@ from torchtitan.data.file_cache import (
     cache_folder,
     fetch,
     locked,
+    reading,
     stamps_of,
     writing,
 )
@@ -40,6 +42,7 @@ Recorder = Callable[[Path, Iterable[ShardTable]], Iterator[ShardTable]]
 """Function that adds checksums to the tables of shards in a folder."""
 
 
+@reading()
 def find_format(path: Path, format: TokenFormat) -> TokenFormat | None:
     """Return the format of the files at `path`, which `format` may leave open; None if unknown."""
     if format.name != "auto":
@@ -57,6 +60,7 @@ def index_folder(path: Path, format: TokenFormat, tokenizer: Tokenizer, cache: P
     return cache_folder(path, cache) / f"index-{format.name}-{key.hexdigest()[:12]}"
 
 
+@reading()
 def open_tokens(
     path: Path,
     format: TokenFormat,
@@ -94,7 +98,7 @@ def open_tokens(
     index = index_folder(path, format, tokenizer, cache)
     if index != path:
         with locked(index):
-            if not _is_current(index, stamps, has_checksums=record is not None):
+            if not _is_current(index, root, stamps, is_asked=record is not None):
                 logger.info("data: indexing %s (%s, %d files)", path, format.name, len(files))
                 if copies is not None and isinstance(format, OwnFormat):
                     _fetch_index(copies.root, index)
@@ -104,9 +108,15 @@ def open_tokens(
                     if record or copies is None:
                         tables = (record or record_small)(root_of(local), tables)
                     with writing(index):
-                        write_index(index, format.name, tables)
+                        write_index(index, format.name, _all_of(tables))
                 (index / "files.json").write_text(json.dumps(stamps))
     return TokenDocuments(root, index, vocab_size, shuffle_window=shuffle_window, cache=copies)
+
+
+def _all_of(tables: Iterable[ShardTable]) -> Iterator[ShardTable]:
+    """Yield tables; what cannot be read is not what cannot be written."""
+    with reading():
+        yield from tables
 
 
 def _fetch_index(root: RemotePath, index: Path) -> None:
@@ -118,11 +128,28 @@ def _fetch_index(root: RemotePath, index: Path) -> None:
             fetch(root / name, sizes[name], index / name)
 
 
-def _is_current(index: Path, stamps: Sequence[Stamp], *, has_checksums: bool) -> bool:
-    """Whether an index was built from files with these stamps, and has checksums if it must."""
+def _is_current(index: Path, root: Path, stamps: Sequence[Stamp], *, is_asked: bool) -> bool:
+    """Whether an index was built from files with these stamps.
+
+    Args:
+        is_asked: whether it must also have checksums of just these bytes. Otherwise a shard of the
+            same size and time is left to its checksums, which tell damage from a new file.
+    """
+    file = index / "files.json"
     try:
-        found = json.loads((index / "files.json").read_text())
+        found = json.loads(file.read_text())
         about = read_description(index)
     except (OSError, ValueError):
         return False
-    return bool(found == stamps) and (about.content is not None or not has_checksums)
+    if found == [stamp[:3] for stamp in stamps] != stamps:  # of before stamps had digests
+        with contextlib.suppress(OSError):
+            file.write_text(json.dumps(stamps))
+        found = stamps
+    has_checksums = about.content is not None
+    shards = {str(root / shard.file) for shard in about.shards if has_checksums and not is_asked}
+    pairs = zip(found, stamps, strict=False)
+    return (
+        len(found) == len(stamps)
+        and all(old == new or (old[:3] == new[:3] and new[0] in shards) for old, new in pairs)
+        and (has_checksums or not is_asked)
+    )

@@ -28,6 +28,7 @@ from torchtitan.data.tokens.shard_files import (
     damaged,
     find,
     first,
+    in_its_case,
     shard_table,
     size_of,
     unpack,
@@ -105,7 +106,7 @@ def _table(root: Path, file: Path) -> ShardTable:
         message = f"the documents do not divide the {sequences:,} sequences in order"
         raise damaged(file, at_documents + 8 * min(wrong, count - 1), message)
 
-    shard = file.with_suffix(".bin")
+    shard = in_its_case(file.with_suffix(".bin"))
     found = size_of(shard)
     if found != (wanted := int(tokens[-1]) * itemsize):
         message = f"it has {found:,} bytes, and {file.name} has documents of {wanted:,}"

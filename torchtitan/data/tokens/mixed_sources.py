@@ -1,11 +1,13 @@
 """Opening of the sources of a mixture, or of a single tokenized data set."""
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchtitan.config import ConfigError
 from torchtitan.data.file_cache import GIB, cache_folder
@@ -153,8 +155,18 @@ def folder_of_tokens(config: DataConfig, tokenizer: Tokenizer) -> Path:
         "add_bos": config.add_bos,
         "add_eos": config.add_eos,
     }
-    # The identity has names and sizes only, which other files in the same cache may have too.
-    key = json.dumps([made_of, stamps(config)], sort_keys=True).encode()
+    # The identity has the names of files in their folder, which others in the cache may have too.
+    found, content = stamps(config), made_of.pop("content", None)
+    earlier = _folder(config, [made_of, [stamp[:3] for stamp in found]])  # without digests
+    folder = _folder(config, [made_of | {"content": content}, found])
+    if not folder.exists() and (earlier / INDEX).is_file():
+        with contextlib.suppress(OSError):
+            folder.symlink_to(earlier.name)
+    return folder
+
+
+def _folder(config: DataConfig, made_of: Any) -> Path:
+    key = json.dumps(made_of, sort_keys=True).encode()
     return _cache(config) / f"tokens-{hashlib.sha256(key).hexdigest()[:12]}"
 
 

@@ -18,7 +18,7 @@ from torchtitan.config import ConfigError
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.tokens.formats import TokenFormat, Tokens, root_of
 from torchtitan.data.tokens.index import ShardTable
-from torchtitan.data.tokens.shard_files import damaged, find, first, shard_table
+from torchtitan.data.tokens.shard_files import damaged, find, first, in_its_case, shard_table
 from torchtitan.logging import logger
 
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
@@ -85,7 +85,7 @@ def _table(root: Path, file: Path, dtype: str, end: int, *, is_set: bool) -> Sha
     if size % itemsize:
         message = f"{size:,} bytes are no multiple of {itemsize}, the bytes of {dtype}"
         raise damaged(file, header + size // itemsize * itemsize, message)
-    spans = file.with_suffix(".csv.gz")
+    spans = in_its_case(file.with_suffix(".csv.gz"))
     if rows is not None and len(rows) == 2:
         ends = np.arange(rows[0] + 1, dtype=np.int64) * rows[1]
         starts, ends = ends[:-1], ends[1:]

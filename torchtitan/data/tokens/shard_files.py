@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan.config import ConfigError
+from torchtitan.data.discovery import walk
 from torchtitan.data.tokens.index import INDEX, ShardTable
-from torchtitan.remote import RemotePath
+from torchtitan.remote import RemotePath, refuse_pointer
 
 HEAD = 4096
 """Bytes at the start of an `index.json` that tell whose it is."""
@@ -26,12 +27,21 @@ def damaged(file: Path, byte: int, message: str) -> ConfigError:
 
 def find(path: Path, suffix: str) -> list[Path]:
     """Return the file at `path`, or all files in that folder, whose names end with `suffix`."""
-    if path.is_file():
-        return [path] if path.name.endswith(suffix) else []
-    search = path.glob if isinstance(path, RemotePath) else path.rglob
-    found = sorted(file.relative_to(path) for file in search(f"*{suffix}"))
-    # Our own indices are in a hidden folder.
-    return [path / file for file in found if not any(part[0] == "." for part in file.parts)]
+    if not isinstance(path, RemotePath):
+        found = walk(path)  # which leaves our own indices out, in a hidden folder
+    else:
+        found = iter([path]) if path.is_file() else path.glob("[!.]*")
+    named = sorted(file for file in found if file.name.lower().endswith(suffix.lower()))
+    for file in named:
+        if not isinstance(file, RemotePath):
+            refuse_pointer(file)
+    return named
+
+
+def in_its_case(path: Path) -> Path:
+    """Return `path`, or the same with its suffix in capitals if only that exists."""
+    capitals = path.with_suffix(path.suffix.upper())
+    return capitals if capitals.exists() and not path.exists() else path
 
 
 def indices(path: Path, key: str) -> list[Path]:
@@ -68,10 +78,13 @@ def size_of(file: Path) -> int:
     """Return the bytes of a file.
 
     Raises:
-        ConfigError: if it is missing.
+        ConfigError: if it is missing, or only a pointer of Git LFS.
     """
     try:
-        return file.stat().st_size
+        size = file.stat().st_size
+        if size < 1024 and not isinstance(file, RemotePath):
+            refuse_pointer(file)
+        return size
     except FileNotFoundError:
         raise ConfigError(f"{file}: it is missing; restore it") from None
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from torchtitan.config import ConfigError, Unreachable
+from torchtitan.data.documents import NullTexts
 from torchtitan.data.file_cache import locked
 from torchtitan.data.lanes import tokenized
 from torchtitan.data.order import Document, DocumentRange, Once, Position, Source
@@ -100,6 +101,8 @@ class _Part(NamedTuple):
     tokens: int
     note: str | None
     """Warning about earlier work on it."""
+    nulls: int = 0
+    """Number of documents without text in it."""
 
 
 class _Tokenization:
@@ -122,7 +125,7 @@ class _Tokenization:
             divided() if divided else [DocumentRange(None, Position(1, 0))]
         )
         identity = {k: v for k, v in source.identity.items() if k not in ("shuffle", "seed")}
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "source": identity,
             "held_out": config.is_held_out,
             "tokenizer": tokenizer.fingerprint,
@@ -148,7 +151,9 @@ class _Tokenization:
             return False
         try:
             earlier = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
+            if content := self._settings["source"].get("content"):  # which has been recorded later
+                earlier["source"].setdefault("content", content)
+        except (ValueError, TypeError, KeyError, AttributeError):
             self._refuse(f"its {SETTINGS} is damaged")
         if different := [key for key, value in self._settings.items() if earlier.get(key) != value]:
             changes = [f"{k} was {earlier.get(k)}, is {self._settings[k]}" for k in different]
@@ -169,12 +174,13 @@ class _Tokenization:
         documents: Any = self._source.identity.get("documents")
         progress = _Progress(documents, processes, show_progress)
         done: dict[int, int] = {}
-        following = tokens = 0
+        following = tokens = nulls = 0
         parts = self._forked(processes, progress) if processes > 1 else self._here(progress)
         for part in parts:
             if part.note:
                 logger.warning("%s", part.note)
             done[part.number] = part.tokens
+            nulls += part.nulls
             while following in done:
                 tokens += done[following]
                 following += 1
@@ -183,6 +189,8 @@ class _Tokenization:
         parts.close()
         progress.close()
         self._finish(following)
+        if nulls:
+            logger.warning("data: %s documents whose text is null were skipped", f"{nulls:,}")
 
     def _here(self, progress: "_Progress") -> Generator[_Part, None, None]:
         for number in range(len(self._parts)):
@@ -253,19 +261,22 @@ class _Tokenization:
             tables = list(_load(file))
             if (damage := self._damage(tables)) is None:
                 counter.skip(tables)
-                return _Part(number, _tokens(tables), None)
+                return _Part(number, _tokens(tables), None, _nulls_of(file))
             note = f"{damage}; its documents are tokenized again"
+        found: NullTexts | None = getattr(self._source, "nulls", None)
+        before = found.count if found else 0
         try:
             tables = self._write(number, counter)
             if damage := self._damage(tables):
                 raise ConfigError(f"{damage} right after it was written; check the disk")
-            _save(file, tables)
+            nulls = found.count - before if found else 0
+            _save(file, tables, nulls)
         except OSError as error:
             raise ConfigError(
                 f"{error.filename or self._output}: {error.strerror}; the same command continues "
                 "when that is mended"
             ) from None
-        return _Part(number, _tokens(tables), note)
+        return _Part(number, _tokens(tables), note, nulls)
 
     def _write(self, number: int, counter: "_Counter") -> list[ShardTable]:
         """Write the shards of a part."""
@@ -377,11 +388,18 @@ def _first(table: ShardTable, documents: int) -> ShardTable:
     return replace(table, bytes=size, starts=starts, lengths=lengths, checksums=checksums)
 
 
-def _save(file: Path, tables: Sequence[ShardTable]) -> None:
-    """Write the tables of the shards of a part."""
+def _nulls_of(file: Path) -> int:
+    """Return the number of documents without text in a complete part."""
+    with np.load(file) as saved:
+        return int(saved["nulls"]) if "nulls" in saved else 0
+
+
+def _save(file: Path, tables: Sequence[ShardTable], nulls: int) -> None:
+    """Write the tables of the shards of a part, and its number of documents without text."""
     arrays: dict[str, Any] = {
         "about": np.array([(table.file, table.bytes, table.dtype) for table in tables], np.str_),
         "documents": [len(table.lengths) for table in tables],
+        "nulls": nulls,
     }
     for name in ARRAYS:
         arrays[name] = np.concatenate([getattr(table, name) for table in tables] or [[]])

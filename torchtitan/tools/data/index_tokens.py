@@ -11,6 +11,7 @@ import numpy as np
 
 from torchtitan.config import ConfigError
 from torchtitan.data import load_tokenizer
+from torchtitan.data.file_cache import reading
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.tokens.checksums import record_all, wrong_digests
 from torchtitan.data.tokens.formats import TokenFormat, root_of
@@ -42,6 +43,7 @@ SHOWN = 20
 """Number of differences that are printed."""
 
 
+@reading()
 def verify(
     path: Shards,
     format: Format = "auto",
@@ -126,6 +128,7 @@ def _wrong(old: ShardTable, new: ShardTable) -> list[int]:
     return [*np.flatnonzero(different).tolist(), *[both] * (len(old.starts) != len(new.starts))]
 
 
+@reading()
 def index(
     path: ShardsAnywhere,
     format: Format = "auto",

@@ -89,7 +89,12 @@ class RecordedPacking:
     def lane(self, number: int, documents: Iterator[Document], start: SampleStart | None) -> Lane:
         """Open a lane."""
         own = self.packing
-        rows = tokenized(documents, own.tokenizer, add_bos=own.add_bos, add_eos=own.add_eos)
+        rows = tokenized(
+            *(documents, own.tokenizer),
+            add_bos=own.add_bos,
+            add_eos=own.add_eos,
+            vocab_size=own.vocab_size,
+        )
         return Lane(number, map(self._recorded, rows), own.seq_len, start)
 
     def _recorded(self, row: Any) -> Any:

@@ -9,7 +9,7 @@ import typer
 from torchtitan.data import DataConfig, load_tokenizer
 from torchtitan.data.tokens.tokenizing import SHARD_TOKENS, tokenize
 from torchtitan.tools.data.shard_options import Processes, TokenizerPath, all_cores
-from torchtitan.tools.options import Count, Imports, Text, import_modules
+from torchtitan.tools.options import Choice, Count, Imports, Text, import_modules
 
 
 def tokenize_text(
@@ -23,6 +23,10 @@ def tokenize_text(
     text_key: Annotated[
         str, Text("KEY", "Column or key of the text, data.text_key (default: text).")
     ] = "text",
+    null_text: Annotated[
+        str,
+        Choice(("error", "skip"), "A document without text, data.null_text (default: error)."),
+    ] = "error",
     document_bytes: Annotated[
         int | None, Count("Split of long text files, data.document_bytes (default: 65536).")
     ] = None,
@@ -44,6 +48,7 @@ def tokenize_text(
         "dataset": dataset,
         "dataset_path": dataset_path,
         "text_key": text_key,
+        "null_text": null_text,
         "add_bos": add_bos,
         "add_eos": add_eos,
     }

@@ -6,7 +6,8 @@ from pathlib import Path
 from torch import Tensor
 
 from torchtitan.config import ConfigError
-from torchtitan.data.discovery import fingerprint_files
+from torchtitan.data.discovery import fingerprint_files, walk
+from torchtitan.remote import refuse_pointer
 from torchtitan.research.vit_mae.images.decoding import check_packages, decode
 from torchtitan.research.vit_mae.images.settings import ImagesConfig
 
@@ -27,15 +28,10 @@ class ImageFolder:
         """
         if not root.is_dir():
             raise ConfigError(f"{root} is a file; wanted a folder of images")
-        found = sorted(
-            (path.relative_to(root) for path in root.rglob("*") if path.suffix.lower() in suffixes),
+        self._files = sorted(
+            (path.relative_to(root) for path in walk(root) if path.suffix.lower() in suffixes),
             key=Path.as_posix,
         )
-        self._files = [
-            path
-            for path in found
-            if not any(part.startswith(".") for part in path.parts) and (root / path).is_file()
-        ]
         if not self._files:
             raise ConfigError(f"{root} has no images ({', '.join(suffixes)})")
         self._root, self._config, self._bands = root, config, bands
@@ -43,7 +39,10 @@ class ImageFolder:
         self.has_classes = bool(self.classes)
         self._labels = {name: number for number, name in enumerate(self.classes)}
         check_packages({path.suffix.lower() for path in self._files})
-        self.fingerprint = fingerprint_files([root / path for path in self._files], root)
+        files = [root / path for path in self._files]
+        for file in files:
+            refuse_pointer(file)
+        self.fingerprint = fingerprint_files(files, root)
 
     def _classes(self) -> Sequence[str]:
         loose = [path for path in self._files if len(path.parts) == 1]

@@ -6,6 +6,7 @@
 from collections.abc import Callable
 
 from torchtitan.config import ConfigError, Context, RecipeError, local_path, show
+from torchtitan.data.file_cache import reading
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
 from torchtitan.research.vit_mae.images.decoding import PHOTOGRAPHS, RASTERS
 from torchtitan.research.vit_mae.images.folders import ImageFolder
@@ -43,6 +44,7 @@ IMAGES: dict[str, OpenImages] = {
 }
 
 
+@reading()
 def open_view(config: DataConfig, *, size: int, bands: int) -> ImageView:
     """Open the images that a section names, by number.
 
@@ -66,6 +68,7 @@ def open_view(config: DataConfig, *, size: int, bands: int) -> ImageView:
     return ImageView(images, images_of(config), size=size, bands=bands)
 
 
+@reading()
 def check_images(config: DataConfig) -> None:
     """Check the files that a section names, if any, without decoding them.
 

@@ -121,7 +121,7 @@ class ShuffledImages(ShuffledDocuments):
 
     def __init__(self, name: str, images: ImageView, *, seed: int, shuffle: bool) -> None:
         super().__init__(name, images, seed=seed, shuffle=shuffle)
-        self._images, self._seed = images, seed
+        self._images, self._seed, self.nulls = images, seed, None
         self.corrupt: dict[str, str] = {}
         """Images that were left out, by name, with the reasons."""
 

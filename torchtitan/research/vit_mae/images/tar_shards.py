@@ -13,7 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchtitan.config import ConfigError
-from torchtitan.data.discovery import fingerprint_files
+from torchtitan.data.discovery import fingerprint_files, walk
+from torchtitan.remote import refuse_pointer
 from torchtitan.research.vit_mae.images.decoding import SUFFIXES, check_packages, decode
 from torchtitan.research.vit_mae.images.settings import ImagesConfig
 
@@ -102,15 +103,17 @@ def shards_at(path: Path) -> list[Path]:
     Raises:
         ConfigError: if there are none, or they are compressed.
     """
-    found = [path] if path.is_file() else sorted(path.rglob("*"), key=Path.as_posix)
+    found = sorted(walk(path), key=Path.as_posix)
     for file in found:
         if file.name.lower().endswith(PACKED):
             raise ConfigError(
                 f"{file}: a compressed archive can only be read from its start; unpack it to .tar"
             )
-    shards = [file for file in found if file.suffix.lower() == ".tar" and file.is_file()]
+    shards = [file for file in found if file.suffix.lower() == ".tar"]
     if not shards:
         raise ConfigError(f"{path} has no shards (.tar)")
+    for file in shards:
+        refuse_pointer(file)
     return shards
 
 
