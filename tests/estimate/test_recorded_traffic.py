@@ -76,10 +76,10 @@ def test_traffic_is_added_up_by_axis_and_link() -> None:
     step = recorded.step(recorded.job("HSDP 2 x 2"), 4)
     found = {(one.axis, one.operation): one for one in link_traffic(step, ranks_per_node=2)}
     shards, replicas = ("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")
-    # Three units: two blocks of 9,280 elements, and 19,360 outside of them.
+    # Four units: two blocks of 9,280 elements, and 19,360 in the embedding, and the output.
     sent = 4 * (2 * 9280 + 19360)
-    assert found[shards] == LinkTraffic(*shards, "node", 3, sent // 2)
-    assert found[replicas] == LinkTraffic(*replicas, "network", 3, sent // 2)
+    assert found[shards] == LinkTraffic(*shards, "node", 4, sent // 2)
+    assert found[replicas] == LinkTraffic(*replicas, "network", 4, sent // 2)
 
 
 def test_ranks_are_on_the_nodes_of_their_number() -> None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from benchmarks.collectives import formulas
 from tests import layouts
+from tests.estimate import recorded
 from tests.layouts import RESHARD, Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace
@@ -23,15 +24,16 @@ from torchtitan.models.spec import build_empty
 from torchtitan.parallel.sharding import fsdp2
 
 ALWAYS, NEVER = {RESHARD: "always"}, {RESHARD: "never"}
-STRATEGIES: dict[str, tuple[Case, float]] = {
-    "no shard": (case(replicate=4, batch=2), 2 * 3 / 4),
-    "grad-op": (case(shard=4, **NEVER), 2 * 3 / 4),
-    "full shard": (case(shard=4, **ALWAYS), 3 * 3 / 4),
-    "regathered by 2": (case(shard=4, sharding=layouts.REGATHER, **ALWAYS), 2 * 3 / 4 + 1 / 2),
-    "hybrid full shard": (case(replicate=2, shard=2, **ALWAYS), 3 / 2 + 2 * 1 / 2 / 2),
-    "hybrid grad-op": (case(replicate=2, shard=2, **NEVER), 2 / 2 + 2 * 1 / 2 / 2),
+STRATEGIES: dict[str, tuple[Case, float, float]] = {
+    "no shard": (case(replicate=4, batch=2), 2 * 3 / 4, 0),
+    "grad-op": (case(shard=4, **NEVER), 2 * 3 / 4, 0),
+    "full shard": (case(shard=4, **ALWAYS), 2 * 3 / 4, 3 / 4),
+    "regathered by 2": (case(shard=4, sharding=layouts.REGATHER, **ALWAYS), 2 * 3 / 4, 1 / 2),
+    "hybrid full shard": (case(replicate=2, shard=2, **ALWAYS), 2 / 2 + 2 * 1 / 2 / 2, 1 / 2),
+    "hybrid grad-op": (case(replicate=2, shard=2, **NEVER), 2 / 2 + 2 * 1 / 2 / 2, 0),
 }
-"""Each with what a rank sends in a step, in parameters of the model."""
+"""Each with what a rank sends in a step, in parameters of the model, and what it sends to gather
+those that the backward needs again: all but the embedding's."""
 
 
 def recipe(layout: Case, **sections: dict[str, Any]) -> JobConfig:
@@ -41,15 +43,16 @@ def recipe(layout: Case, **sections: dict[str, Any]) -> JobConfig:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_sends_what_the_paper_says(name: str) -> None:
-    layout, expected = STRATEGIES[name]
+    layout, once, again = STRATEGIES[name]
     job = recipe(layout)
     spec, degrees = MODELS[job.model.name], job.degrees(layout.ranks)
     assert job.accumulation(degrees) == 1
     model = build_empty(spec.build, job.model_args(), job.training.seq_len)
     size = sum(parameter.nbytes for parameter in model.parameters())
+    expected = once * size + again * (size - model.get_parameter("tok_embeddings.weight").nbytes)
     sizes = degrees._asdict() | {"fsdp": degrees.fsdp}
     found = sum(one.sent(sizes[one.axis]) for one in formulas(job, layout.ranks))
-    assert found == pytest.approx(expected * size, rel=5e-3)  # rows of the tables are filled up
+    assert found == pytest.approx(expected, rel=5e-3)  # rows of the tables are filled up
 
 
 def test_accumulating_whole_reduces_once() -> None:
@@ -78,6 +81,19 @@ def test_a_rank_holds_its_share() -> None:
     )
     for part in ("parameters", "gradients", "states"):
         assert getattr(share, part) == getattr(whole, part) / 4
+
+
+@pytest.mark.parametrize("flavor", ["tiny", "tied"])
+def test_embedding_and_output_are_gathered_only_while_they_are_used(flavor: str) -> None:
+    """Of a large vocabulary each is most of the model; one matrix for both is used all the time."""
+    job = layouts.job(case(shard=2).of(flavor=flavor, vocab_size=8192), "AdamW")
+    model = build_empty(MODELS[job.model.name].build, job.model_args(), job.training.seq_len)
+    table = model.get_parameter("tok_embeddings.weight").nbytes
+    step = recorded.step(job, 2)
+    held = {segment.name: level["gathered"] for segment, level in step.levels()}
+    for name in ("forward of layers.0", "backward of layers.0"):
+        assert (held[name] > table) is (flavor == "tied")
+    assert table < held["backward"] < 1.1 * table
 
 
 def overlapped(job: JobConfig) -> Trace:
@@ -159,7 +175,11 @@ def test_blocks_are_gathered_ahead(forward: int, backward: int, prefetches: bool
     layout = case(shard=2, batch=4, sharding=sharding, **ALWAYS)
     job = layouts.job(layout, "SGD", model={"flavor": "deep"}, training={"steps": 1})
     blocks = [f"layers.{number}" for number in range(6)]
+    # The norm and the output are a unit, which is gathered for the forward and for the backward.
+    once, both_times = (["norm"], ["norm"]) if forward and prefetches else ([], ["norm", "norm"])
+    expected = ["tok_embeddings", *blocks, *once, *both_times, *blocks[::-1]]
     for order in run_ranks(partial(order_of_issue, prefetches=prefetches), 2, job):
+        assert [unit for what, unit in order if what == "gather"] == expected
         turn = order.index(("compute", blocks[-1])) + 1
         both = order[:turn], order[turn:]
         for half, named, event, ahead in zip(
@@ -170,8 +190,6 @@ def test_blocks_are_gathered_ahead(forward: int, backward: int, prefetches: bool
             strict=True,
         ):
             assert gathered_ahead(half, named, event) == [min(ahead, 5 - n) for n in range(6)]
-            gathers = [unit for what, unit in half if what == "gather" and unit]
-            assert gathers == named, "each once, in the order of their use"
 
 
 def inputs_of_fsdp(job: JobConfig) -> set[str]:

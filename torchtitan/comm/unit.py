@@ -13,7 +13,7 @@ class Unit(NamedTuple):
     """Parameters that are gathered together, and whose gradients are reduced together."""
 
     name: str
-    """Name of the block; "" for all parameters outside of blocks."""
+    """Name of the module, or of the first of them; "" for parameters of no other unit."""
     shapes: Mapping[str, torch.Size]
     """Shape of one rank's part of each parameter, padded to the first rank's; in a buffer they
     are concatenated in this order."""

@@ -235,13 +235,14 @@ def _track_communicators(
 ) -> None:
     """Record the state of methods of communication, such as their errors so far."""
     owner = _owners(spec, model)
-    units = [name for part in model.parts for name in (*spec.all_blocks(part), "")]
+    sharded = (each for each in model.techniques if isinstance(each, FullyShard))
+    units = [unit.name for each in sharded for unit in each.units]
     recorded = sum(each.numel() for each in names)
     whole = sum(p.numel() * recorder.times.get(owner(name), 1) for p, name in names.items())
     for key, state in model.state().items():
         _, place, *rest = key.split(".")
         if place.isdecimal():  # such as `gradients.0.error`
-            recorder.track([state], "communication", units[int(place)])
+            recorder.track([state], "communication", owner(f"{units[int(place)]}."))
         elif (name := ".".join(rest)) in names.values():
             recorder.track([state], "communication", owner(name))
         else:  # of all parameters, in one

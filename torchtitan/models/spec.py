@@ -268,6 +268,11 @@ class ModelSpec(Generic[Args]):
         """Return the blocks to recompute, compile and gather separately, auxiliary last."""
         return {**self.blocks(model), **self.auxiliary_blocks(model)}
 
+    def ends(self, args: Args) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the modules before and after all blocks that are needed only there: none if the
+        output uses the weights of the embedding."""
+        return ((), ()) if self.tied(args) else (self.before_blocks, self.after_blocks)
+
     def args(self, config: ModelConfig) -> Args:
         """Return the arguments in effect: the flavor's, with the sizes set in the recipe."""
         return config.over(self.flavors[config.flavor])

@@ -102,6 +102,7 @@ class Layout:
             precision=self.precision,
             reshard=self.reshard,
             last_block=last_block,
+            ends=spec.ends(args),
             compile=self.compile,
             communication=self.communication,
             cpu_offload=self.cpu_offload,

@@ -8,14 +8,14 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-def gather_with(inner: "FSDPModule", outer: nn.Module) -> None:
-    """Gather the parameters of a sharded module before the forward of `outer`, which contains it.
+def gather_with(unit: "FSDPModule", first: nn.Module, last: nn.Module) -> None:
+    """Gather the parameters of a unit before the forward of `first`, until after that of `last`.
 
-    FSDP2's hooks then run around `outer` instead, so that a compiled forward does not contain them.
-    Call it before `outer` is sharded.
+    FSDP2's hooks then run there instead: a compiled forward does not contain them, and parameters
+    may be read outside of their module. Call it before `last` is sharded.
     """
-    state: Any = inner._get_fsdp_state()
+    state: Any = unit._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    outer.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
-    outer.register_forward_hook(state._post_forward)
+    first.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    last.register_forward_hook(state._post_forward)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -87,17 +87,20 @@ class FSDP2(ShardingConfig):
         return self.accumulate_whole
 
     def messages(self, part: Part) -> Iterator[Traffic]:
-        """Yield the traffic of each block, and of all parameters outside the blocks as a unit."""
+        """Yield the traffic of each unit: blocks, the modules before and after them, the rest."""
         work = part.work
+        before, after = work.spec.ends(work.args)
+        owners = {name: name for name in (*part.blocks, *before)} | dict.fromkeys(after, "after")
         units: dict[tuple[str, bool], dict[str, torch.Size]] = {}
         for name, parameter in part.module.named_parameters():
-            unit = next((block for block in part.blocks if name.startswith(f"{block}.")), "")
+            unit = next((unit for own, unit in owners.items() if name.startswith(f"{own}.")), "")
             shapes = units.setdefault((unit, part.is_placed(name)), {})
             shapes[name] = part.shape(name, parameter.shape)
         of_block, of_others = _gathers(part)
         for (unit, _), shapes in units.items():
-            is_last = bool(part.blocks) and unit == part.blocks[-1]
-            gathers = of_block if unit and not is_last else of_others
+            gathers = of_block if unit in (*part.blocks[:-1], *before) else of_others
+            if unit in before and isinstance(part.module.get_submodule(unit), nn.Embedding):
+                gathers = _gathers_of_table(part)
             from_neighbors = gathers - work.passes if self.regather_size else 0
             yield from part.of_unit(
                 shapes,
@@ -144,6 +147,8 @@ class FullyShard(Sharding):
     def __init__(self, config: FSDP2, target: ShardingTarget) -> None:
         self.config, self.target = config, target
         self.modules: list[FSDPModule] = []
+        self.units: list[Unit] = []
+        """Parameters that belong to each of `modules` alone."""
         self.ways: dict[str, Communicator] = {}
         """Communication by purpose and module number, such as `weights.0`."""
         self.taken: set[str] = set()
@@ -155,46 +160,67 @@ class FullyShard(Sharding):
         return self.target.device_type == "cuda"
 
     def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        """Shard `part`; each block is gathered on its own, just before it is used."""
+        """Shard `part`; each block is gathered on its own, just before it is used.
+
+        So are the modules before the blocks, and those after them together, with the loss that may
+        read their weights: gathered with the root they would be held all the time.
+        """
         # Under tensor parallelism the logits are a view of a DTensor, which is never modified.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        frees = self.target.reshard
+        frees, ends = self.target.reshard, self.target.ends
         for number, (name, block) in enumerate(blocks.items(), 1):
             is_last = number == len(blocks)
             reshards = frees == "always" or (frees == "default" and not is_last)
             if self.target.expert_mesh is not None:
                 for inner, module in block.named_modules(prefix=name):
                     if isinstance(module, Experts):
-                        gather_with(self._shard(inner, module, reshards), block)
-            self._shard(name, block, reshards)
-        self._shard("", part, frees == "always")
+                        gather_with(self._shard({inner: module}, reshards), block, block)
+            self._shard({name: block}, reshards)
+        modules = dict(part.named_modules())  # of a stage, which may lack some
+        first, last = ({n: modules[n] for n in names if n in modules} for names in ends)
+        for name, module in first.items():
+            unit = self._shard({name: module}, frees != "never")
+            # The gradient of a table needs no weights.
+            unit.set_unshard_in_backward(not isinstance(module, nn.Embedding))
+            # Or else its backward would gather what ended the forward of the batch before.
+            unit.set_modules_to_backward_prefetch([unit])
+        turns = [*first.values(), *blocks.values()]
+        if last:
+            turns.append(next(iter(last.values())))
+            gather_with(self._shard(last, frees == "always"), turns[-1], part)
+        self._shard({"": part}, frees == "always")
         keep_on_host(part)
         if self.overlaps:
-            self._overlap(blocks.values())
+            self._overlap(turns)
 
-    def _overlap(self, blocks: Iterable[nn.Module]) -> None:
-        """Set how far ahead blocks are gathered, and how many reductions may be pending."""
+    def _overlap(self, turns: Iterable[nn.Module]) -> None:
+        """Set how far ahead units are gathered, and how many reductions may be pending.
+
+        Args:
+            turns: modules before which units are gathered, in the order of the forward.
+        """
         config, apart = self.config, self.target.expert_mesh is not None
         # With experts on other ranks, the host waits in each block, so it must be ahead before.
         ahead, before = max(config.forward_prefetch, int(apart)), config.backward_prefetch
-        units = [self._units(block) for block in blocks]
+        units = [self._units(module) for module in turns]
         for number, own in enumerate(units):
             # The defaults are torch's own.
             if later := units[number + 1 : number + 1 + ahead]:
                 own[-1].set_modules_to_forward_prefetch([*chain(*later)])
-            if before > 1 or apart:
-                earlier = units[max(number - before, 0) : number]
+            earlier = units[max(number - before, 0) : number]
+            if earlier and (before > 1 or apart):
                 own[-1].set_modules_to_backward_prefetch([*chain(*reversed(earlier))])
         if config.reduce_scatters_in_flight > 1:
             root = self.modules[-1]
             root.set_reduce_scatter_max_input_buffers(config.reduce_scatters_in_flight)
 
     def _units(self, block: nn.Module) -> "list[FSDPModule]":
-        """Return the modules of a block that are gathered together, itself last."""
+        """Return the units of a block that are gathered together, itself last."""
         inside = {id(module) for module in block.modules()}
         return [module for module in self.modules if id(module) in inside]
 
-    def _shard(self, name: str, module: nn.Module, reshard_after_forward: bool) -> "FSDPModule":
+    def _shard(self, modules: Mapping[str, nn.Module], reshard_after_forward: bool) -> "FSDPModule":
+        """Shard the parameters of `modules`, by name, as a unit; return the first module."""
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             MixedPrecisionPolicy,
@@ -202,16 +228,16 @@ class FullyShard(Sharding):
             fully_shard,
         )
 
-        target, precision = self.target, self.target.precision
+        target, precision, first = self.target, self.target.precision, next(iter(modules.values()))
         pin_memory = target.device_type == "cuda"
         mesh = target.mesh
         place: Placing = partial(placement, parts=mesh.size(-1))
-        if target.expert_mesh is not None and isinstance(module, Experts):
+        if target.expert_mesh is not None and isinstance(first, Experts):
             mesh = target.expert_mesh
-            place = partial(expert_placement, module, parts=mesh.size(-1))
-        unit = self._unit(name, module, place, mesh.size(-1))
-        sharded = fully_shard(
-            module,
+            place = partial(expert_placement, first, parts=mesh.size(-1))
+        unit = self._unit(modules, place, mesh.size(-1))
+        fully_shard(
+            [*modules.values()],
             mesh=mesh,
             reshard_after_forward=reshard_after_forward and (self.config.regather_size or True),
             mp_policy=MixedPrecisionPolicy(
@@ -222,33 +248,36 @@ class FullyShard(Sharding):
             ),
             shard_placement_fn=place,
         )
-        group = mesh.get_group(mesh.ndim - 1)
-        gather = target.communication.weights.open(unit, group)
-        reduce = target.communication.gradients.open(unit, group)
-        # These have torch's interface, but not its base classes, which are private.
-        as_gather: Any = _Gather(gather, group)
-        as_reduce: Any = _ReduceScatter(reduce)
-        sharded.set_custom_all_gather(as_gather)
-        sharded.set_custom_reduce_scatter(as_reduce)
-        number = len(self.modules)
-        self.ways |= {f"weights.{number}": gather, f"gradients.{number}": reduce}
+        sharded = cast("FSDPModule", first)
+        if unit.shapes:
+            group = mesh.get_group(mesh.ndim - 1)
+            gather = target.communication.weights.open(unit, group)
+            reduce = target.communication.gradients.open(unit, group)
+            # These have torch's interface, but not its base classes, which are private.
+            as_gather: Any = _Gather(gather, group)
+            as_reduce: Any = _ReduceScatter(reduce)
+            sharded.set_custom_all_gather(as_gather)
+            sharded.set_custom_reduce_scatter(as_reduce)
+            number = len(self.modules)
+            self.ways |= {f"weights.{number}": gather, f"gradients.{number}": reduce}
         sharded.set_gradient_divide_factor(1.0)
         # gloo has no pre-multiplied sum; with a factor of 1 the plain sum is the same.
         sharded.set_force_sum_reduction_for_comms(True)
         self.modules.append(sharded)
+        self.units.append(unit)
         return sharded
 
-    def _unit(self, name: str, module: nn.Module, place: "Placing", parts: int) -> Unit:
-        """Return the parameters of a module, except those that are already sharded."""
+    def _unit(self, modules: Mapping[str, nn.Module], place: "Placing", parts: int) -> Unit:
+        """Return the parameters of modules, except those that are already sharded."""
         shapes = {}
-        for key, parameter in module.named_parameters(name):
+        for key, parameter in chain(*(m.named_parameters(name) for name, m in modules.items())):
             if key not in self.taken:
                 sizes, split = list(local(parameter).shape), place(parameter)
                 dim = split.dim if split else 0
                 sizes[dim] = -(-sizes[dim] // parts)
                 shapes[key] = torch.Size(sizes)
         self.taken |= shapes.keys()
-        return Unit(name, shapes, torch.device(self.target.device_type))
+        return Unit(next(iter(modules)), shapes, torch.device(self.target.device_type))
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -374,6 +403,14 @@ def _gathers(part: Part) -> tuple[int, int]:
     kinds = [a.kind for actions in work.orders.values() for a in actions if a.stage == part.stage]
     gathers = passes * (1 + kinds[:-1].count("F"))
     return gathers, gathers
+
+
+def _gathers_of_table(part: Part) -> int:
+    """Return the gathers in a step of the embedding: the backward needs none."""
+    work, policy = part.work, part.work.parallelism.fsdp_reshard_after_forward
+    if policy == "never" or (policy == "default" and work.degrees.pp > 1):
+        return work.passes
+    return work.times * work.heads
 
 
 def _chunk(whole: range, parts: int, number: int) -> range:

@@ -33,6 +33,8 @@ class ShardingTarget:
     of the model, which the backward needs immediately."""
     last_block: str
     """Name of the model's last block."""
+    ends: tuple[Unit, Unit]
+    """Modules before and after all blocks (`ModelSpec.ends`)."""
     compile: CompileConfig
     communication: CommunicationConfig
     cpu_offload: bool
