@@ -1,6 +1,7 @@
 """Writes the reference of all settings from the settings themselves.
 
-That is docs/config.md, and a page in docs/config/ for each section at the top of a recipe.
+That is docs/config.md, a page in docs/config/ for each section at the top of a recipe, and the
+reference of verbs and settings that `--help` reads.
 
 python scripts/write_config_docs.py
 """
@@ -10,14 +11,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchtitan.config import show
-from torchtitan.config.help import HelpEntry, HelpSection, sections
+from torchtitan.config import HelpEntry, HelpSection, all_sections, sections, show
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE, Converted, Kept, Moved, Together
 from torchtitan.legacy_recipes.synonyms import SYNONYMS
 from torchtitan.legacy_recipes.version_defaults import DEFAULTS, OUR_SECTIONS
 from torchtitan.models import MODELS
+from torchtitan.tools import reference
+from torchtitan.tools.cli import VERBS, command
 
 DOCS = Path(__file__).parents[1] / "docs"
 WRITTEN = "<!-- Written by scripts/write_config_docs.py; change the settings, not this page. -->\n"
@@ -80,7 +82,7 @@ comments. [What moved](config/torchtitan_keys.md) lists all of them.
 def pages() -> dict[Path, str]:
     """Return the text of every page."""
     tops = defaultdict(list)
-    for part in sections(JobConfig):
+    for part in sections(all_sections(JobConfig)):
         tops[part.header.strip("[]").partition(".")[0]].append(part)
     index = ["## Sections\n", "| section | contents |", "|---|---|"]
     index += [
@@ -94,6 +96,23 @@ def pages() -> dict[Path, str]:
     written[DOCS / "config/torchtitan_keys.md"] = "\n".join(old_keys())
     written[DOCS / "config/other_names.md"] = "\n".join(other_names())
     return written
+
+
+def reference_json() -> str:
+    """Return the reference of verbs and settings, with the names that complete a value."""
+    verbs = {name: command(module) for group in VERBS.values() for name, module in group.items()}
+    return reference.as_json(verbs, map(with_values, all_sections(JobConfig)))
+
+
+def with_values(section: HelpSection) -> HelpSection:
+    """Add the names that registries have for the values of a section's keys."""
+    names = {"data.dataset": [*DATASETS], "validation.dataset": [*DATASETS]}
+    if section.choice:
+        names[f"{section.path}.name"] = [section.choice]
+    if section.path == "model":
+        names["model.flavor"] = [*MODELS[str(section.choice)].flavors]
+    entries = [each._replace(values=names.get(each.path, each.values)) for each in section.entries]
+    return section._replace(entries=entries)
 
 
 def about(parts: Sequence[HelpSection]) -> str:
@@ -236,6 +255,6 @@ def cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in pages().items():
+    for path, text in {**pages(), reference.FILE: reference_json()}.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

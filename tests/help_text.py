@@ -1,12 +1,12 @@
 """The settings of a schema as the text of `--help`."""
 
-from torchtitan.config import Config, help_sections
+from torchtitan.config import Config, all_sections, sections
 
 
 def help_text(schema: type[Config]) -> str:
     """A line of each section and of each setting."""
     lines = []
-    for section in help_sections(schema):
+    for section in sections(all_sections(schema)):
         lines.append(f"{section.title}: {section.about}")
         lines += [f"  --{e.path}  ({e.allowed}; default: {e.default})" for e in section.entries]
     return "\n".join(lines)

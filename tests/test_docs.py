@@ -54,7 +54,7 @@ from tests.tiers import tiers
 from torchtitan import __version__, launch
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, print_error, split_recipe
-from torchtitan.config.help import sections
+from torchtitan.config.help import all_sections
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE
 from torchtitan.tools import cli
@@ -385,7 +385,7 @@ def keys_named(text: str) -> set[str]:
 
 @functools.cache
 def known_keys() -> set[str]:
-    return {entry.path for section in sections(JobConfig) for entry in section.entries}
+    return {entry.path for section in all_sections(JobConfig) for entry in section.entries}
 
 
 def test_named_settings_are_found_in_text() -> None:

@@ -24,10 +24,10 @@ from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.launch import LaunchOptions
 from torchtitan.optim import OPTIMIZERS
-from torchtitan.tools import commands, train
+from torchtitan.tools import reference, train
 from torchtitan.tools.cli import VERBS, command, main
-from torchtitan.tools.options import RecipeVerb, count, verb
-from torchtitan.tools.reference import completion_table
+from torchtitan.tools.options import RecipeVerb, Verb, count, verb
+from torchtitan.tools.reference import completion_table, verb_of_help
 
 ROOT = Path(__file__).parents[2]
 Seeds = Annotated[list[int], typer.Option(parser=count, metavar="N...")]
@@ -308,10 +308,23 @@ def test_help_shows_the_choice_that_flags_make(capsys: pytest.CaptureFixture[str
         assert any("Settings of Muon that" in line for line in lines)
 
 
+@pytest.mark.gate
+def test_help_is_that_of_the_verb_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, module in (
+        (name, module) for verbs in VERBS.values() for name, module in verbs.items()
+    ):
+        own = command(module)
+        for words in ([], *([inner] for inner in getattr(own, "commands", ()))):
+            for each in (own, verb_of_help(name, (Verb, RecipeVerb))):
+                each.main([*words, "--help"], name, standalone_mode=False)
+            printed = capsys.readouterr().out
+            half = len(printed) // 2
+            assert printed[:half] == printed[half:], (name, words)
+
+
 def test_help_texts_stand_alone() -> None:
     """A capital, a period, and the default in parentheses."""
-    commands = {name: command(module) for verbs in VERBS.values() for name, module in verbs.items()}
-    table = completion_table(commands)
+    table = completion_table()
     texts = [(verb, *option) for verb, options in table.items() for option in options.items()]
     assert len(texts) > 350
     for of, name, (text, _) in texts:
@@ -419,16 +432,10 @@ def test_an_option_of_several_values_takes_all_words_up_to_the_next() -> None:
     assert found == [([Path("a.toml")], [1, 2, 4], ["x.y=1"], flags)]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 def completed(
-    words: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> list[str]:
     """Completions of the last of `words` in bash."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("_TORCHTITAN_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
@@ -437,9 +444,7 @@ def completed(
     return capsys.readouterr().out.split()
 
 
-def test_completion(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     Path("folder").mkdir()
     for name in ("folder/one.toml", "folder/two.toml", "folder/a.txt", "recipe.toml", "b.txt"):
         Path(name).touch()
@@ -478,13 +483,13 @@ def test_completion(
         ("compare recipe.toml fo", ["folder/one.toml", "folder/two.toml"]),
         ("plot fol", []),  # the shell completes files
     ]:
-        assert completed(f"torchtitan {words}", cache, monkeypatch, capsys) == expected, words
+        assert completed(f"torchtitan {words}", monkeypatch, capsys) == expected, words
 
 
-def test_completion_from_the_cache_imports_no_torch(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_completion_imports_no_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert completed("torchtitan train --optimizer.name Mu", cache, monkeypatch, capsys) == ["Muon"]
+    assert completed("torchtitan train --optimizer.name Mu", monkeypatch, capsys) == ["Muon"]
     code = (
         "import atexit, sys\n"
         "atexit.register(lambda: print('torch' in sys.modules))\n"
@@ -499,33 +504,6 @@ def test_completion_from_the_cache_imports_no_torch(
         check=True,
     )
     assert done.stdout.split() == ["Muon", "False"]
-
-
-def test_completions_are_kept_until_the_package_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "module.py").touch()
-    monkeypatch.setattr(commands, "PACKAGE", package)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    built = []
-
-    def build() -> commands.CompletionTable:
-        built.append(None)
-        return {"train": {"--processes": ["Ranks.", []]}}
-
-    assert commands.cached_table(build) == commands.cached_table(build) == build()
-    assert len(built) == 2
-    (package / "other.py").touch()
-    commands.cached_table(build)
-    (kept,) = (tmp_path / "cache" / "torchtitan").iterdir()
-    kept.write_text("{", encoding="utf-8")
-    commands.cached_table(build)
-    assert len(built) == 4
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # as of a read-only home
-    assert commands.cached_table(build) == build()
 
 
 @pytest.mark.usefixtures("no_plan")
@@ -568,7 +546,7 @@ def test_help_has_every_setting(
     monkeypatch.setenv("COLUMNS", "1000")  # so that no text is broken into lines
     assert main(["train", "--help", "all"]) == 0
     output = capsys.readouterr().out
-    for path, _, settings, _ in places(JobConfig):
+    for path, _, settings, *_ in places(JobConfig):
         for key, field in settings.model_fields.items():
             if kind_of(field) is field:
                 assert f"│ --{path}.{key}  (" in output
@@ -629,8 +607,9 @@ def test_reference_pages_are_fresh() -> None:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     with registries.having(registries.SHIPPED):
-        pages = script.pages()
+        pages, of_help = script.pages(), script.reference_json()
     command = "run python scripts/write_config_docs.py"
     assert {*(ROOT / "docs/config").iterdir(), ROOT / "docs/config.md"} == {*pages}, command
     for path, text in pages.items():
         assert path.read_text(encoding="utf-8") == text, command
+    assert reference.FILE.read_text(encoding="utf-8") == of_help, command

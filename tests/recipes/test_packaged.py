@@ -7,7 +7,9 @@ import pytest
 
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError, find_recipe, packaged_folder, packaged_recipes
+from torchtitan.parallel import ParallelismConfig
 from torchtitan.tools.cli import main
+from torchtitan.tools.recipes import least_ranks
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 
@@ -140,3 +142,17 @@ def test_a_name_that_is_not_packaged(capsys: pytest.CaptureFixture[str]) -> None
         "error: llama_8b: there is no packaged recipe of that name",
         "  did you mean llama3_8b?",
     ]
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"expert_parallel": 8, "context_parallel": 2},
+        {"data_parallel_shard": 4, "tensor_parallel": 2, "expert_parallel": 4},
+        {"pipeline_parallel": 2, "data_parallel_replicate": 3},
+    ],
+)
+def test_the_list_has_the_ranks_that_a_recipe_needs(degrees: dict[str, int]) -> None:
+    keys = {f"{kind}_degree": degree for kind, degree in degrees.items()}
+    found = least_ranks({f"parallelism.{key}": degree for key, degree in keys.items()})
+    assert found == ParallelismConfig.model_validate(keys).least_ranks

@@ -3,7 +3,14 @@
 from torchtitan.config.faults import validate_all
 from torchtitan.config.files import extended, read_file, read_recipe, read_text
 from torchtitan.config.flags import read_flags, split_options, split_recipe
-from torchtitan.config.help import HelpSection, help_sections, json_schema, sections
+from torchtitan.config.help import (
+    HelpEntry,
+    HelpSection,
+    all_sections,
+    help_sections,
+    json_schema,
+    sections,
+)
 from torchtitan.config.load import Gathered, Recipe, load, merge
 from torchtitan.config.packaged import find_recipe, packaged_folder, packaged_name, packaged_recipes
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
@@ -42,6 +49,7 @@ __all__ = [
     "Context",
     "Discriminated",
     "Gathered",
+    "HelpEntry",
     "HelpSection",
     "KeyOf",
     "KeyPath",
@@ -54,6 +62,7 @@ __all__ = [
     "Registry",
     "Setting",
     "Unreachable",
+    "all_sections",
     "allowed_names",
     "between",
     "descriptions",

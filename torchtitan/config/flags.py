@@ -9,7 +9,7 @@ append its own.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
@@ -25,12 +25,12 @@ _SETTING = re.compile(r"\w+\.[\w.]+=")
 
 
 def split_options(
-    words: Iterable[str], options: Iterable[str], schema: type[Config]
+    words: Iterable[str], options: Iterable[str], sections: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Split a command line into the words of a program with `options` and the flags of a recipe.
 
     Raises:
-        ConfigError: if an option is misspelt, or a setting of `schema` has no dashes.
+        ConfigError: if an option is misspelt, or a setting in one of `sections` has no dashes.
     """
     own, *groups = _split(words)
     rest: list[str] = []
@@ -43,7 +43,7 @@ def split_options(
             raise ConfigError(f"there is no {name}; did you mean {near[0]}?")
         (own if near else rest).extend(group)
     for before, word in pairwise(["", *own]):
-        is_setting = word.split(".")[0] in schema.model_fields and _SETTING.match(word)
+        is_setting = word.split(".")[0] in sections and _SETTING.match(word)
         if is_setting and not before.startswith("--"):  # whose value it is: compare --vary
             raise ConfigError(_not_a_flag(word))
     return own, rest

@@ -36,11 +36,27 @@ class HelpEntry(NamedTuple):
 class HelpSection(NamedTuple):
     """One section, or one choice of a section that has several."""
 
-    header: str
-    """Header in TOML: `[optimizer]`, `[[convert]]`."""
+    path: str
+    """Path; for a list of sections that of the first one: `convert.0`."""
     choice: str | None
+    owner: str
+    """Choice of the enclosing section that has such a section, if not all have it."""
+    within: Sequence[str]
+    """Choices of the enclosing section that have this one."""
+    kind: str
+    """Settings class, which several choices may share."""
     about: str
     entries: list[HelpEntry]
+
+    @property
+    def name(self) -> str:
+        """Path without numbers."""
+        return ".".join(key for key in self.path.split(".") if key != "0")
+
+    @property
+    def header(self) -> str:
+        """Header in TOML: `[optimizer]`, `[[convert]]`."""
+        return f"[[{self.name}]]" if self.path.endswith(".0") else f"[{self.name}]"
 
     @property
     def title(self) -> str:
@@ -48,33 +64,48 @@ class HelpSection(NamedTuple):
         return f'{self.header} with name = "{self.choice}"' if self.choice else self.header
 
 
+def all_sections(schema: type[Config]) -> list[HelpSection]:
+    """Return every section of a recipe, in order, and every choice of it."""
+    return [
+        HelpSection(
+            *(path, choice, owner, within, f"{settings.__module__}.{settings.__qualname__}"),
+            (settings.__doc__ or "").strip().splitlines()[0],
+            [*_entries(path, settings)],
+        )
+        for path, choice, settings, owner, within in places(schema)
+    ]
+
+
 def sections(
-    schema: type[Config], chosen: Mapping[str, str] | None = None
+    everything: Iterable[HelpSection], chosen: Mapping[str, str] | None = None
 ) -> Iterator[HelpSection]:
-    """Yield every section of a recipe, in order; a class shared by several choices only once.
+    """Yield the sections to show, a class shared by several choices only once.
 
     `chosen` maps sections to their names, which leaves out the other choices.
     """
-    shown: set[tuple[str, type[Config]]] = set()
-    for path, choice, settings, owner in places(schema, chosen=chosen):
-        if (path, settings) in shown:
+    found, shown = list(everything), set[tuple[str, str]]()
+    named = {name for name in (chosen or {}).items() if name in {part[:2] for part in found}}
+    homes, names = [path for path, _ in named], [name for _, name in named]
+    for section in found:
+        is_other = section.path in homes and (section.path, section.choice) not in named
+        is_within = any(section.path.startswith(f"{home}.") for home in homes)
+        if is_other or (is_within and section.within and not {*names} & {*section.within}):
             continue
-        shown.add((path, settings))
-        entries = [*_entries(path, settings)]
-        name = ".".join(key for key in path.split(".") if key != "0")
-        header = f"[[{name}]]" if path.endswith(".0") else f"[{name}]"
-        about = (settings.__doc__ or "").strip().splitlines()[0]
-        yield HelpSection(
-            header, choice, f"(Only for {owner}.) {about}" if owner else about, entries
-        )
+        if (section.path, section.kind) in shown:
+            continue
+        shown.add((section.path, section.kind))
+        if section.owner and not is_within:
+            section = section._replace(about=f"(Only for {section.owner}.) {section.about}")
+        yield section
 
 
 def help_sections(
-    schema: type[Config], about: str = "", flags: Iterable[str] = ()
+    everything: Iterable[HelpSection], about: str = "", flags: Iterable[str] = ()
 ) -> list[HelpSection]:
     """Return the sections to show for `--help about`.
 
     Args:
+        everything: all sections of a recipe.
         about: a section, or one of its keys; all of them if empty.
         flags: words of the command line; `--optimizer.name Muon` leaves out the other optimizers.
 
@@ -87,17 +118,17 @@ def help_sections(
         for flag, name in pairwise(words)
         if flag.startswith("--") and flag.endswith(".name")
     }
-    everything = list(sections(schema, chosen))
-    if found := [part for section in everything if (part := _about(section, about))]:
+    shown = list(sections(everything, chosen))
+    if found := [part for section in shown if (part := _about(section, about))]:
         return found
-    known = dict.fromkeys(section.header.strip("[]") for section in everything)
+    known = dict.fromkeys(section.name for section in shown)
     raise ConfigError(f"--help: got {shorten(about)}; {allowed_names(about, known)}")
 
 
 def _about(section: HelpSection, about: str) -> HelpSection | None:
     """Return the part of a section called `about`: all of it, one key, or nothing."""
     about = about.strip("[]").replace("-", "_")
-    name = section.header.strip("[]")
+    name = section.name
     if not about or f"{name}.".startswith(f"{about}."):
         return section
     entries = [entry for entry in section.entries if entry.path in (about, f"{name}.0.{about}")]

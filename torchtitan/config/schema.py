@@ -81,16 +81,12 @@ class SettingsNode(NamedTuple):
     settings: type[Config]
     owner: str
     """Choice of the enclosing section that has such a section, if not all have it."""
+    within: tuple[str, ...] = ()
+    """Choices of the enclosing section that have this one."""
 
 
-def places(
-    schema: type[Config], path: KeyPath = (), chosen: Mapping[str, str] | None = None
-) -> Iterator[SettingsNode]:
-    """Yield every section and every choice of it, nested ones after the enclosing one.
-
-    `chosen` maps the path of a section to its name, which leaves out the other choices.
-    """
-    seen = set()
+def places(schema: type[Config], path: KeyPath = ()) -> Iterator[SettingsNode]:
+    """Yield every section and every choice of it, nested ones after the enclosing one."""
     for key, info in schema.model_fields.items():
         kind, here = kind_of(info), (*path, key)
         if isinstance(kind, Several):
@@ -101,21 +97,21 @@ def places(
             kind = kind.widest
         choices: dict[str | None, type[Config]]
         if isinstance(kind, OneOf):
-            one = (chosen or {}).get(".".join(here))
-            names = [one] if one and one in kind.registry else kind.registry
-            choices = {name: kind.widest(name) for name in names}
+            choices = {name: kind.widest(name) for name in kind.registry}
         else:
             choices = {None: kind}
         for name, settings in choices.items():
             yield SettingsNode(".".join(here), name, settings, "")
+        inside: dict[tuple[str, str | None, type[Config]], list[tuple[str, SettingsNode]]] = {}
         for name, settings in choices.items():
-            for place in places(settings, here, chosen):
-                if place[:3] in seen:
-                    continue
-                seen.add(place[:3])
-                child = place.path.split(".")[len(here)]
-                everywhere = all(child in other.model_fields for other in choices.values())
-                yield place if everywhere else place._replace(owner=place.owner or name or "")
+            for place in places(settings, here):
+                inside.setdefault(place[:3], []).append((name or "", place))
+        for found in inside.values():
+            name, place = found[0]
+            child = place.path.split(".")[len(here)]
+            if not all(child in other.model_fields for other in choices.values()):
+                place = place._replace(owner=place.owner or name)
+            yield place._replace(within=place.within or tuple(filter(None, (n for n, _ in found))))
 
 
 def flat(config: Config) -> dict[KeyPath, Any]:

@@ -1,7 +1,7 @@
 """The `torchtitan` command: collects the verbs.
 
 A verb is a module in this folder: its docstring is the help of the verb, and `app` its options. It
-is imported when it is called, so that `--help` and the completion of a shell are quick.
+is imported when it is called: `--help` and the completion of a shell read the reference instead.
 """
 
 import os
@@ -21,7 +21,9 @@ from torchtitan.config import ConfigError, Unreachable, print_error
 from torchtitan.logging import configure
 from torchtitan.packages import warn_of_other
 from torchtitan.resilience.stop import handlers_put_back
-from torchtitan.tools.commands import CompletedVerb, CompletionTable, VerbGroup, cached_table
+from torchtitan.tools.commands import CompletedVerb, VerbGroup
+from torchtitan.tools.options import RecipeVerb, Verb
+from torchtitan.tools.reference import completion_table, verb_of_help
 
 VERBS: Final = {
     "Train": {"train": "train"},
@@ -132,7 +134,9 @@ class Verbs(VerbGroup):
             warn_of_other()
         modules = {verb: module for verbs in VERBS.values() for verb, module in verbs.items()}
         if ctx.resilient_parsing:  # a shell completes the words
-            return name, CompletedVerb(name, cached_table(built_table)), rest
+            return name, CompletedVerb(name, completion_table()), rest
+        if {"--help", "-h"} & {*rest}:
+            return name, verb_of_help(name, (Verb, RecipeVerb)), rest
         gone = REMOVED_OPTIONS.get(name, {})
         for option in (word.partition("=")[0] for word in rest):
             if option in gone:
@@ -143,14 +147,6 @@ class Verbs(VerbGroup):
 def command(module: str) -> Any:
     """Import the command of a verb."""
     return get_command(import_module(f"torchtitan.tools.{module}").app)
-
-
-def built_table() -> CompletionTable:
-    """Make the table of completions, which imports all verbs."""
-    verbs = {verb: command(module) for group in VERBS.values() for verb, module in group.items()}
-    reference = import_module("torchtitan.tools.reference")
-    table: CompletionTable = reference.completion_table(verbs)
-    return table
 
 
 def summary(module: str) -> str:

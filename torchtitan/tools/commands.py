@@ -1,25 +1,13 @@
-"""Commands of the command line: how their help looks, and how a shell completes their words.
+"""Commands of the command line: how their help looks, and how a shell completes their words."""
 
-Verbs import torch, which takes longer than a completion may. So the options of all verbs, and the
-settings of recipes, are kept in a file in the user's cache folder, which is written again when a
-file of the package has changed.
-"""
-
-import contextlib
-import hashlib
-import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from glob import escape, glob
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from typer.core import TyperCommand, TyperGroup
 
-from torchtitan import __version__
 from torchtitan.config import packaged_recipes
-
-PACKAGE = Path(__file__).parents[1]
 
 CompletionTable = Mapping[str, Mapping[str, tuple[str, list[str] | None]]]
 """Options of each verb, with their help and values; None for an option that takes no value.
@@ -104,23 +92,3 @@ def recipe_files(start: str) -> list[str]:
     found = [path for path in paths if path.endswith(("/", ".toml"))]
     is_folder = len(found) == 1 and found[0].endswith("/") and found[0] != start
     return (is_folder and recipe_files(found[0])) or found
-
-
-def cached_table(build: Callable[[], CompletionTable]) -> CompletionTable:
-    """Read the table from the cache; build and keep it if the package has changed."""
-    times = [file.stat().st_mtime_ns for file in PACKAGE.rglob("*.py")]
-    key = [__version__, len(times), max(times)]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtitan"
-    file = cache / f"completion-{hashlib.sha256(str(PACKAGE).encode()).hexdigest()[:8]}.json"
-    with contextlib.suppress(OSError, ValueError):
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["key"] == key:
-            table: CompletionTable = kept["table"]
-            return table
-    table = build()
-    with contextlib.suppress(OSError):  # of a read-only home
-        cache.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps({"key": key, "table": table}), encoding="utf-8")
-        new.replace(file)
-    return table

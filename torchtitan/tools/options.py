@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan.config import ConfigError, allowed_names, help_sections, split_options
-from torchtitan.job import JobConfig
 from torchtitan.tools.commands import Command, VerbGroup
-from torchtitan.tools.reference import show_sections, show_settings
+from torchtitan.tools.reference import section_names, settings, show_sections, show_settings
 
 
 class Verb(Command):
@@ -49,13 +48,13 @@ class RecipeVerb(Verb):
             about = "".join(words[at + 1 : at + 2])
             if about and not about.startswith("-"):
                 flags, is_long = words[:at] + words[at + 2 :], about == "all"
-                found = help_sections(JobConfig, "" if is_long else about, flags)
+                found = help_sections(settings(), "" if is_long else about, flags)
                 show_settings(found, is_long)
                 ctx.exit()
             words = ["--help"]
         options = [name for option in self.params for name in option.opts]
         try:
-            own, flags = split_options(words, options, JobConfig)
+            own, flags = split_options(words, options, section_names())
         except ConfigError as error:
             ctx.fail(str(error))
         super().parse_args(ctx, own)

@@ -2,25 +2,23 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import gcd, prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from torchtitan.config import (
     ConfigError,
     extended,
-    merge,
     nearest,
     packaged_folder,
     packaged_name,
     packaged_recipes,
     read_file,
     read_recipe,
-    validate_all,
 )
-from torchtitan.job import JobConfig
 from torchtitan.logging import on_terminal
 from torchtitan.tools.options import Verb, verb
 
@@ -84,13 +82,28 @@ def described(path: Path) -> tuple[str, str, str]:
     lines = re.match(r"(#.*\n)*", text)
     comment = " ".join((lines[0] if lines else "").replace("# ", "").split())
     sentence = re.split(r"\.(?= [A-Z]|$)", comment)[0]
-    settings = merge(JobConfig, read_recipe(path, []), [])
-    if study := settings.get(("ranks",)):
-        return "", str(study.value), sentence
-    job, _, _ = validate_all(JobConfig, settings)
+    sources = read_recipe(path, [])
+    found = {".".join(key): each.value for source in sources for key, each in source.items()}
+    if "variants" in found:
+        return "", str(found.get("ranks", 1)), sentence
     documented = re.search(r"on (\d+) GPUs", sentence)
-    ranks = documented[1] if documented else f"{job.parallelism.least_ranks}+"
-    return f"{job.model.name} {job.model.flavor}", ranks, sentence
+    ranks = documented[1] if documented else f"{least_ranks(found)}+"
+    model = found.get("model.name", "llama3"), found.get("model.flavor", "debugmodel")
+    return " ".join(model), ranks, sentence
+
+
+def least_ranks(recipe: Mapping[str, Any]) -> int:
+    """Return `ParallelismConfig.least_ranks` of a recipe, without importing torch.
+
+    Args:
+        recipe: values by dotted key.
+    """
+    kinds = ("data_parallel_replicate", "pipeline_parallel", "tensor_parallel", "context_parallel")
+    degree = {kind: recipe.get(f"parallelism.{kind}_degree", 1) for kind in kinds}
+    experts, contexts = recipe.get("parallelism.expert_parallel_degree", 1), degree[kinds[-1]]
+    shards = recipe.get("parallelism.data_parallel_shard_degree", -1)
+    least_shards = experts // gcd(experts, contexts) if shards == -1 else shards
+    return prod(degree.values()) * max(least_shards, 1)
 
 
 def needed(path: Path) -> Iterator[Path]:

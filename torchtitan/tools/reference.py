@@ -1,15 +1,26 @@
-"""The reference of verbs and settings: for `--help SECTION`, and for the completion of a shell."""
+"""The reference of verbs and settings: for every `--help`, and for the completion of a shell.
 
-from collections.abc import Iterable, Mapping, Sequence
+Verbs import torch, which takes longer than help may. So what their options are, and the settings of
+recipes, is kept in `reference.json`, which scripts/write_config_docs.py writes from the code.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import cache
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any
 
-from torchtitan.config import HelpSection, sections
-from torchtitan.data import DATASETS
-from torchtitan.job import JobConfig
-from torchtitan.models import MODELS
-from torchtitan.tools.commands import CompletionTable
+import typer
+from typer.main import get_command
 
+from torchtitan.config import HelpEntry, HelpSection, sections
+from torchtitan.tools.commands import CompletionTable, VerbGroup
+
+FILE = Path(__file__).with_suffix(".json")
+TYPES = {"str": str, "bool": bool, "int": int, "float": float, "Path": Path}
+TYPES |= {f"list[{name}]": list[kind] for name, kind in TYPES.items()}  # type: ignore[valid-type]
 SETTINGS = """\
 Settings override the recipe: --section.key VALUE, or --section.key=VALUE.
 True, false: --section.key, --no-section.key. None: --section.key none.
@@ -18,11 +29,108 @@ Lists: --section.key A B, or A,B. For the settings of a section:
 """
 
 
+def as_json(verbs: Mapping[str, Any], settings: Iterable[HelpSection]) -> str:
+    """Return the text of `reference.json`, for the commands of all verbs and the whole recipe."""
+    lines = ",\n".join(json.dumps([name, _described(verb)]) for name, verb in verbs.items())
+    parts = ",\n".join(map(json.dumps, settings))
+    return f'{{"verbs": [\n{lines}\n], "settings": [\n{parts}\n]}}\n'
+
+
+def _described(verb: Any) -> dict[str, Any]:
+    """Describe a command by what its help and completion show."""
+    context, options = verb.context_class(verb), []
+    for option in verb.get_params(context):
+        if option.name == "help":
+            continue
+        kind, is_option = option.type_descriptor.annotation, option.param_type_name == "option"
+        options.append(
+            {
+                "name": option.name,
+                "words": option.opts if is_option else [],
+                "off": option.secondary_opts,
+                # Another type is that of a parser, which does not appear in help.
+                "type": next((name for name, each in TYPES.items() if each == kind), "str"),
+                "is_parsed": not is_option and not option.type_descriptor.is_path,
+                "metavar": option.metavar,
+                "help": option.help,
+                "panel": option.rich_help_panel,
+                "required": option.required,
+                "values": [item.value for item in option.shell_complete(context, "")],
+            }
+        )
+    return {
+        "help": verb.help,
+        "takes_recipe": getattr(verb, "takes_recipe", False),
+        "options": options,
+        "verbs": {name: _described(each) for name, each in getattr(verb, "commands", {}).items()},
+    }
+
+
+@cache
+def _reference() -> Any:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+@cache
+def settings() -> list[HelpSection]:
+    """Return all sections of a recipe, as they come with the package."""
+    return [
+        HelpSection(*rest, [HelpEntry(*entry) for entry in entries])
+        for *rest, entries in _reference()["settings"]
+    ]
+
+
+def section_names() -> dict[str, None]:
+    """Return the names of the sections of a recipe."""
+    return dict.fromkeys(section.name.partition(".")[0] for section in settings())
+
+
+def verb_of_help(name: str, classes: tuple[type, type]) -> Any:
+    """Return a command that has the help of a verb, and does nothing.
+
+    Args:
+        classes: class of a verb, and of one that takes a recipe.
+    """
+    app = typer.Typer(cls=VerbGroup, add_completion=False)
+    found = dict(_reference()["verbs"])[name]
+    for inner, each in found["verbs"].items():
+        app.command(inner, cls=classes[each["takes_recipe"]], help=each["help"])(_stub(each))
+    own = {"help": found["help"]}
+    if found["verbs"]:
+        app.callback(invoke_without_command=True, **own)(_stub(found))
+    else:
+        app.command(name, cls=classes[found["takes_recipe"]], **own)(_stub(found))
+    return get_command(app)
+
+
+def _stub(verb: Mapping[str, Any]) -> Any:
+    """Return a function with the parameters of a verb."""
+
+    def stub(**_: object) -> None:
+        pass
+
+    parameters = []
+    for option in verb["options"]:
+        about = {"metavar": option["metavar"], "help": option["help"], "show_default": False}
+        about["rich_help_panel"] = option["panel"]
+        words, kind = option["words"], TYPES[option["type"]]
+        if option["off"]:
+            words = [f"{on}/{off}" for on, off in zip(words, option["off"], strict=True)]
+        parser = kind if option["is_parsed"] else None
+        info = typer.Option(*words, **about) if words else typer.Argument(parser=parser, **about)
+        default = Parameter.empty if option["required"] else None
+        kind = Annotated[kind, info]
+        name = Parameter(option["name"], Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        parameters.append(name)
+    stub.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return stub
+
+
 def section_lines() -> dict[str, str]:
     """Return a line about each section of a recipe; where there is a choice, its names."""
     lines: dict[str, str] = {}
-    for section in sections(JobConfig):
-        name = section.header.strip("[]")
+    for section in sections(settings()):
+        name = section.name
         if section.choice and "." not in name:
             lines[name] = ", ".join(filter(None, [lines.get(name), section.choice]))
         elif "." not in name:
@@ -71,35 +179,30 @@ def _print_panels(panels: Iterable[tuple[str, Sequence[Any]]], is_long: bool = F
             console.print(frame)
 
 
-def completion_table(verbs: Mapping[str, Any]) -> CompletionTable:
+def completion_table() -> CompletionTable:
     """Return the options of all verbs and the settings of recipes, with their help and values."""
-    settings: dict[str, tuple[str, list[str]]] = {}
-    for section in sections(JobConfig):
-        for entry in section.entries:
-            values = list(entry.values)
-            if entry.path.endswith(".name") and section.choice:
-                values = [section.choice]
-            elif entry.path == "model.flavor" and section.choice:
-                values = list(MODELS[section.choice].flavors)
-            elif entry.path in ("data.dataset", "validation.dataset"):
-                values = list(DATASETS)
-            of_others = settings.get(f"--{entry.path}", ("", []))[1]
-            settings[f"--{entry.path}"] = entry.help, list(dict.fromkeys([*of_others, *values]))
-    names = [*section_lines(), "all"]
+    keys: dict[str, tuple[str, list[str]]] = {}
+    for entry in (entry for section in settings() for entry in section.entries):
+        of_others = keys.get(f"--{entry.path}", ("", []))[1]
+        keys[f"--{entry.path}"] = entry.help, list(dict.fromkeys([*of_others, *entry.values]))
+    about_help = "Show this message and exit.", [*section_lines(), "all"]
     table: dict[str, Mapping[str, tuple[str, list[str] | None]]] = {}
-    for name, verb in verbs.items():
-        group = getattr(verb, "commands", {})
-        inside = {f"{name} {key}": command for key, command in group.items()}
-        for path, command in (inside or {name: verb}).items():
-            context = command.context_class(command)
-            options: dict[str, tuple[str, list[str] | None]] = {}
-            for option in command.get_params(context):
-                if option.param_type_name == "option":
-                    found = [item.value for item in option.shell_complete(context, "")]
-                    about = option.help, None if option.is_flag else found
-                    options |= dict.fromkeys(option.opts, about)
-            if command.takes_recipe:
-                about = options["--help"][0], names
-                options |= settings | {"-h": about, "--help": about}
-            table[path] = options
+    for path, verb in _leaves(dict(_reference()["verbs"])):
+        options: dict[str, tuple[str, list[str] | None]] = {}
+        for option in verb["options"]:
+            values = None if option["type"] == "bool" else option["values"]
+            options |= dict.fromkeys(option["words"], (option["help"], values))
+        options["--help"] = about_help[0], None
+        if verb["takes_recipe"]:
+            options |= keys | dict.fromkeys(("-h", "--help"), about_help)
+        table[path] = options
     return table
+
+
+def _leaves(verbs: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the verbs that have no verbs within them, by name: `checkpoint ls`."""
+    for name, verb in verbs.items():
+        if verb["verbs"]:
+            yield from _leaves(verb["verbs"], f"{above}{name} ")
+        else:
+            yield f"{above}{name}", verb

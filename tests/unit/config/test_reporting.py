@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.test_logging import Terminal
 from torchtitan.config import ConfigError, RecipeError, print_error, print_message
-from torchtitan.config.help import sections
+from torchtitan.config.help import all_sections
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes.synonyms import SYNONYMS
 from torchtitan.tools.cli import main
@@ -58,7 +58,7 @@ def test_the_level_is_in_color_on_a_terminal(
 
 
 def test_the_names_of_other_software_stand_for_settings_that_exist() -> None:
-    known = {entry.path for section in sections(JobConfig) for entry in section.entries}
+    known = {entry.path for section in all_sections(JobConfig) for entry in section.entries}
     assert {ours for ours in SYNONYMS.values() if not ours.startswith("--")} <= known
     own = {key.rpartition(".")[2] for key in known}
     assert not {name for name, ours in SYNONYMS.items() if name in own and "." in ours}
