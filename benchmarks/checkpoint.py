@@ -8,14 +8,6 @@ same bytes, each with an `fsync`; loads likewise, from files that the kernel was
 ratio is to the plain write or read, round by round, so that a disk that slows down slows all.
 
 Then blocks of steps with an asynchronous save at their begin take turns with blocks without.
-
-    python benchmarks/checkpoint.py --dcp --output benchmarks/results/checkpoint_dcp.md
-
-measures only how a checkpoint of `dcp.save` is loaded, by `dcp.load` and by this project.
-
-    python benchmarks/checkpoint.py --before OTHER --output benchmarks/results/checkpoint_before.md
-
-measures the same of another checkout in turns, and gives the ratios.
 """
 
 import argparse
@@ -23,7 +15,6 @@ import dataclasses
 import logging
 import os
 import platform
-import re
 import shutil
 import statistics
 import subprocess
@@ -39,7 +30,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-import torchtitan
 from torchtitan.build import Run, build
 from torchtitan.checkpoint.folder import saved_steps
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
@@ -54,9 +44,7 @@ from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import open_world
 from torchtitan.trainer import Trainer
 
-HERE = Path(__file__).resolve().parent.parent
-ROOT = Path(torchtitan.__file__).resolve().parent.parent
-"""The checkout that is measured."""
+ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "train_configs/debug_model.toml"
 SIZES = {"small": (2, 64), "middle": (8, 384), "large": (12, 768)}
 """Layers and dim."""
@@ -140,12 +128,6 @@ def our_load(path: Path, tensors: Mapping[str, Tensor]) -> None:
     load_into(tensors, SavedTensors(path))
 
 
-def our_load_of_dcp(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    from torchtitan.checkpoint.dcp.reader import DcpCheckpoint  # an older checkout has none
-
-    load_into(tensors, DcpCheckpoint(path))
-
-
 def verification(path: Path) -> None:
     assert not list(problems_of_files(path, read_manifest(path)))
 
@@ -221,48 +203,6 @@ def saves_and_loads(run: Run, folder: Path, rounds: int) -> tuple[Times, Times, 
     return saved, loaded, sum(tensor.nbytes for tensor in tensors.values())
 
 
-def loads_of_dcp(run: Run, folder: Path, rounds: int) -> tuple[dict[str, Times], int]:
-    """Seconds of each way to load the same files, in turns: from the disk, and from memory."""
-    tensors, planned = tensors_of(run), folder / "planned"
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(planned))
-    loading: dict[str, Callable[[], None]] = {
-        "dcp.load": lambda: dcp.load(tensors, storage_reader=dcp.FileSystemReader(planned)),
-        "ours": lambda: our_load_of_dcp(planned, tensors),
-    }
-    found = {place: {name: list[float]() for name in loading} for place in ("disk", "memory")}
-    for number in range(rounds):
-        for place, times in found.items():
-            for name in list(loading)[:: 1 if number % 2 else -1]:
-                for file in files_of(planned):
-                    raw_read(file)
-                if place == "disk":
-                    forget(planned)
-                times[name].append(timed(loading[name]))
-    return found, sum(tensor.nbytes for tensor in tensors.values())
-
-
-DCP_PAGE = """\
-# Loading a checkpoint of dcp.save
-
-<!-- Written by benchmarks/checkpoint.py. -->
-
-{megabytes:,.0f} MB: weights and Adam's moments, float32, one process, one thread, the same
-files. *Ratio* to `dcp.load`, round by round: median (quartiles) of {rounds} rounds. From the disk:
-the files were read once before, and then dropped from the kernel's memory.
-
-`{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}; {load:.0f} processes
-wanted to run at the end, so that the ratio says more than the speed.
-
-| from the disk | MB/s | ratio |
-|---|---:|---:|
-{disk}
-
-| from the kernel's memory | MB/s | ratio |
-|---|---:|---:|
-{memory}
-"""
-
-
 def stalls(run: Run, folder: Path, rounds: int, steps: int) -> tuple[list[float], list[float]]:
     """For each round: what a save takes from training, in steps: by waiting, and in all.
 
@@ -330,53 +270,6 @@ def starts(size: str, folder: Path, rounds: int) -> tuple[list[float], list[floa
             else:
                 fresh.append(launch(f"fresh-{number}", 1))
     return fresh, resumed
-
-
-def measured_in(checkout: Path, options: list[str]) -> dict[str, float]:
-    """The first number of each row of the tables that are made of a checkout."""
-    page = subprocess.run(
-        [sys.executable, str(HERE / "benchmarks/checkpoint.py"), *options],
-        cwd=checkout,
-        env=os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    ).stdout
-    rows = re.findall(r"^\| (.+?) \| (-?[\d.]+) ", page, re.MULTILINE)
-    return {name: float(number) for name, number in rows}
-
-
-def compared(before: Path, turns: int, options: list[str]) -> str:
-    """Rows of this checkout and of another, which take turns."""
-    found: list[dict[Path, dict[str, float]]] = []
-    for turn in range(turns):
-        order = (before, HERE)[:: 1 if turn % 2 else -1]
-        found.append({place: measured_in(place, options) for place in order})
-    lines = []
-    for name in found[0][HERE]:
-        pairs = [(turn[before][name], turn[HERE][name]) for turn in found]
-        cells = [f"{statistics.median(side):.2f}" for side in zip(*pairs, strict=True)]
-        ratio = spread([now / then for then, now in pairs]) if all(p[0] > 0 for p in pairs) else "-"
-        lines.append(f"| {name} | {' | '.join(cells)} | {ratio} |")
-    return "\n".join(lines)
-
-
-BEFORE_PAGE = """\
-# Saving and loading, before and after
-
-<!-- Written by benchmarks/checkpoint.py. -->
-
-This checkout beside commit {commit}, {turns} runs of each in turns; medians, and the ratio of the
-runs of one turn: median (quartiles). Saves and loads in MB/s, the more the better; what takes from
-training in steps, launches in seconds, the fewer the better.
-
-`{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}; {load:.0f} processes
-wanted to run at the end, so that the ratio says more than the speed.
-
-| | before | now | ratio |
-|---|---:|---:|---:|
-{rows}
-"""
 
 
 def spread(values: list[float], digits: int = 2) -> str:
@@ -448,42 +341,15 @@ def main() -> None:
         "--starts", type=int, default=5, help="launches afresh, and as many resumed; or 0"
     )
     parser.add_argument("--folder", type=Path, help="on the disk to measure; absent: temporary")
-    parser.add_argument("--before", type=Path, help="another checkout, to compare this one with")
-    parser.add_argument("--turns", type=int, default=5, help="of it, and as many of this one")
-    parser.add_argument("--dcp", action="store_true", help="only loads of what dcp.save wrote")
     parser.add_argument("--quick", action="store_true", help="see that it runs, measure nothing")
     parser.add_argument("--output", type=Path, help="file for the tables")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.size, arguments.rounds, arguments.blocks, arguments.steps = "small", 2, 2, 1
         arguments.starts = 2
-    if arguments.before:
-        counts = ("size", "rounds", "blocks", "steps", "starts")
-        options = [f"--{name}={getattr(arguments, name)}" for name in counts]
-        rows = compared(arguments.before.resolve(), arguments.turns, options)
-        commit = ["git", "-C", str(arguments.before), "rev-parse", "--short", "HEAD"]
-        page = BEFORE_PAGE.format(
-            rows=rows,
-            turns=arguments.turns,
-            commit=subprocess.check_output(commit, text=True).strip(),
-            load=os.getloadavg()[0],
-            **facts(),
-        ).replace(str(arguments.before), "OTHER")
-        write(page, arguments.output)
-        return
     torch.set_num_threads(1)
     logger.setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        if arguments.dcp:
-            with running(arguments.size, Path(name), "disabled") as run:
-                found, size = loads_of_dcp(run, Path(name), arguments.rounds)
-            tables = {place: table(times, "dcp.load", size) for place, times in found.items()}
-            load = os.getloadavg()[0]
-            page = DCP_PAGE.format(
-                megabytes=size / 1e6, rounds=arguments.rounds, load=load, **tables, **facts()
-            )
-            write(page, arguments.output)
-            return
         with running(arguments.size, Path(name) / "sync", "disabled") as run:
             saved, loaded, size = saves_and_loads(run, Path(name) / "sync", arguments.rounds)
         saves, loads = table(saved, RAW_WRITE, size), table(loaded, RAW_READ, size)
@@ -499,13 +365,9 @@ def main() -> None:
         if count := arguments.starts:
             fresh, resumed = map(spread, starts(arguments.size, Path(name), count))
             page += STARTS.format(fresh=fresh, resumed=resumed, starts=count, **counts)
-    write(page, arguments.output)
-
-
-def write(page: str, output: Path | None) -> None:
     print(page)
-    if output:
-        output.write_text(page)
+    if arguments.output:
+        arguments.output.write_text(page)
 
 
 def facts() -> dict[str, Any]:

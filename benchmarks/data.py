@@ -1,15 +1,12 @@
-"""Speed, start and memory of data: loaders of tokens, tokenization, opening, resuming.
+"""Speed, start and memory of data: loading tokens, tokenization, opening, resuming.
 
     python benchmarks/data.py --output benchmarks/results/data.md
 
-Loaders of other software are measured if it is installed (megatron-core, mosaicml-streaming,
-litdata, torchdata), and are left out otherwise. A loader is a process of its own (`loaders.py`),
-with its workers on one core; the loaders take turns. Speeds are tokens for a second of processor
-time, of a process and its workers, so that other work on the machine counts less.
+Speeds are tokens for a second of processor time, of a process and its workers, so that other work
+on the machine counts less.
 """
 
 import argparse
-import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -28,10 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from loaders import BATCH, LOADERS, VOCABULARY, has, open_megatron, processor_time, write_megatron
+from processor_time import processor_of_children
 
 from torchtitan.data import load_tokenizer, open_source
-from torchtitan.data.file_cache import cache_folder
 from torchtitan.data.order import Once
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.stream import merge_states
@@ -44,17 +40,10 @@ from torchtitan.tasks.next_token import PackedTokens
 from torchtitan.tools import cli
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from svg import INK, LINE, MUTED, Picture  # noqa: E402
-
 RECIPE = ROOT / "train_configs/debug_model.toml"
-MODULES = {
-    "megatron-core": "megatron.core",
-    "mosaicml-streaming": "streaming",
-    "litdata": "litdata",
-    "torchdata": "torchdata",
-}
+BATCH = 8
+VOCABULARY = 258
+"""Of the tokenizer of bytes. Tokens are stored in 4 bytes, as those of a large vocabulary."""
 SMALL_VOCABULARY = 2048
 SHARD_TOKENS = 20_000
 """Tokens of each shard in the test of starts."""
@@ -67,33 +56,17 @@ PAGE = """\
 
 <!-- Written by benchmarks/data.py. -->
 
-`{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}; {software}. {load:.0f}
-processes wanted to run at the end. *Median (quartiles)* of {rounds} rounds, in which all take
-turns; ratios are taken round by round.
+`{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
+{load:.0f} processes wanted to run at the end. *Median (quartiles)* of {rounds} rounds, in which all
+take turns; ratios are taken round by round.
 
 {parts}"""
-LOADERS_PAGE = """\
-## Loaders
+LOADING_PAGE = """\
+## Loading
 
 {tokens} million tokens of documents with a mean of {mean:.0f} tokens, 4 bytes each, in the kernel's
-memory; batches of {batch} sequences of {seq_len:,} tokens, inputs and targets as int64. Millions of
-tokens per second of processor time of one core, in the training process (no workers), and with one
-worker: a thread here, a process in the others, which send batches to the training process.
-
-{table}
-
-![Millions of tokens per second of one core]({plot})
-
-{left_out}They do not do the same:
-
-| | shuffled in each epoch | samples | verified |
-|---|---|---|---|
-| torchtitan | documents | joined from documents in that order | checksum of each document, \
-range of each token |
-| megatron-core | documents, then samples | joined from documents in that order | - |
-| MosaicML streaming | samples | were cut when written | - |
-| litdata | samples | are cut in the order of the file | - |
-| torchdata, memmap | samples | are cut in the order of the file | - |
+memory; batches of {batch} sequences of {seq_len:,} tokens. Millions of tokens per second of
+processor time of one core: without a worker {alone}, with one thread as a worker {one}.
 """
 TOKENIZATION_PAGE = """\
 ## Tokenization
@@ -108,14 +81,12 @@ STARTS_PAGE = """\
 ## Start
 
 Seconds from the start of opening to the first batch, imports not counted; {tokens:,} tokens a
-shard; the files are in the kernel's memory.
-
-{table}
+shard; the files are in the kernel's memory. Of 1 shard: {one}; of {shards:,} shards: {many}.
 """
 RESUME_PAGE = """\
 ## Resume
 
-Milliseconds from the state of a run to its first batch, on the tokens of the first table (over
+Milliseconds from the state of a run to its first batch, on the tokens of the first part (over
 many epochs): sample 0: {first}; sample {number:,}: {far}.
 """
 SHARE_PAGE = """\
@@ -156,123 +127,67 @@ def rows(cells: Iterator[Sequence[object]] | Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in cells)
 
 
-def measure_loaders(
-    folder: Path, seq_len: int, rounds: int, seconds: float
-) -> dict[tuple[str, int], list[float]]:
-    """Return the tokens per second of processor time of each loader and number of workers."""
-    sides = {}
-    try:
-        for name, (_, module) in LOADERS.items():
-            for workers in (0, 1) if has(module) else ():
-                words = [name, str(folder), str(seq_len), str(workers)]
-                side = subprocess.Popen(
-                    [sys.executable, ROOT / "benchmarks/loaders.py", *words],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    text=True,
-                )
-                answer(side, "ready")
-                sides[name, workers] = side
-        found: dict[tuple[str, int], list[float]] = {key: [] for key in sides}
-        for number in range(rounds):
-            for key in list(sides)[:: 1 if number % 2 else -1]:
-                assert sides[key].stdin is not None
-                print(seconds, file=sides[key].stdin, flush=True)
-                result = json.loads(answer(sides[key], "{"))
-                found[key].append(result["tokens"] / result["processor"])
-        return found
-    finally:
-        for side in sides.values():
-            side.kill()
+def processor_time() -> float:
+    """Processor seconds of this process, its workers, and those that have ended."""
+    ended = os.times()
+    workers = processor_of_children() + ended.children_user + ended.children_system
+    return time.process_time() + workers
 
 
-def answer(side: "subprocess.Popen[str]", start: str) -> str:
-    """Return the next line with this start; other software prints lines of its own."""
-    assert side.stdout is not None
-    for line in side.stdout:
-        if line.startswith(start):
-            return line
-    raise RuntimeError(f"{side.args!r} ended without an answer")
+def documents(tokens: int) -> Iterator[np.ndarray]:
+    """Documents of random tokens; half are shorter than 550, and the mean is about 900."""
+    draw = np.random.default_rng(0)
+    while tokens > 0:
+        count = min(tokens, max(16, int(draw.lognormal(6.3, 1.0))))
+        tokens -= count
+        yield draw.integers(0, VOCABULARY, count, dtype=np.int32)
 
 
 def corpus(folder: Path, arguments: argparse.Namespace) -> Path:
-    """Return the folder of the same tokens in all formats, which are written once."""
+    """Return the folder of the tokens, which are written once."""
     path = folder / "corpus"
     if not path.is_dir():
-        words = ["prepare", path, str(_seq_len(arguments)), str(int(1e6 * arguments.tokens))]
-        script = ROOT / "benchmarks/loaders.py"
-        subprocess.run([sys.executable, script, *words], check=True, capture_output=True)
+        path.mkdir()
+        writer = ShardWriter(path / "00000.tokens", "uint32")
+        for document in documents(int(1e6 * arguments.tokens)):
+            writer.add(document)
+        write_index(path, "torchtitan", [writer.close()])
     return path
 
 
-def _seq_len(arguments: argparse.Namespace) -> int:
-    return 256 if arguments.quick else 4096
+def speed(path: Path, seq_len: int, workers: int, seconds: float) -> float:
+    """Return the millions of tokens of a second of processor time, on one core."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of its workers too
+    stream, batches = stream_of(path, seq_len, workers=workers), 0
+    for _ in range(20):
+        next(stream)
+    end, begin = time.perf_counter() + seconds, processor_time()
+    while time.perf_counter() < end:
+        next(stream)
+        batches += 1
+    found = batches * BATCH * seq_len / 1e6 / (processor_time() - begin)
+    stream.close()
+    return found
 
 
-def loaders(folder: Path, arguments: argparse.Namespace) -> str:
-    """Compare loaders."""
-    path, seq_len = corpus(folder, arguments), _seq_len(arguments)
-    found = measure_loaders(path, seq_len, arguments.rounds, 0.05 if arguments.quick else 1.0)
-    index = json.loads((path / "torchtitan/index.json").read_text())
-    absent = [name for name, (_, module) in LOADERS.items() if not has(module)]
-    plot = (arguments.output or Path("data.md")).with_suffix(".svg")
-    if arguments.output:
-        plot.write_text(str(draw(found)))
-    return LOADERS_PAGE.format(
+def loading(folder: Path, arguments: argparse.Namespace) -> str:
+    """Measure the speed without and with a worker."""
+    path, seq_len = corpus(folder, arguments), 256 if arguments.quick else 4096
+    seconds = 0.05 if arguments.quick else 1.0
+    found: list[list[float]] = [[], []]
+    for _ in range(arguments.rounds):
+        for workers, speeds in enumerate(found):
+            speeds.append(fresh(speed, path, seq_len, workers, seconds))
+    index = json.loads((path / "index.json").read_text())
+    alone, one = map(spread, found)
+    return LOADING_PAGE.format(
         tokens=f"{arguments.tokens:g}",
         mean=index["tokens"] / index["documents"],
         batch=BATCH,
         seq_len=seq_len,
-        table=loader_table(found),
-        plot=plot.name,
-        left_out=f"Not installed, and left out: {', '.join(absent)}. " if absent else "",
+        alone=alone,
+        one=one,
     )
-
-
-def loader_table(found: dict[tuple[str, int], list[float]]) -> str:
-    lines = [
-        "| | no workers | ratio to torchtitan | one worker | ratio to torchtitan |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for name in dict.fromkeys(name for name, _ in found):
-        cells = [name]
-        for workers in (0, 1):
-            speeds = found[name, workers]
-            cells.append(spread([speed / 1e6 for speed in speeds]))
-            cells.append(spread(ratios(speeds, found["torchtitan", workers]), 2))
-        lines.append(rows([cells]))
-    return "\n".join(lines)
-
-
-def draw(found: dict[tuple[str, int], list[float]]) -> Picture:
-    """Draw two bars for each loader."""
-    names = list(dict.fromkeys(name for name, _ in found))
-    left, right, row = 200, 700, 46
-    bottom = 40 + row * len(names)
-    about = (
-        "Millions of tokens per second of one core: two bars a loader, without and with a worker."
-    )
-    picture = Picture("Loaders of tokens", about, 780, bottom + 44)
-    medians = {key: statistics.median(speeds) / 1e6 for key, speeds in found.items()}
-    high = max(medians.values())
-    for number in range(5):
-        x = left + (right - left) * number / 4
-        picture.line([(x, 30), (x, bottom)], LINE, width=0.5)
-        picture.text(x, bottom + 18, f"{high * number / 4:.0f}", "middle", MUTED)
-    for place, name in enumerate(names):
-        picture.text(left - 12, 58 + row * place, name, "end")
-        for workers, color in ((0, "#1f6feb"), (1, "#bf8700")):
-            value = medians[name, workers]
-            y = 36 + row * place + 18 * workers
-            width = (right - left) * value / high
-            picture.rect(left, y, width, 14, color)
-            picture.text(left + width + 6, y + 12, f"{value:.0f}", color=INK)
-    for place, (words, color) in enumerate((("no workers", "#1f6feb"), ("one worker", "#bf8700"))):
-        picture.rect(left + 120 * place, 10, 12, 12, color)
-        picture.text(left + 120 * place + 18, 20, words)
-    picture.text((left + right) / 2, bottom + 36, "million tokens/s of one core", "middle", MUTED)
-    return picture
 
 
 def texts(config: DataConfig) -> list[str]:
@@ -372,8 +287,10 @@ def tokenization(folder: Path, arguments: argparse.Namespace) -> str:
     )
 
 
-def stream_of(path: Path, seq_len: int = 512, tokenizer_path: str | None = None) -> TokenStream:
-    config = DataConfig(dataset=str(path), num_workers=0)
+def stream_of(
+    path: Path, seq_len: int = 512, tokenizer_path: str | None = None, workers: int = 0
+) -> TokenStream:
+    config = DataConfig(dataset=str(path), num_workers=workers)
     tokenizer = load_tokenizer(tokenizer_path)
     sources = open_token_sources(config, tokenizer, tokenizer.vocab_size)
     assert sources is not None
@@ -388,49 +305,16 @@ def start(path: Path) -> float:
     return time.perf_counter() - begin
 
 
-def start_megatron(folder: Path, shards: int, cache: Path) -> float:
-    import megatron.core.datasets.gpt_dataset  # noqa: F401, outside of the measured time
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    begin = time.perf_counter()
-    samples = shards * SHARD_TOKENS // 512 * 9 // 10
-    prefixes = [str(file.with_suffix("")) for file in sorted(folder.glob("*.idx"))]
-    dataset = open_megatron(512, prefixes, cache, samples)
-    for number in range(BATCH):
-        dataset[number]
-    return time.perf_counter() - begin
-
-
 def starts(folder: Path, arguments: argparse.Namespace) -> str:
     """Compare the opening of one and of many shards."""
-    found: dict[str, dict[int, list[float]]] = {}
-
-    def take(name: str, count: int, function: Callable[..., float], *rest: Any) -> None:
-        found.setdefault(name, {}).setdefault(count, []).append(fresh(function, *rest))
-
-    cache = folder / "cache"
+    found: dict[int, list[float]] = {}
     for count in (1, arguments.shards):
-        own, megatron = folder / f"own-{count}", folder / f"megatron-{count}"
-        write_small_shards(own, count)
-        if has("megatron.core"):
-            fresh(write_small_megatron, megatron, count)
-        for _ in range(arguments.rounds):
-            take("own shards", count, start, own)
-            if has("megatron.core"):
-                shutil.rmtree(cache_folder(megatron, None), ignore_errors=True)
-                shutil.rmtree(cache, ignore_errors=True)
-                for times in ("no index yet", "again"):
-                    take(f"Megatron's files, {times}", count, start, megatron)
-                    name = f"the same by megatron-core, {times}"
-                    take(name, count, start_megatron, megatron, count, cache)
-        shutil.rmtree(own)
-        shutil.rmtree(megatron, ignore_errors=True)
-    lines = [f"| | 1 shard | {arguments.shards:,} shards |", "|---|---:|---:|"]
-    lines += [
-        rows([(name, *(spread(t, 2) for t in times.values()))]) for name, times in found.items()
-    ]
-    return STARTS_PAGE.format(tokens=SHARD_TOKENS, table="\n".join(lines))
+        path = folder / f"shards-{count}"
+        write_small_shards(path, count)
+        found[count] = [fresh(start, path) for _ in range(arguments.rounds)]
+        shutil.rmtree(path)
+    one, many = (spread(seconds, 2) for seconds in found.values())
+    return STARTS_PAGE.format(tokens=SHARD_TOKENS, one=one, shards=arguments.shards, many=many)
 
 
 def small_documents() -> list[np.ndarray]:
@@ -449,11 +333,6 @@ def write_small_shards(folder: Path, shards: int) -> None:
     write_index(folder, "torchtitan", tables)
 
 
-def write_small_megatron(folder: Path, shards: int) -> None:
-    for number in range(shards):
-        write_megatron(folder / f"{number:05d}", iter(small_documents()))
-
-
 def resume(path: Path, state: str) -> float:
     """Return the seconds from the state of a run to its next batch."""
     stream = stream_of(path)
@@ -465,7 +344,7 @@ def resume(path: Path, state: str) -> float:
 
 def resuming(folder: Path, arguments: argparse.Namespace) -> str:
     """Compare resuming at the first and at a late sample."""
-    path = corpus(folder, arguments) / "torchtitan"
+    path = corpus(folder, arguments)
     stream = stream_of(path)
     states = [merge_states([stream.state_dict()])]
     number = 1000 if arguments.quick else FAR
@@ -552,7 +431,7 @@ def memories(folder: Path, arguments: argparse.Namespace) -> str:
 
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace], str]] = {
-    "loaders": loaders,
+    "loading": loading,
     "tokenization": tokenization,
     "starts": starts,
     "resume": resuming,
@@ -565,11 +444,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=9, help="measurements of each")
-    parser.add_argument("--tokens", type=float, default=100, help="millions, for the loaders")
+    parser.add_argument("--tokens", type=float, default=100, help="millions, to load")
     parser.add_argument("--shards", type=int, default=2500, help="of the test of starts")
     parser.add_argument("--quick", action="store_true", help="see that it runs, measure nothing")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; absent: temporary")
-    parser.add_argument("--output", type=Path, help="file for the page; the plot is next to it")
+    parser.add_argument("--output", type=Path, help="file for the page")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.tokens, arguments.shards = 2, 0.3, 3
@@ -583,9 +462,6 @@ def main() -> None:
         torch=torch.__version__,
         python=platform.python_version(),
         date=time.strftime("%Y-%m-%d"),
-        software=", ".join(
-            f"{n} {importlib.metadata.version(n)}" for n, m in MODULES.items() if has(m)
-        ),
         load=os.getloadavg()[0],
         rounds=arguments.rounds,
         parts="\n".join(found.values()),

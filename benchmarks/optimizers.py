@@ -28,9 +28,7 @@ from quoted import quote
 from variants import LAST, ROOT, Variant, draw, finished, model_size
 
 from torchtitan.device import Device
-from torchtitan.parts import open_task
 from torchtitan.resilience.stop import DIVERGED
-from torchtitan.tasks.next_token import NextToken, unigram_loss
 from torchtitan.tools.compare.prepare import prepare, tasks
 from torchtitan.tools.compare.running import read_outcome
 from torchtitan.tools.compare.study import Study, read_study
@@ -153,27 +151,10 @@ the gradient norm.""",
   nearly is for normalized gradients. What is found of decay and of norm loss is therefore chance.
 - beta2 averages over 1,000 steps, and the run has {steps}.""",
 )
-NO_NORMS = Words(
-    title="A network without norms",
-    about=""".
-It has {layers} blocks and `model.norm = "none"`. It is trained by AdamW, without and with a limit
-of 1 on the gradient norm; by Ranger21, which has adaptive clipping in place of that; and by
-Ranger21 *nearer to the paper*: without softplus and normalization of gradients, and with one term
-of decay. Each has the same rates from one seed. *With norms* is the same network with them. All
-have {warmup} steps of warm-up and a cosine, and the weight decay of each by default. A run has
-*diverged* if ten steps in a row were not finite. A model that knows only how often each token
-occurs has a loss of {unigram:.3f}: a run that ends there has **stalled**.""",
-    limits="""\
-- The paper's network without norms is a ResNet-50 on ImageNet. This is a decoder of {layers}
-  blocks for {steps} steps, with the initial weights that it has with norms.
-- Normalization of gradients divides each tensor's by its deviation, and so undoes the scale that
-  clipping gave it: of adaptive clipping, only the relations between units are left.""",
-)
 STUDIES = {
     "optimizers": OPTIMIZERS,
     "galore": GALORE,
     "ranger21": RANGER21,
-    "no_norms": NO_NORMS,
 }
 """By the name of the study without `_debug`."""
 
@@ -296,20 +277,16 @@ def words(name: str, found: Mapping[str, Variant], base: Variant) -> dict[str, s
     job, text = base.job, STUDIES[name]
     schedule, optimizer = job.lr_scheduler, job.optimizer
     periods = {getattr(each.job.optimizer, "refresh_period", 0) for each in found.values()}
-    steps, task = job.training.steps, open_task(job)
-    assert isinstance(task, NextToken)
-    source = task.open_source(job.data, job.debug.seed)
+    steps = job.training.steps
     values = {
         **shared(base),
         "dim": job.model_args().dim,
-        "layers": job.model_args().n_layers,
         "warmup": schedule.warmup(steps),
         "refresh": max(periods),
         "refreshes": math.ceil(steps / max(periods, default=0)) if max(periods) else 0,
         "lr": optimizer.lr,
         "decay": optimizer.weight_decay,
         "decayed": steps * optimizer.lr * optimizer.weight_decay,
-        "unigram": unigram_loss(source, task.tokenizer),
     }
     return {key: getattr(text, key).format(**values) for key in ("title", "about", "limits")}
 

@@ -47,6 +47,8 @@ from torchtitan.job import JobConfig  # noqa: E402
 
 LIMIT = 0.02
 """Largest error of a plan that the page does not name."""
+SHOWN = 0.001
+"""Least error of a row of the table."""
 
 
 class MemoryCase(NamedTuple):
@@ -84,6 +86,11 @@ class MemoryRow(NamedTuple):
         pairs = zip(self.measured, self.planned, strict=True)
         moments = all(real.moment == plan.moment for real, plan in pairs)
         return moments and max(map(abs, self.errors)) <= LIMIT
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether a plan is off by enough, or there is none."""
+        return not self.planned or max(map(abs, self.errors)) >= SHOWN
 
     def cells(self) -> list[str]:
         """Return the cells of the row in the table."""
@@ -169,7 +176,7 @@ ranks of this machine, which counts each storage once, and *planned* by `torchti
 Of the ranks of each pipeline rank, the one that allocates most is planned. *Error* is that of the
 fullest of all, and *largest* that of any plan. Peaks are in the forward, the backward or the
 update. Models are small, so that data and other small tensors count for more than in training.
-Nothing is compiled.
+Nothing is compiled. The table has the layouts with an error of {shown:.1%} or more.
 
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
 
@@ -225,7 +232,8 @@ def main() -> None:
         python=platform.python_version(),
         date=time.strftime("%Y-%m-%d"),
         summary=summary(rows),
-        rows="\n".join(f"| {' | '.join(row.cells())} |" for row in rows),
+        shown=SHOWN,
+        rows="\n".join(f"| {' | '.join(row.cells())} |" for row in rows if row.is_shown),
     )
     print(page)
     if arguments.output:

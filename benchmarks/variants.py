@@ -7,7 +7,6 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from torchtitan.job import JobConfig
 from torchtitan.tools.compare.gather import Candidate, sent_bytes
@@ -91,24 +90,8 @@ def model_size(job: JobConfig, prefix: str = "") -> int:
     return sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefix))
 
 
-class Losses(Protocol):
-    """Losses by seed of what has a name."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def losses(self) -> Mapping[int, float]: ...
-
-
-def draw(
-    variants: Sequence[Losses], what: str, label: str = f"mean loss of the last {LAST} steps"
-) -> Picture:
-    """A row for each variant, with a dot for each seed and a bar at their mean.
-
-    Args:
-        what: a row is of.
-        label: text below the axis.
-    """
+def draw(variants: Sequence[Variant], what: str) -> Picture:
+    """A row for each variant, named as `what`, with a dot for each seed and a bar at their mean."""
     left, right, row = max(140, *(12 + 7 * len(each.name) for each in variants)), 600, 26
     bottom = 30 + row * len(variants)
     about = f"A row for each {what}; a dot for each seed at its loss, a bar at the mean."
@@ -124,6 +107,7 @@ def draw(
         loss = low + number * (high - low) / 4
         picture.line([(x(loss), 20), (x(loss), bottom)], LINE, width=0.5)
         picture.text(x(loss), bottom + 18, f"{loss:.2f}", "middle")
+    label = f"mean loss of the last {LAST} steps"
     picture.text((left + right) / 2, bottom + 38, label, "middle", MUTED)
     for number, each in enumerate(variants):
         at = 40 + row * number

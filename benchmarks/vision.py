@@ -4,14 +4,10 @@
 
 Trains `train_configs/vit_mae_debug.toml` from three seeds on a CPU, and probes on held-out scenes,
 as `torchtitan evaluate --tasks linear_probe` does: the trained encoder, one with new weights, and,
-by the same regression, the pixels themselves. With `--widths`, trains encoders of several widths
-instead:
-
-    python benchmarks/vision.py --widths 32 64 128 256 --steps 600 --docs docs/vision_results.md
+by the same regression, the pixels themselves.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
@@ -19,16 +15,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty
 from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.probe import accuracy, data_of, encode, run_probe
 from torchtitan.research.vit_mae.spec import FLAVORS
@@ -134,95 +127,10 @@ def page(runs: Sequence[Learned], beside: tuple[float, float, int], command: str
     )
 
 
-WIDTHS_PAGE = """\
-# A linear probe by the width of the encoder
-
-Made by `{command}` on {cores} cores of {machine} with
-torch {torch}, Python {python}, {date}.
-
-`train_configs/vit_mae_debug.toml` with encoders of several widths (4 blocks of 4 heads, with
-feed-forward layers 4 times as wide), each with {steps} steps of 64 drawn scenes, the same for all,
-and the learning rate of the recipe. Accuracy on {held_out} held-out scenes in 8 classes, as on
-[the page of the recipe](vision.md), and the loss on held-out scenes, of which 1 is that of the mean
-of each patch. {spread}.
-
-{table}
-"""
-
-
-def width_flags(width: int, count: int) -> list[str]:
-    """Return the flags of a run of an encoder of that width, of `count` steps."""
-    steps = ("training.steps", "validation.freq", "checkpoint.interval")
-    sizes = {"model.dim": width, "model.ffn_dim": 4 * width, "lr_scheduler.warmup_steps": 20}
-    keys = sizes | dict.fromkeys(steps, count)
-    return [f"--{key}={value}" for key, value in keys.items()]
-
-
-def encoder_size(width: int) -> int:
-    """Return the number of parameters of an encoder of that width."""
-    args = dataclasses.replace(FLAVORS["debugmodel"], dim=width, ffn_dim=4 * width)
-    model = build_empty(MODELS["vit_mae"].build, args, 1)
-    encoder = ("embeddings.", "layers.", "bridge.norm.")
-    return sum(p.numel() for name, p in model.named_parameters() if name.startswith(encoder))
-
-
-def widths_table(runs: Mapping[int, Sequence[Learned]]) -> str:
-    lines = [
-        "| width | parameters of the encoder | with new weights | after its training | loss |",
-        "|---|---|---|---|---|",
-    ]
-    for width, of_width in runs.items():
-        columns = ([getattr(run, name) for run in of_width] for name in ("random", "trained"))
-        cells = [*map(spread, columns), spread([run.losses[-1] for run in of_width])]
-        lines.append(f"| {width} | {encoder_size(width):,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def compare_widths(
-    widths: Sequence[int], seeds: int, steps: int, output: Path, docs: Path | None
-) -> None:
-    """Train and probe encoders of all widths, and write the page after each seed."""
-    held_out, runs = without_encoder()[-1], {width: list[Learned]() for width in widths}
-
-    def learn(width: int) -> None:
-        with tempfile.TemporaryDirectory() as place:
-            runs[width].append(train(seed, Path(place), *width_flags(width, steps)))
-
-    for seed in range(seeds):
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(learn, widths))
-        several = f"Mean of {seed + 1} seeds and, in parentheses, the lowest and the highest"
-        text = WIDTHS_PAGE.format(
-            command=f"python {' '.join(sys.argv)}",
-            cores=os.cpu_count(),
-            machine=platform.machine(),
-            torch=torch.__version__,
-            python=platform.python_version(),
-            date=date.today().isoformat(),
-            steps=steps,
-            held_out=held_out,
-            spread=several if seed else f"The first of {seeds} seeds: no spread",
-            table=widths_table(runs),
-        )
-        output.write_text(text)
-        if docs:
-            from quoted import quote  # beside this script, which tests import as a module
-
-            quote("vision.py", widths_table(runs), docs)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, help="Write the page here, not to the terminal.")
-    parser.add_argument("--widths", type=int, nargs="+", help="Compare encoders of these widths.")
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="Seeds of each width.")
-    parser.add_argument("--steps", type=int, default=200, help="Steps of each width.")
-    parser.add_argument("--docs", type=Path, help="A page that quotes the table of widths.")
     chosen = parser.parse_args()
-    if chosen.widths:
-        output = chosen.output or ROOT / "benchmarks/results/vision_widths.md"
-        compare_widths(chosen.widths, chosen.seeds, chosen.steps, output, chosen.docs)
-        sys.exit()
     with tempfile.TemporaryDirectory() as place:
         runs = [train(seed, Path(place) / str(seed)) for seed in SEEDS]
     text = page(runs, without_encoder(), f"python {' '.join(sys.argv)}")

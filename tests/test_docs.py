@@ -457,18 +457,6 @@ def test_pictures_are_as_their_script_draws_them(
         assert all(child.text for child in top[:2])
 
 
-def test_table_of_traffic_is_as_computed(
-    script: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
-    written = ROOT / "docs/parallelism.md"
-    page = tmp_path / "page.md"
-    page.write_text(re.sub(r"\d", "0", written.read_text()))
-    script("benchmarks/traffic.py").main(page)
-    table = re.search(r"^\| DDP 8 .*?\n\n", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert table is not None
-    assert table[0] in written.read_text(), "run python benchmarks/traffic.py"
-
-
 def test_every_dependency_is_justified() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"].values()

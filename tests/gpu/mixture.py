@@ -1,5 +1,4 @@
-"""One mixture of experts, timed beside a feed-forward of equal FLOPs, for `scripts/gpu` and
-benchmarks/experts.py.
+"""One mixture of experts, timed beside a feed-forward of equal FLOPs.
 
 All ways to compute products take turns in each round, and ratios are of one round.
 """

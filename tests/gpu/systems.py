@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.galore_refresh import refresh_times
 from tests.gpu import page
+from tests.gpu.bases import refresh_times
 from tests.gpu.planned import planned
 from torchtitan.build import Run, build
 from torchtitan.checks import load_job

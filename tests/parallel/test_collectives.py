@@ -13,8 +13,8 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor  # noqa: F401  (a fork has what its parent imported)
 
-from benchmarks.collectives import Counted, count
 from tests import layouts, tiny
+from tests.collectives import Counted, count
 from tests.layouts import (
     AFTERWARDS,
     ALL_BESIDE,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.collectives import Message, formulas, message
 from tests import layouts, tiny
+from tests.collectives import Message, formulas, message
 from tests.layouts import (
     GATHERED,
     MICROSCALED,

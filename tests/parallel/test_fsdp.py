@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from benchmarks.collectives import formulas
 from tests import layouts
+from tests.collectives import formulas
 from tests.estimate import recorded
 from tests.layouts import RESHARD, Case, case
 from tests.ranks import run_ranks

@@ -25,7 +25,6 @@ from tests.parallel import (
     test_muon,
     test_optimizers,
     test_parity,
-    test_slow_link,
 )
 from tests.ranks import run_ranks
 from tests.research import layouts
@@ -153,23 +152,6 @@ def test_the_run_with_statistics_is_the_same_to_the_bit(
 ) -> None:
     sections = {**test_statistics.compiled("model"), "sharding": SIMPLE}
     test_statistics.is_the_same_to_the_bit(case(shard=2), sections, one_rank, tmp_path)
-
-
-LINKED = installed(
-    {
-        "SimpleFSDP 2": case(shard=2, sharding=SIMPLE),
-        "rotated 2": case(shard=2, sharding=ROTATED),
-        "QSDP 2": case(
-            shard=2, communication={way: {"name": "qsdp", "bucket": 64} for way in QSDP}
-        ),
-        "DeMo 2": case(replicate=2, communication=DEMO),
-    }
-)
-
-
-@pytest.mark.parametrize("name", tiers(LINKED, [name for name in ("QSDP 2",) if name in LINKED]))
-def test_a_run_on_a_slow_link_is_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
-    test_slow_link.is_the_same_to_the_bit(LINKED[name], tmp_path)
 
 
 PAIRS = [

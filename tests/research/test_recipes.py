@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collectives import formulas
 from tests import tiny
+from tests.collectives import formulas
 from tests.plans import no_plan
 from tests.ranks import run_ranks
 from tests.recipes.test_bad_recipes import HELP, Case, cases, is_refused

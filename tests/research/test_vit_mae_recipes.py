@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from benchmarks.strategies import DEVICE, foresee, gib
 from tests.compare.test_study import assert_can_run
 from tests.plans import no_plan
 from tests.ranks import run_ranks
@@ -113,17 +112,3 @@ def test_it_trains(tmp_path: Path) -> None:
     assert len(losses) == 4
     assert losses[-1] < losses[0] < 2.5
     assert (tmp_path / "pictures/step-000004.png").exists()
-
-
-@pytest.mark.slow
-def test_sizes_of_images_are_those_of_the_formulas() -> None:
-    """One size of six; the table in docs is the page's."""
-    page = (ROOT / "benchmarks/results/vit_mae_sizes.md").read_text()
-    held = page[page.index("**GiB") : page.index("**GB")]
-    docs = (ROOT / "docs/vision_results.md").read_text()
-    assert [line for line in held.splitlines() if line.startswith("|") and line not in docs] == []
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in held.splitlines()[4:]]
-    column = {row[0]: row[6] for row in rows if len(row) == 7}
-    found = foresee("15B")
-    assert column == {name: gib(each) for name, each in found.items()}
-    assert found["hybrid, groups of 2"].held > DEVICE > found["hybrid, groups of 4"].held

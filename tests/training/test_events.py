@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collectives import formulas
 from tests import tiny
+from tests.collectives import formulas
 from tests.ranks import run_ranks
 from tests.runs import rows, train
 from torchtitan.metrics import EventLog

@@ -1,0 +1,83 @@
+"""Time in which GaLore finds the basis of a gradient, next to functions of torch.
+
+All have as many power iterations and additional columns. The energy of a basis is the part of the
+gradient's squares that its projection has.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtitan.device import Device
+from torchtitan.optim.parameters import NamedParameter
+from torchtitan.research.galore.low_rank import Method, Projection, find_bases
+
+ITERATIONS, OVERSAMPLING = 2, 8
+
+
+class Refresh(NamedTuple):
+    """Measurement of a method."""
+
+    seconds: list[float]
+    energy: float
+    """Part of the squares of the gradient that its projection has."""
+
+
+def decaying(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Return a gradient (rows, columns), float32: noise, and directions that decay slowly."""
+    torch.manual_seed(0)
+    least = min(rows, columns)
+    left, right = torch.randn(rows, least), torch.randn(least, columns)
+    scales = torch.arange(1, least + 1) ** -0.7
+    return ((left * scales) @ right).to(device)
+
+
+def methods(rank: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return functions from a gradient (rows, columns) to a basis (columns, rank)."""
+    columns = rank + OVERSAMPLING
+
+    def ours(method: Method) -> Callable[[Tensor], Tensor]:
+        def find(gradient: Tensor) -> Tensor:
+            parameter = torch.nn.Parameter(torch.empty_like(gradient))
+            parameter.grad = gradient
+            named = NamedParameter(parameter, "weight", "matrix")
+            (basis,) = find_bases([Projection(named, rank, 1)], ["0"], method)
+            return basis
+
+        return find
+
+    def randomized(dtype: torch.dtype) -> Method:
+        return Method(False, ITERATIONS, OVERSAMPLING, dtype)
+
+    def theirs(gradient: Tensor) -> Tensor:
+        return torch.svd_lowrank(gradient, q=columns, niter=ITERATIONS)[2][:, :rank]
+
+    return {
+        "randomized, float32": ours(randomized(torch.float32)),
+        "torch.svd_lowrank, float32": theirs,
+        "randomized, float64": ours(randomized(torch.float64)),
+        "torch.svd_lowrank, float64": lambda x: theirs(x.double()).to(x.dtype),
+        "exact, float64": ours(Method(exact=True)),
+        "torch.linalg.svd, float32": lambda x: torch.linalg.svd(x, full_matrices=False)[2][:rank].T,
+    }
+
+
+def refresh_times(
+    rows: int, columns: int, rank: int, device: Device, rounds: int
+) -> dict[str, Refresh]:
+    """Measure each method, in turns."""
+    gradient = decaying(rows, columns, device.torch_device)
+    found: dict[str, Refresh] = {}
+    for number in range(rounds + 1):
+        for name, find in methods(rank).items():
+            begin = device.stamp()
+            basis = find(gradient)
+            seconds = device.seconds(begin, device.stamp())
+            if number == 0:  # warms up
+                energy = (gradient @ basis).square().sum() / gradient.square().sum()
+                found[name] = Refresh([], energy.item())
+            else:
+                found[name].seconds.append(seconds)
+    return found
