@@ -6,9 +6,10 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -50,6 +51,7 @@ LAYERS = [
     ["config", "device", "digest", "torch_private", "local_ranks", "seeds", "packages"],
     ["logging"],
 ]
+Node = TypeVar("Node", bound=ast.AST)
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = [
     *("datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich", "torchao"),
@@ -248,6 +250,81 @@ def test_a_step_of_one_rank_imports_only_what_it_needs(loaded: dict[str, set[str
     assert "torchtitan.trainer" in loaded["step"]
     assert not {name for name in loaded["step"] if name.startswith("torchtitan.research.")}
     assert not loaded["step"] & slow
+
+
+PURE = {"isinstance", "hasattr", "len", "all", "range", "sorted", "list", "equal", "isfinite"}
+PURE |= {"rank", "size"}
+
+
+@pytest.mark.costs("parses every module")
+def test_nothing_depends_on_what_python_drops() -> None:
+    """`python -O` drops asserts, and `-OO` docstrings."""
+    found = []
+    for path in MODULES:
+        helps = {id(k.value) for k in of_type(path, ast.keyword) if k.arg == "help"}
+        for node in nodes(path):
+            where = f"{place(path)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Assert):
+                for part in ast.walk(node.test):
+                    is_call = isinstance(part, ast.Call) and last_name(part.func) not in PURE
+                    if is_call or isinstance(part, ast.NamedExpr):
+                        found.append(f"{where}: {ast.unparse(part)} may have an effect")
+            is_docstring = isinstance(node, ast.Name | ast.Attribute) and (
+                last_name(node) == "__doc__"
+            )
+            if is_docstring and id(node) not in helps and place(path) != "config/words.py":
+                found.append(f"{where}: a docstring may be None; use config.docstring")
+    assert found == []
+
+
+MARKUP = {
+    "Console",
+    "Progress",
+    "TextColumn",
+    "Status",
+    "Spinner",
+    "from_markup",
+    "render",
+    "track",
+}
+
+
+@pytest.mark.costs("parses every module")
+def test_rich_gets_text_in_one_place() -> None:
+    """Elsewhere a name with brackets would be markup."""
+    found = [
+        f"{place(path)}:{node.lineno}: {ast.unparse(node.func)}"
+        for path in MODULES
+        if "rich" in text(path) and place(path) != "logging.py"
+        for node in of_type(path, ast.Call)
+        if last_name(node.func) in MARKUP
+    ]
+    assert found == []
+
+
+@pytest.mark.costs("parses every module")
+def test_text_files_have_an_encoding() -> None:
+    found = []
+    for path in MODULES:
+        for node in of_type(path, ast.Call):
+            given, name = {key.arg for key in node.keywords}, last_name(node.func)
+            values = [*node.args, *(key.value for key in node.keywords if key.arg == "mode")]
+            modes = [each.value for each in values if isinstance(each, ast.Constant)]
+            is_method = isinstance(node.func, ast.Attribute)
+            is_text = (is_method and name in ("read_text", "write_text")) or (
+                name == "open" and any(re.fullmatch(r"[rwax]t?\+?", str(mode)) for mode in modes)
+            )
+            if is_text and "encoding" not in given:
+                found.append(f"{place(path)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def of_type(path: Path, kind: type[Node]) -> Iterator[Node]:
+    return (node for node in nodes(path) if isinstance(node, kind))
+
+
+def last_name(node: ast.expr) -> str:
+    return getattr(node, "attr", getattr(node, "id", ""))
 
 
 WORDS = {"bfloat16", "common", "float8", "images", "modelled", "random", "rotated", "slicing"}

@@ -7,11 +7,13 @@ files of this package, so the command is imported late, and a failure is explain
 import sys
 from importlib import import_module
 
+from torchtitan.logging import use_utf8
 from torchtitan.packages import DISTRIBUTION, other_torchtitan
 
 
 def main() -> int:
     """Run the command line; return its exit status."""
+    use_utf8()
     try:
         command = import_module("torchtitan.tools.cli")
     except ImportError as error:

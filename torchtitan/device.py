@@ -277,7 +277,7 @@ def compiles_for_cpu() -> bool:
 def _meminfo(key: str) -> float:
     """Return the GiB in a line of /proc/meminfo; 0 if there is none."""
     path = PROC / "meminfo"
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
     return int(found[1]) * 1024 / GIB if found else 0.0
 
@@ -285,14 +285,14 @@ def _meminfo(key: str) -> float:
 def _group_limit(*names: str) -> float:
     """Return the smallest GiB in these files of this process's control groups; else infinite."""
     files = (folder / name for folder in _groups() for name in names)
-    limits = [path.read_text().strip() for path in files if path.is_file()]
+    limits = [path.read_text(encoding="utf-8").strip() for path in files if path.is_file()]
     return min((int(text) / GIB for text in limits if text.isdecimal()), default=math.inf)
 
 
 def _groups() -> Iterator[Path]:
     """Yield the folder of each control group (v1 and v2) of this process, up to the root."""
     path = PROC / "self/cgroup"
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -305,7 +305,9 @@ def _groups() -> Iterator[Path]:
 def _cpu_name() -> str:
     cpuinfo = PROC / "cpuinfo"
     if cpuinfo.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE
+        )
         if found:
             return found[1].strip()
     return platform.processor() or platform.machine()
@@ -315,7 +317,7 @@ def _resident_peak() -> int:
     """Return the peak in bytes: `VmHWM`, or else `ru_maxrss`, which may be inherited."""
     status = PROC / "self/status"
     if status.exists():
-        found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(encoding="utf-8"), re.MULTILINE)
         if found:
             return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -32,7 +32,7 @@ from torchtitan.config import ConfigError, PlannedWorld, local_path, show
 from torchtitan.device import pick
 from torchtitan.flight_recorder import RankTrace, read_note, read_traces, report
 from torchtitan.job import JobConfig
-from torchtitan.logging import configure, logger
+from torchtitan.logging import configure, logger, tell
 from torchtitan.parallel import RANK_ROLE
 from torchtitan.remote import StoreError
 from torchtitan.resilience.agent import Agent, describe
@@ -292,7 +292,7 @@ class LaunchedRun:
             )
             where = [f"traceback: {path}" for path in files[-1:]]
             where += [f"traces of all ranks: {folder}"]
-            print(*report(traces), *where, sep="\n", file=sys.stderr, flush=True)
+            tell(*report(traces), *where)
 
 
 def leave(status: int) -> int:

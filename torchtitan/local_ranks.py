@@ -95,7 +95,7 @@ def _wait(ranks: Sequence[BaseProcess], meanwhile: Callable[[], None]) -> list[i
 
 
 def _read(path: Path) -> str:
-    return (path.read_text() if path.exists() else "") or "it left no traceback"
+    return (path.read_text(encoding="utf-8") if path.exists() else "") or "it left no traceback"
 
 
 def _rank(
@@ -110,7 +110,7 @@ def _rank(
     with ExitStack() as leaving:
         error = folder / f"{rank}.error"
         # After a fault in native code, the stacks of its threads are there.
-        faulthandler.enable(leaving.enter_context(error.open("w")))
+        faulthandler.enable(leaving.enter_context(error.open("w", encoding="utf-8")))
         leaving.push(partial(_leave, error))
         # Garbage of the parent may hold threads that a fork does not have; never collect it here.
         gc.freeze()
@@ -143,6 +143,6 @@ def _leave(
     """End this process, without its parent's exit handlers, and report its error."""
     try:
         if error is not None:
-            path.write_text("".join(traceback.format_exception(error)))
+            path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     finally:
         os._exit(error is not None)

@@ -9,11 +9,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 logger = logging.getLogger("torchtitan")
+
+TITLE = "{task.description}"
+"""Column of a progress bar with what is in progress."""
 
 _DIM, _RESET = "\033[2m", "\033[0m"
 _COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
@@ -26,6 +30,7 @@ def configure(rank: int = 0, world: int = 1, color: bool = True, level: str = "i
     False or NO_COLOR is set (https://no-color.org). Lines below `level` are left out. A second call
     replaces the first.
     """
+    open_streams()
     handler = _CurrentStderr()
     handler.setFormatter(_Formatter(f"[rank {rank}] " if world > 1 else "", color and has_color()))
     logger.handlers = [handler]
@@ -33,9 +38,43 @@ def configure(rank: int = 0, world: int = 1, color: bool = True, level: str = "i
     logger.propagate = False
 
 
-def on_terminal() -> bool:
-    """Whether standard error is a terminal that understands control codes."""
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+def open_streams() -> None:
+    """Give this process the standard streams that it was started without, or that are None.
+
+    What is written there is dropped. The descriptors are opened, too: otherwise the next file to be
+    opened would take their number, and with it what this process, its native code and its children
+    write. A character that an encoding lacks is written as an escape. Any number of calls is fine.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number, as those below it are open.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        stream = getattr(sys, name)
+        if stream is None or getattr(stream, "closed", False):
+            null = os.open(os.devnull, os.O_RDWR)  # never closed, as its stream is not either
+            mode = "w" if number else "r"
+            setattr(sys, name, open(null, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+        elif number and isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def use_utf8() -> None:
+    """Start this program again in Python's UTF-8 mode if the locale has another encoding.
+
+    Recipes are UTF-8, and a file that one names must have that name whatever the locale.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and "utf8" not in sys._xoptions:
+        os.environ["PYTHONUTF8"] = "1"  # for the ranks that it starts
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
+def on_terminal(stream: TextIO | None = None) -> bool:
+    """Whether a stream, by default standard error, is a terminal that understands control codes."""
+    stream = stream or sys.stderr
+    is_open = stream is not None and not getattr(stream, "closed", False)
+    return is_open and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def has_color() -> bool:
@@ -43,17 +82,34 @@ def has_color() -> bool:
     return on_terminal() and not os.environ.get("NO_COLOR")
 
 
-def make_progress(*columns: Any, **settings: Any) -> Any:
-    """Make a progress bar of rich that draws only when it is updated.
+def tell(*lines: str) -> None:
+    """Write lines to standard error, if it still can be written to."""
+    with suppress(OSError, ValueError):  # a terminal that is gone, a stream that is closed
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
 
-    A thread that draws, or a stream of its own, would not survive the fork of processes.
+
+def make_console(**settings: Any) -> Any:
+    """Make a console of rich that shows text as it is: brackets and colons in names are no markup.
+
+    Every console, bar and status of the package is made in this module.
     """
     from rich.console import Console
-    from rich.progress import Progress
+
+    return Console(markup=False, emoji=False, highlight=False, **settings)
+
+
+def make_progress(*columns: Any, **settings: Any) -> Any:
+    """Make a progress bar of rich; a text among `columns` is a template of the fields of a task.
+
+    Unless it is started with `auto_refresh`, it draws only when it is updated: a thread that draws,
+    or a stream of its own, would not survive the fork of processes.
+    """
+    from rich.progress import Progress, TextColumn
 
     quiet: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, auto_refresh=False, **quiet, **settings)
+    settings = {"auto_refresh": False, "console": make_console(stderr=True), **quiet, **settings}
+    made = (TextColumn(each, markup=False) if isinstance(each, str) else each for each in columns)
+    return Progress(*made, **settings)
 
 
 @contextmanager
@@ -65,8 +121,25 @@ def progress_bar(what: str, total: float, *columns: Any) -> Iterator[Callable[..
     if not on_terminal():
         yield lambda **done: None
         return
-    with make_progress(*columns, transient=True) as bar:
+    from rich.progress import BarColumn
+
+    with make_progress(TITLE, BarColumn(), *columns, transient=True) as bar:
         yield partial(bar.update, bar.add_task(what, total=total), refresh=True)
+
+
+@contextmanager
+def status(what: str) -> Iterator[Callable[[str], None]]:
+    """On a terminal, show that work is in progress, and for how long; the value adds words."""
+    if not on_terminal():
+        yield lambda _: None
+        return
+    from rich.progress import SpinnerColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), TITLE, TimeElapsedColumn()
+    lasting = {"auto_refresh": True, "redirect_stdout": True, "redirect_stderr": True}
+    with make_progress(*columns, transient=True, **lasting) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda more: bar.update(task, description=f"{what}{more}")
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):

@@ -43,7 +43,9 @@ def git_commit() -> str | None:
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(folder), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", timeout=10, check=True
+        )
         return str(done.stdout.strip())
 
     try:

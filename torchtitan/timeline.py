@@ -126,5 +126,5 @@ def age_of_process() -> float | None:
     if not (stat.exists() and uptime.exists()):
         return None
     # Fields are counted from the name of the program, which may hold blanks; starttime is the 22nd.
-    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
-    return float(uptime.read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    ticks = int(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    return float(uptime.read_text(encoding="utf-8").split()[0]) - ticks / os.sysconf("SC_CLK_TCK")

@@ -41,7 +41,7 @@ from torchtitan.device import Device, pick
 from torchtitan.estimate.fitting import misfits, room
 from torchtitan.flight_recorder import Recorder
 from torchtitan.job import JobConfig, in_words
-from torchtitan.logging import configure, logger
+from torchtitan.logging import configure, logger, use_utf8
 from torchtitan.metrics.health import Health, serving
 from torchtitan.models import MODELS
 from torchtitan.packages import warn_of_other
@@ -407,5 +407,6 @@ def report_reference(job: JobConfig) -> None:
 
 
 if __name__ == "__main__":
+    use_utf8()
     # As a script this is a verb of the command line, which is above this module.
     sys.exit(import_module("torchtitan.tools.cli").act(["train", *sys.argv[1:]]))

@@ -289,6 +289,21 @@ def test_each_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             assert capsys.readouterr().out == text
 
 
+def test_help_shows_names_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "convert", "--help"]) == 0
+    assert "the section [model] of a recipe" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("words", ["train --help all", "checkpoint --help", "recipes copy --help"])
+def test_help_is_the_same_without_docstrings(words: str) -> None:
+    shown = [
+        subprocess.check_output([sys.executable, *flags, "-m", "torchtitan", *words.split()])
+        for flags in ([], ["-OO"])
+    ]
+    assert shown[0] == shown[1]
+
+
 def test_help_of_a_section_is_the_same_for_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help", "loss"]) == 0
     text = capsys.readouterr().out

@@ -2,13 +2,22 @@
 
 import io
 import logging
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 
-from torchtitan.logging import configure, logger, on_terminal
+from torchtitan.config import print_error
+from torchtitan.logging import (
+    configure,
+    logger,
+    make_console,
+    on_terminal,
+    progress_bar,
+    status,
+)
 from torchtitan.tasks.task import Task, previewed
 
 
@@ -112,6 +121,72 @@ def test_a_traceback_is_written(monkeypatch):
         logger.exception("failed")
     assert "ERROR failed\nTraceback" in stream.getvalue()
     assert stream.getvalue().endswith("KeyError: 'lost'\n")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_opened_on_nothing(closed, tmp_path):
+    """Else the next file would take their number, and what native code prints."""
+    code = (
+        "import os, sys; from torchtitan.logging import configure, logger; configure();"
+        "open(sys.argv[1], 'w').write(str(os.dup(0))); logger.error('lost'); print('lost');"
+        "sys.stdin.read(); [os.fstat(number) for number in range(3)]"
+    )
+    file = tmp_path / "number"
+    words = [sys.executable, "-c", code, str(file)]
+    shell = ["sh", "-c", f'"$@" {closed}', "sh", *words]
+    subprocess.run(shell, check=True, stdin=subprocess.DEVNULL, capture_output=True)
+    assert int(file.read_text()) > 2
+
+
+def test_a_process_may_have_no_streams(monkeypatch):
+    """As under pythonw."""
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert not on_terminal()
+    print_error("before the log is configured")
+    configure()
+    print_error("after it")
+    logger.error("lost")
+    assert sys.stdout.isatty() is sys.stderr.isatty() is on_terminal() is False
+
+
+def test_a_character_that_an_encoding_lacks_is_an_escape(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    configure()
+    print("é中", flush=True)
+    assert stdout.buffer.getvalue() == b"\\xe9\\u4e2d\n"
+
+
+def test_a_file_has_its_name_in_any_locale(tmp_path):
+    code = (
+        "import sys; from torchtitan.logging import use_utf8; use_utf8();"
+        "print(sys.getfilesystemencoding(), sys.argv[1:])"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-c", code, "é", "-v"]
+    done = subprocess.run(
+        words, env={**os.environ, **ascii_only}, stdout=subprocess.PIPE, encoding="utf-8"
+    )
+    assert done.stdout == "utf-8 ['é', '-v']\n"
+
+
+NAME = "run[/b] [red]x[/] :smile: {task}"
+
+
+def test_names_are_no_markup(monkeypatch):
+    from rich.table import Table
+
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    table = Table(NAME, title=NAME)
+    table.add_row(NAME)
+    make_console(stderr=True, width=80).print(table, NAME)
+    with progress_bar(NAME, 2) as show, status(NAME) as add:
+        show(completed=1)
+        add("[/b]")
+    shown = re.sub(r"\033\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert shown.count(NAME) >= 6
 
 
 def test_importing_configures_nothing():

@@ -32,6 +32,7 @@ from torchtitan.config.settings import (
 )
 from torchtitan.config.words import (
     allowed_names,
+    docstring,
     exists,
     listed,
     local_path,
@@ -66,6 +67,7 @@ __all__ = [
     "allowed_names",
     "between",
     "descriptions",
+    "docstring",
     "exists",
     "extended",
     "find",

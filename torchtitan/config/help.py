@@ -19,7 +19,7 @@ from torchtitan.config.schema import (
     places,
 )
 from torchtitan.config.settings import Config, ConfigError
-from torchtitan.config.words import allowed_names, shorten, show
+from torchtitan.config.words import allowed_names, docstring, shorten, show
 
 
 class HelpEntry(NamedTuple):
@@ -69,7 +69,7 @@ def all_sections(schema: type[Config]) -> list[HelpSection]:
     return [
         HelpSection(
             *(path, choice, owner, within, f"{settings.__module__}.{settings.__qualname__}"),
-            (settings.__doc__ or "").strip().splitlines()[0],
+            docstring(settings).partition("\n")[0],
             [*_entries(path, settings)],
         )
         for path, choice, settings, owner, within in places(schema)

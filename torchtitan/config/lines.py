@@ -67,7 +67,8 @@ class _Walk:
     def _value(self, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
         opening = self._next()
         if opening not in "[{":
-            assert self._take(STRING) or self._take(BARE_VALUE)
+            value = self._take(STRING) or self._take(BARE_VALUE)
+            assert value, "this is not valid TOML"
             return
         self.position += 1
         number = 0

@@ -5,10 +5,9 @@ imperative`. When it is printed, it is divided where its first clause begins wit
 """
 
 import re
-import sys
 from typing import Final, Literal
 
-from torchtitan.logging import has_color
+from torchtitan.logging import has_color, tell
 
 Level = Literal["error", "warning", "note"]
 
@@ -41,7 +40,7 @@ def print_message(level: Level, message: str) -> None:
     color, end = (_COLORS[level], "\033[0m") if has_color() else ("", "")
     what, *below = divided(message)
     below = [line if line.startswith(" ") else f"  {line}" for line in below]
-    print("\n".join([f"{color}{level}:{end} {what}", *below]), file=sys.stderr, flush=True)
+    tell(f"{color}{level}:{end} {what}", *below)
 
 
 def divided(message: str) -> list[str]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, SerializationInfo, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from torchtitan.config.problems import Context, Problem
-from torchtitan.config.words import allowed_names, show
+from torchtitan.config.words import allowed_names, docstring, show
 
 KeyPath = tuple[str, ...]
 
@@ -162,7 +162,7 @@ class Discriminated:
     def widest(self) -> type[Config]:
         """Settings class with the keys of all."""
         bases = tuple(self.registry.values()) or (self.base,)
-        return type(self.base.__name__, bases, {"__doc__": self.base.__doc__})
+        return type(self.base.__name__, bases, {"__doc__": docstring(self.base)})
 
     def _validate(self, value: Any) -> Config:
         if isinstance(value, Config):
@@ -207,7 +207,7 @@ def _joined(bases: tuple[type[Config], ...]) -> type[Config]:
     """Return a settings class with the keys of all `bases`."""
     if len(bases) == 1:
         return bases[0]
-    return type(bases[0].__name__, bases, {"__doc__": bases[0].__doc__})
+    return type(bases[0].__name__, bases, {"__doc__": docstring(bases[0])})
 
 
 def _chosen_by(validate: Callable[[Any], Config]) -> CoreSchema:

@@ -1,11 +1,16 @@
-"""Phrases of error messages."""
+"""Phrases of error messages, and of help."""
 
+import ast
 import difflib
+import inspect
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import date, time
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,3 +117,19 @@ def exists(text: str) -> bool:
 def holds_sections(value: Any) -> bool:
     """Whether a value represents a list of sections: `[{}, {}]`."""
     return isinstance(value, list) and bool(value) and all(item == {} for item in value)
+
+
+@cache
+def docstring(of: Any) -> str:
+    """Return the docstring of a module, class or function, without its indentation.
+
+    It is read from the source if `python -OO` has dropped it; a class without one has its base's.
+    """
+    for each in inspect.getmro(of) if inspect.isclass(of) else [of]:
+        if each.__doc__:
+            return inspect.cleandoc(each.__doc__)
+        with suppress(OSError, TypeError):  # there is no source
+            tree: Any = ast.parse(textwrap.dedent(inspect.getsource(each)))
+            if found := ast.get_docstring(tree if inspect.ismodule(each) else tree.body[0]):
+                return found
+    return ""

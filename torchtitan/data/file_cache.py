@@ -73,7 +73,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     with writing(path.parent), contextlib.ExitStack() as held:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = held.enter_context(path.with_name(f"{path.name}.lock").open("a"))
+        lock = held.enter_context(path.with_name(f"{path.name}.lock").open("a", encoding="utf-8"))
         fcntl.flock(lock, fcntl.LOCK_EX)
         held = held.pop_all()
     with held:

@@ -59,13 +59,13 @@ def check_files(path: Path, files: Sequence[Path], kind: str, config: DataConfig
             folder.mkdir(mode=0o700, exist_ok=True)
             if folder.lstat().st_uid == os.getuid():
                 held.enter_context(locked(record))
-                known = record.read_text() if record.is_file() else None
+                known = record.read_text(encoding="utf-8") if record.is_file() else None
         except (OSError, ConfigError) as error:
             logger.debug("the check of %s is not shared: %s", path, error)
         if known != stamps:
             _check(path, files, kind, config)
             with contextlib.suppress(OSError):
-                record.write_text(stamps)
+                record.write_text(stamps, encoding="utf-8")
 
 
 def _digest(values: list[Any]) -> str:

@@ -258,7 +258,7 @@ def _plan_one(
 ) -> None:
     """Send the numbers of a plan from a process of its own, whose messages are in a file."""
     gc.freeze()  # garbage of the parent may hold threads that a fork does not have
-    with errors.open("w") as file:
+    with errors.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 2)
     answer.send(planned_layout(layout, plan(job, ranks, hardware)))
 
@@ -287,7 +287,7 @@ def _answer(connection: Connection, errors: Path) -> PlannedLayout | str:
         try:
             answer: PlannedLayout = connection.recv()
         except EOFError:
-            lines = errors.read_text(errors="replace").split("\n")
+            lines = errors.read_text(encoding="utf-8", errors="replace").split("\n")
             return next((line for line in reversed(lines) if line.strip()), "it ended")
     return answer
 

@@ -48,8 +48,8 @@ from torchtitan.logging import logger
 from torchtitan.parallel import CommConfig
 from torchtitan.torch_private.collectives import flight_records, group_members
 
-# Seconds after SIGTERM in which a rank should have reached its next step, or exited, unless steps are
-# longer; a launcher, such as torchrun, waits 30 before it kills.
+# Seconds after SIGTERM in which a rank should have reached its next step, or exited, unless steps
+# are longer; a launcher, such as torchrun, waits 30 before it kills.
 TERMINATION_TIMEOUT = 5.0
 # A step that takes as many times the one before is not only slow.
 LONG_STEPS = 3.0
@@ -153,7 +153,7 @@ class Recorder:
 
     def __enter__(self) -> Self:
         self._begin()
-        self._crash = open(self.folder / f"{self.rank}.stack", "w")
+        self._crash = open(self.folder / f"{self.rank}.stack", "w", encoding="utf-8")
         self._handles_crashes = not faulthandler.is_enabled()
         if self._handles_crashes:
             faulthandler.enable(self._crash)

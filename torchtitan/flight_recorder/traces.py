@@ -146,7 +146,7 @@ def _read_rank(folder: Path, rank: int, of_rings: Sequence[Path]) -> RankTrace:
     return RankTrace(
         **{"rank": rank, **(read_note(step) if step.exists() else {})},
         failure=failure,
-        crash=read_crash(stack.read_text()) if stack.exists() else "",
+        crash=read_crash(stack.read_text(encoding="utf-8")) if stack.exists() else "",
         has_ring=bool(rings),
         collectives=sorted(records, key=lambda collective: collective.created),
     )
@@ -155,7 +155,7 @@ def _read_rank(folder: Path, rank: int, of_rings: Sequence[Path]) -> RankTrace:
 def read_note(path: Path) -> dict[str, Any]:
     """Read the note of a rank's step; empty if the rank was killed before it wrote all of it."""
     try:
-        note: dict[str, Any] = json.loads(path.read_text())
+        note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         return {}
     return note
@@ -163,7 +163,7 @@ def read_note(path: Path) -> dict[str, Any]:
 
 def read_failure(path: Path) -> Failure | None:
     """Read the record of a failure, if there is one."""
-    return Failure(**json.loads(path.read_text())) if path.exists() else None
+    return Failure(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def _read_ring(path: Path) -> dict[str, Any] | None:

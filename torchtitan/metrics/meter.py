@@ -182,6 +182,9 @@ class Meter:
         assert step > self._step, f"step {step} flushed after step {self._step}"
         first = self._step == self.start_step
         self._step, self._flushed = step, True
+        for sink in self.sinks:
+            if hasattr(sink, "after_step"):
+                self._ask(sink, "after_step", step)
         if first or step % self.log_freq == 0 or step >= self.total_steps or notes:
             self._write_row(notes)
 

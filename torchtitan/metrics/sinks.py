@@ -18,13 +18,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from torchtitan.logging import logger, on_terminal
+from torchtitan.logging import TITLE, logger, make_console, make_progress, on_terminal
 from torchtitan.metrics.pictures import pixels, write_png
 from torchtitan.packages import install
 
 Value = float | int | str | None
 NOTABLE_WAIT = 10.0
 """Percent of the time."""
+QUIET_SECONDS = 30.0
+"""Time after which the console shows that a run is alive."""
 RATES = {"tps": "tok/s"}
 """Speeds by their keys, as a row has room for them."""
 STOPS = ("KeyboardInterrupt", "SystemExit", "Terminated")
@@ -69,14 +71,18 @@ class Sink(Protocol):
     def write(self, step: int, metrics: Metrics, /) -> None:
         """Take the values of one step."""
 
-    # One with a method `picture(step, picture)` is also given pictures: (3, H, W) in 0..1.
+    # One with a method `picture(step, picture)` is also given pictures: (3, H, W) in 0..1. One with
+    # a method `after_step(step)` is also told of every step, before the row that may be due.
 
     def close(self, summary: Metrics, /) -> None:
         """End; `summary` is the run as a whole, see `Meter.summary`."""
 
 
 class Console:
-    """One line a row through the log, a progress bar below it on a terminal, a closing summary."""
+    """One line a row through the log, and a closing summary.
+
+    Between rows a progress bar moves on a terminal. Elsewhere the log has the step twice a minute.
+    """
 
     def __init__(self, context: SinkContext) -> None:
         self.total, self.color = context.total_steps, context.color
@@ -88,23 +94,31 @@ class Console:
         self.held_out = held_out if isinstance(held_out, str) else ""
         """Name of the validation data set if there is only one; rows name one of several."""
         self.bar: Any = None
+        self.clock = time.monotonic
+        self.spoke = self.clock()
 
     def open(self, start_step: int) -> None:
         if self.bar is not None:
             self.bar.update(0, completed=start_step)
         if self.bar is not None or not on_terminal():
             return
-        from rich.console import Console as Terminal
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn
 
-        terminal = Terminal(stderr=True, no_color=True if not self.color else None)
-        columns = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn()
-        # When it is done the bar is erased; the summary takes its place.
-        self.bar = Progress(
-            *columns, TextColumn("{task.fields[eta]}"), console=terminal, transient=True
+        columns = SpinnerColumn(), TITLE, BarColumn(None), MofNCompleteColumn()
+        terminal = make_console(stderr=True, no_color=True if not self.color else None)
+        # Its thread also draws while a step lasts; when it is done it is erased, for the summary.
+        live = {"auto_refresh": True, "redirect_stdout": True, "redirect_stderr": True}
+        self.bar = make_progress(
+            *columns, "{task.fields[eta]}", console=terminal, transient=True, **live
         )
         self.bar.add_task("steps", total=self.total, completed=start_step, eta="")
         self.bar.start()
+
+    def after_step(self, step: int) -> None:
+        if self.bar is not None:
+            self.bar.update(0, completed=step)
+        elif self.clock() - self.spoke >= QUIET_SECONDS:
+            self._say(f"step {step:>{len(str(self.total))}}/{self.total}")
 
     def write(self, step: int, metrics: Metrics) -> None:
         if "event" in metrics:
@@ -112,9 +126,13 @@ class Console:
         line = row_line(step, self.total, metrics)
         if "validation_loss" in metrics and self.held_out:
             line += f"  on {self.held_out}"
-        logger.info("%s", line)
+        self._say(line)
         if self.bar is not None and "eta_s" in metrics:
             self.bar.update(0, completed=step, eta=f"eta {_duration(metrics['eta_s'])}")
+
+    def _say(self, line: str) -> None:
+        logger.info("%s", line)
+        self.spoke = self.clock()
 
     def close(self, summary: Metrics) -> None:
         if self.bar is not None:

@@ -20,7 +20,7 @@ def read(path: str | Path) -> Orders:
         ConfigError: if it cannot be read, or a cell is not an action.
     """
     try:
-        with open(local_path(str(path)), newline="") as file:
+        with open(local_path(str(path)), encoding="utf-8", newline="") as file:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"it cannot be read: {error}") from None

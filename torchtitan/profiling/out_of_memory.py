@@ -76,7 +76,9 @@ class Evidence:
         path = dump_folder / OUT_OF_MEMORY_FOLDER / f"rank{rank}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.tell(rank, step, error), indent=1) + "\n")
+            path.write_text(
+                json.dumps(self.tell(rank, step, error), indent=1) + "\n", encoding="utf-8"
+            )
         except OSError as failure:
             logger.error("%s: %s", path, failure.strerror)
         else:

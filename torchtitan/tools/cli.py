@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from torchtitan import __version__
-from torchtitan.config import ConfigError, Unreachable, print_error
+from torchtitan.config import ConfigError, Unreachable, docstring, print_error
 from torchtitan.logging import configure
 from torchtitan.packages import warn_of_other
 from torchtitan.resilience.stop import handlers_put_back
@@ -146,7 +146,10 @@ class Verbs(VerbGroup):
 
 def command(module: str) -> Any:
     """Import the command of a verb."""
-    return get_command(import_module(f"torchtitan.tools.{module}").app)
+    imported = import_module(f"torchtitan.tools.{module}")
+    verb = get_command(imported.app)
+    verb.help = verb.help or docstring(imported)
+    return verb
 
 
 def summary(module: str) -> str:

@@ -1,13 +1,14 @@
 """Commands of the command line: how their help looks, and how a shell completes their words."""
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from glob import escape, glob
 from typing import Any, NamedTuple
 
 from typer.core import TyperCommand, TyperGroup
 
-from torchtitan.config import packaged_recipes
+from torchtitan.config import docstring, packaged_recipes
 
 CompletionTable = Mapping[str, Mapping[str, tuple[str, list[str] | None]]]
 """Options of each verb, with their help and values; None for an option that takes no value.
@@ -34,12 +35,20 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _plain(super().get_params(ctx))
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _escape_help([self, *self.get_params(ctx)])
+        super().format_help(ctx, formatter)
+
 
 class VerbGroup(TyperGroup):
     """A group of verbs, with the same help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _plain(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _escape_help([self, *self.get_params(ctx), *self.commands.values()])
+        super().format_help(ctx, formatter)
 
 
 def _plain(params: list[Any]) -> list[Any]:
@@ -48,6 +57,13 @@ def _plain(params: list[Any]) -> list[Any]:
         if getattr(option, "is_flag", False) and option.metavar is None:
             option.metavar = ""
     return params
+
+
+def _escape_help(parts: Iterable[Any]) -> None:
+    """Escape `[name]` in help texts, which typer gives to rich as markup; join the lines."""
+    for part in parts:
+        text = part.help or docstring(getattr(part, "callback", None))
+        part.help = re.sub(r"(?<!\\)\[(?=[a-z#/@])", r"\[", re.sub(r"(?<=\S)\n(?=\S)", " ", text))
 
 
 class CompletedVerb(TyperCommand):

@@ -127,7 +127,7 @@ def nvidia_driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return ""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
 
 

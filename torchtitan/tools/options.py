@@ -1,7 +1,6 @@
 """Options that the verbs of the command line share, and the flags of a recipe."""
 
 import importlib
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan.config import ConfigError, allowed_names, help_sections, split_options
+from torchtitan.logging import status
 from torchtitan.tools.commands import Command, VerbGroup
 from torchtitan.tools.reference import section_names, settings, show_sections, show_settings
 
@@ -121,16 +121,8 @@ def import_modules(names: Iterable[str], where: str) -> None:
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int], None]]:
     """Show on a terminal that work is in progress; the value shows the number of recorded ranks."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-
-    def show(recorded: int) -> None:
-        status.update(f"{what}: {recorded} recorded")
-
-    with Console(stderr=True).status(what) as status:
-        yield show
+    with status(what) as add:
+        yield lambda recorded: add(f": {recorded} recorded")
 
 
 def verb(**settings: Any) -> typer.Typer:

@@ -1,7 +1,6 @@
 """Plot the loss, or other metrics, of runs in one SVG file, which every browser shows.
 
-It is written by hand, so that no plotting library is needed; `torchtitan compare` has interactive
-plots of much more.
+`torchtitan compare` has interactive plots of much more.
 """
 
 import math
@@ -27,7 +26,7 @@ Point = tuple[int, float]
 app = verb()
 
 
-@app.command(cls=Verb, help=__doc__.partition("\n")[0])
+@app.command(cls=Verb, help=__doc__)
 def plot(
     runs: Annotated[
         list[Path], typer.Argument(help="Folders of runs (job.dump_folder): outputs/x.")

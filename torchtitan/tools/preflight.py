@@ -105,7 +105,9 @@ def on_this_node(options: LaunchOptions, words: Sequence[str], as_json: bool) ->
                 return 128 + error.sigval
         if agent.stopped_by:
             return status_of_stop(agent.stopped_by, True)
-        return told(json.loads(report.read_text()), as_json) if report.exists() else 1
+        return (
+            told(json.loads(report.read_text(encoding="utf-8")), as_json) if report.exists() else 1
+        )
 
 
 def as_rank(words: Sequence[str], least_rate: float | None, as_json: bool) -> int:

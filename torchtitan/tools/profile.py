@@ -72,7 +72,7 @@ def request_trace(
         )
     known = set(traces.glob(f"*{ON_REQUEST}"))
     unfinished = request.with_name(f"{REQUEST_FILE}.writing")
-    unfinished.write_text(json.dumps({"steps": steps}) + "\n")
+    unfinished.write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
     unfinished.replace(request)
     log(f"requested from {folder} a trace of {steps} step{'s' * (steps > 1)}; it is {state.words}")
 

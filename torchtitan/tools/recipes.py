@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from math import gcd, prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from torchtitan.config import (
     read_file,
     read_recipe,
 )
-from torchtitan.logging import on_terminal
+from torchtitan.logging import make_console, on_terminal
 from torchtitan.tools.options import Verb, verb
 
 BASES = "base/"
@@ -32,14 +33,13 @@ app = verb(help=__doc__)
 def list_recipes(context: typer.Context) -> None:
     if context.invoked_subcommand:
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("recipe or study", "model", "ranks", "", box=None, padding=(0, 2, 0, 0))
     for name, path in packaged_recipes().items():
         if not name.startswith(BASES):
             table.add_row(name, *described(path))
-    console = Console(width=None if on_terminal() else 10_000)
+    console = make_console(width=None if on_terminal(sys.stdout) else 10_000)
     with console.capture() as capture:
         console.print(table)
     print(*(line.rstrip() for line in capture.get().splitlines()), sep="\n")

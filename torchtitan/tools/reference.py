@@ -168,11 +168,11 @@ def show_settings(found: Sequence[HelpSection], is_long: bool) -> None:
 
 def _print_panels(panels: Iterable[tuple[str, Sequence[Any]]], is_long: bool = False) -> None:
     """Print frames such as those of the options of a verb."""
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = make_console()
     with console.pager() if is_long and console.is_terminal else nullcontext():
         for title, rows in panels:
             frame = Panel(Group(*rows), title=Text(title), title_align="left", border_style="dim")

@@ -1,5 +1,7 @@
 """Every key of a TOML text is found on its line, whatever surrounds it."""
 
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -90,6 +92,14 @@ def paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         if isinstance(item, dict):
             yield (*path, str(number))
             yield from paths(item, (*path, str(number)))
+
+
+def test_lines_are_found_without_asserts() -> None:
+    code = "from torchtitan.config.lines import key_lines; print(key_lines('a = 1\\nb = \"c\"'))"
+    done = subprocess.run(
+        [sys.executable, "-OO", "-c", code], capture_output=True, check=True, timeout=60
+    )
+    assert done.stdout.decode().strip() == "{('a',): 1, ('b',): 2}"
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

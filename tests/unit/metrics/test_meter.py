@@ -410,6 +410,15 @@ class Broken(Kept):
         self.fail("close")
 
 
+def test_a_sink_may_follow_every_step():
+    meter, kept, clock = make()
+    steps = []
+    kept.after_step = steps.append
+    with meter:
+        run(meter, clock, range(1, 6))
+    assert steps == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("at", "asked", "step"),
     [

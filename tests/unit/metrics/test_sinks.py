@@ -22,7 +22,15 @@ from torchtitan.metrics import (
     SinkContext,
     build_sinks,
 )
-from torchtitan.metrics.sinks import Console, Jsonl, TensorBoard, WandB, row_line, summary_text
+from torchtitan.metrics.sinks import (
+    QUIET_SECONDS,
+    Console,
+    Jsonl,
+    TensorBoard,
+    WandB,
+    row_line,
+    summary_text,
+)
 
 ROW = {
     "loss": 4.25,
@@ -202,6 +210,19 @@ def test_console_writes_plain_lines_elsewhere_than_on_a_terminal(caplog, capfd, 
     assert capfd.readouterr() == ("", "")
 
 
+def test_console_says_that_a_run_is_alive(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    now = [0.0]
+    sink = Console(SinkContext(tmp_path, total_steps=100))
+    sink.clock, sink.spoke = lambda: now[0], 0.0
+    caplog.set_level("INFO", "torchtitan")
+    sink.open(0)
+    for step in range(1, 8):
+        now[0] += QUIET_SECONDS / 3
+        sink.after_step(step)
+    assert caplog.messages == ["step   3/100", "step   6/100"]
+
+
 def test_console_shows_a_bar_below_the_lines_on_a_terminal(monkeypatch, tmp_path):
     from torchtitan.logging import configure, logger
 
@@ -221,6 +242,8 @@ def test_console_shows_a_bar_below_the_lines_on_a_terminal(monkeypatch, tmp_path
         sink.write(12, ROW)
         sink.bar.refresh()
         shown = terminal.getvalue()
+        sink.after_step(13)
+        assert sink.bar.tasks[0].completed == 13
         sink.open(8)
         assert sink.bar.tasks[0].completed == 8
         sink.close(SUMMARY)

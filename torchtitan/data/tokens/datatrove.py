@@ -60,7 +60,9 @@ class DatatroveFormat(TokenFormat):
     def finish(self, folder: Path, entries: Sequence[Any], about: Mapping[str, Any]) -> None:
         for number, (tokens, itemsize) in enumerate(entries):
             file = folder / f"{number:05d}.ds.metadata"
-            file.write_text(f"{about.get('tokenizer') or 'Unknown'}|{itemsize}\n{tokens}\n")
+            file.write_text(
+                f"{about.get('tokenizer') or 'Unknown'}|{itemsize}\n{tokens}\n", encoding="utf-8"
+            )
 
 
 def _beside(file: Path, suffix: str) -> Path:

@@ -145,7 +145,9 @@ def write_index(
         shards=tuple(listed),
         **about,
     )
-    (unfinished / INDEX).write_text(json.dumps(asdict(description), indent=1) + "\n")
+    (unfinished / INDEX).write_text(
+        json.dumps(asdict(description), indent=1) + "\n", encoding="utf-8"
+    )
     (folder / INDEX).unlink(missing_ok=True)
     for name in ARRAYS:
         array_file(folder, name).unlink(missing_ok=True)

@@ -109,7 +109,7 @@ def open_tokens(
                         tables = (record or record_small)(root_of(local), tables)
                     with writing(index):
                         write_index(index, format.name, _all_of(tables))
-                (index / "files.json").write_text(json.dumps(stamps))
+                (index / "files.json").write_text(json.dumps(stamps), encoding="utf-8")
     return TokenDocuments(root, index, vocab_size, shuffle_window=shuffle_window, cache=copies)
 
 
@@ -137,7 +137,7 @@ def _is_current(index: Path, root: Path, stamps: Sequence[Stamp], *, is_asked: b
     """
     file = index / "files.json"
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
         about = read_description(index)
     except (OSError, ValueError):
         return False

@@ -95,7 +95,7 @@ class LitDataFormat(TokenFormat):
             "item_loader": "TokensLoader",
         }
         index = {"chunks": [entry for _, entry in entries], "config": config}
-        (folder / INDEX).write_text(json.dumps(index))
+        (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
 def _dtype(index: Path, config: Mapping[str, Any]) -> str:

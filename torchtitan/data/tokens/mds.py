@@ -124,7 +124,7 @@ class MosaicFormat(TokenFormat):
         return {**columns, "raw_data": raw, "samples": len(samples), "zip_data": None}
 
     def finish(self, folder: Path, entries: Sequence[Any], about: Mapping[str, Any]) -> None:
-        (folder / INDEX).write_text(json.dumps({"shards": entries, "version": 2}))
+        (folder / INDEX).write_text(json.dumps({"shards": entries, "version": 2}), encoding="utf-8")
 
 
 class _Samples:

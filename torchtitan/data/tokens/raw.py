@@ -60,7 +60,10 @@ class RawFormat(TokenFormat):
     def write(self, folder: Path, number: int, dtype: str, documents: Iterable[Tokens]) -> None:
         file = folder / f"{number:05d}{self.suffix}"
         end = 0
-        with file.open("wb") as stream, gzip.open(file.with_suffix(".csv.gz"), "wt") as lines:
+        with (
+            file.open("wb") as stream,
+            gzip.open(file.with_suffix(".csv.gz"), "wt", encoding="utf-8") as lines,
+        ):
             for tokens in documents:
                 stream.write(tokens.tobytes())
                 lines.write(f"{end},{end + len(tokens)}\n")

@@ -42,7 +42,7 @@ from torchtitan.data.tokens.index import (
     read_description,
     write_index,
 )
-from torchtitan.logging import logger, make_progress, on_terminal
+from torchtitan.logging import TITLE, logger, make_progress, on_terminal
 
 SHARD_TOKENS = 2**27
 """Tokens after which a shard is complete: 256 MiB, or 512 MiB for a large vocabulary."""
@@ -430,11 +430,10 @@ class _Progress:
         self._start = self._shown = time.monotonic()
         self._bar: Any = None
         if is_visible and on_terminal():
-            from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
 
-            columns = *Progress.get_default_columns()[:2], MofNCompleteColumn()
-            about = TextColumn("{task.fields[about]}")
-            self._bar = make_progress(*columns, about, TimeRemainingColumn())
+            columns = TITLE, BarColumn(), MofNCompleteColumn(), "{task.fields[about]}"
+            self._bar = make_progress(*columns, TimeRemainingColumn())
             self._task = self._bar.add_task("documents", total=documents, about="")
             self._bar.start()
 

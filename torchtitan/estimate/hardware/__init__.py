@@ -248,7 +248,7 @@ def read_hardware(path: Path) -> Hardware:
 @cache
 def _with_defaults() -> type[Hardware]:
     """Return settings without required keys, so that all mistakes of a file are found at once."""
-    example = tomli.loads((FOLDER / "h100.toml").read_text())
+    example = tomli.loads((FOLDER / "h100.toml").read_text(encoding="utf-8"))
     fields: dict[str, Any] = {
         key: (info.annotation, FieldInfo.merge_field_infos(info, default=example[key]))
         for key, info in Hardware.model_fields.items()

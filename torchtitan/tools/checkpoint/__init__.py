@@ -1,5 +1,6 @@
 """Look at checkpoints, and convert weights from one format to another."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +9,7 @@ import typer
 from torchtitan.checkpoint.weights import conversion as weights
 from torchtitan.checkpoint.weights.opening import find
 from torchtitan.checks import load_job
-from torchtitan.logging import logger, on_terminal
+from torchtitan.logging import logger, make_console, on_terminal
 from torchtitan.provenance import versions
 from torchtitan.remote import location
 from torchtitan.tools.checkpoint import inspection
@@ -43,10 +44,8 @@ def list_checkpoints(paths: Paths) -> None:
 
     Of a run's frequent checkpoints it lists what is on this node.
     """
-    from rich.console import Console
-
     # Without a terminal every checkpoint has one line, whatever the length of its path.
-    console = Console(width=None if on_terminal() else 10_000)
+    console = make_console(width=None if on_terminal(sys.stdout) else 10_000)
     console.print(inspection.table([p for folder in paths for p in find(folder, True)]))
 
 

@@ -30,6 +30,7 @@ OTHERS = NO_WEIGHTS | {"rng", "communication", "replica"}
 def table(checkpoints: Iterable[Path]) -> "Table":
     """A line for each: what it holds, and whether its files are there."""
     from rich.table import Table
+    from rich.text import Text
 
     headings = ("checkpoint", "step", "holds", "ranks", "layout", "tokens", "size", "digest", "")
     found = Table(*headings, box=None, padding=(0, 2, 0, 0))
@@ -37,7 +38,7 @@ def table(checkpoints: Iterable[Path]) -> "Table":
         try:
             found.add_row(str(path), *_row(path))
         except ConfigError as error:
-            found.add_row(str(path), *[""] * 7, f"[red]{error}[/red]")
+            found.add_row(str(path), *[""] * 7, Text(str(error), style="red"))
     return found
 
 

@@ -76,8 +76,8 @@ def all_cores() -> int:
 @contextmanager
 def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """On a terminal, a bar that the yielded function advances by some bytes."""
-    from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = *Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn()
-    with progress_bar(what, total, *columns, TimeRemainingColumn()) as show:
+    columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with progress_bar(what, total, *columns) as show:
         yield lambda size: show(advance=size)

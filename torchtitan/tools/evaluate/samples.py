@@ -132,7 +132,7 @@ class Printer:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         for sample in self.batch:
             if self.wanted.as_json:
-                print(json.dumps(sample.result(self.subject), ensure_ascii=False), flush=True)
+                print(json.dumps(sample.result(self.subject)), flush=True)
                 continue
             if not self.streams:
                 self._head(sample)

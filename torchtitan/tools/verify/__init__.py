@@ -20,6 +20,7 @@ from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, Problem, Registry, print_error
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
+from torchtitan.logging import make_console, on_terminal
 from torchtitan.optim import SGD, GroupConfig, OptimizerConfig
 from torchtitan.optim.sgd import SGDGroup
 from torchtitan.tools.verify.measure import Step, compare_steps, write_steps
@@ -55,13 +56,10 @@ def verify(
     Raises:
         ConfigError: the recipe cannot be trained, or not here.
     """
-    from rich.console import Console
-
     recipe = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
     checked = as_checked(recipe, world_size=world_size, steps=steps, shrink=shrink)
     job, ranks = checked.job, checked.ranks
-    width = None if sys.stdout.isatty() else 120
-    console = Console(width=width, highlight=False, markup=False, soft_wrap=True)
+    console = make_console(width=None if on_terminal(sys.stdout) else 120, soft_wrap=True)
     replace(recipe, config=job).refuse(_problems(checked))
     if not (checked.is_exact or "modelled" in REFERENCES):
         raise ConfigError(

@@ -18,6 +18,7 @@ from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, Problem, print_error
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
+from torchtitan.logging import make_console, on_terminal
 from torchtitan.tools.verify.measure import WEIGHT, Step, compare_checkpoints
 from torchtitan.tools.verify.ranks import EXEMPT, on_ranks, problems_here, run
 from torchtitan.tools.verify.report import LOSS, Resumption
@@ -50,14 +51,11 @@ def verify_resume(
     Raises:
         ConfigError: the recipe cannot be trained, or not here.
     """
-    from rich.console import Console
-
     recipe = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
     asked = as_resumed(
         recipe, world_size=world_size, steps=steps, shrink=shrink, then=dict(then or {})
     )
-    width = None if sys.stdout.isatty() else 120
-    console = Console(width=width, highlight=False, markup=False, soft_wrap=True)
+    console = make_console(width=None if on_terminal(sys.stdout) else 120, soft_wrap=True)
     with tempfile.TemporaryDirectory() as folder:
         replace(recipe, config=asked.job).refuse(_problems(asked.job, asked.ranks))
         then_job, then_ranks = asked.layouts[-1]
