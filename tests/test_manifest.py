@@ -29,6 +29,12 @@ SBATCH = {
     "ntasks-per-node": r"\d+",
     "gpus-per-task": r"\d+",
     "exclusive": None,
+    "account": r"[\w-]+",
+    "partition": r"[\w-]+",
+    "time": r"\d+",
+    "cpus-per-task": r"\d+",
+    "mem": r"\d+[KMGT]?",
+    "output": r"\S+",
     "signal": r"(B:)?[A-Z0-9]+@\d{1,5}",
     "requeue": None,
     "open-mode": "append|truncate",
@@ -182,6 +188,84 @@ def test_slurm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "export TORCHTITAN_GRACE_SECONDS=900" in lines
 
 
+ASKED = {
+    "account": "physics",
+    "partition": "gpu",
+    "time_limit_minutes": "90",
+    "cpus": "96",
+    "memory_gib": "900",
+    "setup": "source venv/bin/activate",
+    "log_file": "logs/a b.txt",
+}
+KUBERNETES = {
+    "namespace: physics": "account",
+    "kueue.x-k8s.io/queue-name: gpu": "partition",
+    "activeDeadlineSeconds: 5400": "time_limit_minutes",
+    "cpu: 96": "cpus",
+    'memory: "900Gi"': "memory_gib",
+    "source venv/bin/activate && ": "setup",
+    "tee -a 'logs/a b.txt'": "log_file",
+}
+WHERE = {
+    "slurm": {
+        "#SBATCH --account=physics": "account",
+        "#SBATCH --partition=gpu": "partition",
+        "#SBATCH --time=90": "time_limit_minutes",
+        "#SBATCH --cpus-per-task=96": "cpus",
+        "#SBATCH --mem=900G": "memory_gib",
+        "\nsource venv/bin/activate || exit\n": "setup",
+        "#SBATCH --output='logs/a b.txt'": "log_file",
+    },
+    "jobset": KUBERNETES,
+    "kubeflow": KUBERNETES,
+    "skypilot": {
+        'cpus: "96+"': "cpus",
+        'memory: "900+"': "memory_gib",
+        "source venv/bin/activate &&\n": "setup",
+        "tee -a 'logs/a b.txt'": "log_file",
+    },
+    "torchx": {
+        "cpu=96": "cpus",
+        "memMB=921600": "memory_gib",
+        "source venv/bin/activate && ": "setup",
+        "tee -a 'logs/a b.txt'": "log_file",
+    },
+}
+
+
+@pytest.mark.parametrize("target", WRITERS)
+def test_what_a_recipe_asks_of_the_scheduler(
+    target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [word for key, value in ASKED.items() for word in (f"--job.manifest.{key}", value)]
+    recipe = "train_configs/llama3_70b.toml"
+    assert main(["manifest", recipe, "--for", target, *words, "--training.steps", "7"]) == 0
+    text, notes = capsys.readouterr()
+    for part in WHERE[target]:
+        assert part in text
+    # The run is not told, and the user is told of what the scheduler does not take.
+    assert f"torchtitan train {recipe} --training.steps 7" in text
+    assert "job.manifest" not in text
+    left_out = ASKED.keys() - WHERE[target].values()
+    assert {key for key in ASKED if key in notes} == left_out
+    if target == "slurm":
+        (tmp_path / "job.sh").write_text(text)
+        subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
+    elif target != "torchx":
+        checked(text, target)
+
+
+def test_hardware_may_be_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["manifest", "train_configs/debug_model.toml", "--world-size", "8", "--for", "slurm"]
+    words += ["--job.hardware", ""]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "--hardware" in told
+    assert "--devices-per-node" in told
+    assert main([*words, "--hardware", "h100"]) == 0
+    assert "--gpus-per-task=8" in capsys.readouterr().out
+
+
 def test_a_grace_shorter_than_a_save_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     for seconds, is_short in (("26", True), ("27", False)):
         words = ["train_configs/llama3_70b.toml", "--for", "jobset", "--grace-seconds", seconds]
@@ -305,6 +389,7 @@ def test_yaml_is_read_as_it_was_meant() -> None:
         "text": "it's: # 1",
         "number": 5,
         "like a number": "5",
+        "long": "é" * 300,
         "yes": "yes",
         "lines": "one\ntwo\n",
         "list": [{"a": 1, "b": ["x", "-y"]}, "z"],

@@ -89,6 +89,26 @@ def in_words(data_ranks: int) -> str:
     return f"{data_ranks:,} data-parallel rank{'s' * (data_ranks > 1)}"
 
 
+class ManifestSection(Config):
+    """What `torchtitan manifest` asks of a scheduler; it has no effect on a run."""
+
+    account: str = ""
+    """Account to charge: `--account` of Slurm, the namespace of Kubernetes."""
+    partition: str = ""
+    """Partition of Slurm, or the local queue of Kueue on Kubernetes."""
+    time_limit_minutes: int | None = Field(None, ge=1)
+    """Time limit of the job, on Slurm and Kubernetes; none: the scheduler's own."""
+    cpus: int | None = Field(None, ge=1)
+    """Cores to request on each node."""
+    memory_gib: int | None = Field(None, ge=1)
+    """Memory to request on each node, in GiB."""
+    setup: tuple[str, ...] = ()
+    """Shell lines that run first on each node, such as `source .venv/bin/activate`."""
+    log_file: str = ""
+    """File that the output is appended to, in a folder that exists; Slurm replaces `%j` by the
+    number of the job."""
+
+
 class JobSection(Config):
     """The run as a whole."""
 
@@ -104,6 +124,7 @@ class JobSection(Config):
     ranks: int | None = Field(None, ge=1)
     """Number of ranks that the recipe is meant for, as of `torchtitan plan`; it has no effect on a
     run."""
+    manifest: ManifestSection = ManifestSection()
     print_config: bool = False
     """Print the resolved recipe at the start."""
     imports: tuple[str, ...] = ()

@@ -1,9 +1,10 @@
 """Write what a scheduler runs a recipe with: a Kubernetes resource, a SkyPilot task, a script."""
 
+import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +14,9 @@ import typer
 from torchtitan import config
 from torchtitan.checks import TOKENIZER, load_job
 from torchtitan.checks.model import model_of
-from torchtitan.config import ConfigError, show
+from torchtitan.config import ConfigError
 from torchtitan.estimate.hardware import find_hardware
-from torchtitan.job import JobConfig
+from torchtitan.job import JobConfig, ManifestSection
 from torchtitan.launch import WRONG_RECIPE
 from torchtitan.logging import logger
 from torchtitan.models.spec import count_parameters
@@ -26,8 +27,9 @@ from torchtitan.train import require_recipe
 
 WORK = "/work"
 """Folder of the recipe, of relative paths and of the run in the image of `Dockerfile`."""
-WITHOUT_GRACE = ("skypilot", "torchx")
-"""Schedulers whose manifests have no time between a request to stop and the end."""
+OF_A_JOB = ("skypilot", "torchx")
+"""Schedulers whose manifests say nothing of a queue, nor of the time to stop."""
+OF_A_QUEUE = ("account", "partition", "time_limit_minutes")
 LEAST_GRACE = 120
 """Seconds for the step that is under way, and to stop."""
 RESTARTS = 10
@@ -76,6 +78,7 @@ class Submission:
     volume: str
     data: str | None
     """Absolute path of data outside `WORK`, if any."""
+    wanted: ManifestSection
 
     @property
     def train(self) -> str:
@@ -88,11 +91,26 @@ class Submission:
         return shlex.join(["torchtitan", "preflight", *self.words]) if self.has_preflight else ""
 
     @property
+    def before(self) -> list[str]:
+        """Lines of bash that set up a node; the log is written, too, where no scheduler does it."""
+        log = shlex.quote(self.wanted.log_file)
+        return [*self.wanted.setup, *([f"exec > >(tee -a {log}) 2>&1"] if log != "''" else [])]
+
+    @property
     def command(self) -> list[str]:
-        """Both commands as one, which the launcher of the ranks replaces at last."""
-        if not self.has_preflight:
+        """All lines as one command, which the launcher of the ranks replaces at last."""
+        lines = [*self.before, *filter(None, [self.preflight])]
+        if not lines:
             return shlex.split(self.train)
-        return ["sh", "-c", f"{self.preflight} && exec {self.train}"]
+        return ["bash" if self.before else "sh", "-c", " && ".join([*lines, f"exec {self.train}"])]
+
+    @property
+    def requests(self) -> dict[str, Any]:
+        """Cores and memory of a node, as Kubernetes has them."""
+        memory = self.wanted.memory_gib
+        return ({"cpu": self.wanted.cpus} if self.wanted.cpus else {}) | (
+            {"memory": f"{memory}Gi"} if memory else {}
+        )
 
     @property
     def mounts(self) -> dict[str, tuple[str, str]]:
@@ -119,6 +137,10 @@ def manifest(
     ] = None,
     devices_per_node: Annotated[
         int | None, Count("Ranks of a node (default: as many as its hardware has).")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Hardware of the nodes (default: job.hardware)."),
     ] = None,
     grace_seconds: Annotated[
         int | None,
@@ -149,8 +171,18 @@ def manifest(
     job = load_job(path, flags, world_size, "cuda", exempt=ELSEWHERE).config
     ranks = world_size or job.job.ranks or job.parallelism.least_ranks
     job = load_job(path, flags, ranks, "cuda", exempt=ELSEWHERE).config
-    nodes, each = split(ranks, devices_per_node or find_hardware(job.job.hardware).ranks_per_node)
-    if grace_seconds and target in WITHOUT_GRACE:
+    hardware = hardware or job.job.hardware
+    if not (devices_per_node or hardware):
+        raise ConfigError(
+            "job.hardware: the recipe names none; add --hardware, such as h100, or "
+            "--devices-per-node"
+        )
+    nodes, each = split(ranks, devices_per_node or find_hardware(hardware).ranks_per_node)
+    wanted = job.job.manifest
+    if target in OF_A_JOB and (left_out := [key for key in OF_A_QUEUE if getattr(wanted, key)]):
+        keys = ", ".join(left_out)
+        logger.warning("job.manifest: %s has no %s; give them when you submit", target, keys)
+    if grace_seconds and target in OF_A_JOB:
         raise ConfigError(f"--grace-seconds: {target} has no time to stop to set; leave it out")
     if grace_seconds and grace_seconds < (planned := save_seconds(job, nodes)):
         logger.warning(
@@ -163,13 +195,14 @@ def manifest(
         name=re.sub(r"[^a-z0-9]+", "-", Path(str(path)).stem.lower()).strip("-"),
         nodes=nodes,
         devices=each,
-        hardware=job.job.hardware,
-        words=[str(path), *flags],
+        hardware=hardware,
+        words=[str(path), *of_the_run(flags)],
         has_preflight=not no_preflight,
         grace=grace_seconds or grace_of(job, nodes),
         image=image,
         volume=volume,
         data=dataset if dataset.startswith("/") and not dataset.startswith(WORK) else None,
+        wanted=wanted,
     )
     text = WRITERS[target](submission)
     if output is None:
@@ -178,6 +211,16 @@ def manifest(
         raise ConfigError(f"{output}: already exists; nothing was written")
     else:
         output.write_text(text, encoding="utf-8")
+
+
+def of_the_run(flags: Sequence[str]) -> Iterator[str]:
+    """Yield the flags that the run needs: not those of the manifest, and their values."""
+    is_ours = False
+    for word in flags:
+        if word.startswith("--"):
+            is_ours = word.startswith("--job.manifest.")
+        if not is_ours:
+            yield word
 
 
 def split(ranks: int, each: int) -> tuple[int, int]:
@@ -213,6 +256,8 @@ def save_seconds(job: JobConfig, nodes: int) -> float:
 def _pod(job: Submission, environment: list[dict[str, Any]]) -> dict[str, Any]:
     vendor = "amd.com" if job.hardware.startswith("mi") else "nvidia.com"
     limits = {} if job.hardware == "cpu" else {f"{vendor}/gpu": job.devices}
+    resources = {"requests": job.requests, "limits": limits}
+    resources = {kind: amounts for kind, amounts in resources.items() if amounts}
     volumes: list[dict[str, Any]] = [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{SHARED_GIB}Gi"}}
     ]
@@ -222,7 +267,7 @@ def _pod(job: Submission, environment: list[dict[str, Any]]) -> dict[str, Any]:
         "command": job.command,
         "workingDir": WORK,
         "env": [*environment, {"name": VARIABLE, "value": str(job.grace)}],
-        **({"resources": {"limits": limits}} if limits else {}),
+        **({"resources": resources} if resources else {}),
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
     for name, (path, claim) in job.mounts.items():
@@ -247,6 +292,7 @@ def _jobset(
     job: Submission, environment: list[dict[str, Any]], labels: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the spec of a JobSet: a failed node starts again alone, and meets the others."""
+    limit = job.wanted.time_limit_minutes
     rules = [
         _exit_codes("FailJob", WRONG_RECIPE, DIVERGED),
         _exit_codes("Ignore", REQUEUE),
@@ -257,6 +303,7 @@ def _jobset(
         "completions": job.nodes,
         "parallelism": job.nodes,
         "backoffLimit": RESTARTS,
+        **({"activeDeadlineSeconds": 60 * limit} if limit else {}),
         "podFailurePolicy": {"rules": rules},
         "template": {"spec": _pod(job, environment)},
     }
@@ -266,6 +313,13 @@ def _jobset(
         "failurePolicy": {"maxRestarts": 0, "rules": [ends]},
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
     }
+
+
+def _metadata(job: Submission) -> dict[str, Any]:
+    account, queue = job.wanted.account, job.wanted.partition
+    namespace = {"namespace": account} if account else {}
+    labels = {"labels": {"kueue.x-k8s.io/queue-name": queue}} if queue else {}
+    return {"name": job.name, **namespace, **labels}
 
 
 def jobset(job: Submission) -> str:
@@ -283,7 +337,7 @@ def jobset(job: Submission) -> str:
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": {"name": job.name},
+            "metadata": _metadata(job),
             "spec": _jobset(job, environment, {}),
         }
     )
@@ -296,7 +350,7 @@ def kubeflow(job: Submission) -> str:
     runtime = {
         "apiVersion": version,
         "kind": "TrainingRuntime",
-        "metadata": {"name": job.name, "labels": {"trainer.kubeflow.org/framework": "torch"}},
+        "metadata": {**_metadata(job), "labels": {"trainer.kubeflow.org/framework": "torch"}},
         "spec": {
             "mlPolicy": {"numNodes": job.nodes, "torch": {}},
             "template": {"spec": _jobset(job, [], label)},
@@ -310,7 +364,7 @@ def kubeflow(job: Submission) -> str:
     train = {
         "apiVersion": version,
         "kind": "TrainJob",
-        "metadata": {"name": job.name},
+        "metadata": _metadata(job),
         "spec": {"runtimeRef": reference, "trainer": {"numProcPerNode": job.devices}},
     }
     return f"{yaml(runtime)}---\n{yaml(train)}"
@@ -322,11 +376,13 @@ def skypilot(job: Submission) -> str:
     if job.hardware != "cpu":
         name = ACCELERATORS.get(job.hardware, job.hardware.upper())
         resources["accelerators"] = f"{name}:{job.devices}"
+    least = {"cpus": job.wanted.cpus, "memory": job.wanted.memory_gib}
+    resources |= {key: f"{number}+" for key, number in least.items() if number}
     # Restarts on errors would not look at the exit code; the launcher restarts ranks by itself.
     resources["job_recovery"] = {"recover_on_exit_codes": [REQUEUE]}
     mounts = {path: {"name": claim, "mode": "MOUNT"} for path, claim in job.mounts.values()}
-    before = f"{job.preflight} &&\n" if job.has_preflight else ""
-    command = f"cd {WORK}\n{before}{job.train}\n"
+    lines = [f"cd {WORK}", *(f"{line} &&" for line in (*job.before, job.preflight) if line)]
+    command = "".join(f"{line}\n" for line in (*lines, job.train))
     return yaml(
         {
             "name": job.name,
@@ -342,6 +398,17 @@ def slurm(job: Submission) -> str:
     """Return a script for sbatch, submitted in the folder of the recipe."""
     devices = [] if job.hardware == "cpu" else [f"#SBATCH --gpus-per-task={job.devices}"]
     processes = [] if devices else [f"export PET_NPROC_PER_NODE={job.devices}"]
+    wanted = job.wanted
+    options = {
+        "account": wanted.account,
+        "partition": wanted.partition,
+        "time": wanted.time_limit_minutes,
+        "cpus-per-task": wanted.cpus,
+        "mem": f"{wanted.memory_gib}G" if wanted.memory_gib else None,
+        "output": wanted.log_file,
+    }
+    # `srun` does not read the option of `sbatch`.
+    processes += [f"export SRUN_CPUS_PER_TASK={wanted.cpus}"] if wanted.cpus else []
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name={job.name}",
@@ -349,9 +416,11 @@ def slurm(job: Submission) -> str:
         "#SBATCH --ntasks-per-node=1",
         *devices,
         "#SBATCH --exclusive",
+        *(f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in options.items() if value),
         f"#SBATCH --signal=USR1@{job.grace}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
+        *(f"{line} || exit" for line in wanted.setup),
         "set -uo pipefail",
         f"export {VARIABLE}={job.grace}",
         *processes,
@@ -373,7 +442,9 @@ def slurm(job: Submission) -> str:
 
 def torchx(job: Submission) -> str:
     """Return a component of TorchX: `torchx run FILE:train`."""
-    resource = {"cpu": -1, "gpu": 0 if job.hardware == "cpu" else job.devices, "memMB": -1}
+    cpus, memory = job.wanted.cpus or -1, 1024 * (job.wanted.memory_gib or 0) or -1
+    gpus = 0 if job.hardware == "cpu" else job.devices
+    resource = {"cpu": cpus, "gpu": gpus, "memMB": memory}
     environment = {"PET_NNODES": str(job.nodes), "PET_NPROC_PER_NODE": str(job.devices)}
     mounts = [
         f"specs.VolumeMount(src={claim!r}, dst_path={path!r})"
@@ -444,4 +515,4 @@ def _scalar(value: Any) -> str:
     if not isinstance(value, str):
         return str(value)
     is_plain = re.fullmatch(r"[A-Za-z/][\w./@-]*", value) and value.lower() not in RESERVED
-    return value if is_plain else show(value)
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
