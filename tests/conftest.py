@@ -32,6 +32,8 @@ def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Seeds set, no launcher and no network in the environment; what is changed is put back."""
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
+    # Notes are those of any machine.
+    monkeypatch.setattr("torchtitan.checks.limits.cpu_has_bfloat16", lambda: True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     seed(0)

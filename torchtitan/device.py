@@ -302,15 +302,22 @@ def _groups() -> Iterator[Path]:
             yield CGROUPS / ("memory" if controllers else "") / above
 
 
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies in bfloat16, rather than emulating it; True if unknown."""
+    known = f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split()  # of x86, of ARM
+    return not known or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(known)
+
+
 def _cpu_name() -> str:
-    cpuinfo = PROC / "cpuinfo"
-    if cpuinfo.exists():
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE
-        )
-        if found:
-            return found[1].strip()
-    return platform.processor() or platform.machine()
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(key: str) -> str:
+    """Return the first line of /proc/cpuinfo with this key; empty if there is none."""
+    path = PROC / "cpuinfo"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = re.search(rf"^{key}\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 def _resident_peak() -> int:

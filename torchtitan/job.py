@@ -338,8 +338,9 @@ class JobConfig(Config):
         return SAME_RUN | {f"model.{key}" for key in self.model.sizes()}
 
     def in_effect(self) -> dict[str, Any]:
-        """Return `flat`, with the model's sizes from the recipe or its flavor."""
-        return with_sizes(self.flat())
+        """Return `flat` of what the run does, with the model's sizes from recipe or flavor."""
+        values = with_sizes(self.flat())
+        return {key: values[key] for key in values if not key.startswith("job.manifest.")}
 
     def flat(self) -> dict[str, Any]:
         """Return the values by dotted key, as in TOML; `convert.0.name` is in a list."""

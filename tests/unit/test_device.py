@@ -9,6 +9,7 @@ import torch
 
 from tests import forked
 from torchtitan import device
+from torchtitan.checks import load_job
 from torchtitan.device import Device, peak_flops
 
 PEAKS = {
@@ -158,6 +159,28 @@ CONTROL_GROUPS = {
         4.0,
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "is_slow"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512bw\n", True),
+        ("flags\t\t: fpu avx512f avx512_bf16\n", False),
+        ("flags\t\t: fpu amx_bf16 amx_tile\n", False),
+        ("Features\t: fp asimd\n", True),
+        ("Features\t: fp asimd bf16\n", False),
+        ("model name\t: unknown\n", False),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_it_is_noted(cpuinfo, is_slow, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(device, "PROC", tmp_path)
+    monkeypatch.setattr("torchtitan.checks.limits.cpu_has_bfloat16", device.cpu_has_bfloat16)
+    for kind, dtype in [("cpu", "bfloat16"), ("cpu", "float32"), ("cuda", "bfloat16")]:
+        flags = ["--training.mixed_precision_param", dtype]
+        told = " ".join(load_job(None, flags, None, kind).notices)
+        is_noted = is_slow and (kind, dtype) == ("cpu", "bfloat16")
+        assert ("training.mixed_precision_param" in told) == is_noted
 
 
 def test_the_limits_of_all_control_groups_hold(tmp_path, monkeypatch):

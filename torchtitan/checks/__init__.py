@@ -93,6 +93,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     validating.held_out,
     validating.picture,
     memory_limits.samples,
+    limits.bfloat16,
 )
 
 

@@ -1,8 +1,9 @@
-"""Upper bounds of numbers, checked first, as other rules would loop up to them."""
+"""Limits of any run: of numbers, checked first as other rules would loop up to them; of a CPU."""
 
 from collections.abc import Iterator
 
 from torchtitan.config import PlannedWorld, Problem
+from torchtitan.device import cpu_has_bfloat16
 from torchtitan.job import JobConfig
 from torchtitan.models.settings import MAX_LAYERS, MAX_SIZE
 
@@ -33,3 +34,17 @@ def numbers(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         value = values.get(key)
         if isinstance(value, int) and value > limit:
             yield Problem(key, f"wanted at most {limit:,}")
+
+
+def bfloat16(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Note that a CPU is slow in bfloat16: a default by device would make it train another run."""
+    if (
+        job.training.mixed_precision_param == "bfloat16"
+        and world.device_type == "cpu"
+        and not cpu_has_bfloat16()
+    ):
+        message = (
+            "this CPU has no bfloat16 arithmetic, and emulates it slowly; use float32 to train "
+            "here, which changes the run's rounding on every device"
+        )
+        yield Problem("training.mixed_precision_param", message, ("training",), "note")
