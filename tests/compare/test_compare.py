@@ -84,6 +84,14 @@ def test_rounding_is_the_same_run_and_more_is_not() -> None:
     assert verdict(late, base) == "same"
 
 
+def test_the_rule_names_the_steps_that_ran() -> None:
+    short = curve([5.0, 4.0, 3.0, 2.0])
+    jobs = [tiny.job()] * 2
+    assert "steps 1 to 4" in compare_curves(short, short, short, short, jobs, []).why
+    late = RunCurve((5, 6, 20), (0, 0, 0), (3.0, 2.0, 1.0))
+    assert "steps 5 to 6" in compare_curves(late, late, late, late, jobs, []).why
+
+
 def test_seeds_are_the_yardstick_of_what_rounds_otherwise() -> None:
     base: list[float | None] = [5.0 - 0.1 * step for step in range(20)]
     near, far = ([v + d for v in base if v] for d in (0.01, 0.5))

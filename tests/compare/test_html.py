@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -13,6 +14,7 @@ import pytest
 
 from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
 from tests.compare.samples import HOSTILE, LONG, UNICODE, sample
+from torchtitan.tools.compare import summary
 from torchtitan.tools.compare.html_page import html_page as page
 from torchtitan.tools.compare.markdown import markdown
 from torchtitan.tools.compare.plots import plots
@@ -139,7 +141,7 @@ def test_a_variant_alone_has_no_differences(report: Report) -> None:
 
 
 def test_the_verdict_names_the_fastest_that_trains_the_same_run(report: Report) -> None:
-    fastest, same, *others = verdict(report)
+    same_run, near, other_run, unknown, fastest, same, *others = verdict(report)
     by_name = {variant.name: variant for variant in report.ran}
     ratio = by_name[HOSTILE].ratio
     assert ratio is not None
@@ -149,22 +151,28 @@ def test_the_verdict_names_the_fastest_that_trains_the_same_run(report: Report) 
         "baseline's run."
     )
     assert same.startswith(f"Of those that train it, “{UNICODE}” is the fastest: ")
-    assert others == [
-        f"Train the same run as “fsdp”: “{UNICODE}”.",
+    assert (same_run, near, other_run, unknown) == (
+        f"Train the same run as “fsdp”, with the same loss: “{UNICODE}”.",
         f"As near to “fsdp” as its own seeds are to each other: “{LONG}”.",
         f"Do not train the same run: “{HOSTILE}”.",
         "Not judged whether they train the same run: “exact”.",
-        "Cannot run: “tp 3”.",
-        "Failed: “too big”.",
-    ]
+    )
+    assert others == ["Cannot run: “tp 3”.", "Failed: “too big”."]
+
+
+def test_the_summary_tells_the_loss_before_the_speed(report: Report) -> None:
+    lines = {line.split("  ")[0]: line for line in summary(report)}
+    assert "x speed" not in lines["fsdp"]
+    assert re.search(
+        r"  same loss .*/s/device  [\d.]+x speed \([\d.]+ to [\d.]+\)$", lines[UNICODE]
+    )
+    assert lines["tp 3"].endswith("cannot run")
 
 
 def test_the_verdict_does_not_call_a_slower_variant_fast(report: Report) -> None:
     slow = next(variant for variant in report.variants if variant.name == "exact")
-    first, *_ = verdict(dataclasses.replace(report, variants=(report.variants[0], slow)))
-    words = (
-        "The baseline, “fsdp”, is the fastest. “exact” comes nearest to the baseline, with 0.966"
-    )
+    _, first, *_ = verdict(dataclasses.replace(report, variants=(report.variants[0], slow)))
+    words = "The baseline, “fsdp”, is the fastest. “exact” reaches 0.966"
     assert first.startswith(words)
     assert "its spread is not known. But it is not known to train the baseline's run." in first
 

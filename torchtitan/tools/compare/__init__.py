@@ -21,7 +21,7 @@ from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.tools.compare.gather import Candidate, formulas, of_folder, report
 from torchtitan.tools.compare.html_page import html_page
-from torchtitan.tools.compare.markdown import byte_size, markdown, ratio
+from torchtitan.tools.compare.markdown import byte_size, markdown
 from torchtitan.tools.compare.measured_run import MeasuredRun
 from torchtitan.tools.compare.prepare import PlannedRun, Ready, launcher, prepare, tasks
 from torchtitan.tools.compare.results import Report
@@ -37,6 +37,14 @@ from torchtitan.tools.history import METRICS_FILE
 
 __all__ = ["FORMS", "compare", "compare_folders", "dry_run", "read", "summary"]
 
+LOSSES = {
+    "baseline": "baseline",
+    "same": "same loss",
+    "within seeds": "loss of a seed",
+    "differs": "other loss",
+    "not judged": "loss not judged",
+}
+"""Verdicts on a variant, as a line has room for them."""
 FORMS = ("md", "html", "json")
 """Formats in which a report is written."""
 
@@ -157,13 +165,17 @@ def compare_folders(
 
 
 def summary(found: Report) -> Iterator[str]:
-    """A line for each variant."""
+    """A line for each variant: whether it trains the same, then how fast."""
     width = max(len(each.name) for each in found.variants)
     for each in found.variants:
         line: str = each.status
         if each.tps is not None:
-            speed = f"{each.tps.median:10,.0f} {each.unit}/s/device  x {ratio(each.ratio)}"
-            line = f"{speed}  {each.parity.verdict}"
+            line = (
+                f"{LOSSES[each.parity.verdict]:<15}  {each.tps.median:10,.0f} {each.unit}/s/device"
+            )
+            if (speed := each.ratio) and each.name != found.baseline:
+                line += f"  {speed.median:.2f}x speed"
+                line += f" ({speed.least:.2f} to {speed.most:.2f})" * (speed.count > 1)
         yield f"{each.name:<{width}}  {line}"
 
 

@@ -59,7 +59,9 @@ def compare_curves(
     norm = difference(our_norms, their_norms, NORM * growth)
     if loss is None or norm is None:
         return Parity("not judged", "they have no steps in common, or none that is finite")
-    rule = f"{growth:.1e} a step ({dtype}; {NORM:g} times that for the norm), steps 1 to {JUDGED}"
+    judged = [step for step in relative_differences(ours, theirs) if step <= JUDGED]
+    steps = f"steps {min(judged)} to {max(judged)}"
+    rule = f"{growth:.1e} a step ({dtype}; {NORM:g} times that for the norm), {steps}"
     if loss.largest <= loss.tolerance and norm.largest <= norm.tolerance:
         overall = difference(ours, theirs, 0.0)
         assert overall is not None, "what is judged is a part of all"

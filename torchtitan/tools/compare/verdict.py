@@ -9,19 +9,20 @@ SAME = ("baseline", "same", "within seeds")
 
 
 def verdict(report: Report) -> tuple[str, ...]:
-    """The results, a sentence each, the most important first."""
+    """The results, a sentence each: what trains the same run, then what is faster."""
     base = quoted(report.baseline)
     trained = {
-        "same": f"Train the same run as {base}",
+        "same": f"Train the same run as {base}, with the same loss",
         "within seeds": f"As near to {base} as its own seeds are to each other",
         "differs": "Do not train the same run",
         "not judged": "Not judged whether they train the same run",
     }
     absent = {"cannot run": "Cannot run", "failed": "Failed", "not run": "Not run"}
-    found = speed(report)
+    found = []
     for kind, title in trained.items():
         if names := [v.name for v in report.ran if v.parity.verdict == kind]:
             found.append(f"{title}: {listed(names)}.")
+    found += speed(report)
     for status, title in absent.items():
         if names := [v.name for v in report.variants if v.status == status]:
             found.append(f"{title}: {listed(names)}.")
@@ -59,9 +60,8 @@ def lead(variant: Variant, report: Report) -> str:
     """The speed of a variant relative to the baseline, to follow its name in a sentence."""
     ratio = variant.ratio
     assert ratio is not None
-    faster = "is the fastest:" if ratio.median > 1 else "comes nearest to the baseline, with"
-    words = f"{faster} {ratio.median:.3f} times the {report.unit} per second and device of"
-    words += f" {quoted(report.baseline)}"
+    what = f"times the {report.unit} per second and device of {quoted(report.baseline)}"
+    words = f"{'is the fastest:' if ratio.median > 1 else 'reaches'} {ratio.median:.3f} {what}"
     if ratio.count == 1:
         return f"{words} in the only round, so its spread is not known."
     words += f" ({ratio.least:.3f} to {ratio.most:.3f} in {ratio.count} rounds)."
