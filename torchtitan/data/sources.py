@@ -62,7 +62,11 @@ class ShuffledDocuments(Shuffled):
         null_text: str = "error",
     ) -> None:
         self.nulls = NullTexts(null_text)
-        about = {"dataset": name, "files": documents.fingerprint, "documents": len(documents)}
+        about: Identity = {
+            "dataset": name,
+            "files": documents.fingerprint,
+            "documents": len(documents),
+        }
         super().__init__(documents.windows, about, seed=seed, shuffle=shuffle)
         self._documents = documents
 

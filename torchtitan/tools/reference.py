@@ -16,6 +16,7 @@ import typer
 from typer.main import get_command
 
 from torchtitan.config import HelpEntry, HelpSection, sections
+from torchtitan.logging import make_console
 from torchtitan.tools.commands import CompletionTable, VerbGroup
 
 FILE = Path(__file__).with_suffix(".json")
