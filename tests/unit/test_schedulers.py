@@ -36,6 +36,13 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
     "SLURM_GPUS_ON_NODE": "4",
 }
+STEP = {  # of a part of the nodes, the last of which this is
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[08,12].cluster",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_NODEID": "1",
+}
 
 
 def filled(environment: dict[str, str], **given: Any) -> tuple[dict[str, Any], str]:
@@ -59,6 +66,8 @@ def filled(environment: dict[str, str], **given: Any) -> tuple[dict[str, Any], s
         (SLURM, {}, (3, 4, "gpu07.cluster:21234", "is_host=false")),
         (SLURM | {"SLURM_GPUS_PER_TASK": "a100:2"}, {}, (3, 2, "gpu07.cluster:21234", None)),
         (SLURM | {"SLURM_GPUS_ON_NODE": ""}, {}, (3, 6, "gpu07.cluster:21234", None)),
+        (SLURM | STEP, {}, (2, 4, "gpu08.cluster:21234", "is_host=false")),
+        (STEP, {}, (2, 6, "gpu08.cluster:29500", "is_host=false")),
         ({"TORCHX_RANK0_HOST": "r0"}, {"nnodes": range(2, 3)}, (2, 6, "r0:29500", None)),
         ({"VC_TRAIN_0_HOSTS": "v0,v1"}, {"nnodes": range(2, 3)}, (2, 6, "v0:29500", None)),
         ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}, {}, None),

@@ -3,7 +3,8 @@
     PET_*         Kubeflow Trainer, and torchrun's own settings
     SKYPILOT_*    SkyPilot
     TORCHX_*      TorchX, which names only the first node; on Volcano VC_<ROLE>_0_HOSTS does
-    SLURM_*       Slurm, in a step with one task on each node
+    SLURM_*       Slurm, in a step with one task on each node, which may have a part of the job's
+                  nodes and not all of its variables
 
 The first in this order that has a value provides it, and flags override all. Processes that
 torchrun starts are ranks already: they have `RANK` and `WORLD_SIZE`.
@@ -251,12 +252,19 @@ def _torchx(environment: Environment) -> Iterator[tuple[str, Variable]]:
 
 
 def _slurm(environment: Environment) -> Iterator[tuple[str, Variable]]:
-    if "SLURM_JOB_ID" not in environment:
+
+    def first_of(*variables: str) -> str:
+        return next((name for name in variables if environment.get(name)), variables[-1])
+
+    step = first_of("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_NODES")
+    job_id = first_of("SLURM_JOB_ID", "SLURM_JOBID")
+    if not (environment.get(job_id) or environment.get(step)):
         return
-    for nodes in _nodes(environment, "SLURM_JOB_NUM_NODES"):
-        if nodes.value[-1] > 1 and "SLURM_STEP_ID" not in environment:
+    sizes = "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES"
+    for nodes in _nodes(environment, first_of(*sizes)):
+        if nodes.value[-1] > 1 and not environment.get(step):
             raise ConfigError(
-                f"SLURM_JOB_NUM_NODES: got {nodes.value[-1]}, but this is one process outside a "
+                f"{nodes.variable}: got {nodes.value[-1]}, but this is one process outside a "
                 "step; start it on all nodes: srun --ntasks-per-node=1 torchtitan train ..."
             )
         yield "nodes", nodes
@@ -271,10 +279,11 @@ def _slurm(environment: Environment) -> Iterator[tuple[str, Variable]]:
             yield from (("processes", found) for found in _number(environment, variable))
             break
     yield from (("rank", found) for found in _number(environment, "SLURM_NODEID", 0))
-    names = environment.get("SLURM_JOB_NODELIST", "")  # such as node[07-09,12].cluster,other
+    nodelist = first_of("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    names = environment.get(nodelist, "")  # such as node[07-09,12].cluster,other
     if listed := re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,]*)", names):
-        yield "host", Variable("".join(listed.groups("")), "SLURM_JOB_NODELIST")
-    for job in _number(environment, "SLURM_JOB_ID", 0):
+        yield "host", Variable("".join(listed.groups("")), nodelist)
+    for job in _number(environment, job_id, 0):
         first, count = SLURM_PORTS
         yield "port", Variable(first + job.value % count, job.variable)
         yield "name", Variable(str(job.value), job.variable)
