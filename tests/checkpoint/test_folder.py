@@ -184,6 +184,36 @@ def test_auto_goes_on_when_only_settings_changed_and_says_which(finished: Path) 
     assert changes == ["optimizer.lr: 0.0008 -> 0.1", "training.steps: 4 -> 6"]
 
 
+def test_a_change_of_the_next_learning_rate_is_told_in_a_line(finished: Path) -> None:
+    """By more steps, another schedule or optimizer; of a run that is resumed or branched."""
+    same = recipe(finished)
+    assert choose(same).rate == ""
+    sgd = recipe(
+        finished, steps=6, optimizer={"name": "SGD", "lr": 0.5}, checkpoint={"resume": "must"}
+    )
+    anew = recipe(finished, steps=6, checkpoint={"exclude_from_loading": ["lr_scheduler"]})
+    longer, cosine = (
+        tiny.job(
+            finished,
+            training={"steps": 16},
+            lr_scheduler=schedule,
+            checkpoint={"enable": True},
+        )
+        for schedule in ({"warmup_steps": 2}, {"total_steps": 8, "decay_type": "cosine"})
+    )
+    initial = {"initial_load_path": str(finished / "checkpoint/step-4")}
+    branch = tiny.job(
+        finished.with_name("branch"),
+        training={"steps": 16},
+        lr_scheduler={"warmup_steps": 2},
+        checkpoint=initial | {"initial_load_model_only": False},
+    )
+    there = same.optimizer.lr * same.learning_rate_factor(5)
+    for job in (sgd, anew, longer, cosine, branch):
+        here = job.optimizer.lr * job.learning_rate_factor(1 if job is anew else 5)
+        assert choose(job).rate == f"learning rate of step 5: {there:g} -> {here:g}"
+
+
 def test_load_step(finished: Path) -> None:
     start = choose(recipe(finished, steps=3, checkpoint={"load_step": 2}))
     assert start.path == finished / "checkpoint/step-2"

@@ -1,7 +1,7 @@
 """Starting point of a run that has no checkpoint of its own: `initial_load_path`, if any."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torchtitan.checkpoint.weights.network import in_recipe
 from torchtitan.checkpoint.weights.opening import FOREIGN, find_format, newest
 from torchtitan.config import ConfigError
 from torchtitan.models import spec_in_recipe
-from torchtitan.optim import OptimizerConfig
+from torchtitan.optim import OptimizerConfig, rate_in_recipe
 from torchtitan.remote import location
 
 GLOBAL_BATCH = "training.global_batch_size"
@@ -40,6 +40,9 @@ class ResumePoint(NamedTuple):
     """Number of samples to skip, if the checkpoint lacks the data position."""
     global_batch: int | None = None
     """Sequences per step of the run that is resumed, if known."""
+    rate: str = ""
+    """Change of the learning rate of the next step from that by the recipe of a checkpoint of ours;
+    empty: none is known."""
 
 
 def initial_point(
@@ -72,7 +75,9 @@ def initial_point(
         tokens = state["train_state"]["tokens"] if holds_run else None
         samples = state["data"]["samples"] if "data" in state else _samples(recipe, tokens)
         if not model_only:
-            start = start._replace(global_batch=global_batch(state))
+            skipped = config.exclude_from_loading
+            rate = rate_change(state, optimizer, factor, skipped) if holds_run else ""
+            start = start._replace(global_batch=global_batch(state), rate=rate)
     elif kind == "dcp":
         theirs = TorchTitanCheckpoint(path, in_recipe(recipe))
         holds_run = theirs.holds_run
@@ -98,6 +103,28 @@ def initial_point(
             "checkpoint.exclude_from_loading"
         )
     return start
+
+
+def rate_change(
+    state: Mapping[str, Any],
+    optimizer: OptimizerConfig,
+    factor: Callable[[int], float],
+    skipped: Collection[str],
+) -> str:
+    """Tell in a line what this recipe does to the learning rate of a saved run's next step.
+
+    Args:
+        skipped: parts of the checkpoint that are not loaded.
+    """
+    counters = state["train_state"]
+    done = counters["step"] - counters.get("schedule_start", 0)
+    there = rate_in_recipe(state.get("recipe", {}), done + 1)
+    starts_over = "lr_scheduler" in skipped or "train_state" in skipped
+    here = optimizer.lr * factor(1 if starts_over else done + 1)
+    if there is None or math.isclose(there, here, rel_tol=1e-6):
+        return ""
+    step = 1 if "train_state" in skipped else counters["step"] + 1
+    return f"learning rate of step {step}: {there:g} -> {here:g}"
 
 
 def global_batch(state: Mapping[str, Any]) -> int | None:

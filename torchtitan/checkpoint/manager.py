@@ -120,7 +120,7 @@ class Checkpointer:
                 self.frequent.begin(self.state.step)
         for path, why in start.damaged:
             self._set_aside(path, why)
-        for change in start.changes:
+        for change in filter(None, (*start.changes, start.rate)):
             logger.info("changed since the checkpoint: %s", change)
         if start.skip_samples:
             logger.info("data: skipping %d samples", start.skip_samples)

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 
 from torchtitan.checkpoint.dcp.reader import saved_by_dcp
 from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
-from torchtitan.checkpoint.initial import GLOBAL_BATCH, ResumePoint, global_batch, initial_point
+from torchtitan.checkpoint.initial import (
+    GLOBAL_BATCH,
+    ResumePoint,
+    global_batch,
+    initial_point,
+    rate_change,
+)
 from torchtitan.checkpoint.manifest import Damaged, read_manifest
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.config import ConfigError
@@ -47,12 +53,17 @@ class ResumePolicy(NamedTuple):
             ConfigError: if resuming or starting afresh would surprise the user.
         """
         own = choose_own(
-            *(self.config, self.dump_folder, self.recipe, self.same_run, damaged or {}), frequent
+            *(self.config, self.dump_folder, self.recipe, self.same_run, damaged or {}),
+            *(frequent, self.rate_change),
         )
         try:
             return own or self.initial()
         except ConfigError as error:
             raise ConfigError(f"checkpoint.initial_load_path: {error}") from None
+
+    def rate_change(self, state: Mapping[str, Any]) -> str:
+        """Tell what the recipe changes in the learning rate of a saved run's next step."""
+        return rate_change(state, self.optimizer, self.factor, self.config.exclude_from_loading)
 
     def initial(self) -> ResumePoint:
         """Return the starting point of a run without a checkpoint of its own."""
@@ -66,6 +77,7 @@ def choose_own(
     same_run: Set[str],
     known_damaged: Mapping[Path, str],
     frequent: Mapping[int, Path] = NONE,
+    rate: Callable[[Mapping[str, Any]], str] = lambda state: "",
 ) -> ResumePoint | None:
     """Choose the run's own checkpoint to resume, or None; see `ResumePolicy.start`."""
     folder = config.path_in(dump_folder)
@@ -109,9 +121,14 @@ def choose_own(
             + ", or resume from it anyway with --checkpoint.resume must"
             * fits
         )
-    told, aside = tuple(changes.values()), tuple(newer.items())
-    batch = global_batch(state)
-    return ResumePoint(path, is_resume=True, changes=told, damaged=aside, global_batch=batch)
+    return ResumePoint(
+        path,
+        is_resume=True,
+        changes=tuple(changes.values()),
+        damaged=tuple(newer.items()),
+        global_batch=global_batch(state),
+        rate=rate(state),
+    )
 
 
 class _Own(NamedTuple):

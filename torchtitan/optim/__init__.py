@@ -21,6 +21,7 @@ from torchtitan.optim.schedule import (
     ScheduleConfig,
     WarmupStableDecay,
     learning_rate_factor,
+    rate_in_recipe,
 )
 from torchtitan.optim.settings import (
     Compiled,
@@ -72,6 +73,7 @@ __all__ = [
     "learning_rate_factor",
     "name_parameters",
     "open_optimizers",
+    "rate_in_recipe",
     "state_bytes",
     "without_idle_keys",
 ]

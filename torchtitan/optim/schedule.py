@@ -6,7 +6,8 @@ steps of each phase.
 """
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -69,3 +70,19 @@ def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float
         "cosine": 0.5 * (1 + math.cos(math.pi * t)),
     }[config.decay_type]
     return config.min_lr_factor + (1 - config.min_lr_factor) * shape
+
+
+def rate_in_recipe(recipe: Mapping[str, Any], step: int) -> float | None:
+    """Return the learning rate of a step of the schedule by a recorded recipe, in dotted keys.
+
+    None: it has no schedule, or one that is not registered.
+    """
+    prefix = "lr_scheduler."
+    section = {k.removeprefix(prefix): v for k, v in recipe.items() if k.startswith(prefix)}
+    # Before there were several schedules, a recipe did not name its own.
+    kind = SCHEDULES.get(section.get("name", "warmup_stable_decay"))
+    if not section or kind is None:
+        return None
+    config = kind.model_validate({k: v for k, v in section.items() if k in kind.model_fields})
+    steps = config.total_steps or recipe["training.steps"]
+    return float(recipe["optimizer.lr"]) * learning_rate_factor(config, step, steps)

@@ -17,7 +17,7 @@ from torchtitan.checkpoint.weights.foreign import cast, weights_of
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.config import RecipeError, show
 from torchtitan.logging import logger
-from torchtitan.optim import SCHEDULES, WarmupStableDecay, learning_rate_factor
+from torchtitan.optim import rate_in_recipe
 
 OPTIMIZERS = ("AdamW", "Adam")
 STATES = ("step", "exp_avg", "exp_avg_sq")
@@ -104,7 +104,7 @@ def _run(
     yield from _weights(source, network)
     step, peak = counters["step"], recipe["optimizer.lr"]
     done = step - counters.get("schedule_start", 0)
-    rate = peak * _factor(recipe, done + 1)
+    rate = rate_in_recipe(recipe, done + 1)
     options = _options(recipe, peak, rate)
     for name in network.parameters():
         for kind in STATES:
@@ -142,13 +142,3 @@ def _options(recipe: Mapping[str, Any], peak: float, rate: float) -> dict[str, A
         "decoupled_weight_decay": recipe["optimizer.name"] == "AdamW",
         "initial_lr": peak,
     }
-
-
-def _factor(recipe: Mapping[str, Any], step: int) -> float:
-    """Return the fraction of the peak learning rate in a step of the schedule."""
-    prefix = "lr_scheduler."
-    section = {k.removeprefix(prefix): v for k, v in recipe.items() if k.startswith(prefix)}
-    # Before there were several schedules, a recipe did not name its own.
-    kind = SCHEDULES.get(section.get("name", ""), WarmupStableDecay)
-    config = kind.model_validate(section)
-    return learning_rate_factor(config, step, config.total_steps or recipe["training.steps"])
