@@ -147,7 +147,7 @@ def by_header(parts: Sequence[HelpSection]) -> Iterator[str]:
         for keys, same in own.items():
             listed = "\n".join(f"- `{each.choice}`: {each.about}" for each in same)
             described = listed if len(same) > 1 else same[0].about
-            yield f"## {header} {which(same)}\n\n{described}\n\n{table(keys)}"
+            yield f"## {header} {which(same)}\n\n{described}\n" + f"\n{table(keys)}" * bool(keys)
 
 
 def which(same: Sequence[HelpSection]) -> str:
@@ -170,7 +170,7 @@ def name_row(choices: Sequence[HelpSection]) -> str:
 
 def rows(section: HelpSection) -> list[str]:
     """Return the rows of the table of a section, without the key that chooses it."""
-    entries = (entry for entry in section.entries if entry.allowed != section.choice)
+    entries = (e for e in section.entries if not (section.choice and e.path.endswith(".name")))
     return [as_row(entry) for entry in entries]
 
 

@@ -17,6 +17,7 @@ from torchtitan.config import (
     ListOf,
     OneOf,
     Problem,
+    counted,
     flat,
     local_path,
 )
@@ -86,7 +87,7 @@ SAME_RUN = {
 
 def in_words(data_ranks: int) -> str:
     """Return a number of data-parallel ranks in words."""
-    return f"{data_ranks:,} data-parallel rank{'s' * (data_ranks > 1)}"
+    return counted(data_ranks, "data-parallel rank")
 
 
 class ManifestSection(Config):
@@ -271,13 +272,13 @@ class JobConfig(Config):
         if self.training.global_batch_size == -1:
             return (
                 "training.global_batch_size is -1, so the batch of a new run follows the number of "
-                f"ranks: {local:,} sequences x {on} = {batch:,} in a step; set it to {batch} to "
-                "train the same run on any number of ranks"
+                f"ranks: {counted(local, 'sequence')} x {on} = {batch:,} in a step; set it to "
+                f"{batch} to train the same run on any number of ranks"
             )
         if (share := self.local_batch(degrees)) < local:
             return (
                 f"training.local_batch_size is {local:,}, but each of {on} has only {share:,} of "
-                f"the {batch:,} sequences in a step (training.global_batch_size)"
+                f"the {counted(batch, 'sequence')} in a step (training.global_batch_size)"
             )
         return None
 

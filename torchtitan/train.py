@@ -33,6 +33,7 @@ from torchtitan.config import (
     Recipe,
     RecipeError,
     Unreachable,
+    counted,
     local_path,
     print_error,
     split_recipe,
@@ -369,7 +370,7 @@ def batch_note(
     if job.training.global_batch_size != -1 or kept in (None, job.global_batch(degrees)):
         return job.batch_note(degrees)
     on = in_words(job.data_ranks(degrees))
-    message = f"the run to resume has {kept:,} sequences in a step"
+    message = f"the run to resume has {counted(kept, 'sequence')} in a step"
     if kept % job.data_ranks(degrees):
         fitting = ", ".join(str(n) for n in range(1, kept + 1) if kept % n == 0)
         message += f", which {on} cannot divide; use one of {fitting}"

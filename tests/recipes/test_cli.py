@@ -9,6 +9,7 @@ import sys
 import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
@@ -18,13 +19,14 @@ from typer.main import get_command
 from tests import forked, registries
 from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, json_schema, packaged_recipes, split_recipe
+from torchtitan.config import ConfigError, counted, json_schema, packaged_recipes, split_recipe
 from torchtitan.config.schema import descriptions, kind_of, places
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.launch import LaunchOptions
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.tools import reference, train
+from torchtitan.tools.check import memory
 from torchtitan.tools.cli import VERBS, command, main
 from torchtitan.tools.options import RecipeVerb, Verb, count, verb
 from torchtitan.tools.reference import completion_table, verb_of_help
@@ -63,7 +65,7 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr()
     assert printed.out.splitlines() == [
         "valid on 4 ranks: pp 1, dp_replicate 2, dp_shard 2, cp 1, tp 1",
-        "llama3 debugmodel: 5,770,496 parameters, 6.92e+07 floating-point operations per token",
+        "llama3 debugmodel: 5,770,496 parameters, 69.23 MFLOP per token",
         "planned memory of a rank on cpu: 0.3 GiB allocated, 0.3 reserved (activations 0.2 + "
         "logits 0.1)",
         "32 sequences per optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
@@ -176,6 +178,21 @@ def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixtur
     assert planned.startswith("planned memory of a rank on cpu: ")
 
 
+def test_memory_of_which_no_kind_is_large_has_no_list_of_kinds() -> None:
+    small = SimpleNamespace(value=0.01)
+    planned: Any = SimpleNamespace(
+        kinds=[1], hardware=None, device_type="cpu", room_gib=None, capacity_gib=None
+    )
+    planned.allocated_gib = planned.reserved_gib = small
+    planned.outside_gib, planned.by_kind_gib = 0.3, {"parameters": 0.01}
+    assert memory(planned).endswith(" reserved, 0.3 outside the allocator")
+
+
+def test_things_are_counted_in_the_singular_too() -> None:
+    words = [counted(number, "sequence") for number in (0, 1, 2048)]
+    assert words == ["0 sequences", "1 sequence", "2,048 sequences"]
+
+
 @pytest.mark.usefixtures("no_plan")
 def test_check_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe("[profiling]\nenable_memory_snapshot = true\n")
@@ -240,7 +257,7 @@ def test_only_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_the_command_line_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in [
-        ([], "Missing command."),
+        (["resume", "r.toml"], "No such command 'resume'\n  start the run again, and it resumes: "),
         (["chekc"], "No such command 'chekc'\n  Did you mean 'check'"),
         (["checkpoint", "verfy", "x"], "No such command 'verfy'\n  Did you mean 'verify'?"),
         # In the words of the launcher, which reads the flags of a recipe, too.
@@ -262,6 +279,14 @@ def test_what_the_command_line_does_not_know(capsys: pytest.CaptureFixture[str])
         assert message in printed.err
         assert f"see torchtitan{' ' * bool(words)}" in printed.err
         assert printed.out == ""
+
+
+@pytest.mark.parametrize("words", [[], ["checkpoint"]])
+def test_a_group_alone_shows_its_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert main(words) == 0
+    assert capsys.readouterr().out == text
 
 
 def test_help_has_the_verbs_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
@@ -628,3 +653,6 @@ def test_reference_pages_are_fresh() -> None:
     for path, text in pages.items():
         assert path.read_text(encoding="utf-8") == text, command
     assert reference.FILE.read_text(encoding="utf-8") == of_help, command
+        for part in text.split("\n## "):
+            keys = re.findall(r"^\| `([\w.]+)` \|", part, re.MULTILINE)
+            assert path.parent.name != "config" or len(keys) == len({*keys}), (path, part)

@@ -85,7 +85,9 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["llama3_8b"] == "llama3 8B 8 Llama 3.1 8B on 8 GPUs of 80 GB"
     assert rows["research/demo"].startswith("llama3 debugmodel 2+ Two replicas that")
     assert rows["studies/fsdp_debug"].startswith("4 Every strategy of PyTorch FSDP")
-    assert not [line for line in lines if line.endswith(" ")]
+    assert not [line for line in lines if line.endswith(" ") or "#" in line or len(line) > 200]
+    are_studies = [name.startswith("studies/") for name in rows]
+    assert are_studies == sorted(are_studies)
 
 
 @pytest.mark.costs("every recipe of the package, twice")

@@ -25,6 +25,7 @@ def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert headings[:4] == ["versions:", "devices:", "backends:", "features:"]
     rows = {line.split()[1]: line.split()[0] for line in lines if line.startswith(" ")}
     assert rows["torch"] == rows["gloo"] == "ok"
+    assert lines[-1].startswith("ready to train on ")
 
 
 def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +69,9 @@ def test_a_required_package_decides_the_status(
 
     monkeypatch.setattr(doctor, "version", versions)
     assert main(["doctor"]) == 1
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  error")]
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "not ready to train; first mend torch"
+    [line] = [line for line in lines if line.startswith("  error")]
     assert line.split(maxsplit=2)[1:] == ["torch", f'{detail}  -> pip install "torch>=2.11,<2.14"']
 
 

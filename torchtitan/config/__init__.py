@@ -32,6 +32,8 @@ from torchtitan.config.settings import (
 )
 from torchtitan.config.words import (
     allowed_names,
+    amount,
+    counted,
     docstring,
     exists,
     listed,
@@ -65,7 +67,9 @@ __all__ = [
     "Unreachable",
     "all_sections",
     "allowed_names",
+    "amount",
     "between",
+    "counted",
     "descriptions",
     "docstring",
     "exists",

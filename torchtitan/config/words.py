@@ -133,3 +133,17 @@ def docstring(of: Any) -> str:
             if found := ast.get_docstring(tree if inspect.ismodule(each) else tree.body[0]):
                 return found
     return ""
+
+
+def amount(value: float, unit: str) -> str:
+    """Format a large number with a decimal prefix."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if value < 1000:
+            return f"{value:.4g} {prefix}{unit}"
+        value /= 1000
+    return f"{value:,.4g} Z{unit}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number of things: 1 sequence, 2,048 sequences."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -15,6 +15,8 @@ from torchtitan.config import (
     PlannedWorld,
     Problem,
     RecipeError,
+    amount,
+    counted,
     json_schema,
     print_error,
     print_message,
@@ -173,11 +175,12 @@ def memory(planned: Plan | str) -> str:
         fits = f"; {room:.1f} of {capacity:.1f} remain"
         if room < 0:
             fits = f"; it does not fit: {-room:.1f} too much for {capacity:.1f}"
+    kinds = f" ({large})" if (large := in_words(planned.by_kind_gib)) else ""
     outside = f", {planned.outside_gib:.1f} outside the allocator" if planned.outside_gib else ""
     return (
         f"planned memory {of} on {device.name if device else planned.device_type}: "
         f"{planned.allocated_gib.value:.1f} GiB allocated, {planned.reserved_gib.value:.1f} "
-        f"reserved{outside} ({in_words(planned.by_kind_gib)}){fits}"
+        f"reserved{outside}{kinds}{fits}"
     )
 
 
@@ -227,16 +230,17 @@ def summary(
     network = build_empty(spec.build, args, t.seq_len)
     yield (
         f"{job.model.name} {job.model.flavor}: {parameters_in_words(network)}, "
-        f"{spec.flops_per_unit(args, t.seq_len):.3g} floating-point operations per {task.unit[:-1]}"
+        f"{amount(spec.flops_per_unit(args, t.seq_len), 'FLOP')} per {task.unit[:-1]}"
     )
     yield memory(planned)
+    sample = "sequence" if task.units(2) > 1 else task.unit[:-1]
     yield (
-        f"{samples:,} {'sequences' if task.units(2) > 1 else task.unit} per optimizer step: "
+        f"{counted(samples, sample)} per optimizer step: "
         f"{job.local_batch(degrees)} at a time x {job.accumulation(degrees)} accumulated x "
         f"{job.data_ranks(degrees)} data-parallel"
     )
     count = samples * task.units(t.seq_len)
-    yield f"{count:,} {task.unit} per step, {count * t.steps:,} in {t.steps:,} steps"
+    yield f"{count:,} {task.unit} per step, {count * t.steps:,} in {counted(t.steps, 'step')}"
     if note := job.batch_note(degrees):
         yield note
     if degrees.pp > 1:

@@ -68,6 +68,14 @@ REMOVED_OPTIONS: Final = {
 }
 """Options of earlier versions, by verb, with the reason or what replaces them."""
 
+ELSEWHERE: Final = {
+    "resume": "start the run again, and it resumes: torchtitan train RECIPE",
+    "run": "start a run by torchtitan train RECIPE",
+    "convert": "use torchtitan checkpoint convert",
+    "tokenize": "use torchtitan data tokenize",
+}
+"""What does the work of verbs that one may expect."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns the exit status."""
@@ -127,6 +135,8 @@ class Verbs(VerbGroup):
         """The verb that `args` begin with, and what follows it."""
         if args[0] in REMOVED:
             raise ConfigError(f"{args[0]}: this verb was removed; {REMOVED[args[0]]}")
+        if args[:1] and args[0] in ELSEWHERE:
+            ctx.fail(f"No such command '{args[0]}'; {ELSEWHERE[args[0]]}")
         name, listed, rest = super().resolve_command(ctx, args)
         if name is None or listed is None:
             return name, listed, rest

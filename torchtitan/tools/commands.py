@@ -46,6 +46,11 @@ class VerbGroup(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _plain(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_bare = not (args or self.invoke_without_command or ctx.resilient_parsing)
+        rest: list[str] = super().parse_args(ctx, ["--help"] if is_bare else args)
+        return rest
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _escape_help([self, *self.get_params(ctx), *self.commands.values()])
         super().format_help(ctx, formatter)

@@ -6,7 +6,7 @@ import platform
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,7 +72,19 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
                 print(f"{section}:")
             fix = f"  -> {finding.fix}" if finding.fix else ""
             print(f"  {finding.state:<7}  {finding.name:<19}  {finding.detail}{fix}")
+        print(verdict(found, device))
     return int(any(finding.state == "error" for finding in found))
+
+
+def verdict(found: Sequence[Finding], device: Device) -> str:
+    """Say in a line whether this machine can train."""
+    wrong = [finding.name for finding in found if finding.state == "error"]
+    if wrong:
+        return f"not ready to train; first mend {', '.join(wrong)}"
+    absent = sum(finding.state == "missing" for finding in found)
+    return (
+        f"ready to train on {device.type}; what is missing ({absent}) is needed by no other feature"
+    )
 
 
 def versions() -> Iterator[Finding]:

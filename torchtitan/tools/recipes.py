@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from math import gcd, prod
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Any
 
 import typer
@@ -23,8 +24,12 @@ from torchtitan.config import (
 from torchtitan.logging import make_console, on_terminal
 from torchtitan.tools.options import Verb, verb
 
+STUDIES = "studies/"
 BASES = "base/"
 """Recipes that others extend, and that are not trained by themselves."""
+
+ABOUT = 120
+"""Characters about a recipe, at most."""
 
 app = verb(help=__doc__)
 
@@ -36,9 +41,10 @@ def list_recipes(context: typer.Context) -> None:
     from rich.table import Table
 
     table = Table("recipe or study", "model", "ranks", "", box=None, padding=(0, 2, 0, 0))
-    for name, path in packaged_recipes().items():
+    packaged = packaged_recipes()
+    for name in sorted(packaged, key=lambda name: name.startswith(STUDIES)):
         if not name.startswith(BASES):
-            table.add_row(name, *described(path))
+            table.add_row(name, *described(packaged[name]))
     console = make_console(width=None if on_terminal(sys.stdout) else 10_000)
     with console.capture() as capture:
         console.print(table)
@@ -79,9 +85,9 @@ def copy(
 def described(path: Path) -> tuple[str, str, str]:
     """Return the model and ranks of a recipe or study, and the first sentence of its comment."""
     text = path.read_text(encoding="utf-8")
-    lines = re.match(r"(#.*\n)*", text)
+    lines = re.match(r"(# .*\n)*", text)
     comment = " ".join((lines[0] if lines else "").replace("# ", "").split())
-    sentence = re.split(r"\.(?= [A-Z]|$)", comment)[0]
+    sentence = shorten(re.split(r"\.(?= [A-Z]|$)", comment)[0], ABOUT, placeholder=" ...")
     sources = read_recipe(path, [])
     found = {".".join(key): each.value for source in sources for key, each in source.items()}
     if "variants" in found:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torchtitan.config import amount
 from torchtitan.estimate.changes import described, no_change
 from torchtitan.tools.plan.plan_json import Json
 
@@ -53,15 +54,6 @@ def spread(found: Mapping[str, float | None], spec: str = ".1f") -> str:
         return "unknown"
     value, low, high = (format(found[name], spec) for name in ("value", "low", "high"))
     return f"{value} ({low} to {high})"
-
-
-def amount(value: float, unit: str) -> str:
-    """Format a large number with a decimal prefix."""
-    for prefix in ("", "k", "M", "G", "T", "P", "E"):
-        if value < 1000:
-            return f"{value:.4g} {prefix}{unit}"
-        value /= 1000
-    return f"{value:,.4g} Z{unit}"
 
 
 def count(value: float) -> str:
