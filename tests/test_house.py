@@ -62,7 +62,7 @@ SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distr
 
 # Sinks may be the user's own, or a service's, and raise anything; that must not end a run. Nor must
 # what the client libraries of object stores raise. And what one rank meets, all ranks raise.
-OUTER_CODE = ("metrics/meter.py", "remote.py", "checkpoint/placement.py")
+OUTER_CODE = ("metrics/meter.py", "remote.py", "data/hub.py", "checkpoint/placement.py")
 
 
 def unit(path: Path) -> str:

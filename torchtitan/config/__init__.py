@@ -14,7 +14,7 @@ from torchtitan.config.help import (
 from torchtitan.config.load import Gathered, Recipe, load, merge
 from torchtitan.config.packaged import find_recipe, packaged_folder, packaged_name, packaged_recipes
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
-from torchtitan.config.registry import Registry
+from torchtitan.config.registry import Registry, check_protocol
 from torchtitan.config.reporting import print_error, print_message
 from torchtitan.config.schema import descriptions, find, flat
 from torchtitan.config.settings import (
@@ -69,6 +69,7 @@ __all__ = [
     "allowed_names",
     "amount",
     "between",
+    "check_protocol",
     "counted",
     "descriptions",
     "docstring",

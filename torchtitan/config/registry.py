@@ -3,7 +3,10 @@
 from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import isfunction
 from typing import Generic, TypeVar
+
+from torchtitan.config.settings import ConfigError
 
 T = TypeVar("T")
 
@@ -41,6 +44,22 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def check_protocol(value: object, protocol: type, what: str) -> None:
+    """Refuse what an entry of a registry returned if it lacks parts of its protocol.
+
+    Raises:
+        ConfigError: with their names.
+    """
+    wanted = {*protocol.__annotations__}
+    wanted |= {name for name, part in vars(protocol).items() if isfunction(part)}
+    wanted -= {"__init__", "__subclasshook__"}  # which every protocol has
+    if missing := sorted(name for name in wanted if not hasattr(value, name)):
+        raise ConfigError(
+            f"{what}: {type(value).__name__} has no {' and no '.join(missing)}; add what "
+            f"{protocol.__module__}.{protocol.__name__} has"
+        )
 
 
 def _research(kind: str) -> Mapping[str, str]:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.config import ConfigError, Registry
+from torchtitan.config import ConfigError, Registry, allowed_names, check_protocol
 from torchtitan.data.discovery import fingerprint_files
 from torchtitan.data.file_cache import OPEN_FILES, open_file
 from torchtitan.data.line_index import line_starts
@@ -317,13 +317,13 @@ class NullTexts:
     def __init__(self, rule: str) -> None:
         self._rule, self.count = rule, 0
 
-    def skip(self, error: NullText) -> str:
+    def skip(self, error: ConfigError) -> str:
         """Count a document, and return the empty text that is read instead.
 
         Raises:
-            NullText: if it may not be skipped.
+            ConfigError: `error`, if it is another or the document may not be skipped.
         """
-        if self._rule == "error":
+        if self._rule == "error" or not isinstance(error, NullText):
             raise error
         self.count += 1
         if not self.count & (self.count - 1):  # 1, 2, 4, 8, ...
@@ -378,10 +378,19 @@ def open_documents(
         cache: folder for the indices of files, `data.cache`.
     """
     root = path if path.is_dir() else path.parent
+    if kind not in FORMATS:
+        raise ConfigError(f"{path}: no format is called {kind}; {allowed_names(kind, FORMATS)}")
     opened: Callable[..., Documents] = FORMATS[kind]
     if "cache" in inspect.signature(opened).parameters:
         opened = functools.partial(opened, cache=cache)
-    documents = opened(files, root, text_key, document_bytes)
+    arguments = files, root, text_key, document_bytes
+    try:
+        inspect.signature(opened).bind(*arguments)
+    except TypeError as error:
+        wanted = "wanted (files, root, text_key, document_bytes)"
+        raise ConfigError(f"the format {kind}: its function has {error}; {wanted}") from None
+    documents = opened(*arguments)
+    check_protocol(documents, Documents, f"the format {kind}")
     if not len(documents):
         raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
     return documents

@@ -95,7 +95,7 @@ def _check(path: Path, files: Sequence[Path], kind: str, config: DataConfig) -> 
         left = MAX_BYTES
         for file in files:
             with reading(file):
-                left -= _check_encoding(file, left, config if kind == "jsonl" else None)
+                left -= _check_encoding(file, left, kind, config)
             if left <= 0:
                 break
 
@@ -121,13 +121,9 @@ def _check_lines(file: Path, found: Iterable[bytes], most: int, config: DataConf
     return read
 
 
-def _check_encoding(file: Path, most: int, config: DataConfig | None) -> int:
-    """Check the encoding of a file; return the number of bytes decoded.
-
-    Args:
-        config: the section of JSON Lines, in which texts are also checked for null.
-    """
-    key = json.dumps(config.text_key).encode() if config else b""
+def _check_encoding(file: Path, most: int, kind: str, config: DataConfig) -> int:
+    """Check the encoding of a file, and JSON for null; return the number of bytes decoded."""
+    key = json.dumps(config.text_key).encode()
     null, size = re.compile(re.escape(key) + rb"\s*:\s*null"), file.stat().st_size
     decoder, read, newlines = codecs.getincrementaldecoder("utf-8")(), 0, 0
     with file.open("rb") as stream:
@@ -138,7 +134,7 @@ def _check_encoding(file: Path, most: int, config: DataConfig | None) -> int:
             except UnicodeDecodeError as error:
                 line = newlines + error.object.count(b"\n", 0, error.start) + 1
                 raise ConfigError(f"{file}:{line}: {not_text(error)}") from None
-            for found in null.finditer(block) if config else ():
+            for found in null.finditer(block) if kind == "jsonl" else ():
                 begin = block.rfind(b"\n", 0, found.start()) + 1
                 end = block.find(b"\n", found.end())
                 if begin and (end > 0 or read == size):  # the whole line is in this block

@@ -83,11 +83,9 @@ class StreamedDocuments(Shuffled):
                 text = row.get(self._text_key)
                 if not isinstance(text, str):
                     where = f"{self._name}: shard {shard + 1}, document {number + 1}: "
-                    found = text if isinstance(text, NullText) else None
-                    found = found or wrong_text(row, self._text_key, where)
-                    if not isinstance(found, NullText):
-                        raise found
-                    text = self.nulls.skip(found)
+                    is_known = isinstance(text, NullText)  # with its line
+                    error = text if is_known else wrong_text(row, self._text_key, where)
+                    text = self.nulls.skip(error)
                 yield Document(Position(count, number), clean(text))
                 empty = -1
             empty += 1

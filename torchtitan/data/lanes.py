@@ -81,6 +81,11 @@ def tokenized(
 
 def check_tokens(tokens: npt.NDArray[Any], vocab_size: int, position: Position) -> None:
     """Refuse a document with a token that has no row in an embedding of `vocab_size`."""
+    if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"data.dataset: document {position.document} is {type(tokens.tolist()).__name__}; "
+            "wanted a string, or a list of tokens"
+        )
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         place = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0]
         raise ConfigError(

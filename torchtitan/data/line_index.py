@@ -76,5 +76,5 @@ def _blocks(path: Path) -> Iterator[Starts]:
         first = content[starts]
         blank = first == ord("\n")
         for number in np.flatnonzero(np.isin(first, np.frombuffer(b" \t\r\v\f", np.uint8))):
-            blank[number] = BLANK.match(content, int(starts[number])) is not None
+            blank[number] = BLANK.match(content.data, int(starts[number])) is not None
         yield starts[~blank]

@@ -7,7 +7,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from torchtitan.config import ConfigError, Context, RecipeError, Registry, local_path
+from torchtitan.config import (
+    ConfigError,
+    Context,
+    RecipeError,
+    Registry,
+    check_protocol,
+    local_path,
+)
 from torchtitan.data.compressed import CompressedLines
 from torchtitan.data.discovery import find_files, fingerprint_files
 from torchtitan.data.documents import (
@@ -61,7 +68,7 @@ class ShuffledDocuments(Shuffled):
         shuffle: bool,
         null_text: str = "error",
     ) -> None:
-        self.nulls = NullTexts(null_text)
+        self.nulls: NullTexts | None = NullTexts(null_text)
         about: Identity = {
             "dataset": name,
             "files": documents.fingerprint,
@@ -132,6 +139,7 @@ class ShuffledDocuments(Shuffled):
         try:
             return self._documents[index]
         except NullText as error:
+            assert self.nulls is not None, "it has texts"
             return self.nulls.skip(error)
 
 
@@ -184,6 +192,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
         source = _open_local(_on_disk(path, config), description, config, seed)
     else:
         source = SOURCES[description.kind](description, config, tokenizer, seed)
+        check_protocol(source, Source, f"the source {description.kind}")
     if config.validation_fraction and "validation_fraction" not in source.identity:
         raise ConfigError(f"data.validation_fraction: {NO_PART}")
     return source

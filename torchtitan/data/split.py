@@ -56,8 +56,19 @@ class DocumentsPart:
 
 
 def are_held_out(counts: Sequence[tuple[str, int]], fraction: float) -> npt.NDArray[np.bool_]:
-    """Return for each document whether it is held out."""
-    draws = [np.random.Philox(key=_key(file)).random_raw(count) for file, count in counts]
+    """Return for each document whether it is held out.
+
+    Raises:
+        ConfigError: if `counts` are no pairs.
+    """
+    try:
+        pairs = [(str(file), int(count)) for file, count in counts]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"`counts` of the documents are {counts!r:.80}; wanted a list of pairs: the name of "
+            "each file, and its number of documents"
+        ) from None
+    draws = [np.random.Philox(key=_key(file)).random_raw(count) for file, count in pairs]
     return np.concatenate(draws) < np.uint64(fraction * 2**64)
 
 

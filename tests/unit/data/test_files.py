@@ -4,6 +4,7 @@ import gzip
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -21,7 +22,9 @@ from torchtitan.data import (
 from torchtitan.data.discovery import SUFFIXES
 from torchtitan.data.documents import FORMATS, Documents
 from torchtitan.data.hub import StreamedDocuments
-from torchtitan.data.order import Source
+from torchtitan.data.lanes import tokenized
+from torchtitan.data.order import Document, Position, Source
+from torchtitan.data.sources import SOURCES
 from torchtitan.tools.cli import main
 
 LINES = "".join(json.dumps({"text": f"document {n} é"}) + "\n" for n in range(20)).encode()
@@ -267,3 +270,38 @@ def test_another_format_is_found_by_its_suffix_and_by_its_name(
     (tmp_path / "c.par").touch()
     with pytest.raises(ConfigError, match="no paragraphs"):
         check_local(DataConfig(dataset="mine", dataset_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("opened", "message"),
+    [
+        (lambda *_: ["a"], "the format par: list has no fingerprint and no windows; add what"),
+        (lambda files, root: [], "the format par: its function has .*; wanted \\(files, root, "),
+        (None, "no format is called par; allowed: text"),
+    ],
+)
+def test_a_format_that_is_incomplete_is_refused_by_the_check(
+    opened: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SUFFIXES, ".par", "par")
+    if opened is not None:
+        monkeypatch.setitem(FORMATS, "par", opened)
+    (tmp_path / "a.par").write_text("one")
+    with pytest.raises(ConfigError, match=message):
+        check_local(DataConfig(dataset=str(tmp_path)))
+
+
+def test_a_source_that_is_incomplete_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SOURCES, "mine", lambda *_: object())
+    monkeypatch.setitem(DATASETS, "mine", Dataset("mine", "mine", drawn=True))
+    with pytest.raises(ConfigError, match="the source mine: object has no advice and no epoch and"):
+        open_source(DataConfig(dataset="mine"), load_tokenizer(None), seed=0)
+
+
+@pytest.mark.parametrize("content", [b"bytes", {"text": "a"}, [0.5], ["a"]])
+def test_a_document_that_is_neither_text_nor_tokens(content: Any) -> None:
+    documents = iter([Document(Position(0, 3), content)])
+    with pytest.raises(
+        ConfigError, match=r"document 3 is .*; wanted a string, or a list of tokens"
+    ):
+        list(tokenized(documents, load_tokenizer(None), add_bos=True, add_eos=True))

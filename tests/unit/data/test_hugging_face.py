@@ -190,6 +190,22 @@ def test_a_stream_without_documents() -> None:
         next(source.read({0: None}, 1)[0])
 
 
+def test_a_network_that_fails_in_the_middle_is_a_message(tmp_path: Path) -> None:
+    write_shards(tmp_path, 1)
+
+    class Lost(Exception):
+        """Of an HTTP client, which is no OSError."""
+
+    def fail(row: Any) -> Any:
+        raise Lost("connection reset")
+
+    source = streamed(tmp_path, shuffle=False)
+    source._dataset = source._dataset.map(fail)
+    documents = source.read({0: None}, 1)[0]
+    with pytest.raises(Unreachable, match=r"local: shard 1 cannot be read: Lost: connection reset"):
+        next(documents)
+
+
 def test_no_network_is_told_with_a_way_out() -> None:
     with pytest.raises(Unreachable, match=r"cannot reach the data set allenai/c4 .*dataset_path"):
         load_hub(DATASETS["c4"], streaming=True)

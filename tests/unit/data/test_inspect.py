@@ -10,10 +10,14 @@ import pytest
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.token_shards import drawn_documents, write_shards
+from torchtitan.data.order import Document, Position
 from torchtitan.data.running_hash import sample_hash, shown
+from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.provenance import to_toml
+from torchtitan.tasks.next_token import PackedTokens
 from torchtitan.tools.cli import main
 from torchtitan.tools.data.inspect_samples import bars, histogram
+from torchtitan.tools.data.sample_inspection import RecordedPacking
 
 TEXTS = [f"{n}: " + "ab" * n for n in range(1, 30)]
 
@@ -102,3 +106,11 @@ def test_lengths_are_counted_by_powers_of_two() -> None:
 def test_images_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "inspect", "vit_mae_debug"]) == 2
     assert "whose data is not text" in capsys.readouterr().err
+
+
+def test_samples_take_the_ids_that_the_model_takes() -> None:
+    """Documents of tokens may have ids beyond the tokenizer's, if the model has rows for them."""
+    documents = iter([Document(Position(0, 0), np.array([270, 270, 270]))])
+    whole = PackedTokens(ByteTokenizer(), 2, True, True, has_documents=False, vocab_size=300)
+    lane = RecordedPacking(whole, []).lane(0, documents, None)
+    assert lane.next_sample().tokens.tolist() == [256, 270, 270]

@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow
 import pyarrow.parquet
@@ -200,10 +201,16 @@ def test_a_format_from_elsewhere_says_how_many_documents_a_file_has(
         fingerprint = "paragraphs"
         windows = (0, 2)
 
+    class Mapped(Paragraphs):
+        counts: ClassVar = {"a.par": 2}
+
     monkeypatch.setitem(SUFFIXES, ".par", "paragraphs")
     monkeypatch.setitem(FORMATS, "paragraphs", lambda *_: Paragraphs(["a", "b"]))  # type: ignore[arg-type]
     (tmp_path / "a.par").touch()
     with pytest.raises(ConfigError, match=r"files of kind paragraphs have no `counts`"):
+        read(config(tmp_path))
+    monkeypatch.setitem(FORMATS, "paragraphs", lambda *_: Mapped(["a", "b"]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"`counts` .*; wanted a list of pairs: the name of"):
         read(config(tmp_path))
 
 
