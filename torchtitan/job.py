@@ -1,7 +1,7 @@
 """The whole recipe as one tree, with each section imported from its owner."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 import torch
@@ -298,6 +298,11 @@ class JobConfig(Config):
             local = next(fits, local)
         sizes = {"global_batch_size": batch, "local_batch_size": local}
         return self.model_copy(update={"training": self.training.model_copy(update=sizes)})
+
+    def with_kept(self, kept: Iterable[tuple[str, Any]]) -> "JobConfig":
+        """Return the recipe with values for keys of `[data]` that it leaves open, by dotted key."""
+        values = {key.removeprefix("data."): value for key, value in kept}
+        return self.model_copy(update={"data": self.data.model_copy(update=values)})
 
     def layout(self, degrees: Degrees) -> Layout:
         """Return the settings for `parallelize`, on a mesh of these sizes."""

@@ -132,7 +132,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
                 if job.checkpoint.frequent.interval:
                     start = choose_together(resume_policy(job), world)
                     on_rank_0(world, partial(prepare, recipe, start, launch, device))
-                job = job.with_batch(world.degrees, start.global_batch)
+                job = job.with_batch(world.degrees, start.global_batch).with_kept(start.kept)
                 observer = observe(job, folder, world, recorder, stop, locked)
                 observer = replace(observer, health=health)
                 with recorder:

@@ -42,7 +42,7 @@ from torchtitan.checkpoint.weights.network import Network, in_recipe
 from torchtitan.checkpoint.weights.opening import Verified
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
-from torchtitan.data import train_bpe, train_tokenizer
+from torchtitan.data import load_tokenizer, starts_with, train_bpe, train_tokenizer
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
@@ -192,6 +192,29 @@ def test_tokenizer_goes_along_and_says_where_a_text_ends(tmp_path: Path) -> None
     names = {path.name for path in folder.iterdir()}
     assert names == {path.name for path in again.iterdir()}
     assert all((folder / name).read_bytes() == (again / name).read_bytes() for name in names)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("add_bos", [None, True, False])
+@pytest.mark.parametrize("declared", [None, True, False])
+def test_an_exported_tokenizer_starts_texts_as_training_did(
+    declared: bool | None, add_bos: bool | None, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    home = tmp_path / "tokenizer"
+    train_bpe(["a text of some words\n" * 9], 300, home / "tokenizer.json")
+    if declared is not None:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": declared}
+        config |= {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+        (home / "tokenizer_config.json").write_text(json.dumps(config))
+    recipe = {"model.tokenizer_path": str(home), "data.add_bos": add_bos}
+    Extras.of_recipe(recipe).copy_tokenizer(tmp_path)
+    own = load_tokenizer(str(home))
+    expected = [*starts_with(own, add_bos, None), *own.encode("some words")]
+    assert AutoTokenizer.from_pretrained(tmp_path)("some words")["input_ids"] == expected
+    adds = declared is not False if add_bos is None else add_bos
+    assert (expected[0] == own.bos) == adds
 
 
 def test_the_tokenizer_of_the_run_is_exported_by_any_name(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.job import JobConfig
+from torchtitan.parts import resume_policy
 from torchtitan.tools.checkpoint import inspection
 
 TWO = {
@@ -67,6 +68,17 @@ def test_it_goes_on_with_the_same_numbers(layout: str, tmp_path: Path) -> None:
             where = f"{commit}: {key}"
             assert list(curve(found, key)) == [4, 5, 6], where
             assert curve(found, key) == pytest.approx(curve(expected, key), rel=tolerance), where
+
+
+@pytest.mark.parametrize("commit", COMMITS)
+def test_it_keeps_the_separators_of_its_documents(commit: str, tmp_path: Path) -> None:
+    """Which were added wherever the tokenizer had them, whatever it said."""
+    job = resumed(commit, tmp_path, "one rank")
+    assert (job.data.add_bos, job.data.add_eos) == (None, None)
+    start = resume_policy(job).start()
+    kept = job.with_kept(start.kept).data
+    assert (kept.add_bos, kept.add_eos) == (True, True)
+    assert not any("add_" in change for change in start.changes)
 
 
 @pytest.mark.parametrize("commit", COMMITS)

@@ -43,6 +43,8 @@ class ResumePoint(NamedTuple):
     rate: str = ""
     """Change of the learning rate of the next step from that by the recipe of a checkpoint of ours;
     empty: none is known."""
+    kept: tuple[tuple[str, Any], ...] = ()
+    """Values of the run that is resumed for keys that the recipe leaves open."""
 
 
 def initial_point(
@@ -94,7 +96,9 @@ def initial_point(
         if theirs.dtype != (dtype := recipe["training.dtype"]):
             told.append(f"training.dtype: {theirs.dtype} -> {dtype}")
         start = start._replace(changes=tuple(told))
-    if not has_position:
+    if has_position:
+        start = start._replace(kept=kept(recipe, state["recipe"]))
+    else:
         return start._replace(skip_samples=_to_skip(recipe, path, samples))
     if (skip := recipe["data.skip_samples"]) > 0:
         raise ConfigError(
@@ -125,6 +129,15 @@ def rate_change(
         return ""
     step = 1 if "train_state" in skipped else counters["step"] + 1
     return f"learning rate of step {step}: {there:g} -> {here:g}"
+
+
+def kept(recipe: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the values of a saved recipe that a run which resumes keeps where its own has none.
+
+    Before these followed the tokenizer, they were true.
+    """
+    keys = [key for key in ("data.add_bos", "data.add_eos") if recipe.get(key) is None]
+    return tuple((key, saved[key]) for key in keys if saved.get(key) is not None)
 
 
 def global_batch(state: Mapping[str, Any]) -> int | None:

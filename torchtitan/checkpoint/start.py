@@ -13,6 +13,7 @@ from torchtitan.checkpoint.initial import (
     ResumePoint,
     global_batch,
     initial_point,
+    kept,
     rate_change,
 )
 from torchtitan.checkpoint.manifest import Damaged, read_manifest
@@ -107,6 +108,8 @@ def choose_own(
     saved = with_sizes(without_idle_keys(without_idle_sections(state["recipe"])))
     if recipe[GLOBAL_BATCH] == -1:  # no change: the batch is kept
         recipe = {**recipe, GLOBAL_BATCH: saved.get(GLOBAL_BATCH)}
+    keeps = kept(recipe, saved)
+    recipe = {**recipe, **dict(keeps)}
     changes = {
         key: f"{key}: {json.dumps(saved.get(key))} -> {json.dumps(recipe.get(key))}"
         for key in sorted(saved.keys() | recipe.keys())
@@ -128,6 +131,7 @@ def choose_own(
         damaged=tuple(newer.items()),
         global_batch=global_batch(state),
         rate=rate(state),
+        kept=keeps,
     )
 
 

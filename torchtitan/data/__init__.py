@@ -12,7 +12,13 @@ from torchtitan.data.settings import (
 )
 from torchtitan.data.sources import SOURCES, check_local, open_source
 from torchtitan.data.stream import BatchStream, DataStream, build_stream, merge_states
-from torchtitan.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from torchtitan.data.tokenizer import (
+    Tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    separators,
+    starts_with,
+)
 
 __all__ = [
     "DATA",
@@ -31,6 +37,8 @@ __all__ = [
     "load_tokenizer",
     "merge_states",
     "open_source",
+    "separators",
+    "starts_with",
     "train_bpe",
     "train_tokenizer",
     "without_idle_sections",

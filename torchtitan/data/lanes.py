@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from torchtitan.config import ConfigError
 from torchtitan.data.order import Document, Position
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokenizer import Tokenizer, separators, starts_with
 
 Tokens = npt.NDArray[np.int32]
 
@@ -50,18 +50,20 @@ def tokenized(
     documents: Iterator[Document],
     tokenizer: Tokenizer,
     *,
-    add_bos: bool,
-    add_eos: bool,
+    add_bos: bool | None,
+    add_eos: bool | None,
     vocab_size: int | None = None,
 ) -> Iterator[tuple[Position, Tokens]]:
     """Yield the tokens of each document between BOS and EOS; empty documents are skipped.
 
     Args:
+        add_bos: as of `separators`, also `add_eos`.
         vocab_size: limit of the ids in documents that are tokens. Default: that of the tokenizer.
     """
     limit = vocab_size or tokenizer.vocab_size
-    bos = np.array([tokenizer.bos] if add_bos and tokenizer.bos is not None else [], np.int32)
-    eos = np.array([tokenizer.eos] if add_eos else [], np.int32)
+    bos = np.array(starts_with(tokenizer, add_bos, add_eos), np.int32)
+    has_eos = separators(tokenizer, add_bos, add_eos)[1]
+    eos = np.array([tokenizer.eos] if has_eos else [], np.int32)
     empty = 0
     for position, content in documents:
         if isinstance(content, str):

@@ -207,10 +207,11 @@ class DataConfig(Config):
     document_bytes: int = Field(65536, ge=1)
     """Text files: a longer file is read as several documents of about this many bytes, split at
     line ends."""
-    add_bos: bool = True
-    """Start each document with the tokenizer's BOS token, if it has one."""
-    add_eos: bool = True
-    """End each document with the tokenizer's EOS token."""
+    add_bos: bool | None = None
+    """Start each document with the tokenizer's BOS token, if it has one. Default: its
+    add_bos_token, or true; but if BOS is EOS, one of them is between documents."""
+    add_eos: bool | None = None
+    """End each document with the tokenizer's EOS token. Default: its add_eos_token, or true."""
     validation_fraction: float | None = Field(None, gt=0, lt=1)
     """Fraction of the documents to hold out. They are never trained on, and validation reads them
     instead of validation.dataset. The same documents are held out in every run, and remain so when

@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
     """Error for a declared but missing BOS token, raised on first use."""
     eos: int
     """Id of the token that ends a document."""
+    adds_bos: bool
+    """Whether it starts a text with BOS, by its own configuration or as usual."""
+    adds_eos: bool
+    """Whether it ends a text with EOS."""
     fingerprint: str
     """Digest of the vocabulary; equal only for tokenizers that encode alike."""
 
@@ -50,6 +54,37 @@ class Tokenizer(Protocol):
         """
 
 
+def separators(
+    tokenizer: Tokenizer, add_bos: bool | None, add_eos: bool | None
+) -> tuple[bool, bool]:
+    """Return whether a document starts with BOS, and ends with EOS.
+
+    Where both are the same token, there is one between documents, unless the recipe asks for two.
+
+    Args:
+        add_bos: the setting `data.add_bos`; None: as the tokenizer says.
+        add_eos: the setting `data.add_eos`.
+    """
+    bos = tokenizer.adds_bos if add_bos is None else add_bos
+    eos = tokenizer.adds_eos if add_eos is None else add_eos
+    if tokenizer.bos == tokenizer.eos:
+        eos = eos or (add_eos is None and not bos)
+        bos = not eos if add_bos is None else bos
+    return bos, eos
+
+
+def starts_with(tokenizer: Tokenizer, add_bos: bool | None, add_eos: bool | None) -> list[int]:
+    """Return the tokens before each document: BOS, or none; see `separators`.
+
+    Raises:
+        ConfigError: if BOS is declared, but missing.
+    """
+    has_bos, _ = separators(tokenizer, add_bos, add_eos)
+    if has_bos and tokenizer.lost_bos:
+        raise ConfigError(tokenizer.lost_bos)
+    return [tokenizer.bos] if has_bos and tokenizer.bos is not None else []
+
+
 class ByteTokenizer:
     """One token per UTF-8 byte, and two special tokens: needs no file and can encode any text."""
 
@@ -57,6 +92,7 @@ class ByteTokenizer:
     bos: int | None = 256
     lost_bos: str | None = None
     eos = 257
+    adds_bos = adds_eos = True
     fingerprint = "bytes"
 
     def encode(self, text: str) -> list[int]:
@@ -105,6 +141,7 @@ class TiktokenTokenizer:
     )
     special_token_count = 256
     lost_bos: str | None = None
+    adds_bos = adds_eos = True
 
     def __init__(self, path: Path) -> None:
         import tiktoken
@@ -189,7 +226,8 @@ class HuggingFaceTokenizer:
 
     The tokens that start and end a document are named in `tokenizer_config.json` or
     `special_tokens_map.json` next to it; without those, the usual names are tried. Where
-    `<|endoftext|>` only ends documents, as in Qwen's vocabularies, it is not the usual BOS.
+    `<|endoftext|>` only ends documents, as in Qwen's vocabularies, it is not the usual BOS. Whether
+    they are added is `add_bos_token` and `add_eos_token` there; both are, if it is not said.
     """
 
     usual_bos = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
@@ -234,6 +272,8 @@ class HuggingFaceTokenizer:
                 f"{', '.join(self.usual_eos)} in the vocabulary"
             )
         self.eos = eos
+        self.adds_bos = _flag(declared, "add_bos_token", path)
+        self.adds_eos = _flag(declared, "add_eos_token", path)
         self.fingerprint = f"huggingface:{_digest(content)}"
 
     def encode(self, text: str) -> list[int]:
@@ -273,6 +313,13 @@ def _first_known(
     if name not in vocabulary:
         raise ConfigError(f"{path}: {key} is declared as {name!r}, which is not in the vocabulary")
     return vocabulary[name]
+
+
+def _flag(declared: dict[str, Any], key: str, path: Path) -> bool:
+    found = declared.get(key)
+    if found is not None and not isinstance(found, bool):
+        raise ConfigError(f"{path}: {key} is declared as {show(found)}; wanted true or false")
+    return found is not False
 
 
 def _text(declared: Any) -> Any:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.config import ConfigError
 from torchtitan.data import (
     BatchStream,
     DataConfig,
@@ -28,6 +27,8 @@ from torchtitan.data import (
     check_vocabulary,
     load_tokenizer,
     open_source,
+    separators,
+    starts_with,
 )
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import ENDED, Lane, Sample, SampleStart, tokenized
@@ -96,8 +97,8 @@ class PackedTokens:
 
     tokenizer: Tokenizer
     seq_len: int
-    add_bos: bool
-    add_eos: bool
+    add_bos: bool | None
+    add_eos: bool | None
     has_documents: bool
     """Whether a batch has the document of each token."""
     ahead: int = 0
@@ -108,10 +109,11 @@ class PackedTokens:
     @property
     def identity(self) -> Identity:
         """Settings that must be equal when a run resumes."""
+        add_bos, add_eos = separators(self.tokenizer, self.add_bos, self.add_eos)
         return {
             "tokenizer": self.tokenizer.fingerprint,
-            "add_bos": self.add_bos,
-            "add_eos": self.add_eos,
+            "add_bos": add_bos,
+            "add_eos": add_eos,
             "bos": self.tokenizer.bos,
             "eos": self.tokenizer.eos,
         }
@@ -200,8 +202,7 @@ class NextToken(Task):
         return batch._map(torch.Tensor.clone)  # with a storage for each tensor
 
     def packing(self, config: DataConfig, seq_len: int, seed: int) -> PackedTokens:
-        if config.add_bos and self.tokenizer.lost_bos:
-            raise ConfigError(self.tokenizer.lost_bos)
+        starts_with(self.tokenizer, config.add_bos, config.add_eos)  # refuses a missing BOS
         return PackedTokens(
             *(self.tokenizer, seq_len, config.add_bos, config.add_eos),
             has_documents=self.has_documents,
@@ -222,10 +223,25 @@ class NextToken(Task):
         check_way(config)
         sources = open_token_sources(config, self.tokenizer, self.vocab_size)
         if sources is None:
+            if part["rank"] == 0 and not config.is_held_out:
+                self._tell_separators(config)
             return super().open_stream(config, seed=seed, seq_len=seq_len, once=once, **part)
         packing = self.packing(config, seq_len, seed)
         run = partial(TokenStream, seq_len=seq_len, seed=seed, steps=steps, once=once)
         return run(config, sources, packing, **part)
+
+    def _tell_separators(self, config: DataConfig) -> None:
+        """Log that the tokenizer leaves out BOS or EOS, unless the recipe decides."""
+        found = separators(self.tokenizer, config.add_bos, config.add_eos)
+        if not all(found) and config.add_bos is config.add_eos is None:
+            added = " and ".join(
+                name for name, has in zip(("BOS", "EOS"), found, strict=True) if has
+            )
+            logger.info(
+                "data: of BOS and EOS each document has %s, as its tokenizer says or both are "
+                "the same token; data.add_bos and data.add_eos change that",
+                added or "neither",
+            )
 
     def is_tokenized(self, config: DataConfig) -> bool:
         return bool(config.sources) or shards_of(config) is not None
@@ -261,7 +277,8 @@ class NextToken(Task):
             targets = (batch.targets[batch.targets != IGNORED] for batch in open_stream())
             loss = entropy(self.vocab_size, targets)
         else:
-            loss = unigram_loss(self.open_source(config, seed), self.tokenizer)
+            add = {"add_bos": config.add_bos, "add_eos": config.add_eos}
+            loss = unigram_loss(self.open_source(config, seed), self.tokenizer, **add)
         return f"a unigram model of this text has loss {loss:.3f}"
 
     @classmethod
@@ -315,14 +332,21 @@ def preview(batch: TokenBatch, tokenizer: Tokenizer, chars: int = 400) -> str:
     return repr(text[:chars]) + ("..." if len(text) > chars else "")
 
 
-def unigram_loss(source: Source, tokenizer: Tokenizer, max_tokens: int = 2**20) -> float:
+def unigram_loss(
+    source: Source,
+    tokenizer: Tokenizer,
+    max_tokens: int = 2**20,
+    *,
+    add_bos: bool | None = None,
+    add_eos: bool | None = None,
+) -> float:
     """Return the nats per token of a model that knows only the frequency of each token.
 
     It is the entropy of the tokens of the first documents, about `max_tokens` of them, BOS and EOS
     included.
     """
     documents = source.read({0: None}, 1)[0]
-    found = tokenized(documents, tokenizer, add_bos=True, add_eos=True)
+    found = tokenized(documents, tokenizer, add_bos=add_bos, add_eos=add_eos)
     return entropy(tokenizer.vocab_size, (tokens for _, tokens in found), max_tokens)
 
 

@@ -1,6 +1,7 @@
 """Tokenizers: equal to the reference, reversible, and blind to special tokens in documents."""
 
 import base64
+import itertools
 import json
 import unicodedata
 from pathlib import Path
@@ -14,6 +15,7 @@ from torchtitan.data import (
     DataConfig,
     check_vocabulary,
     load_tokenizer,
+    separators,
     train_bpe,
     train_tokenizer,
 )
@@ -195,6 +197,40 @@ def test_documents_of_qwen_end_as_declared_and_have_no_bos(
     documents = iter([Document((0, 0), text) for text in texts])
     made = tokenized(documents, tokenizer, add_bos=True, add_eos=True)
     assert [tokens.tolist() for _, tokens in made] == [[*tokenizer.encode(t), eos] for t in texts]
+
+
+@pytest.mark.parametrize(
+    ("declared", "recipe", "added"),
+    [
+        ({}, (None, None), "be"),
+        ({"add_bos_token": False}, (None, None), "e"),
+        ({"add_bos_token": True, "add_eos_token": False}, (None, None), "b"),
+        ({"add_bos_token": False, "add_eos_token": False}, (True, True), "be"),
+        ({"add_bos_token": True, "add_eos_token": True}, (False, None), "e"),
+    ],
+)
+def test_a_document_has_the_tokens_that_the_tokenizer_or_the_recipe_asks_for(
+    declared: dict[str, bool], recipe: tuple[bool | None, bool | None], added: str, tmp_path: Path
+) -> None:
+    path = hugging_face(tmp_path, ["?", "b", "e"], bos_token="b", eos_token="e", **declared)
+    tokenizer = load_tokenizer(str(path))
+    documents = iter([Document((0, 0), "?")])
+    [(_, made)] = tokenized(documents, tokenizer, add_bos=recipe[0], add_eos=recipe[1])
+    assert made.tolist() == [1] * ("b" in added) + [0] + [2] * ("e" in added)
+
+
+@pytest.mark.parametrize("declared", [*itertools.product((None, False, True), repeat=2)])
+def test_one_token_that_starts_and_ends_documents_is_once_between_them(
+    declared: tuple[bool | None, bool | None], tmp_path: Path
+) -> None:
+    flags = dict(zip(("add_bos_token", "add_eos_token"), declared, strict=True))
+    path = hugging_face(tmp_path, ["?", "|"], bos_token="|", eos_token="|", **flags)
+    tokenizer = load_tokenizer(str(path))
+    for recipe in ((None, None), (False, None), (None, False), (None, True)):
+        assert sum(separators(tokenizer, *recipe)) == 1
+    assert separators(tokenizer, True, True) == (True, True)
+    assert separators(tokenizer, True, None)[0]
+    assert separators(tokenizer, False, False) == (False, False)
 
 
 def test_special_tokens_of_qwen_are_text_and_its_other_added_tokens_are_not(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.config import ConfigError, local_path
-from torchtitan.data import load_tokenizer
+from torchtitan.data import load_tokenizer, starts_with
 from torchtitan.logging import logger
 from torchtitan.remote import RemotePath
 
@@ -21,6 +21,8 @@ OF_TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+TEMPLATES = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
+"""Parts of a tokenizer.json that add special tokens."""
 TOKENIZER_FILES = (*TOKENIZERS, *OF_TOKENIZER)
 
 
@@ -37,6 +39,8 @@ class Extras(NamedTuple):
     """Whether tokens are bytes, which needs no file."""
     generation: Mapping[str, Any] | None = None
     """Options of generation, as in Hugging Face's generation_config.json."""
+    adds_bos: bool | None = None
+    """Whether texts started with BOS in training; None: unknown."""
 
     @classmethod
     def of_recipe(cls, recipe: Mapping[str, Any]) -> "Extras":
@@ -46,12 +50,16 @@ class Extras(NamedTuple):
             return cls(seq_len)
         try:
             tokenizer = load_tokenizer(recipe[key])
+            add = recipe.get("data.add_bos"), recipe.get("data.add_eos")
+            begin = starts_with(tokenizer, *add)
         except ConfigError as error:
             logger.warning("the weights are written without a tokenizer: %s", error)
             return cls(seq_len)
         if recipe[key] is None:
             return cls(seq_len, tokenizer.bos, tokenizer.eos, is_bytes=True)
-        return cls(seq_len, tokenizer.bos, tokenizer.eos, local_path(recipe[key]))
+        path = local_path(recipe[key])
+        adds_bos = bool(begin) if "data.add_bos" in recipe else None
+        return cls(seq_len, tokenizer.bos, tokenizer.eos, path, adds_bos=adds_bos)
 
     @classmethod
     def in_folder(cls, folder: Path, **known: Any) -> "Extras":
@@ -69,6 +77,8 @@ class Extras(NamedTuple):
             recipe["training.seq_len"] = self.seq_len
         if self.tokenizer is not None or self.is_bytes:
             recipe["model.tokenizer_path"] = None if self.is_bytes else str(self.tokenizer)
+        if self.adds_bos is not None:
+            recipe["data.add_bos"] = self.adds_bos
         return recipe
 
     def copy_tokenizer(self, folder: Path, names: Collection[str] = TOKENIZER_FILES) -> None:
@@ -87,6 +97,8 @@ class Extras(NamedTuple):
             )
         if "tokenizer.json" in copied and TOKENIZER_CONFIG not in copied:
             _describe_tokenizer(folder)
+        if "tokenizer.json" in copied and self.adds_bos is not None:
+            _set_bos(folder, self.adds_bos)
 
     def _tokenizer_files(self) -> dict[str, Path]:
         """Return the files of the tokenizer by the names that readers know."""
@@ -112,6 +124,38 @@ def _describe_tokenizer(folder: Path) -> None:
     tokens = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
     names = {key: tokenizer.decode([at]) for key, at in tokens.items() if at is not None}
     write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+
+
+def _set_bos(folder: Path, adds_bos: bool) -> None:
+    """Make the tokenizer start a text with BOS, or not, if it would not do as in training.
+
+    transformers 5 follows the template in tokenizer.json, and earlier ones add_bos_token too.
+    """
+    import tokenizers
+
+    file, config_file = folder / "tokenizer.json", folder / TOKENIZER_CONFIG
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    if config.get("add_bos_token", adds_bos) != adds_bos:
+        write_json(config_file, config | {"add_bos_token": adds_bos})
+    bos, library = load_tokenizer(str(folder)).bos, tokenizers.Tokenizer.from_file(str(file))
+    if (library.encode("").ids[:1] == [bos]) == adds_bos:
+        return
+    content = json.loads(file.read_text(encoding="utf-8"))
+    own = content["post_processor"] or {"type": "Sequence", "processors": []}
+    steps = [s for s in own.get("processors", [own]) if s["type"] not in TEMPLATES]
+    if adds_bos:
+        name = library.id_to_token(bos)
+        begin, *texts = (
+            {"SpecialToken": {"id": name, "type_id": 0}},
+            *({"Sequence": {"id": text, "type_id": number}} for number, text in enumerate("AB")),
+        )
+        tokens = {name: {"id": name, "ids": [bos], "tokens": [name]}}
+        single, pair = [begin, *texts[:1]], [begin, *texts]
+        template = {"single": single, "pair": pair, "special_tokens": tokens}
+        steps.append({"type": "TemplateProcessing", **template})
+    content["post_processor"] = {"type": "Sequence", "processors": steps} if steps else None
+    write_json(file, content)
+    logger.info("%s: it %s BOS now, as in training", file.name, "adds" if adds_bos else "omits")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

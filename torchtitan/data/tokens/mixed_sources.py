@@ -13,7 +13,7 @@ from torchtitan.config import ConfigError
 from torchtitan.data.file_cache import GIB, cache_folder
 from torchtitan.data.settings import DATASETS, TOKENS_FIRST, DataConfig, SourceConfig
 from torchtitan.data.sources import open_source, path_of, stamps
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokenizer import Tokenizer, separators
 from torchtitan.data.tokens.formats import TokenFormat
 from torchtitan.data.tokens.index import INDEX, TokenDocuments, check_limit
 from torchtitan.data.tokens.index_cache import find_format, open_tokens
@@ -149,12 +149,13 @@ def folder_of_tokens(config: DataConfig, tokenizer: Tokenizer) -> Path:
             f"with torchtitan data tokenize --dataset {config.dataset}, and name their folder"
         )
     text = open_source(config, tokenizer, seed=0)
-    made_of = {key: value for key, value in text.identity.items() if key not in ("seed", "shuffle")}
-    made_of |= {
-        "tokenizer": tokenizer.fingerprint,
-        "add_bos": config.add_bos,
-        "add_eos": config.add_eos,
+    made_of = {
+        key: value
+        for key, value in text.identity.items()
+        if key not in ("seed", "shuffle", "order")
     }
+    add_bos, add_eos = separators(tokenizer, config.add_bos, config.add_eos)
+    made_of |= {"tokenizer": tokenizer.fingerprint, "add_bos": add_bos, "add_eos": add_eos}
     # The identity has the names of files in their folder, which others in the cache may have too.
     found, content = stamps(config), made_of.pop("content", None)
     earlier = _folder(config, [made_of, [stamp[:3] for stamp in found]])  # without digests

@@ -31,7 +31,7 @@ from torchtitan.data.lanes import tokenized
 from torchtitan.data.order import Document, DocumentRange, Once, Position, Source
 from torchtitan.data.settings import DATASETS, DataConfig
 from torchtitan.data.sources import open_source
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokenizer import Tokenizer, separators, starts_with
 from torchtitan.data.tokens.index import (
     ARRAYS,
     INDEX,
@@ -78,8 +78,7 @@ def tokenize(
     Raises:
         ConfigError: if the documents cannot be read, or `output` has other contents.
     """
-    if config.add_bos and tokenizer.lost_bos:
-        raise ConfigError(tokenizer.lost_bos)
+    starts_with(tokenizer, config.add_bos, config.add_eos)  # refuses a missing BOS
     named = DATASETS.get(config.dataset)
     if named and (named.content != "text" or named.drawn):
         raise ConfigError(
@@ -124,14 +123,15 @@ class _Tokenization:
         self._parts: list[DocumentRange] = (
             divided() if divided else [DocumentRange(None, Position(1, 0))]
         )
+        self._bos, self._eos = separators(tokenizer, config.add_bos, config.add_eos)
         identity = {k: v for k, v in source.identity.items() if k not in ("shuffle", "seed")}
         self._settings: dict[str, Any] = {
             "source": identity,
             "held_out": config.is_held_out,
             "tokenizer": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
-            "add_bos": config.add_bos,
-            "add_eos": config.add_eos,
+            "add_bos": self._bos,
+            "add_eos": self._eos,
             "max_tokens": max_tokens,
             "shard_tokens": shard_tokens,
         }
@@ -281,12 +281,12 @@ class _Tokenization:
     def _write(self, number: int, counter: "_Counter") -> list[ShardTable]:
         """Write the shards of a part."""
         tables: list[ShardTable] = []
-        total, config = 0, self._config
+        total = 0
         documents = tokenized(
             self._documents(self._parts[number]),
             self._tokenizer,
-            add_bos=config.add_bos,
-            add_eos=config.add_eos,
+            add_bos=self._bos,
+            add_eos=self._eos,
         )
         limit = self._max_tokens or sys.maxsize
         while total < limit and (document := next(documents, None)):
@@ -348,8 +348,8 @@ class _Tokenization:
             tables,
             tokenizer=self._tokenizer.fingerprint,
             vocab_size=self._tokenizer.vocab_size,
-            add_bos=self._config.add_bos,
-            add_eos=self._config.add_eos,
+            add_bos=self._bos,
+            add_eos=self._eos,
             source=self._about,
         )
         shutil.rmtree(self._output / UNFINISHED)

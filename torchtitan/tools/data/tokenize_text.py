@@ -31,8 +31,12 @@ def tokenize_text(
         int | None, Count("Split of long text files, data.document_bytes (default: 65536).")
     ] = None,
     tokenizer: TokenizerPath = None,
-    add_bos: Annotated[bool, typer.Option("--bos/--no-bos", help="Start documents by BOS.")] = True,
-    add_eos: Annotated[bool, typer.Option("--eos/--no-eos", help="End documents by EOS.")] = True,
+    add_bos: Annotated[
+        bool | None, typer.Option("--bos/--no-bos", help="Start documents by BOS, data.add_bos.")
+    ] = None,
+    add_eos: Annotated[
+        bool | None, typer.Option("--eos/--no-eos", help="End documents by EOS, data.add_eos.")
+    ] = None,
     processes: Processes = None,
     max_tokens: Annotated[
         int | None, Count("Maximum number of tokens; the documents after it are left out.")

@@ -43,7 +43,10 @@ class SamplingRequest:
 
 def encoded(subject: Subject, prompt: str) -> list[int]:
     """Encode a prompt like the start of a document of the training data."""
-    tokens = [*subject.begin, *subject.tokenizer.encode(prompt)]
+    tokenizer = subject.tokenizer
+    tokens = [*subject.begin, *tokenizer.encode(prompt)]
+    if not tokens and tokenizer.bos == tokenizer.eos:
+        return [tokenizer.eos]  # which separates documents
     if not tokens:
         raise ConfigError("--prompt: it is empty, and the tokenizer has no BOS token; give a text")
     return tokens

@@ -18,7 +18,7 @@ from torchtitan.checkpoint.weights.network import Network, of_recipe
 from torchtitan.checkpoint.weights.opening import OPEN, Verified, find, find_format
 from torchtitan.config import ConfigError
 from torchtitan.convert import ConverterConfig
-from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer
+from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer, starts_with
 from torchtitan.tasks import TASKS
 from torchtitan.tools.evaluate.chosen_converters import converters_in_use, converters_of_recipe
 from torchtitan.tools.options import import_modules
@@ -94,7 +94,7 @@ def _open_ours(place: ModelLocation) -> Subject:
         source,
         network,
         tokenizer,
-        _begin(tokenizer, recipe.get("data.add_bos", True)),
+        tuple(starts_with(tokenizer, recipe.get("data.add_bos"), recipe.get("data.add_eos"))),
         frozenset({tokenizer.eos}),
         recipe.get("training.seq_len"),
         getattr(torch, computed) if computed in DTYPES else _stored(source),
@@ -118,7 +118,7 @@ def _open_foreign(place: ModelLocation, kind: str) -> Subject:
         opened.source,
         network,
         tokenizer,
-        _begin(tokenizer, True),
+        tuple(starts_with(tokenizer, None, None)),
         frozenset(ends),
         extras.seq_len,
         _stored(opened.source),
@@ -141,12 +141,6 @@ def of_text(path: Path, network: Network) -> Network:
 
 def _tokenizer(place: ModelLocation) -> Tokenizer:
     return load_tokenizer(None if place.tokenizer == BYTES else place.tokenizer)
-
-
-def _begin(tokenizer: Tokenizer, add_bos: bool) -> tuple[int, ...]:
-    if add_bos and tokenizer.lost_bos:
-        raise ConfigError(tokenizer.lost_bos)
-    return (tokenizer.bos,) if add_bos and tokenizer.bos is not None else ()
 
 
 def _numbers(said: Any) -> list[int]:
