@@ -175,6 +175,19 @@ def test_a_compiled_block_is_split_over_tensor_ranks() -> None:
     assert any(part.messages for part in step.segments if part.name == "forward of layers.0")
 
 
+def test_compiled_experts_on_other_ranks_compute_all_their_rows() -> None:
+    """As many as without a compiler, though only the devices know how many come from each rank."""
+
+    def products(compiled: bool) -> int:
+        parallel = {"parallelism": {"expert_parallel_degree": 2}, "compile": {"enable": compiled}}
+        model = {"model": {"name": "tiny_sparse", "n_layers": 2}}
+        step = expand(recorded(2, **parallel, **model), 1)
+        all_kernels = (kernel for each in step.segments for kernel in each.kernels)
+        return sum(each.flops for each in all_kernels if "torchtitan.expert" in each.name)
+
+    assert products(compiled=True) == products(compiled=False) > 0
+
+
 def test_a_recording_is_not_counted_as_a_compilation_of_the_run() -> None:
     def counted() -> tuple[Any, Any]:
         return {topic: dict(counts) for topic, counts in compiler_counts().items()}, compilations()

@@ -1,7 +1,9 @@
 """Plans of whole recipes."""
 
+import dataclasses
 import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,12 @@ import torch
 from tests import layouts
 from tests.estimate import recorded
 from torchtitan.config import RecipeError
+from torchtitan.estimate.expansion import RankStep, expand
+from torchtitan.estimate.fake_rank import RankRecording
+from torchtitan.estimate.hardware import find_hardware
 from torchtitan.estimate.plan import plan
+from torchtitan.estimate.recording import Kernel
+from torchtitan.estimate.speed import StepTime, step_time
 from torchtitan.optim import Optimizers
 from torchtitan.parallel.schedules import SCHEDULES, order
 
@@ -44,6 +51,34 @@ def test_a_step_of_unknown_shapes_is_refused_with_its_operator(
     monkeypatch.setattr(Optimizers, "norm", norm)
     with pytest.raises(RecipeError, match=r"cannot be planned yet: aten\._unique2"):
         plan(layouts.job(layouts.ONE, "SGD"), 1)
+
+
+@pytest.mark.parametrize("kind", ["attention", "mm"])
+def test_a_plan_without_some_of_the_work_of_the_model_refuses_itself(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(source: RankRecording, passes: int) -> RankStep:
+        events = (
+            each._replace(flops=0) if isinstance(each, Kernel) and kind in each.name else each
+            for each in source.recording.events
+        )
+        recording = dataclasses.replace(source.recording, events=[*events])
+        return expand(dataclasses.replace(source, recording=recording), passes)
+
+    monkeypatch.setattr("torchtitan.estimate.plan.expand", without)
+    with pytest.raises(RecipeError, match=r"cannot be planned yet: its .* would execute 0\.0%"):
+        recorded.plan(recorded.job("FSDP 2"), 2)
+
+
+def test_a_plan_that_is_faster_than_the_device_refuses_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fast(*words: Any) -> StepTime:
+        return dataclasses.replace(step_time(*words), mfu=1.01)
+
+    monkeypatch.setattr("torchtitan.estimate.plan.step_time", fast)
+    with pytest.raises(RecipeError, match="its MFU would be"):
+        recorded.plan(recorded.job("FSDP 2"), 2, hardware=find_hardware("h100"))
 
 
 def test_a_probe_is_planned_first_and_alone_if_it_does_not_fit() -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,12 +22,17 @@ from torchtitan.estimate.recording import Change
 from torchtitan.estimate.shortening import block_kinds
 from torchtitan.estimate.speed import StepTime, step_time
 from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
 from torchtitan.parallel.work import Work
+from torchtitan.tasks import TASKS
 
 RANKS_PER_NODE = 8
 """Ranks of a node of unknown hardware."""
 MEMORY_LIMITS = 0.9, 1.2
 """Limits of the memory, as multiples of the prediction: see docs/plan.md."""
+LEAST_PRODUCTS, LEAST_ATTENTION = 0.95, 0.5
+"""Executed FLOPs relative to the model's, below which something was not recorded. The model's
+include small vectors, and the half of attention that a causal kernel may leave out."""
 TIME_LIMITS = 0.9, 1.3
 """Limits of the time of a step, as multiples of the prediction: see docs/plan.md."""
 
@@ -69,6 +74,19 @@ class RankPlan:
     def by_kind(self) -> Counter[str]:
         """Bytes by kind at the moment that holds the most."""
         return self.step.peak()[1] + Counter(workspaces=self.workspaces)
+
+    @cached_property
+    def executed(self) -> Counter[str]:
+        """FLOPs of a rank in a step, of "attention" and "products"; also those computed again."""
+        by_segment: dict[int, Counter[str]] = {}
+        total = Counter(attention=0, products=0)
+        for segment in self.step.segments:
+            if id(segment) not in by_segment:
+                found = by_segment[id(segment)] = Counter[str]()
+                for kernel in segment.kernels:
+                    found["attention" if "attention" in kernel.name else "products"] += kernel.flops
+            total += by_segment[id(segment)]
+        return total
 
     @property
     def saved(self) -> int:
@@ -175,7 +193,7 @@ def plan(
         count: receives the number of recorded ranks, each of which takes about as long.
 
     Raises:
-        RecipeError: if a step cannot run on tensors without values.
+        RecipeError: if a step cannot run on tensors without values, or the plan cannot be right.
     """
     degrees = job.degrees(ranks)
     device_type = hardware.device_type if hardware else device_type or "cuda"
@@ -183,11 +201,13 @@ def plan(
     held = workspaces(hardware) if device_type == "cuda" else []
     kinds: list[RankPlan] = []
     alike = alike_ranks(job, job.work(ranks))
+    # Without a balance, the last rank of a causal ring attends to the most keys.
+    busiest = (degrees.cp - 1) * degrees.tp if job.parallelism.balancing == "none" else 0
     if probe is not None:
         alike.sort(key=lambda stage_ranks: probe not in stage_ranks)
     with SharedGraphs() if graphs is None else nullcontext(graphs) as shared:
         for stage_ranks in alike:
-            first = stage_ranks[0] * ranks // degrees.pp
+            first = stage_ranks[0] * ranks // degrees.pp + busiest
             try:
                 source = record(job, ranks, first, device_type=device_type, graphs=shared)
             except RuntimeError as error:  # of fake tensors, in any code that a step runs
@@ -207,7 +227,7 @@ def plan(
     stands_for = {rank: kind.stage_ranks[0] for kind in kinds for rank in kind.stage_ranks}
     ranks_per_node = hardware.ranks_per_node if hardware else RANKS_PER_NODE
     traffic = (link_traffic(step, ranks_per_node) for step in steps.values())
-    return Plan(
+    made = Plan(
         job,
         ranks,
         hardware,
@@ -221,6 +241,30 @@ def plan(
             *sorted({note for step in steps.values() for note in step.source.notes}),
         ],
     )
+    if len(kinds) == len(alike) and (doubts := [*_doubts(made)]):
+        raise RecipeError([f"this recipe cannot be planned yet: {doubt}" for doubt in doubts])
+    return made
+
+
+def _doubts(found: Plan) -> Iterator[str]:
+    """Yield why a plan cannot be right: it lacks work of the model, or has it done too fast."""
+    job, spec = found.job, MODELS[found.job.model.name]
+    length, executed = job.training.seq_len, Counter[str]()
+    for kind in found.kinds:
+        executed += Counter({name: flops * kind.ranks for name, flops in kind.executed.items()})
+    units = job.global_batch(job.degrees(found.ranks)) * TASKS[spec.task].units(length)
+    # All but attention is proportional to the number of tokens.
+    whole, products = (units * spec.flops_per_unit(job.model_args(), each) for each in (length, 1))
+    needed = {"attention": whole - products, "products": products}
+    least = {"attention": LEAST_ATTENTION, "products": LEAST_PRODUCTS}
+    if products >= whole:  # the length is not that of its attention
+        executed, needed = Counter(products=executed.total()), {"products": whole}
+    for name, flops in needed.items():
+        if executed[name] < least[name] * flops:
+            share = executed[name] / flops
+            yield f"its {name} would execute {share:.1%} of the FLOPs that the model has"
+    if found.time and (found.time.mfu or 0) > 1:
+        yield f"its MFU would be {found.time.mfu:.1%}"
 
 
 def alike_ranks(job: JobConfig, work: Work) -> list[list[int]]:

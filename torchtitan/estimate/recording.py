@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from torchtitan.comm.unit import Operation
 from torchtitan.estimate.cuda_operators import (
@@ -56,6 +56,14 @@ class Kernel(NamedTuple):
     is_causal: bool = False
     """Whether it is attention of each token to earlier ones, for which `flops` counts all pairs."""
 
+
+def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * a.numel() * b[-1]
+
+
+for _product in (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm):
+    if _product not in flop_registry:  # torch 2.13 does not count them
+        register_flop_formula(_product)(_grouped_flops)
 
 DISPATCH = Kernel("dispatch", 0, 0, 0, torch.int64, ())
 """Work of the host alone: it finds the operators on this rank of one on a DTensor."""

@@ -27,7 +27,6 @@ from torchtitan.optim.norm import local
 from torchtitan.parallel.activation_checkpoint import ALWAYS_KEPT_OPERATORS
 from torchtitan.parallel.tensor import SplitExperts
 from torchtitan.torch_private.collectives import process_group
-from torchtitan.torch_private.fake_ranks import is_fake
 
 
 def apply(part: nn.Module, mesh: DeviceMesh) -> None:
@@ -66,7 +65,7 @@ class _RowExchange:
         self, rows: Tensor, expert: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
         by_expert, sent, received = exchange_counts(expert, self.own, self.group_name)
-        arriving = _total(received, rows)
+        arriving = rows_arriving(received, rows)
         arrived = exchange_rows(rows, sent, received, arriving, self.group_name)  # (M, D)
         # By rank, then by expert; a stable sort makes it by expert, then by rank.
         numbers = torch.arange(self.own, device=rows.device).repeat(self.ranks)
@@ -77,10 +76,11 @@ class _RowExchange:
         return result
 
 
-def _total(received: Tensor, rows: Tensor) -> int:
-    """Return the number of rows that arrive; without values, as many as leave, as in balance."""
-    if not torch.compiler.is_compiling() and is_fake(received):
-        return len(rows)
+def rows_arriving(received: Tensor, rows: Tensor) -> int:
+    """Return the number of rows that arrive at this rank; `rows` are those that leave it.
+
+    A plan replaces it, since its tensors have no values.
+    """
     return int(received.sum())
 
 

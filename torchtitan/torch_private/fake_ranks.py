@@ -119,12 +119,3 @@ def assumed_values(assume: Callable[[], None]) -> Iterator[None]:
     }
     with mock.patch.dict(op_implementations_dict, answers):
         yield
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values.
-
-    Importing fake tensors takes a moment, so if they are not imported yet, there are none.
-    """
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and module.is_fake(tensor)

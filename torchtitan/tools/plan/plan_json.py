@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.device import GIB
 from torchtitan.estimate.changes import FittingChange
-from torchtitan.estimate.plan import TIME_LIMITS, Plan, Range, RankPlan
+from torchtitan.estimate.plan import TIME_LIMITS, Plan, Range
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.parallel import stages
@@ -55,7 +55,7 @@ def plan_json(
             "per_token": per_unit,
             "per_step": per_unit * units,
             "per_step_per_device": per_unit * units / plan.ranks,
-            "executed_per_step_per_device": max(map(_executed, plan.kinds)),
+            "executed_per_step_per_device": max(kind.executed.total() for kind in plan.kinds),
         },
         "traffic": [
             {
@@ -122,17 +122,6 @@ def _kinds(plan: Plan) -> list[Json]:
         }
         for kind in plan.kinds
     ]
-
-
-def _executed(kind: RankPlan) -> int:
-    """Return the FLOPs of a rank in a step, with those that are computed again."""
-    by_segment: dict[int, int] = {}
-    total = 0
-    for segment in kind.step.segments:
-        if id(segment) not in by_segment:
-            by_segment[id(segment)] = sum(kernel.flops for kernel in segment.kernels)
-        total += by_segment[id(segment)]
-    return total
 
 
 def _pipeline(plan: Plan) -> Json | None:
