@@ -332,3 +332,22 @@ def test_an_ordinary_wheel_has_the_files_of_the_page() -> None:
             yield from package.glob(glob)
 
     assert {*(package / "page").iterdir()} == {*declared()}
+
+
+@pytest.mark.parametrize("verb", ["plan", "check"])
+def test_files_that_are_elsewhere_do_not_stop_it(
+    verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sources = "".join(
+        f'[[data.sources]]\nname = "{name}"\npath = "elsewhere/{name}"\nweight = 1\n'
+        for name in "ab"
+    )
+    recipe = tmp_path / "own.toml"
+    recipe.write_text(f'[model]\ntokenizer_path = "elsewhere"\n{sources}')
+    small = ("--training.seq_len", "64", "--model.n_layers", "1", "--compile.enable=false")
+    # A check says what is missing, too.
+    assert main([verb, str(recipe), *small]) == (2 if verb == "check" else 0)
+    printed = capsys.readouterr()
+    assert "llama3 debugmodel" in printed.out
+    missing = printed.err.count("there is no such file")
+    assert missing == (3 if verb == "check" else 0)

@@ -11,6 +11,7 @@ import importlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from torchtitan import legacy_recipes
@@ -98,7 +99,11 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
 
 
 TOKENIZER = "model.tokenizer_path"
-"""Key of a file that need not be there to check or plan a recipe."""
+ELSEWHERE = (
+    *(TOKENIZER, "data.dataset_path", "data.sources.*.path", "validation.dataset_path"),
+    "checkpoint.initial_load_path",
+)
+"""Keys of files that need not be on the machine where a recipe is planned, or a job prepared."""
 
 
 def load_job(
@@ -120,7 +125,7 @@ def load_job(
         is_here: whether capabilities that this machine lacks are mistakes, too.
         may_restart: whether failed processes are restarted; with a range they are.
         local_ranks: number of ranks that are started on this machine.
-        exempt: keys that need not fit the others and this machine.
+        exempt: keys, with `*` for any number, that need not fit the others and this machine.
         over: settings that win over those of the recipe.
 
     Raises:
@@ -133,11 +138,16 @@ def load_job(
             found = problems_of_range(job, ranks, replace(world, may_restart=True))
         else:
             found = problems(job, replace(world, ranks=ranks))
-        return (problem for problem in found if problem.path not in exempt)
+        return (problem for problem in found if not is_error_of(problem, exempt))
 
     gathered = legacy_recipes.gather(JobConfig, recipe, flags, over, _import_first)
     follow_tokenizer(gathered)
     return load(JobConfig, gathered, check)
+
+
+def is_error_of(problem: Problem, keys: Collection[str]) -> bool:
+    """Whether a problem is an error, with one of the keys, as in `ELSEWHERE`."""
+    return problem.severity == "error" and any(fnmatchcase(problem.path, key) for key in keys)
 
 
 def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from torchtitan.checks import problems
+from torchtitan.checks import ELSEWHERE, is_error_of, problems
 from torchtitan.checks.memory_limits import of_rank
 from torchtitan.config import PlannedWorld
 from torchtitan.device import GIB
@@ -240,7 +240,7 @@ def _queue(costs: LayoutCosts, own: Changes, found: SearchResult) -> tuple[Layou
 def _unusable(job: JobConfig, ranks: int, device_type: str, capacity: float) -> str | None:
     """Return the count in `SearchResult` that a layout without a plan belongs to."""
     found = problems(job, PlannedWorld(ranks, device_type))
-    if any(each.severity == "error" and each.path != "model.tokenizer_path" for each in found):
+    if any(each.severity == "error" and not is_error_of(each, ELSEWHERE) for each in found):
         return "refused"
     needs = of_rank(job, ranks)
     if needs and needs.least().on_device / GIB > capacity:

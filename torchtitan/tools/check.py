@@ -9,7 +9,7 @@ import typer
 
 from torchtitan import config
 from torchtitan.checkpoint import saved_steps
-from torchtitan.checks import TOKENIZER, load_job, section_problems
+from torchtitan.checks import ELSEWHERE, is_error_of, load_job, section_problems
 from torchtitan.config import (
     ConfigError,
     PlannedWorld,
@@ -78,9 +78,9 @@ def check(
     chosen, device = device, device or pick().type
 
     def elsewhere(ranks: int, more: Sequence[str]) -> JobConfig:
-        return load_job(path, [*flags, *more], ranks, device, exempt=(TOKENIZER,)).config
+        return load_job(path, [*flags, *more], ranks, device, exempt=ELSEWHERE).config
 
-    def load(ranks: int | None, exempt: Sequence[str] = (TOKENIZER,)) -> config.Recipe[JobConfig]:
+    def load(ranks: int | None, exempt: Sequence[str] = ELSEWHERE) -> config.Recipe[JobConfig]:
         local = (ranks or sys.maxsize) if here else None
         words = (path, flags, ranks, device)
         return load_job(*words, is_here=here, local_ranks=local, exempt=exempt)
@@ -88,13 +88,13 @@ def check(
     try:
         found = load(world_size)
     except RecipeError:
-        load(world_size, exempt=())  # reports the tokenizer too
+        load(world_size, exempt=())  # reports missing files too
         raise
     job, ranks = found.config, world_size or found.config.parallelism.least_ranks
     if here:
         found.refuse(misfits(job, ranks, ranks, device, elsewhere))
     sections = section_problems(job, job, PlannedWorld(world_size, device))
-    missing = [problem for problem in sections if problem.path == TOKENIZER]
+    missing = [problem for problem in sections if is_error_of(problem, ELSEWHERE)]
     # The facts are printed even so, since downloading a tokenizer may need a permission.
     wrong = [found.line(problem) for problem in (*missing, *problems_of_files(job))]
     wrong += map(found.line, [] if wrong else problems_of_task(job))

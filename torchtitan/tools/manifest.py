@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan import config
-from torchtitan.checks import TOKENIZER, load_job
+from torchtitan.checks import ELSEWHERE, load_job
 from torchtitan.checks.model import model_of
 from torchtitan.config import ConfigError
 from torchtitan.estimate.hardware import find_hardware
@@ -47,11 +47,6 @@ ACCELERATORS = {
 }
 """Names of SkyPilot by ours."""
 
-ELSEWHERE = (
-    *(TOKENIZER, "data.dataset_path", "validation.dataset_path"),
-    "checkpoint.initial_load_path",
-)
-"""Keys of files that need not be on this machine."""
 RESERVED = ("true", "false", "yes", "no", "on", "off", "y", "n", "null")
 """Words that YAML 1.1 does not read as text."""
 

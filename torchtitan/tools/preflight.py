@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from torchtitan.checks import load_job
+from torchtitan.checks import ELSEWHERE, load_job
 from torchtitan.config import ConfigError, split_recipe
 from torchtitan.device import devices_here, pick
 from torchtitan.job import JobConfig
@@ -25,7 +25,6 @@ from torchtitan.resilience.agent import Agent, describe
 from torchtitan.resilience.schedulers import fill
 from torchtitan.resilience.stop import status_of_stop
 from torchtitan.tools import launched
-from torchtitan.tools.manifest import ELSEWHERE
 from torchtitan.tools.options import Recipe, RecipeVerb, Text, number, verb
 from torchtitan.train import read, require_recipe
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from torchtitan import config
-from torchtitan.checks import TOKENIZER, load_job, problems
+from torchtitan.checks import ELSEWHERE, is_error_of, load_job, problems
 from torchtitan.config import PlannedWorld, RecipeError, find_recipe, print_message
 from torchtitan.device import DeviceType
 from torchtitan.estimate.changes import FittingChange, changes
@@ -125,7 +125,7 @@ def plan_recipe(
 
     def load(ranks: int | None, more: Sequence[str] = ()) -> config.Recipe[JobConfig]:
         device_type = _type(devices, history)
-        return load_job(path, [*flags, *more], ranks, device_type, exempt=(TOKENIZER,))
+        return load_job(path, [*flags, *more], ranks, device_type, exempt=ELSEWHERE)
 
     job = load(None).config
     stated = job.flat()
@@ -205,7 +205,7 @@ def near_sizes(job: JobConfig, ranks: int, device_type: str) -> list[int]:
 
     def runs(size: int) -> bool:
         found = problems(job, PlannedWorld(size, device_type))
-        return all(each.severity == "note" or each.path == TOKENIZER for each in found)
+        return all(each.severity == "note" or is_error_of(each, ELSEWHERE) for each in found)
 
     least = job.parallelism.least_ranks
     if job.parallelism.data_parallel_shard_degree != -1:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.checks import TOKENIZER, load_job
+from torchtitan.checks import ELSEWHERE, load_job
 from torchtitan.config import RecipeError
 from torchtitan.device import DeviceType
 from torchtitan.estimate.layouts import BATCH, SHARDS, Changes, own_layout, with_changes
@@ -46,7 +46,7 @@ def search_layouts(
     found = search(job, planned, hardware, device_type=device_type, seconds=left)
     if not found.layouts:
         raise RecipeError([f"--search: {described(found)}; {_fix(found)}"])
-    given = load_job(recipe, (), None, device_type, exempt=(TOKENIZER,)).config
+    given = load_job(recipe, (), None, device_type, exempt=ELSEWHERE).config
 
     def text(changes: Changes, folder: Path) -> str:
         extends = Path(os.path.relpath(recipe, folder)).as_posix()
