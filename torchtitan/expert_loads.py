@@ -1,8 +1,8 @@
 """Counts of the choices of routers in a step, and what follows from them: metrics, and balance.
 
-A count is of the training forward of the whole global batch: validation does not count, nor does a
-forward that is recomputed for the backward. Counts are integers, so their sum is the same on every
-layout.
+A count is of the training forward of the whole global batch, and of tokens with a target: padding
+does not count, nor does validation, or a forward that is recomputed for the backward. Counts are
+integers, so their sum is the same on every layout.
 """
 
 import math
@@ -79,10 +79,13 @@ class ExpertLoads:
         for _, router in self.own:
             router.tally = self._zeros(self.n_experts)
 
-    def _count(self, router: Router, chosen: Tensor) -> None:
+    def _count(self, router: Router, chosen: Tensor, counted: Tensor | None) -> None:
         if self.is_counting and not is_in_backward():
+            each = (
+                torch.ones_like(chosen) if counted is None else counted[..., None].expand_as(chosen)
+            )
             flat = chosen.flatten()
-            router.tally = router.tally.scatter_add(0, flat, torch.ones_like(flat))
+            router.tally = router.tally.scatter_add(0, flat, each.flatten().to(flat.dtype))
 
     def end(self) -> dict[str, Tensor]:
         """Add up the counts of all ranks; return the metrics of the step (0-d)."""

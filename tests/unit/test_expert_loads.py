@@ -1,6 +1,7 @@
 """Balance of experts: the losses by their formulas, and the counts of a step and what follows."""
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,6 +26,7 @@ BALANCED: dict[str, Any] = {
     "experts": {"bias_update_rate": 0.25},
 }
 LOSSES = (LoadBalance(), RouterZLoss())
+AXES = {"context": "context_parallel_degree", "tensor": "tensor_parallel_degree"}
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
@@ -63,7 +65,7 @@ class Seen(NamedTuple):
     """(steps, layers, E), those that the bias moved by."""
 
 
-def run(job: JobConfig) -> Seen:
+def run(job: JobConfig, *, uneven: bool = False) -> Seen:
     rows, biases, loads = [], [], []
     update = ExpertLoads.update
 
@@ -72,7 +74,7 @@ def run(job: JobConfig) -> Seen:
         update(mine)
 
     with mock.patch.object(ExpertLoads, "update", keep):
-        for made, row in training(job, Device("cpu"), uneven=False):
+        for made, row in training(job, Device("cpu"), uneven=uneven):
             (part,) = made.model.parts
             every = [m.bias.clone() for m in part.modules() if isinstance(m, Router)]
             rows.append(row)
@@ -92,8 +94,8 @@ def alone(**sections: Any) -> Seen:
     return found
 
 
-def all_of(jobs: dict[str, JobConfig]) -> dict[str, Seen]:
-    return {name: run(job) for name, job in jobs.items()}
+def all_of(jobs: dict[str, JobConfig], *, uneven: bool = False) -> dict[str, Seen]:
+    return {name: run(job, uneven=uneven) for name, job in jobs.items()}
 
 
 def moves_by_the_training_forward_alone() -> None:
@@ -120,18 +122,34 @@ def test_the_bias_moves_against_the_load_of_the_training_forward_alone() -> None
 
 def test_all_ranks_move_the_bias_by_the_whole_load() -> None:
     """Also where ranks have parts of sequences: of context, and of the stream of tensor ranks."""
-    axes = {"context": "context_parallel_degree", "tensor": "tensor_parallel_degree"}
     jobs = {
         name: recipe(
             parallelism={degree: 2, "data_parallel_shard_degree": 1}, training={"steps": 1}
         )
-        for name, degree in axes.items()
+        for name, degree in AXES.items()
     }
     ranks = run_ranks(all_of, 2, jobs)
     for name, job in jobs.items():
         for each in ranks:
             assert (each[name].loads.sum(-1) == 2 * 8 * job.training.seq_len).all(), name
             assert torch.equal(each[name].biases, ranks[0][name].biases), name
+
+
+def test_tokens_without_a_target_do_not_count() -> None:
+    """Such as padding. Uniform shares make the balance 1, if the divisor is what is counted."""
+    jobs = {
+        name: recipe(
+            parallelism={degree: 2, "data_parallel_shard_degree": 1}, training={"steps": 1}
+        )
+        for name, degree in AXES.items()
+    }
+    ranks = run_ranks(partial(all_of, uneven=True), 2, jobs)
+    expected = ranks[0]["context"].loads
+    assert 0 < expected.sum(-1).max() < 8 * 2 * jobs["context"].training.seq_len
+    for name in jobs:
+        for each in ranks:
+            assert each[name].rows[0]["loss/load_balance"] == pytest.approx(1.0)
+            assert torch.equal(each[name].loads, expected), name
 
 
 def test_metrics_are_of_the_loads() -> None:

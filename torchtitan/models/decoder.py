@@ -28,7 +28,8 @@ from torchtitan.models.output import AuxiliaryHead, LinearLoss
 from torchtitan.models.prediction import AheadModule
 
 BlockBuilder = Callable[["DecoderArgs", RotaryEmbedding], nn.Module]
-"""Function that builds a block, which is called with hidden states, positions and documents."""
+"""Function that builds a block, which is called with hidden states, positions and documents, and,
+if it has experts, which tokens count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +199,7 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         ahead_tokens: Tensor | None = None,
         ahead_targets: Tensor | None = None,
+        counted: Tensor | None = None,
     ) -> Tensor:
         """Map token ids to logits (B, S, V), or with targets to the sum of their losses (0-d).
 
@@ -208,6 +210,7 @@ class Decoder(nn.Module):
             targets: (B, S) int64; unused in all stages but the last.
             ahead_tokens: (B, S, A) int64, the tokens that follow each; for auxiliary losses.
             ahead_targets: (B, S, A) int64, the targets of `ahead_tokens`.
+            counted: (B, S) bool, the tokens with a target, for blocks with experts.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -220,8 +223,9 @@ class Decoder(nn.Module):
             if depths:
                 assert ahead_tokens is not None, "a batch tells what follows"
                 later = [self.tok_embeddings(each) for each in ahead_tokens.unbind(-1)]
+        of_tokens = (positions, documents) if counted is None else (positions, documents, counted)
         for block in self.layers.values():
-            x = block(x, positions, documents)
+            x = block(x, *of_tokens)
         if self.norm is None:
             return torch.cat((x, *later)) if later else x
         hidden, x = x, self.norm(x)
@@ -246,7 +250,7 @@ class Decoder(nn.Module):
             follows = zip(later, ahead_targets.unbind(-1), strict=True)
             for depth, (embedded, of_later) in enumerate(follows, 1):
                 module = cast(AheadModule, extra[str(depth)])
-                hidden = module(hidden, embedded, positions, documents)
+                hidden = module(hidden, embedded, *of_tokens)
                 total = extra["ahead_loss"](module.norm(hidden), weight, of_later.contiguous())
                 ended = module.loss(ended, total)
         return ended

@@ -80,6 +80,9 @@ class Router(nn.Module):
         load_balance    E sum of f_e P_e, 1 if balanced (Fedus et al., 2021, arXiv:2101.03961)
         router_z_loss   mean of logsumexp(l)^2 (Zoph et al., 2022, arXiv:2202.08906)
 
+    Both, and the loads, are of the tokens with a target, whose number divides all losses of a step:
+    padding is routed, but does not count.
+
     f is of the global batch, as balance within a microbatch would keep experts from specializing
     (Qiu et al., 2025, arXiv:2501.11873), and of the step before: that of the present one is known
     after its last microbatch, when the first have had their gradients.
@@ -105,8 +108,8 @@ class Router(nn.Module):
         self.register_buffer("share", share, persistent=False)
         self.balance = AuxiliaryLoss("load_balance", 0.0) if routing.balances else None
         self.z_loss = AuxiliaryLoss("router_z_loss", 0.0) if routing.has_z_loss else None
-        self.count: Callable[[Router, Tensor], None] | None = None
-        """Called with each choice of experts, once set."""
+        self.count: Callable[[Router, Tensor, Tensor | None], None] | None = None
+        """Called with each choice of experts, and which tokens count, once set."""
         self.tally: Tensor
         """(E,) int64, for `count`."""
         self.init_buffers()
@@ -118,16 +121,19 @@ class Router(nn.Module):
         if self.share is not None:
             self.share.fill_(1 / len(self.share))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.route(x, self.weight, self.logit_bias)
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.route(x, self.weight, self.logit_bias, counted)
 
-    def route(self, x: Tensor, weight: Tensor, logit_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def route(
+        self, x: Tensor, weight: Tensor, logit_bias: Tensor | None, counted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Choose the experts with the largest scores; of equal ones, the first.
 
         Args:
             x: (B, S, D).
             weight: (E, D).
             logit_bias: (E,).
+            counted: (B, S) bool, the tokens that losses and loads are of; None: all.
 
         Returns:
             Scores (B, S, K) in float32 or wider, and the chosen experts (B, S, K) int64.
@@ -141,26 +147,32 @@ class Router(nn.Module):
         values = (logits if by_logits else scores).detach()
         chosen = choose_experts(values, self.bias, rule.top_k, rule.groups, rule.top_groups)
         if self.count is not None:
-            self.count(self, chosen)
+            self.count(self, chosen, counted)
         weights = scores.gather(-1, chosen)
         if rule.renormalizes:
             weights = weights / weights.sum(-1, keepdim=True)
         if rule.scale != 1:
             weights = weights * rule.scale
         if torch.is_grad_enabled():
-            weights = self._with_losses(weights, logits, scores)
+            weights = self._with_losses(weights, logits, scores, counted)
         return weights, chosen
 
-    def _with_losses(self, weights: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+    def _with_losses(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, counted: Tensor | None
+    ) -> Tensor:
         """Return `weights`, through which the losses get their gradients."""
+
+        def total(each: Tensor) -> Tensor:
+            each = each if counted is None else torch.where(counted, each, 0)
+            return each.sum() / self.routing.layers
+
         if self.balance is not None and self.share is not None:
             if self.routing.scores == "sigmoid":
                 scores = scores / scores.sum(-1, keepdim=True)
-            total = len(self.share) * (scores @ self.share.to(scores.dtype)).sum()
-            weights = self.balance(weights, total / self.routing.layers)
+            balance = len(self.share) * (scores @ self.share.to(scores.dtype))
+            weights = self.balance(weights, total(balance))
         if self.z_loss is not None:
-            total = logits.logsumexp(-1).square().sum()
-            weights = self.z_loss(weights, total / self.routing.layers)
+            weights = self.z_loss(weights, total(logits.logsumexp(-1).square()))
         return weights
 
 
@@ -337,8 +349,8 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(dim, n_experts, hidden_dim, products, form)
         self.shared = FeedForward(dim, shared_dim) if shared_dim else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.experts(x, *self.router(x))
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
+        out: Tensor = self.experts(x, *self.router(x, counted))
         return out if self.shared is None else out + self.shared(x)
 
 

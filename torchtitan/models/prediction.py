@@ -34,13 +34,13 @@ class AheadModule(nn.Module):
         self.norm = norm()
         self.loss = AuxiliaryLoss(f"multi_token_{depth}", 1.0)
 
-    def forward(
-        self, hidden: Tensor, embedded: Tensor, positions: Tensor, documents: Tensor | None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, embedded: Tensor, *of_tokens: Tensor | None) -> Tensor:
         """Compute the hidden states of this depth from those of the one before; all (B, S, D).
 
-        `embedded` holds the embeddings of the later tokens.
+        Args:
+            embedded: embeddings of the later tokens.
+            of_tokens: the other arguments of a block.
         """
         both = torch.cat((self.hidden_norm(hidden), self.token_norm(embedded)), -1)
-        made: Tensor = self.block(self.project(both), positions, documents)
+        made: Tensor = self.block(self.project(both), *of_tokens)
         return made

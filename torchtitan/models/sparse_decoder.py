@@ -102,11 +102,19 @@ class SparseBlock(TransformerBlock):
                 form=args.expert_form,
             )
 
-    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None,
+        counted: Tensor | None = None,
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), positions, documents)
-        feed_forward = self.feed_forward if self.mixture is None else self.mixture
-        out: Tensor = x + feed_forward(self.ffn_norm(x))
-        return out
+        normed = self.ffn_norm(x)
+        if self.mixture is None:
+            out: Tensor = x + self.feed_forward(normed)
+            return out
+        return x + self.mixture(normed, counted)
 
 
 class SparseConfig(DecoderConfig):

@@ -222,16 +222,20 @@ class WholeLinear(nn.Linear):
 class SplitRouter(Router):
     """Router that chooses for this rank's part of the stream, and gathers the choices of all."""
 
-    def forward(self, x: "DTensor") -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: "DTensor", counted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
+        if counted is not None and x.placements[0].is_shard():
+            counted = counted.chunk(x.device_mesh.size(), 1)[x.device_mesh.get_local_rank()]
         grads = Partial() if x.placements[0].is_shard() else Replicate()
         weight, bias = (
             each.to_local(grad_placements=[grads]) if isinstance(each, DTensor) else None
             for each in (self.weight, self.logit_bias)
         )
         assert weight is not None
-        found = self.route(x.to_local(), weight, bias)
+        found = self.route(x.to_local(), weight, bias, counted)
         mine = [DTensor.from_local(t, x.device_mesh, x.placements, run_check=False) for t in found]
         scores, chosen = (each.redistribute(placements=[Replicate()]) for each in mine)
         # The gradient of a score is a sum over the features of an expert, of which ranks have some.

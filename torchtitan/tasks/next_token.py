@@ -91,6 +91,18 @@ class TokenBatch(Batch):
         return dataclasses.replace(self, **own)
 
 
+class RoutedBatch(TokenBatch):
+    """A microbatch of text for a mixture of experts, which is told what tokens count."""
+
+    def context(self) -> dict[str, Tensor]:
+        return super().context() | {"counted": self.targets != IGNORED}
+
+
+def batch_type(args: Any) -> type[TokenBatch]:
+    """Return the class of a model's batches."""
+    return RoutedBatch if getattr(args, "n_experts", 0) else TokenBatch
+
+
 @dataclasses.dataclass(frozen=True)
 class PackedTokens:
     """Documents packed into rows of tokens, split into samples of `seq_len` + 1."""
@@ -105,6 +117,7 @@ class PackedTokens:
     """Number of tokens after the next that a batch provides for each."""
     vocab_size: int | None = None
     """Size of the model's vocabulary. Default: that of the tokenizer."""
+    batch_type: type[TokenBatch] = TokenBatch
 
     @property
     def identity(self) -> Identity:
@@ -142,7 +155,7 @@ class PackedTokens:
             documents = _stacked([sample.documents[:-1] for sample in samples])
             # In one piece, padding would cost as much attention as a document of its length.
             documents = torch.where(documents == ENDED, ENDED - positions // PADDING, documents)
-        batch = TokenBatch(
+        batch = self.batch_type(
             tokens=_stacked([sample.tokens[:-1] for sample in samples]),
             targets=targets,
             positions=positions,
@@ -186,6 +199,7 @@ class NextToken(Task):
         self.vocab_size: int = args.vocab_size
         self.has_documents = model.separates_documents
         self.ahead: int = getattr(args, "ahead", 0)
+        self.batch_type = batch_type(args)
         self._bytes: Tensor | None = None
 
     @classmethod
@@ -196,7 +210,7 @@ class NextToken(Task):
     def blank_batch(cls, size: int, seq_len: int, args: Any, has_documents: bool) -> TokenBatch:
         """Return texts of zeros, each a single document."""
         tokens, targets, positions, documents = torch.zeros(4, size, seq_len, dtype=torch.int64)
-        batch = TokenBatch(tokens, targets, positions, documents if has_documents else None)
+        batch = batch_type(args)(tokens, targets, positions, documents if has_documents else None)
         ahead = getattr(args, "ahead", 0)
         batch = look_ahead(batch, ahead) if ahead else batch
         return batch._map(torch.Tensor.clone)  # with a storage for each tensor
@@ -208,6 +222,7 @@ class NextToken(Task):
             has_documents=self.has_documents,
             ahead=self.ahead,
             vocab_size=self.vocab_size,
+            batch_type=self.batch_type,
         )
 
     def open_stream(
