@@ -57,13 +57,15 @@ def test_weights_and_gradients_are_sent_as_named() -> None:
     plain = run_ranks(used, 2, job(case(shard=2), {}))
     half = run_ranks(used, 2, job(case(shard=2), HALF))
     for rank, (found, expected) in enumerate(zip(half, plain, strict=True)):
-        # Two microbatches a step; the last block, and what is in none, are gathered once in each.
+        # Two microbatches a step; the embedding, the last block, and the norm with the output are
+        # gathered once in each.
         passes = 2 * STEPS
         assert found.calls == {
-            "gather ": passes,
+            "gather tok_embeddings": passes,
             "gather layers.0": 2 * passes,
             "gather layers.1": passes,
-            **{f"reduce {unit}": passes for unit in ("", "layers.0", "layers.1")},
+            "gather norm": passes,
+            **{f"reduce {u}": passes for u in ("tok_embeddings", "layers.0", "layers.1", "norm")},
         }, rank
         assert not expected.calls
         assert found.losses == pytest.approx(expected.losses, rel=2e-2)
