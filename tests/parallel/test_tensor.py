@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.ranks import run_ranks
 from torchtitan.models.spec import TensorRole
@@ -91,3 +92,23 @@ def test_the_gradient_of_a_norm_in_heads_is_that_of_one_rank(sequence_parallel: 
 def test_a_norm_of_the_stream_is_not_taken_for_one_in_heads(sequence_parallel: bool) -> None:
     with pytest.raises(AssertionError, match=r"RMSNorm.* has the role norm, .* received 4"):
         run_ranks(trained, 2, sequence_parallel, "norm", 2)
+
+
+def redistributed() -> tuple[int, list[float]]:
+    """Redistributions of two gradients, of which one lacks a sum, and the gradients after them."""
+    mesh = init_device_mesh("cpu", (2,))
+    weights, calls = [], []
+    for kept, given in ((Shard(0), Shard(0)), (Replicate(), Partial())):
+        weights.append(nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [kept])))
+        weights[-1].grad = DTensor.from_local(torch.ones(2), mesh, [given])
+    redistribute = DTensor.redistribute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            DTensor, "redistribute", lambda *a, **b: calls.append(a) or redistribute(*a, **b)
+        )
+        redistribute_grads(weights)
+    return len(calls), [float(weight.grad.to_local()[0]) for weight in weights]
+
+
+def test_gradients_that_are_placed_like_their_weights_stay() -> None:
+    assert run_ranks(redistributed, 2) == [(1, [1.0, 2.0])] * 2

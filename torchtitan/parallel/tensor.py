@@ -277,11 +277,14 @@ class SplitGradients(Technique):
 def redistribute_grads(parameters: Iterable[Tensor]) -> None:
     """Redistribute gradients like their parameters; those of norms still lack a sum over ranks.
 
-    FSDP does this itself; without it, once per step is enough.
+    FSDP does this itself; without it, once per step is enough. One that changes nothing takes the
+    host as long, so it is left out.
     """
     from torch.distributed.tensor import DTensor
 
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+        if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+            continue
+        if gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
