@@ -12,16 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+import torchtitan.tools.verify as tools_verify
 from tests import tiny
 from tests.recipes.test_recipes import main_road
 from torchtitan.checks import load_job
 from torchtitan.data import Batch
+from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.optim import OptimizerConfig
 from torchtitan.parallel import ParallelModel, tensor
 from torchtitan.tools.cli import main
-from torchtitan.tools.verify.measure import Step, TensorDifference
+from torchtitan.tools.verify.measure import (
+    WEIGHT,
+    Slack,
+    Step,
+    TensorDifference,
+    difference,
+)
 from torchtitan.tools.verify.ranks import EXEMPT
 from torchtitan.tools.verify.recipe import Checked, as_checked
 from torchtitan.tools.verify.report import Comparison
@@ -118,6 +128,61 @@ def test_the_rank_that_is_wrong_is_named(
     last = capsys.readouterr().out.splitlines()[-1]
     assert "step 1, rank 1: gradient of layers.1.attention.wk.weight[" in last
     assert last.endswith("; 1 of 21 parameters differ")
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["SGD", "AdamW"])
+def test_a_gradient_that_is_off_by_a_thousandth_is_named(
+    number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, optimizers = ParallelModel.forward_backward, tools_verify._optimizers
+
+    def spoiled(model: ParallelModel, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        share = whole(model, batches, tokens)
+        if os.environ["WORLD_SIZE"] == "2" and os.environ["RANK"] == "1":
+            model.parts[0].get_parameter("layers.1.attention.wk.weight").grad *= 1.001
+        return share
+
+    def one_of(job: JobConfig) -> dict[str, OptimizerConfig]:
+        return dict([[*optimizers(job).items()][number]])
+
+    monkeypatch.setattr(ParallelModel, "forward_backward", spoiled)
+    monkeypatch.setattr(tools_verify, "_optimizers", one_of)
+    assert verify(SHARD) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "step 1, rank 1: gradient of layers.1.attention.wk.weight[" in last
+
+
+def test_gradients_near_eps_are_allowed_what_adam_makes_of_their_rounding() -> None:
+    """And no more: an update that does not follow from its gradient is a fault."""
+    expected = torch.tensor([3e-9, 0.1, 0.1])
+    found = expected + torch.tensor([5e-9, 1e-9, 0.0])
+    job = tiny.job(optimizer={"lr": 1e-3, "eps": 1e-8})
+    eps, slack = job.optimizer.eps, Slack(job)
+    slack.add("a", found, expected)
+    before = torch.ones(3)
+    updated = [before - 1e-3 * each / (each.abs() + eps) for each in (found, expected)]
+    assert (updated[0] - updated[1]).abs().max() > WEIGHT
+    off = difference("weight", "a", updated[0], updated[1], slack=slack.of("a"))
+    assert off is not None
+    assert off.is_allowed
+    updated[0][2] += 2 * WEIGHT
+    off = difference("weight", "a", updated[0], updated[1], slack=slack.of("a"))
+    assert off is not None
+    assert off.index == (2,)
+    assert not off.is_allowed
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("entries", [1024, 2048])
+def test_a_right_layout_with_small_gradients_passes(entries: int) -> None:
+    """Some of half a million elements have a gradient of rounding, also with the recipe's eps."""
+    assert main(["tokenizer", "train", "--vocab-size", str(entries), "--output", "own.json"]) == 0
+    sizes = {"dim": 192, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "vocab_size": entries}
+    words = ["verify-parallelism", "debug_model", "--world-size", "2", "--steps", "2"]
+    words += ["--parallelism.tensor_parallel_degree", "2", "--model.tokenizer_path", "own.json"]
+    words += [word for key, size in sizes.items() for word in (f"--model.{key}", str(size))]
+    assert main(words) == 0
+    assert main([*words, "--optimizer.eps", "1e-8"]) == 0
 
 
 def test_a_rank_that_fails_is_told(

@@ -29,6 +29,9 @@ LAYERS = 4
 VOCABULARY = 320
 SEQ_LEN = 64
 
+EPS = 1e-5
+"""Least `eps` of an optimizer, well above the rounding of gradients."""
+
 LOGITS = 2**28
 """Bytes that the logits of one rank's microbatch may take."""
 
@@ -150,6 +153,13 @@ def _make_exact(draft: Draft) -> None:
         draft.tree["convert"] = []
         draft.changes.append("[[convert]] is removed: rounding in Float8 would hide errors")
     draft.set("parallelism.enable_async_tensor_parallel", False, "it needs CUDA")
+    own, why = draft.tree["optimizer"], "smaller gradients are rounding, which Adam would amplify"
+    if own.get("eps", EPS) < EPS:
+        draft.set("optimizer.eps", EPS, why)
+    for group in own["groups"]:
+        if (was := group.get("eps") or EPS) < EPS:
+            group["eps"] = EPS
+            draft.changes.append(f"optimizer.groups: eps = {EPS} (was {was}): {why}")
     draft.set("optimizer.early_step_in_backward", False, "gradients are compared after a step")
 
 
