@@ -248,4 +248,21 @@ def _share(
     os.environ["LOCAL_RANK"] = "0"
     if kind == "cuda":
         torch.cuda.set_device(0)
+        _share_memory(size)
     return function(*arguments)
+
+
+def _share_memory(size: int) -> None:
+    """Let symmetric memory meet through a group of gloo: it asks its group for the store, which a
+    group written in Python does not have.
+    """
+    from torch.distributed import _symmetric_memory
+
+    other = dist.new_group(list(range(size)), backend="gloo").group_name
+    _symmetric_memory.enable_symm_mem_for_group(other)
+    workspace = _symmetric_memory.get_symm_mem_workspace
+
+    def shared(name: str, min_size: int) -> Any:
+        return workspace(other, min_size)
+
+    _symmetric_memory.get_symm_mem_workspace = shared

@@ -31,6 +31,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 """Optimizers that need more than an element at a time."""
 WITHIN_A_CODE = {"loss": 1e-6, "norm": 1e-6, "weight": 1e-9}
 """A number that is sent in another code is farther off. Losses and norms are told in float32."""
+IN_FLOAT32 = {"loss": 1e-4, "norm": 1e-2, "weight": 0.25}
+"""Where some numbers are sent in another code, as in `compare_rounded`: of weights, in parts of how
+far they moved since the first step."""
 
 
 class Fusion(NamedTuple):
@@ -86,6 +89,8 @@ def check(name: str, device: Device) -> dict[str, Any]:
         single = [layouts.job(alone(layout), by, model=flavor) for by in compared_by(layout)]
     expected = reference(device.type, *(job.model_dump_json() for job in single))
     results = traces(jobs, layout.ranks, device.type)
+    # Parts of a matrix on a GPU are rounded otherwise than the whole, and AdamW amplifies that.
+    allowed = 2e-5 if device.type == "cuda" else 1e-5
     for number, right in enumerate(expected):
         found = [ranks[number] for ranks in results]
         assert_complete(found, right)
@@ -94,7 +99,7 @@ def check(name: str, device: Device) -> dict[str, Any]:
             if (layout.convert or other == "GaLore") and device.type == "cuda":
                 compare_rounded(own, right, where)
             else:
-                compare(own, right, where)
+                compare(own, right, where, allowed)
     return {}
 
 
@@ -125,15 +130,20 @@ def compare_rounded(found: Trace, expected: Trace, where: str) -> None:
 
 
 def check_modelled(name: str, device: Device) -> dict[str, Any]:
-    """Train a layout whose messages are compressed, and the model of its ranks, both in float64.
+    """Train a layout whose messages are compressed, and the model of its ranks, both in float64,
+    which CUDA's kernels of attention to several ranks' keys do not have.
 
     Raises:
         AssertionError: if a rank is not what the model says of it.
     """
     layout, given = COMPRESSED[name], {"training": {"steps": 4}}
-    job = in_float64(layouts.job(layout, "SGD", **given))
+    is_exact = layout.cp == 1 or device.type == "cpu"
+    allowed = WITHIN_A_CODE if is_exact else IN_FLOAT32
+    job = layouts.job(layout, "SGD", **given)
     flavor = {"flavor": job.model.flavor}
-    one = in_float64(layouts.job(alone(layout), "SGD", **given, model=flavor))
+    one = layouts.job(alone(layout), "SGD", **given, model=flavor)
+    if is_exact:
+        one, job = in_float64(one), in_float64(job)
     meshed = local_ranks.run_ranks(places, layout.ranks, job, at_step)
     off = {"loss": 0.0, "norm": 0.0, "weight": 0.0}
     with tempfile.TemporaryDirectory() as folder:
@@ -148,11 +158,15 @@ def check_modelled(name: str, device: Device) -> dict[str, Any]:
                 off["norm"] = max(off["norm"], abs(norm / step.grad_norm - 1))
                 file = Path(folder, f"{step.number}-{replica}.pt")
                 wholes = torch.load(file, map_location="cpu")
-                for key, part in weights.items():
-                    right = part.of(Part(wholes["weight", key], ()))
-                    apart = (right - part.local).abs().flatten().tolist()
-                    off["weight"] = max(off["weight"], *apart, 0.0)
-            assert all(off[kind] <= WITHIN_A_CODE[kind] for kind in off), f"rank {rank}: {off}"
+                rights = {n: p.of(Part(wholes["weight", n], ())) for n, p in weights.items()}
+                apart = torch.cat([(rights[n] - p.local).flatten() for n, p in weights.items()])
+                if is_exact:
+                    off["weight"] = max(off["weight"], apart.abs().max().item())
+                elif weights is not run.weights[0]:
+                    first = run.weights[0]
+                    moved = torch.cat([(rights[n] - first[n].local).flatten() for n in rights])
+                    off["weight"] = max(off["weight"], (apart.norm() / moved.norm()).item())
+            assert all(off[kind] <= allowed[kind] for kind in off), f"rank {rank}: {off}"
     return off
 
 

@@ -229,7 +229,7 @@ def small_card(name: str, device: Device, backend: str) -> dict[str, Any]:
     recipe["optimizer"] = optimizer | SMALL_CARD[name] | {"refresh_period": 3}
     if "AdamW" in name:
         for key in ("rank", "refresh_period", "basis_dtype", "svd_dtype"):
-            del recipe["optimizer"][key]
+            recipe["optimizer"].pop(key, None)
     del recipe["data"], recipe["model"]["tokenizer_path"], recipe["checkpoint"]
     if device.type == "cpu":
         recipe["model"] = {"flavor": "debugmodel", "n_layers": 2}
