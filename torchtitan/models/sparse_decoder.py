@@ -111,10 +111,10 @@ class SparseBlock(TransformerBlock):
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), positions, documents)
         normed = self.ffn_norm(x)
-        if self.mixture is None:
-            out: Tensor = x + self.feed_forward(normed)
-            return out
-        return x + self.mixture(normed, counted)
+        out: Tensor = (
+            self.feed_forward(normed) if self.mixture is None else self.mixture(normed, counted)
+        )
+        return x + out
 
 
 class SparseConfig(DecoderConfig):

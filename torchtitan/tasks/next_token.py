@@ -292,8 +292,8 @@ class NextToken(Task):
             targets = (batch.targets[batch.targets != IGNORED] for batch in open_stream())
             loss = entropy(self.vocab_size, targets)
         else:
-            add = {"add_bos": config.add_bos, "add_eos": config.add_eos}
-            loss = unigram_loss(self.open_source(config, seed), self.tokenizer, **add)
+            source, add_eos = self.open_source(config, seed), config.add_eos
+            loss = unigram_loss(source, self.tokenizer, add_bos=config.add_bos, add_eos=add_eos)
         return f"a unigram model of this text has loss {loss:.3f}"
 
     @classmethod

@@ -76,7 +76,7 @@ def _reference() -> Any:
 def settings() -> list[HelpSection]:
     """Return all sections of a recipe, as they come with the package."""
     return [
-        HelpSection(*rest, [HelpEntry(*entry) for entry in entries])
+        HelpSection._make([*rest, [HelpEntry(*entry) for entry in entries]])
         for *rest, entries in _reference()["settings"]
     ]
 
@@ -120,9 +120,8 @@ def _stub(verb: Mapping[str, Any]) -> Any:
         parser = kind if option["is_parsed"] else None
         info = typer.Option(*words, **about) if words else typer.Argument(parser=parser, **about)
         default = Parameter.empty if option["required"] else None
-        kind = Annotated[kind, info]
-        name = Parameter(option["name"], Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        parameters.append(name)
+        given = {"default": default, "annotation": Annotated[kind, info]}
+        parameters.append(Parameter(option["name"], Parameter.KEYWORD_ONLY, **given))
     stub.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return stub
 

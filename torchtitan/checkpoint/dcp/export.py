@@ -92,7 +92,7 @@ def _obstacles(recipe: Mapping[str, Any]) -> Iterator[str]:
     }
     for key in (key for key, is_used in uneven.items() if is_used):
         yield f"{key}: TorchTitan updates all weights with the same settings"
-    if "lr_scheduler.warmup_steps" not in recipe:
+    if "lr_scheduler.warmup_steps" not in recipe or rate_in_recipe(recipe, 1) is None:
         yield "lr_scheduler: unknown, as the checkpoint was itself converted from dcp"
 
 
@@ -105,6 +105,7 @@ def _run(
     step, peak = counters["step"], recipe["optimizer.lr"]
     done = step - counters.get("schedule_start", 0)
     rate = rate_in_recipe(recipe, done + 1)
+    assert rate is not None, "a run without a known schedule is refused"
     options = _options(recipe, peak, rate)
     for name in network.parameters():
         for kind in STATES:

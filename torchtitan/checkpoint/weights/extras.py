@@ -144,6 +144,7 @@ def _set_bos(folder: Path, adds_bos: bool) -> None:
     own = content["post_processor"] or {"type": "Sequence", "processors": []}
     steps = [s for s in own.get("processors", [own]) if s["type"] not in TEMPLATES]
     if adds_bos:
+        assert bos is not None, "training started texts with it"
         name = library.id_to_token(bos)
         begin, *texts = (
             {"SpecialToken": {"id": name, "type_id": 0}},

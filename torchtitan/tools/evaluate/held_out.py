@@ -12,7 +12,7 @@ from torchtitan.checkpoint.folder import look_at, read_state
 from torchtitan.checkpoint.weights.opening import find, find_format
 from torchtitan.config import ConfigError, Setting
 from torchtitan.config.load import Gathered, load
-from torchtitan.data import DataConfig
+from torchtitan.data import DataConfig, separators
 from torchtitan.data.sources import open_source
 from torchtitan.job import JobConfig
 from torchtitan.tools.evaluate.evaluation import EvaluationRequest, Result
@@ -35,7 +35,9 @@ def held_out_loss(request: EvaluationRequest) -> Result:
         message = "its sequence length is unknown; set it with --length"
         raise ConfigError(f"{request.place.path}: {message}")
     data = held_out_data(request)
-    tokenizer, end = subject.tokenizer, (subject.tokenizer.eos,) if data.add_eos else ()
+    tokenizer = subject.tokenizer
+    ends = separators(tokenizer, data.add_bos, data.add_eos)[1]
+    end = (tokenizer.eos,) if ends else ()
     texts = list(itertools.islice(documents(data), request.limit))
     asked = []
     for text in texts:
