@@ -109,7 +109,7 @@ def least_ranks(recipe: Mapping[str, Any]) -> int:
     experts, contexts = recipe.get("parallelism.expert_parallel_degree", 1), degree[kinds[-1]]
     shards = recipe.get("parallelism.data_parallel_shard_degree", -1)
     least_shards = experts // gcd(experts, contexts) if shards == -1 else shards
-    return int(prod(degree.values())) * max(least_shards, 1)
+    return int(prod(degree.values()) * max(least_shards, 1))
 
 
 def needed(path: Path) -> Iterator[Path]:
