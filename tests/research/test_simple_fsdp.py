@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import flop_counter
 
 from tests import layouts, tiny
 from tests.fusion import WITHOUT_CODE
@@ -32,6 +33,7 @@ from torchtitan.research.simple_fsdp.bucketing import BucketingPlan, Tally
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.compiler import compilations
 from torchtitan.torch_private.dtensor import local_extent
+from torchtitan.torch_private.graphs import grouped_heads_counted
 
 # Of the compiler's own doings; a user does not see them.
 pytestmark = [
@@ -365,3 +367,24 @@ def test_cuda_graphs_need_cuda() -> None:
     message = "CUDA graphs need a CUDA device, but this machine has only cpu; "
     assert problem.message == message + "set compile.cuda_graphs = false"
     assert lacks(job, "cuda") == []
+
+
+def test_the_scheduler_counts_heads_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch 2.11, whose formulas refuse them."""
+    ops, count = torch.ops.aten, flop_counter.flop_registry
+    q, k, whole = (torch.empty(2, heads, 8, 4, device="meta") for heads in (6, 2, 6))
+    forward = count[ops._scaled_dot_product_flash_attention]
+    backward = count[ops._scaled_dot_product_flash_attention_backward]
+    expected = forward(whole, whole, whole, out_val=q), backward(q, *3 * [whole], out_val=q)
+    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+        real = getattr(flop_counter, name)
+
+        def strict(*shapes: Any, real: Any = real) -> int:
+            assert len({shape[1] for shape in shapes}) == 1, "shapes are incompatible"
+            return int(real(*shapes))
+
+        monkeypatch.setattr(flop_counter, name, strict)
+    with grouped_heads_counted():
+        assert (forward(q, k, k, out_val=q), backward(q, q, k, k, out_val=q)) == expected
+    with pytest.raises(AssertionError, match="incompatible"):
+        forward(q, k, k, out_val=q)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -111,6 +113,7 @@ def schedule_collectives(
         replace(_runtime_estimation, "get_device_tflops", lambda dtype: flops / 1e12),
         replace(_runtime_estimation, "get_gpu_dram_gbps", lambda: bandwidth / 1e9),
         replace(OverlapScheduler, exchange, lambda self: None),
+        grouped_heads_counted(),
     ):
         if modules is None:
             schedule_overlap_bucketing(
@@ -122,6 +125,27 @@ def schedule_collectives(
         else:
             plans: list[list[str] | str] = [list(names) for names in modules]
             manual_overlap_bucketing(graph.owning_module, plans, insert_overlap_deps=True)
+
+
+@contextmanager
+def grouped_heads_counted() -> Iterator[None]:
+    """Count the FLOPs of attention whose query heads share keys; torch 2.11 refuses these."""
+    forward, backward = flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count
+
+    def of_each(q: Sequence[int], *shared: Sequence[int]) -> list[tuple[int, ...]]:
+        return [(own[0], q[1], *own[2:]) for own in shared]
+
+    with (
+        mock.patch.object(
+            flop_counter, "sdpa_flop_count", lambda q, k, v: forward(q, *of_each(q, k, v))
+        ),
+        mock.patch.object(
+            flop_counter,
+            "sdpa_backward_flop_count",
+            lambda grad, q, k, v: backward(grad, q, *of_each(q, k, v)),
+        ),
+    ):
+        yield
 
 
 def nodes_of(graph: Graph) -> Iterator[Node]:
