@@ -130,7 +130,8 @@ def schedule_collectives(
 @contextmanager
 def grouped_heads_counted() -> Iterator[None]:
     """Count the FLOPs of attention whose query heads share keys; torch 2.11 refuses these."""
-    forward, backward = flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count
+    forward: Any = flop_counter.sdpa_flop_count
+    backward: Any = flop_counter.sdpa_backward_flop_count
 
     def of_each(q: Sequence[int], *shared: Sequence[int]) -> list[tuple[int, ...]]:
         return [(own[0], q[1], *own[2:]) for own in shared]
