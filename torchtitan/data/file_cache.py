@@ -162,16 +162,67 @@ def fetch_all(path: RemotePath, cache: Path, limit: int) -> Path:
             f"{limit / GIB:g}; raise it, or tokenize the text (torchtitan data tokenize) and read "
             "the tokens, which are fetched as they are needed"
         )
-    key = hashlib.sha256(json.dumps([str(path), tree]).encode()).hexdigest()[:12]
-    folder = cache / f"text-{root.name}-{key}"
+    place, version = (
+        hashlib.sha256(text.encode()).hexdigest()[:12] for text in (str(path), json.dumps(tree))
+    )
+    folder = cache / f"text-{root.name}-{place}-{version}"
+    with writing(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        used = Path(f"{folder}.used")
+        with used.open("a+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            _text_in_use(cache, place)[:] = [LocalFile(used, lock)]  # which holds the lock
     with locked(folder):
         missing = [name for name in tree if not (folder / name).is_file()]
         if missing:
             logger.info("data: fetching %s (%d files)", path, len(missing))
+            for other in cache.glob(f"text-*-{place}-*/"):
+                if other != folder:
+                    _delete_text(other)
+            with locked(cache / "files"):
+                _trim(cache, limit - sum(tree[name][0] for name in missing))
         with ThreadPoolExecutor(8) as threads:
             for _ in threads.map(lambda n: fetch(root / n, tree[n][0], folder / n), missing):
                 pass
+        with writing(folder):
+            os.utime(folder)  # the time of its last use
     return folder / path.name if is_file else folder
+
+
+@functools.cache
+def _text_in_use(cache: Path, place: str) -> "list[LocalFile]":
+    """Return a list for the lock of the version of some text that this process reads."""
+    return []
+
+
+def _delete_text(folder: Path) -> bool:
+    """Delete a copy of text, unless a process reads it."""
+    with Path(f"{folder}.used").open("a") as used:
+        try:
+            fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
+def _trim(cache: Path, limit: int) -> None:
+    """Delete the copies of shards and text used longest ago that exceed the limit together."""
+    found: list[tuple[int, int, Path]] = []
+    for folder in (cache / "files", *cache.glob("text-*/")):
+        copies = []
+        for path in (Path(inside, name) for inside, _, names in os.walk(folder) for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                copies.append((status.st_mtime_ns, status.st_size, path))
+        if folder.name != "files":  # text is read by its path, so it is deleted as a whole
+            copies = [(folder.stat().st_mtime_ns, sum(size for _, size, _ in copies), folder)]
+        found += copies
+    excess = sum(size for _, size, _ in found) - limit
+    for _, freed, path in sorted(found):
+        delete = _delete_text if path.parent == cache else _delete
+        if excess > 0 and delete(path):
+            excess -= freed
 
 
 def fetch(
@@ -260,19 +311,9 @@ class FileCache:
 
     def _make_room(self, target: BinaryIO, size: int) -> None:
         """Delete the copies used longest ago if all, and a new one, would exceed the limit."""
-        files = self.cache / "files"
-        with locked(files):
+        with locked(self.cache / "files"):
             os.ftruncate(target.fileno(), size)  # so that other processes count it
-            found = []
-            for folder, _, names in os.walk(files):
-                for path in (os.path.join(folder, name) for name in names):
-                    with contextlib.suppress(FileNotFoundError):
-                        status = os.stat(path)
-                        found.append((status.st_mtime_ns, status.st_size, path))
-            excess = sum(each[1] for each in found) - self.limit
-            for _, freed, path in sorted(found):
-                if excess > 0 and _delete(Path(path)):
-                    excess -= freed
+            _trim(self.cache, self.limit)
 
     def path(self, path: Path) -> Path:
         """Return `path`, in `root`, such that opening it as a local file opens its copy."""

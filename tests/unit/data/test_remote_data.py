@@ -21,7 +21,8 @@ from tests import token_shards
 from tests.object_store import ObjectStore
 from torchtitan import remote
 from torchtitan.config import ConfigError, Context, Unreachable
-from torchtitan.data import DataConfig, check_local, open_source
+from torchtitan.data import DataConfig, check_local, file_cache, open_source
+from torchtitan.data.file_cache import fetch_all
 from torchtitan.data.order import drawn_order
 from torchtitan.data.settings import SourceConfig
 from torchtitan.data.tokenizer import ByteTokenizer
@@ -387,6 +388,37 @@ def test_text_is_fetched_once_and_read_as_from_a_disk(kind: str, tmp_path: Path)
     for call in (check_local, lambda each: open_source(each, None, seed=1)):
         with pytest.raises(ConfigError, match="/gone: there is no such file or folder"):
             call(gone)
+
+
+def test_copies_of_text_count_in_the_limit_and_old_versions_leave(tmp_path: Path) -> None:
+    def fetched(name: str, content: str | None = None) -> Path:
+        file = tmp_path / "store" / name / "a.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if content is not None:
+            file.write_text(content)
+        return fetch_all(location(f"file://{file.parent}"), tmp_path / "cache", 3000)
+
+    versions = [fetched("one", f"{number}" * 1000) for number in range(3)]
+    assert [path.exists() for path in versions] == [False, False, True]
+    assert fetched("one") == versions[2]
+    other = fetched("other", "o" * 1000)
+    shards = tmp_path / "cache/files/shards"
+    shards.mkdir(parents=True)
+    for number in range(2):
+        (shards / f"{number}").write_bytes(bytes(1000))
+        os.utime(shards / f"{number}", (number, number))
+    third = fetched("third", "t" * 1000)
+    # What this process reads stays; of the rest, the shards used longest ago leave.
+    assert all(path.exists() for path in (versions[2], other, third))
+    assert list(shards.iterdir()) == []
+    context = multiprocessing.get_context("fork")
+    file_cache._text_in_use.cache_clear()  # as in another process, later
+    process = context.Process(target=fetched, args=("fourth", "f" * 2000))
+    process.start()
+    process.join(60)
+    assert not versions[2].exists()
+    assert not other.exists()
+    assert third.exists()
 
 
 def write_text(folder: Path, kind: str) -> Path:
