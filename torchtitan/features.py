@@ -66,7 +66,7 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     """Yield the hooks of all features that are on, in the order in which they are called."""
     job, world, model, state = parts.job, parts.world, parts.model, parts.state
     yield Hooks(session=parts.meter)
-    if job.checkpoint.enable and not job.checkpoint.load_only:
+    if job.checkpoint.saves:
         parts.stop.outlook = save_outlook(parts)
     yield Hooks(flag=Flag(lambda: parts.stop.requested, parts.stop.agree), session=parts.stop)
     if health := parts.observer.health:

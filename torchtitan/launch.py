@@ -39,7 +39,7 @@ from torchtitan.resilience.agent import Agent, describe
 from torchtitan.resilience.rendezvous import DEFAULT_PORT, LEFT_BEHIND, is_foreign, is_ours
 from torchtitan.resilience.schedulers import interface_for_gloo, local_address
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
-from torchtitan.train import batch_note, choose, read, refuse, refuse_short_data, saves
+from torchtitan.train import batch_note, choose, read, refuse, refuse_short_data
 
 # Enough for the hardware failures of a night; immediate failures still end soon.
 RESTARTS = 3
@@ -212,7 +212,7 @@ class LaunchedRun:
             not_restarted=(WRONG_RECIPE, DIVERGED),
             is_finished=lambda: self.last_step() >= job.training.steps,
             at_failure=self.explain,
-            saves=saves(job),
+            saves=job.checkpoint.saves,
             is_last=True,
         )
 
@@ -241,8 +241,8 @@ class LaunchedRun:
         if agent.is_finished() or not (agent.stopped_by or agent.has_others):
             return 0
         # All nodes end with the same status, or a scheduler would start only some of them again.
-        status = status_of_stop(agent.stopped_by or signal.SIGTERM, saves(self.job))
-        what = "start it again to resume" if saves(self.job) else "nothing was saved"
+        status = status_of_stop(agent.stopped_by or signal.SIGTERM, self.job.checkpoint.saves)
+        what = "start it again to resume" if self.job.checkpoint.saves else "nothing was saved"
         by = agent.stopped_by.name if agent.stopped_by else "another node"
         logger.info("stopped by %s: %s (status %d)", by, what, status)
         return status

@@ -55,6 +55,9 @@ from torchtitan.resilience.stop import DIVERGED, StopSignal, status_of_stop, sto
 from torchtitan.tasks import TASKS
 from torchtitan.trainer import Trainer
 
+NOTHING_SAVED = (
+    "checkpoints are off (checkpoint.enable = false, or load_only): nothing will be saved"
+)
 REFUSAL_SECONDS = 5.0
 """Time in which all ranks meet the mistake that one has met."""
 
@@ -168,6 +171,8 @@ def prepare(
     refuse_short_data(recipe, start, launch.size)
     about_batch = batch_note(recipe, start, launch.size, device.type)
     log_recipe(recipe)
+    if not recipe.config.checkpoint.saves:
+        logger.warning(NOTHING_SAVED)
     if about_batch:
         logger.info("note: %s", about_batch)
     for note in room(recipe.config, launch.size, launch.local_size, device):
@@ -234,19 +239,16 @@ def described(job: JobConfig, folder: Path, world: World) -> Iterator[None]:
 def exit_status(job: JobConfig, step: int, stop: StopSignal, launch: Launch) -> int:
     """Return the exit status of a run that finished, or was stopped after `step`."""
     steps = job.training.steps
-    if step < steps and not saves(job):
+    saves = job.checkpoint.saves
+    if not saves and launch.rank == 0:
+        what = "stopped" if step < steps else "ended"
         logger.warning(
-            "stopped at step %d of %d, and nothing is saved: see [checkpoint]", step, steps
+            "%s at step %d of %d, and nothing is saved: see [checkpoint]", what, step, steps
         )
     # An elastic agent would restart after any other; our launcher knows that it was a stop.
     if step >= steps or launch.by_agent:
         return 0
-    return status_of_stop(stop.by, saves(job))
-
-
-def saves(job: JobConfig) -> bool:
-    """Whether a stopped run can resume where it was."""
-    return job.checkpoint.enable and not job.checkpoint.load_only
+    return status_of_stop(stop.by, saves)
 
 
 def read(

@@ -1,10 +1,12 @@
 """What a run starts from, and that nothing on disk is taken for what it is not."""
 
+import io
 import json
 import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +26,8 @@ from torchtitan.checkpoint.store import Disk
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.train import choose
+from torchtitan.tools.cli import main
+from torchtitan.train import NOTHING_SAVED, choose
 
 
 def recipe(folder: Path, steps: int = 4, **sections: dict[str, Any]) -> JobConfig:
@@ -60,6 +63,41 @@ def steps_in(folder: Path) -> list[int]:
 def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
     run(recipe(tmp_path, steps=3))
     assert steps_in(tmp_path) == [2, 3]
+
+
+@pytest.mark.parametrize("off", [{"enable": False}, {"load_only": True}], ids=str)
+def test_a_run_saves_unless_it_is_told_not_to_and_says_so(
+    off: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default at the end; without saves it is said before and after, and by `check`."""
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    recipe = tmp_path / "plain.toml"
+    text = "[job]\nimports = ['tests.tiny']\n[model]\nname = 'tiny'\nflavor = 'tiny'\n"
+    text += "[training]\nsteps = 1\nseq_len = 32\nlocal_batch_size = 1\n"
+    recipe.write_text(text + "[metrics]\nlog_freq = 1\n")
+    words = [str(recipe), f"--job.dump_folder={tmp_path}", "--no-data.report_unigram_loss"]
+    assert main(["train", *words]) == 0
+    assert steps_in(tmp_path) == [1]
+    assert "nothing" not in said.getvalue()
+    words[1] = f"--job.dump_folder={tmp_path / 'off'}"
+    words += [f"--checkpoint.{key}={str(value).lower()}" for key, value in off.items()]
+    assert main(["train", *words]) == 0
+    assert steps_in(tmp_path / "off") == []
+    begun, _, ended = said.getvalue().rpartition("step 1/1")
+    assert NOTHING_SAVED in begun
+    assert "ended at step 1 of 1, and nothing is saved" in ended
+
+
+def test_a_key_that_has_no_effect_without_saves_is_found(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["debug_model", "--checkpoint.enable=false", "--checkpoint.keep_latest_k=2"]
+    assert main(["check", *words]) == 0
+    out, err = capsys.readouterr()
+    assert NOTHING_SAVED in out
+    for key in ("interval", "keep_latest_k"):
+        assert re.search(rf"checkpoint.{key}: got .* no effect while checkpoint.enable is", err)
 
 
 def test_keeps_the_latest(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ name = "AdamM"
 
 [checkpoint]
 async_mode = "process"
+resume = "never"
 load_step = 3
 
 [parallelism]
@@ -65,10 +66,10 @@ MANY_MISTAKES = [
     "many.toml:7: training.local_batch_size: got 0",
     "many.toml:10: optimizer.name: got",
     "many.toml:13: checkpoint.async_mode: got",
-    "many.toml:14: checkpoint.load_step: got 3",
-    "many.toml:17: parallelism.tensor_parallel_degree: got 3; it does not divide the 16 heads",
-    "many.toml:17: parallelism.tensor_parallel_degree: got 3; it does not divide the 8 key",
-    "many.toml:18: parallelism.data_parallel_shard_degree: got 4; the degrees multiply to 12",
+    "many.toml:15: checkpoint.load_step: got 3",
+    "many.toml:18: parallelism.tensor_parallel_degree: got 3; it does not divide the 16 heads",
+    "many.toml:18: parallelism.tensor_parallel_degree: got 3; it does not divide the 8 key",
+    "many.toml:19: parallelism.data_parallel_shard_degree: got 4; the degrees multiply to 12",
     "--compile.enable: got",
 ]
 

@@ -114,7 +114,7 @@ class Checkpointer:
                 )
         if self.frequent:
             self.frequent.report(self.state.step)
-        if self.config.enable and not self.config.load_only:
+        if self.config.saves:
             self._make_folder()
             if self.frequent:
                 self.frequent.begin(self.state.step)

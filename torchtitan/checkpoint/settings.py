@@ -9,6 +9,12 @@ from pydantic import Field
 from torchtitan.config import Config, Context, Problem, exists, local_path
 from torchtitan.remote import is_url, location, problem_of_url
 
+WITHOUT_SAVING = (
+    *("enable", "resume", "initial_load_path", "initial_load_model_only"),
+    *("exclude_from_loading", "frequent", "last_save_model_only"),
+)
+"""Keys that have an effect or problems of their own while `enable` is false, or that a recipe of
+TorchTitan has then by default."""
 Component = Literal["optimizer", "lr_scheduler", "data", "train_state", "rng"]
 
 
@@ -38,7 +44,7 @@ class FrequentConfig(Config):
 class CheckpointConfig(Config):
     """Saving of checkpoints, and the starting point of a run."""
 
-    enable: bool = False
+    enable: bool = True
     """Save checkpoints, and resume from them."""
     folder: str = "checkpoint"
     """Folder inside job.dump_folder; or a URL of an object store, such as
@@ -86,17 +92,20 @@ class CheckpointConfig(Config):
         """Return the folder in which checkpoints are saved."""
         return location(self.folder) if is_url(self.folder) else dump_folder / self.folder
 
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved, so that a run that is stopped can resume."""
+        return self.enable and not self.load_only
+
     def saves_at(self, step: int, *, is_final: bool) -> bool:
         """Whether a step must be saved; `is_final`: no step will follow."""
         first = self.enable_first_step_checkpoint and step == 1
-        return (
-            self.enable and not self.load_only and (is_final or first or not step % self.interval)
-        )
+        return self.saves and (is_final or first or not step % self.interval)
 
     def saves_often_at(self, step: int) -> bool:
         """Whether a step that is not saved otherwise is saved as a frequent checkpoint."""
         every = self.frequent.interval
-        return self.enable and not self.load_only and bool(every) and not step % every
+        return self.saves and bool(every) and not step % every
 
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from self._problems_of_tiers()
@@ -106,9 +115,14 @@ class CheckpointConfig(Config):
             "load_only": self.load_only,
             "last_save_in_hf": self.last_save_in_hf,
         }
+        why = "it has no effect while self.enable is false"
         for key, is_asked in idle.items():
             if is_asked and not self.enable:
-                yield Problem(key, "it has no effect while self.enable is false", ("enable",))
+                yield Problem(key, why, ("enable",))
+        for key, field in type(self).model_fields.items():
+            is_other = getattr(self, key) != field.default and key not in {*idle, *WITHOUT_SAVING}
+            if is_other and not self.enable:
+                yield Problem(key, why, ("enable",), severity="note")
         if self.load_step >= 0 and self.resume == "never":
             message = 'self.resume is "never"; use "must" there or -1 here'
             yield Problem("load_step", message, ("resume",))

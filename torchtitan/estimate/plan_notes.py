@@ -27,7 +27,7 @@ def plan_notes(
 def _times(job: JobConfig, ranks: int, saved_gib: float) -> Iterator[str]:
     """Yield what is done between steps, or slows them down."""
     saving, validation, metrics = job.checkpoint, job.validation, job.metrics
-    if saving.enable and not saving.load_only:
+    if saving.saves:
         copies = ""
         if saving.async_mode != "disabled":
             copies = f"; each copies up to {saved_gib:.1f} GiB of a rank to host memory"

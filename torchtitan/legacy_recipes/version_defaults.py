@@ -86,7 +86,8 @@ def _version(keys: Sequence[KeyPath]) -> tuple[str, str]:
 
 def _theirs(version: str, sign: str, settings: Settings, recipe: str, result: Translation) -> None:
     """Add the defaults of a recipe of TorchTitan, with notices of them and of their limits."""
-    wanted = {**DEFAULTS[version], **dict(_sizes(version, settings))}
+    # No version saves unless it is told to.
+    wanted = {"checkpoint.enable": False, **DEFAULTS[version], **dict(_sizes(version, settings))}
     here = {key: v for key, v in wanted.items() if tuple(key.split(".")) not in settings}
     dataset = here.get("data.dataset", _value(settings, "data.dataset"))
     if dataset == "c4_test" and ("data", "dataset_path") not in settings:
@@ -143,7 +144,7 @@ def _load_beside_tokenizer(
     elif not value or _value(settings, "checkpoint.initial_load_path"):
         because = "the format of weights is detected from their files"
         result.notices.append(f"{where}: {show(value)} is dropped; {because}")
-    elif not _value(settings, "checkpoint.enable"):
+    elif not _value(settings, "checkpoint.enable", True):
         because = "nothing is loaded without checkpoint.enable = true"
         result.notices.append(f"{where}: true is dropped; {because}")
     elif not isinstance(tokenizer, str):

@@ -36,6 +36,7 @@ from torchtitan.provenance import to_toml
 from torchtitan.tasks import TASKS
 from torchtitan.tools.options import Choice, Count, DeviceMemory, Recipe, RecipeVerb, progress, verb
 from torchtitan.train import (
+    NOTHING_SAVED,
     problems_of_files,
     problems_of_stream,
     problems_of_task,
@@ -212,7 +213,7 @@ def beginning(found: config.Recipe[JobConfig], here: bool) -> list[str]:
     if start.path is None:
         return ["starts from scratch", *also]
     what = "starts from the weights in" if start.model_only else "resumes from"
-    return [f"{what} {start.path}", *start.changes, *also]
+    return [f"{what} {start.path}", *start.changes, *filter(None, [start.rate]), *also]
 
 
 def summary(
@@ -243,6 +244,8 @@ def summary(
     yield f"{count:,} {task.unit} per step, {count * t.steps:,} in {counted(t.steps, 'step')}"
     if note := job.batch_note(degrees):
         yield note
+    if not job.checkpoint.saves:
+        yield NOTHING_SAVED
     if degrees.pp > 1:
         microbatches = job.parallelism.microbatches(job.local_batch(degrees))
         yield stages.describe(job.parallelism, len(spec.blocks(network)), microbatches)

@@ -78,8 +78,6 @@ def test_switch_off(flag: str) -> None:
 
 # Switched on alone, these are refused for what they need.
 NOT_ALONE = {
-    "checkpoint.last_save_in_hf",
-    "checkpoint.load_only",
     "compile.cuda_graphs",
     "debug.deterministic_warn_only",
     "fault_tolerance.enable",

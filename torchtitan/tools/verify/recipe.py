@@ -87,7 +87,7 @@ def as_checked(
     for key in draft.job.optimizer.rounded_by:
         why = "rounding hides errors, and layouts round differently"
         draft.set(f"optimizer.{key}", "parameter", why)
-    draft.tree["checkpoint"] = {}
+    draft.tree["checkpoint"] = {"enable": False}
     draft.changes.append("no checkpoint, metrics or profile is written, and there is no validation")
     ranks = make_ready(draft, world_size, shrink, ParallelismConfig())
     exact = is_exact(draft.job, draft.job.degrees(ranks))
