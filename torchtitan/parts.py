@@ -111,6 +111,8 @@ class Parts:
             ledger = [self.ledger] if self.has_ledger and world.rank == 0 else []
             sinks = [*ledger, *build_sinks(job.metrics, context)]
         about = about_run(job) if world.rank == 0 else {}
+        for key in self.task.unknown:
+            about.get("recipe", {}).pop(key, None)
         self.checkpoint = Checkpointer(
             resume_policy(job), self.contents, world, about, self.ledger.record
         )
@@ -207,7 +209,9 @@ def resume_policy(job: JobConfig) -> ResumePolicy:
 
 def open_task(job: JobConfig) -> Task:
     """Open the training task, with its requirements in addition to the data: a tokenizer, say."""
-    return TASKS[MODELS[job.model.name].task](job.model, job.model_args())
+    task = TASKS[MODELS[job.model.name].task](job.model, job.model_args())
+    task.adapt(job.data)
+    return task
 
 
 def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:

@@ -343,7 +343,9 @@ def require_recipe(path: str | None, flags: Sequence[str], verb: str) -> None:
 def problems_of_task(job: JobConfig) -> Iterator[Problem]:
     """Find problems that only reading a task's files shows, in its tokenizer, say."""
     try:
-        open_task(job).packing(job.data, job.training.seq_len, job.debug.seed)
+        task, others = open_task(job), job.validation.data(job.data).values()
+        for data in (job.data, *(others if job.validation.enable else ())):
+            task.packing(data, job.training.seq_len, job.debug.seed)
     except ConfigError as error:
         yield Problem(TASKS[MODELS[job.model.name].task].key, str(error))
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torchtitan.config import ConfigError, exists, local_path, shorten, show
 from torchtitan.data.file_cache import reading
-from torchtitan.data.token_bytes import byte_counts
+from torchtitan.data.token_bytes import BytesUnknown, byte_counts
 from torchtitan.logging import logger
 from torchtitan.remote import refuse_pointer
 
@@ -104,6 +104,29 @@ class ByteTokenizer:
 
     def byte_counts(self) -> list[int]:
         return [1] * 256 + [0, 0]
+
+
+class NoTokenizer:
+    """Stands for the unknown tokenizer of stored tokens: of a text it knows nothing."""
+
+    bos = lost_bos = None
+    eos: Any = None
+    adds_bos = adds_eos = True
+    fingerprint = "none"
+    needed = "the tokens of the data do not say which tokenizer made them; set model.tokenizer_path"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        raise ConfigError(f"text cannot be encoded: {self.needed}")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the ids, as their text is not known."""
+        return " ".join(map(str, tokens))
+
+    def byte_counts(self) -> list[int]:
+        raise BytesUnknown(self.needed)
 
 
 class TiktokenTokenizer:

@@ -70,7 +70,7 @@ class TextConfig(ModelConfig):
 
     tokenizer_path: str | None = None
     """Path of a tokenizer.json or tokenizer.model (tiktoken), or of a folder with one (default:
-    bytes)."""
+    bytes; none for stored tokens that do not say which tokenizer made them)."""
     attn_mask_type: AttentionMask = "causal"
     """Tokens that a token attends to. causal: all before it in its sequence; block_causal: those of
     its own document."""

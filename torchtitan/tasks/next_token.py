@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.config import ConfigError
 from torchtitan.data import (
     BatchStream,
     DataConfig,
@@ -34,8 +35,10 @@ from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import ENDED, Lane, Sample, SampleStart, tokenized
 from torchtitan.data.order import Document, Identity, Source
 from torchtitan.data.token_bytes import BytesUnknown
+from torchtitan.data.tokenizer import NoTokenizer
 from torchtitan.data.tokens.mixed_sources import (
     check_way,
+    lacks_tokenizer,
     open_token_sources,
     shards_of,
     untokenized,
@@ -195,12 +198,19 @@ class NextToken(Task):
     def __init__(self, model: ModelConfig, args: Any) -> None:
         assert isinstance(model, TextConfig), "the settings of a text model are a TextConfig"
         self.tokenizer = load_tokenizer(model.tokenizer_path)
-        check_vocabulary(self.tokenizer, args.vocab_size)
+        self._is_named = model.tokenizer_path is not None
+        if self._is_named:
+            check_vocabulary(self.tokenizer, args.vocab_size)
         self.vocab_size: int = args.vocab_size
         self.has_documents = model.separates_documents
         self.ahead: int = getattr(args, "ahead", 0)
         self.batch_type = batch_type(args)
         self._bytes: Tensor | None = None
+
+    def adapt(self, data: DataConfig) -> None:
+        if not self._is_named and lacks_tokenizer(data):
+            self.tokenizer, self.unknown = NoTokenizer(self.vocab_size), (self.key,)
+        check_vocabulary(self.tokenizer, self.vocab_size)
 
     @classmethod
     def units(cls, seq_len: int) -> int:
@@ -216,6 +226,8 @@ class NextToken(Task):
         return batch._map(torch.Tensor.clone)  # with a storage for each tensor
 
     def packing(self, config: DataConfig, seq_len: int, seed: int) -> PackedTokens:
+        if isinstance(self.tokenizer, NoTokenizer) and not self.is_tokenized(config):
+            raise ConfigError(f"the data set {config.dataset} is text: {self.tokenizer.needed}")
         starts_with(self.tokenizer, config.add_bos, config.add_eos)  # refuses a missing BOS
         return PackedTokens(
             *(self.tokenizer, seq_len, config.add_bos, config.add_eos),

@@ -47,11 +47,21 @@ class Task:
     hides_ended: ClassVar[bool] = False
     """Whether its batches mask the padding of a lane without further documents."""
 
+    unknown: Sequence[str] = ()
+    """Keys whose values in the recipe say nothing about the run; checkpoints do not record them."""
+
     def __init__(self, model: ModelConfig, args: Any) -> None:
         """Read the requirements of the task in addition to the data.
 
         Raises:
             ConfigError: if they are missing, or do not fit the model.
+        """
+
+    def adapt(self, data: DataConfig) -> None:
+        """Adapt to the section `[data]` of the recipe, before the rest is called.
+
+        Raises:
+            ConfigError: if it does not fit the model.
         """
 
     @classmethod

@@ -14,8 +14,8 @@ from torchtitan.data.file_cache import GIB, cache_folder
 from torchtitan.data.settings import DATASETS, TOKENS_FIRST, DataConfig, SourceConfig
 from torchtitan.data.sources import open_source, path_of, stamps
 from torchtitan.data.tokenizer import Tokenizer, separators
-from torchtitan.data.tokens.formats import TokenFormat
-from torchtitan.data.tokens.index import INDEX, TokenDocuments, check_limit
+from torchtitan.data.tokens.formats import OwnFormat, TokenFormat
+from torchtitan.data.tokens.index import INDEX, TokenDocuments, check_limit, read_description
 from torchtitan.data.tokens.index_cache import find_format, open_tokens
 from torchtitan.data.tokens.tokenizing import tokenize
 from torchtitan.logging import logger
@@ -80,6 +80,20 @@ def shards_of(config: DataConfig) -> tuple[Path, TokenFormat] | None:
     path = location(config.dataset)
     format = find_format(path, config.format)
     return (path, format) if format else None
+
+
+def lacks_tokenizer(config: DataConfig) -> bool:
+    """Whether the section only reads tokens that do not say which tokenizer made them."""
+    sections = [config.of_source(source) for source in config.sources] or [config]
+    try:
+        found = [shards_of(section) for section in sections]
+        return all(shards and not _made_by(*shards) for shards in found)
+    except ConfigError:
+        return False  # reported when they are opened
+
+
+def _made_by(path: Path, format: TokenFormat) -> str | None:
+    return read_description(path).tokenizer if isinstance(format, OwnFormat) else None
 
 
 def check_way(config: DataConfig) -> None:

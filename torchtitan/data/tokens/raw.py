@@ -1,7 +1,7 @@
-"""Raw tokens without a header, as OLMo and dolma write them, also in files named `.npy`.
+"""Raw tokens without a header, as nanoGPT, OLMo and dolma write them, also in files named `.npy`.
 
 A document ends with the token `end`; or `X.csv.gz` next to `X.npy` has its first token and its end
-in each line. A real `.npy`, which starts with a header of NumPy, is read by that header.
+in each line. A real `.npy`, and a file of llm.c, are read by the header that they start with.
 """
 
 import csv
@@ -24,6 +24,11 @@ from torchtitan.logging import logger
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 BLOCK = 2**22
 """Tokens that are read at a time."""
+OF_LLM_C = {
+    np.array([magic, version], "<i4").tobytes(): dtype
+    for magic, version, dtype in ((20240520, 1, "uint16"), (20240801, 7, "uint32"))
+}
+"""Dtype by the start of the header that llm.c writes, for the tokenizers of GPT-2 and Llama 3."""
 MAGIC = b"\x93NUMPY"
 
 
@@ -37,7 +42,7 @@ class RawFormat(TokenFormat):
     dtype: Literal["uint8", "uint16", "uint32", "uint64"] | None = None
     """Dtype of the tokens. Default: the smallest for the tokenizer's vocabulary."""
     end: int | None = Field(None, ge=0)
-    """Token that ends a document. Default: the tokenizer's EOS token."""
+    """Token that ends a document. Default: the tokenizer's EOS token, if there is one."""
 
     dtypes: ClassVar[Sequence[str]] = UNSIGNED
 
@@ -53,7 +58,7 @@ class RawFormat(TokenFormat):
         settings = self.resolved(tokenizer)
         for file in self.files(path):
             yield _table(
-                *(root_of(path), file, str(settings.dtype), int(settings.end or 0)),
+                *(root_of(path), file, str(settings.dtype), settings.end),
                 is_set=self.dtype is not None,
             )
 
@@ -70,11 +75,16 @@ class RawFormat(TokenFormat):
                 end += len(tokens)
 
 
-def _table(root: Path, file: Path, dtype: str, end: int, *, is_set: bool) -> ShardTable:
+def _table(root: Path, file: Path, dtype: str, end: int | None, *, is_set: bool) -> ShardTable:
     with file.open("rb") as stream:
-        is_npy = stream.read(len(MAGIC)) == MAGIC
+        first_bytes = stream.read(8)
     header, rows = 0, None
-    if is_npy:
+    if theirs := OF_LLM_C.get(first_bytes):
+        if is_set and dtype != theirs:
+            raise damaged(file, 0, f"its header says {theirs}, and the recipe {dtype}")
+        header, dtype = 1024, theirs
+        logger.info("data: %s has a header of llm.c, %s; it is used", file, dtype)
+    if first_bytes.startswith(MAGIC):
         array = _open_npy(file)
         if is_set and dtype != array.dtype.name:
             message = f"its header says {array.dtype}, and the recipe {dtype}; remove `dtype`"
@@ -141,8 +151,11 @@ def _read_spans(
     return starts, ends
 
 
-def _find_ends(file: Path, header: int, dtype: str, end: int) -> npt.NDArray[np.int64]:
+def _find_ends(file: Path, header: int, dtype: str, end: int | None) -> npt.NDArray[np.int64]:
     """Find the end of each document, by the token that ends it."""
+    if end is None:
+        message = "nothing says where documents end; set `end` to the token that ends a document"
+        raise damaged(file, header, message)
     found: list[npt.NDArray[np.int64]] = []
     count = 0
     kind = np.dtype(dtype).newbyteorder("<")

@@ -22,6 +22,7 @@ from torchtitan.data.order import COMPUTED, ORDER, Identity
 from torchtitan.data.running_hash import shown
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.stream import BatchStream, Packing, SampleWorker, State, refuse_other
+from torchtitan.data.tokenizer import NoTokenizer
 from torchtitan.data.tokens.mixed_sources import TokenSource
 from torchtitan.data.tokens.mixture import MixtureSchedule, whole_weights
 from torchtitan.data.tokens.sample_reader import Cursor, RowReader, SourcePosition, TokenReader
@@ -465,7 +466,11 @@ class TokenStream(BatchStream):
                 "restore data.dataset, or start a new run from the checkpoint's weights"
             )
         self.follow(merged["identity"])
-        refuse_other(merged["identity"], self._identity())
+        before, own = merged["identity"], self._identity()
+        if own["tokenizer"] == NoTokenizer.fingerprint and before["tokenizer"] == "bytes":
+            # Earlier versions took all tokens for bytes if the recipe names no tokenizer.
+            own |= {key: before[key] for key in self._packing.identity}
+        refuse_other(before, own)
         saved = {source["name"]: source for source in merged["sources"]}
         self._check_sources(saved)
         progress = Progress(*(merged[key] for key in Progress._fields))
