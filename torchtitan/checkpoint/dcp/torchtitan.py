@@ -22,7 +22,7 @@ from torch import Tensor
 from torchtitan.checkpoint.contents import SavedRun
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.storage import Renamed
-from torchtitan.checkpoint.weights.foreign import Kind, fitting
+from torchtitan.checkpoint.weights.foreign import Kind, fitting, unwrapped
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.config import ConfigError, show
 
@@ -56,7 +56,8 @@ def to_theirs(ours: str) -> str | None:
 
 def translated(saved: DcpCheckpoint) -> dict[str, str]:
     """Map our names to TorchTitan's, for tensors that both have."""
-    names = {ours: theirs for theirs in saved.shapes() if (ours := to_ours(theirs))}
+    plain = unwrapped("the checkpoint", saved.shapes(), ())
+    names = {ours: theirs for name, theirs in plain.items() if (ours := to_ours(name))}
     weights = [name for name in names if name.startswith("model.")]
     if all(name.startswith("model.model.") for name in weights):  # v0.1
         return {name.replace("model.model.", "model.", 1): names[name] for name in names}

@@ -10,7 +10,8 @@ tensor that is missing, unexpected or of another shape. The names are part of a 
 import itertools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,11 +20,49 @@ from torch import Tensor
 from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.network import Network, Sizes, in_slices
 from torchtitan.config import ConfigError, RecipeError
+from torchtitan.logging import logger
 from torchtitan.models.spec import TensorShare
 
 Kind = tuple[torch.dtype, Sizes]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_REPORTED = 10
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""Parts that `torch.compile`, DDP, FSDP and recomputation put into the names of parameters."""
+
+
+def unwrapped(where: object, found: Iterable[str], wanted: Collection[str]) -> dict[str, str]:
+    """Return the names of tensors by those that they have without wrappers.
+
+    A `model.` in front is that of a wrapper if only without it the name is in `wanted`.
+
+    Raises:
+        ConfigError: if two tensors have the same name then.
+    """
+    names = {name: ".".join(p for p in name.split(".") if p not in WRAPPERS) for name in found}
+    depths = {name: _depth(plain, wanted) for name, plain in names.items()}
+    # Tensors that are not wanted, or only hold those that are, are as deep as the others.
+    usual = Counter(depth for depth in depths.values() if depth is not None).most_common(1)
+    plain: dict[str, str] = {}
+    for name, short in names.items():
+        depth = depths[name]
+        for _ in range((usual[0][0] if usual else 0) if depth is None else depth):
+            short = short.removeprefix("model.")
+        if short in plain:
+            raise ConfigError(f"{where}: {plain[short]} and {name} are both {short}; remove one")
+        plain[short] = name
+    if changed := next(((name, short) for short, name in plain.items() if name != short), None):
+        logger.warning("%s: names are read without wrappers: %s is %s", where, *changed)
+    return plain
+
+
+def _depth(name: str, wanted: Collection[str]) -> int | None:
+    """Return how often a wrapper put `model.` in front of a name; None if it is not wanted."""
+    depth = 0
+    while name not in wanted:
+        if not name.startswith("model."):
+            return None
+        name, depth = name.removeprefix("model."), depth + 1
+    return depth
 
 
 class ForeignWeights(ABC):
@@ -243,8 +282,8 @@ def fitting(
         RecipeError: with every tensor that is missing, unexpected, of another shape or unreadable.
     """
     shapes = {**wanted, **(optional or {})}
-    problems = [f"missing: {name}" for name in wanted if name not in found]
-    problems += [f"unexpected: {name}" for name in found if name not in shapes]
+    missing = [f"missing: {name}" for name in wanted if name not in found]
+    problems = [f"unexpected: {name}" for name in found if name not in shapes]
     fits: dict[str, Kind] = {}
     for name in (name for name in shapes if name in found):
         kind = found[name]
@@ -256,8 +295,11 @@ def fitting(
             problems.append(f"{name}: has dtype {kind[0]}; allowed: {', '.join(map(str, DTYPES))}")
         else:
             fits[name] = kind
-    if problems:
-        more = [f"and {len(problems) - MAX_REPORTED} more"] if len(problems) > MAX_REPORTED else []
-        lines = (f"  {line}" for line in [*problems[:MAX_REPORTED], *more])
+    if missing or problems:
+        # Names that differ have two sides.
+        shown = missing[: max(MAX_REPORTED // 2, MAX_REPORTED - len(problems))]
+        shown += problems[: MAX_REPORTED - len(shown)]
+        rest = len(missing) + len(problems) - len(shown)
+        lines = (f"  {line}" for line in [*shown, *([f"and {rest} more"] if rest else [])])
         raise RecipeError([f"{where}: not the weights of {network}:", *lines])
     return fits

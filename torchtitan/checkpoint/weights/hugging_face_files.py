@@ -9,6 +9,7 @@
 `AutoModelForCausalLM.from_pretrained` loads the written files and returns the same logits.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from torchtitan.checkpoint.headers import Stored, read_header
 from torchtitan.checkpoint.ranges import contiguous, files_in
 from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.extras import BYTES, Extras, write_json
-from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated
+from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated, unwrapped
 from torchtitan.checkpoint.weights.network import Network, Sizes, identify, read_config
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, shorten
 from torchtitan.logging import logger
 from torchtitan.models.spec import ModelSpec
 
@@ -32,6 +33,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "torchtitan_tokenizer"
 """Key of `config.json` that is "bytes" if the model needs no file of a tokenizer."""
+SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -49,11 +51,16 @@ class HuggingFaceWeights(ForeignWeights):
         network, self.config = identify(folder / CONFIG, "hf", specs, flavor)
         self.folder = folder
         self._files = files_in(folder)
-        self._places = {
-            name: (file, stored)
-            for file in _file_names(folder)
-            for name, stored in read_header(folder / file, self._files).tensors.items()
-        }
+        places: dict[str, tuple[str, Stored]] = {}
+        for file in _file_names(folder):
+            for name, stored in read_header(folder / file, self._files).tensors.items():
+                if name in places:
+                    raise ConfigError(
+                        f"{folder}: {name} is in both {places[name][0]} and {file}; remove one"
+                    )
+                places[name] = file, stored
+        names = unwrapped(folder, places, _wanted(network))
+        self._places = {name: places[theirs] for name, theirs in names.items()}
         kinds = {name: _kind(stored) for name, (_, stored) in self._places.items()}
         super().__init__(folder, network, "hf", kinds)
 
@@ -86,18 +93,42 @@ class HuggingFaceShards(ForeignWeights):
             ConfigError: with everything that does not match.
         """
         self.saved = DcpCheckpoint(folder)
-        super().__init__(folder, network, "hf", self.saved.shapes())
+        kinds = self.saved.shapes()
+        self._theirs = unwrapped(folder, kinds, _wanted(network))
+        found = {name: kinds[theirs] for name, theirs in self._theirs.items()}
+        super().__init__(folder, network, "hf", found)
 
     def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
-        return self.saved.read(theirs, offsets, sizes)
+        return self.saved.read(self._theirs[theirs], offsets, sizes)
+
+
+def _wanted(network: Network) -> set[str]:
+    """Return the names of all tensors that a network may have."""
+    constants = network.format("hf").constants(network.args)
+    return {name for names in (*network.tensors("hf"), constants) for name in names}
 
 
 def _file_names(folder: Path) -> list[str]:
+    names, there = _named_files(folder), {path.name for path in folder.iterdir()}
+    if SINGLE in there and SINGLE not in names:
+        raise ConfigError(
+            f"{folder}: weights are in both {SINGLE}, which transformers would read, and the files "
+            f"of {INDEX}; remove those that are not meant"
+        )
+    other = re.compile(r"(model|pytorch_model|consolidated)[\d.of-]*\.(safetensors|bin|pth)")
+    if others := sorted(filter(other.fullmatch, there.difference(names))):
+        logger.warning(
+            "%s: weights are read from %s; not read, as in transformers: %s",
+            *(folder, names[0] if len(names) == 1 else INDEX, shorten(", ".join(others))),
+        )
+    return names
+
+
+def _named_files(folder: Path) -> list[str]:
     if not (folder / INDEX).is_file():
-        single = "model.safetensors"
-        if not (folder / single).is_file():
-            raise ConfigError(f"{folder}: there is neither {INDEX} nor {single}")
-        return [single]
+        if not (folder / SINGLE).is_file():
+            raise ConfigError(f"{folder}: there is neither {INDEX} nor {SINGLE}")
+        return [SINGLE]
     weight_map = read_config(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_beside, weight_map.values())):
         raise ConfigError(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.extras import Extras, write_json
-from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated
+from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated, unwrapped
 from torchtitan.checkpoint.weights.network import Network, Sizes, identify
 from torchtitan.config import ConfigError
 from torchtitan.models.spec import ModelSpec
@@ -44,12 +44,13 @@ class MetaWeights(ForeignWeights):
         network, _ = identify(folder / PARAMS, "meta", specs, flavor)
         self.folder = folder
         files = [_load(path) for path in _paths(folder)]
+        wanted, optional = network.tensors("meta")
+        theirs = dict.fromkeys(name for file in files for name in file)
         self._blocks = {
-            name: [file[name] for file in files if name in file]
-            for name in dict.fromkeys(name for file in files for name in file)
+            name: [file[wrapped] for file in files if wrapped in file]
+            for name, wrapped in unwrapped(folder, theirs, {*wanted, *optional}).items()
         }
         self._dims: dict[str, int | None] = {}
-        wanted, optional = network.tensors("meta")
         found: dict[str, Kind | str] = {}
         for name, blocks in self._blocks.items():
             whole = wanted.get(name) or optional.get(name)
