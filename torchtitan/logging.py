@@ -8,16 +8,21 @@ progress bar, which takes the place of `sys.stderr` while it is alive, prints th
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import TextIOWrapper
+from threading import Event, Thread
 from typing import Any, TextIO
 
 logger = logging.getLogger("torchtitan")
 
 TITLE = "{task.description}"
 """Column of a progress bar with what is in progress."""
+
+QUIET_SECONDS = 30.0
+"""Seconds without a line in the log after which what works shows that it is alive."""
 
 _DIM, _RESET = "\033[2m", "\033[0m"
 _COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[1;31m"}
@@ -129,9 +134,13 @@ def progress_bar(what: str, total: float, *columns: Any) -> Iterator[Callable[..
 
 @contextmanager
 def status(what: str) -> Iterator[Callable[[str], None]]:
-    """On a terminal, show that work is in progress, and for how long; the value adds words."""
+    """Show that work is in progress, and for how long; the yielded function adds words.
+
+    On a terminal this moves all the time; elsewhere there is a line in the log twice a minute.
+    """
     if not on_terminal():
-        yield lambda _: None
+        with _reports(said := [what]):
+            yield lambda more: said.__setitem__(0, f"{what}{more}")
         return
     from rich.progress import SpinnerColumn, TimeElapsedColumn
 
@@ -140,6 +149,23 @@ def status(what: str) -> Iterator[Callable[[str], None]]:
     with make_progress(*columns, transient=True, **lasting) as bar:
         task = bar.add_task(what, total=None)
         yield lambda more: bar.update(task, description=f"{what}{more}")
+
+
+@contextmanager
+def _reports(said: Sequence[str]) -> Iterator[None]:
+    done, start = Event(), time.monotonic()
+
+    def report() -> None:
+        while not done.wait(QUIET_SECONDS):
+            logger.info("%s, for %.0f s", said[0], time.monotonic() - start)
+
+    thread = Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class _CurrentStderr(logging.StreamHandler[TextIO]):

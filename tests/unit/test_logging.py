@@ -189,6 +189,17 @@ def test_names_are_no_markup(monkeypatch):
     assert shown.count(NAME) >= 6
 
 
+def test_long_work_reports_where_there_is_no_terminal(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr("torchtitan.logging.QUIET_SECONDS", 0.01)
+    caplog.set_level("INFO", "torchtitan")
+    with status("planning") as add:
+        add(": 3 recorded")
+        while not caplog.messages:
+            pass
+    assert caplog.messages[-1].startswith("planning: 3 recorded, for ")
+
+
 def test_importing_configures_nothing():
     code = (
         "import logging, torchtitan.logging as ours;"

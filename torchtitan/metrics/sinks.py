@@ -18,15 +18,20 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from torchtitan.logging import TITLE, logger, make_console, make_progress, on_terminal
+from torchtitan.logging import (
+    QUIET_SECONDS,
+    TITLE,
+    logger,
+    make_console,
+    make_progress,
+    on_terminal,
+)
 from torchtitan.metrics.pictures import pixels, write_png
 from torchtitan.packages import install
 
 Value = float | int | str | None
 NOTABLE_WAIT = 10.0
 """Percent of the time."""
-QUIET_SECONDS = 30.0
-"""Time after which the console shows that a run is alive."""
 RATES = {"tps": "tok/s"}
 """Speeds by their keys, as a row has room for them."""
 STOPS = ("KeyboardInterrupt", "SystemExit", "Terminated")

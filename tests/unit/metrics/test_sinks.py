@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from tests.wandb_files import WANDB_OFFLINE, ended, offline_runs
 from torchtitan.config import Context
 from torchtitan.device import Device
+from torchtitan.logging import QUIET_SECONDS
 from torchtitan.metrics import (
     SINKS,
     Meter,
@@ -23,7 +24,6 @@ from torchtitan.metrics import (
     build_sinks,
 )
 from torchtitan.metrics.sinks import (
-    QUIET_SECONDS,
     Console,
     Jsonl,
     TensorBoard,
