@@ -197,11 +197,11 @@ def summary(rows: list[MemoryRow]) -> str:
         f"Plans of {len(errors):,} ranks of {len(planned)} recipes: the median of the errors is "
         f"{statistics.median(errors):.2%}, the largest {max(errors):.2%}.",
         f"All peaks are within {LIMIT:.0%} and at the moment that was planned"
-        + (", but for:" if bad else "."),
+        + (", but for:\n" if bad else "."),
         *(f"- {name}" for name in bad),
     ]
     if left := [row.name for row in rows if not row.planned]:
-        lines += ["", "Recipes that cannot be planned:", *(f"- {name}" for name in left)]
+        lines += ["", "Recipes that cannot be planned:", "", *(f"- {name}" for name in left)]
     return "\n".join(lines)
 
 

@@ -484,3 +484,15 @@ def test_sentences_that_readers_stumbled_over_are_gone() -> None:
         # Sentences go on over lines, over the ends of strings, and over the signs of comments.
         words = " ".join(re.sub(r'"\s*\n\s*f?"|\n\s*#', "", text(path)).split())
         assert [each for each in STUMBLING if each in words] == [], path
+
+
+@pytest.mark.gate
+def test_the_quickstart_has_the_lines_of_a_run_in_their_order(tmp_path: Path) -> None:
+    shown = text(ROOT / "docs/quickstart.md").partition("```text\n")[2].partition("```")[0]
+    words = ["train", DEBUG_RECIPE, "--training.steps", "1", "--no-validation.enable"]
+    words += ["--job.dump_folder", str(tmp_path)]
+    command = [sys.executable, "-m", "torchtitan", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    beginnings = [line.split()[1] for line in done.stderr.splitlines() if line[2:3] == ":"]
+    places = [beginnings.index(line.split()[0]) for line in shown.splitlines()]
+    assert places == sorted(places)
