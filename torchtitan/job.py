@@ -85,13 +85,8 @@ SAME_RUN = {
 }
 
 
-def in_words(data_ranks: int) -> str:
-    """Return a number of data-parallel ranks in words."""
-    return counted(data_ranks, "data-parallel rank")
-
-
 class ManifestSection(Config):
-    """What `torchtitan manifest` asks of a scheduler; it has no effect on a run."""
+    """Requests of `torchtitan manifest` to a scheduler; they have no effect on a run."""
 
     account: str = ""
     """Account to charge: `--account` of Slurm, the namespace of Kubernetes."""
@@ -268,7 +263,7 @@ class JobConfig(Config):
     def batch_note(self, degrees: Degrees) -> str | None:
         """Explain a batch whose size may surprise, if it does."""
         batch, local = self.global_batch(degrees), self.training.local_batch_size
-        on = in_words(self.data_ranks(degrees))
+        on = counted(self.data_ranks(degrees), "data-parallel rank")
         if self.training.global_batch_size == -1:
             return (
                 "training.global_batch_size is -1, so the batch of a new run follows the number of "
@@ -344,7 +339,7 @@ class JobConfig(Config):
         return SAME_RUN | {f"model.{key}" for key in self.model.sizes()}
 
     def in_effect(self) -> dict[str, Any]:
-        """Return `flat` of what the run does, with the model's sizes from recipe or flavor."""
+        """Return `flat` without `job.manifest`, with the sizes of the recipe or its flavor."""
         values = with_sizes(self.flat())
         return {key: values[key] for key in values if not key.startswith("job.manifest.")}
 

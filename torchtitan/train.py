@@ -41,7 +41,7 @@ from torchtitan.config import (
 from torchtitan.device import Device, pick
 from torchtitan.estimate.fitting import misfits, room
 from torchtitan.flight_recorder import Recorder
-from torchtitan.job import JobConfig, in_words
+from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger, use_utf8
 from torchtitan.metrics.health import Health, serving
 from torchtitan.models import MODELS
@@ -373,7 +373,7 @@ def batch_note(
     degrees = job.degrees(ranks)
     if job.training.global_batch_size != -1 or kept in (None, job.global_batch(degrees)):
         return job.batch_note(degrees)
-    on = in_words(job.data_ranks(degrees))
+    on = counted(job.data_ranks(degrees), "data-parallel rank")
     message = f"the run to resume has {counted(kept, 'sequence')} in a step"
     if kept % job.data_ranks(degrees):
         fitting = ", ".join(str(n) for n in range(1, kept + 1) if kept % n == 0)

@@ -89,7 +89,7 @@ def test_help_of_a_section_that_does_not_exist(capsys: pytest.CaptureFixture[str
     assert main(["train", "--help", "optimiser"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        "error: --help: got optimiser\n  did you mean optimizer?\n  allowed: job, model, "
+        "error: --help: got optimiser\n  did you mean optimizer?\n  allowed: job, job.manifest, "
     )
 
 

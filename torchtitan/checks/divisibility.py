@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator
 
-from torchtitan.config import PlannedWorld, Problem
-from torchtitan.job import JobConfig, in_words
+from torchtitan.config import PlannedWorld, Problem, counted
+from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.tasks import TASKS
 
@@ -95,7 +95,8 @@ def batches(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     t, degrees = job.training, job.degrees(world.ranks)
     if t.global_batch_size == 0 or (ranks := job.data_ranks(degrees)) < 1:
         return  # already reported for training, the degrees, or the groups
-    batch, local, on = job.global_batch(degrees), t.local_batch_size, in_words(ranks)
+    batch, local = job.global_batch(degrees), t.local_batch_size
+    on = counted(ranks, "data-parallel rank")
     rests_on = ("training.local_batch_size", BATCH, *DEGREES, *GROUPS)
     if not _divides(batch, ranks, local):
         why = f"it is not a multiple of {on}"

@@ -74,7 +74,7 @@ ELSEWHERE: Final = {
     "convert": "use torchtitan checkpoint convert",
     "tokenize": "use torchtitan data tokenize",
 }
-"""What does the work of verbs that one may expect."""
+"""Advice on verbs that do not exist."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
