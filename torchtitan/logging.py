@@ -89,8 +89,9 @@ def has_color() -> bool:
 
 def tell(*lines: str) -> None:
     """Write lines to standard error, if it still can be written to."""
-    with suppress(OSError, ValueError):  # a terminal that is gone, a stream that is closed
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):  # a terminal that is gone, a stream that is closed
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def make_console(**settings: Any) -> Any:

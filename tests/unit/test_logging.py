@@ -143,7 +143,10 @@ def test_a_process_may_have_no_streams(monkeypatch):
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     assert not on_terminal()
+    monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
     print_error("before the log is configured")
+    assert printed.getvalue() == ""
+    monkeypatch.setattr(sys, "stdout", None)
     configure()
     print_error("after it")
     logger.error("lost")

@@ -20,7 +20,7 @@ import typer
 from torchtitan import __version__
 from torchtitan.convert import CONVERTERS
 from torchtitan.convert.settings import LinearConverterConfig
-from torchtitan.device import GIB, Device, compiles_for_cpu, pick
+from torchtitan.device import GIB, Device, compiles_for_cpu, cpu_has_bfloat16, pick
 from torchtitan.packages import (
     DISTRIBUTION,
     PACKAGE,
@@ -193,6 +193,9 @@ def features(device: Device) -> Iterator[Finding]:
     name = "symmetric memory"
     detail = f"asynchronous tensor parallelism{lack}"
     yield Finding("features", name, "ok" if peers else "missing", detail)
+    if device.type == "cpu":
+        fix = 'training.mixed_precision_param = "float32"'
+        yield _needs("bfloat16", cpu_has_bfloat16(), "arithmetic without emulation", fix)
     compiles = compiles_for_cpu() if device.type == "cpu" else is_installed("triton")
     needed = "apt-get install g++" if device.type == "cpu" else "pip install triton"
     yield _needs("torch.compile", compiles, "compile.enable", needed)
