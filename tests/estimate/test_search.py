@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ from torchtitan.estimate.search import (
     search,
 )
 from torchtitan.job import JobConfig
+from torchtitan.tools.cli import main
 from torchtitan.tools.plan import plan_search, timing
 
 RECIPE = "train_configs/debug_model.toml"
@@ -138,6 +140,24 @@ def test_what_is_planned_without_time_depends_on_no_speed(monkeypatch: pytest.Mo
     assert len(first) == LEAST < runs[0].enumerated
 
 
+def test_a_search_shows_what_it_found_before_it_writes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    def fails(*_: object) -> None:
+        raise OSError("no space left")
+
+    own = on_cpu(debug_job(2, "--compile.enable=false"), 2)
+    monkeypatch.setattr("torchtitan.estimate.search.plan", lambda *_: own)
+    monkeypatch.setattr("torchtitan.tools.plan.command.write_best", fails)
+    words = ("--world-size=2", "--compile.enable=false", "--search", "--seconds=0")
+    with pytest.raises(OSError, match="no space"):
+        main(["plan", RECIPE, *words, f"--output={tmp_path / 'best.toml'}"])
+    printed = capsys.readouterr().out
+    assert f"the best of {LEAST} planned of " in printed
+    assert "\n1. " in printed
+    assert "the fastest" not in printed
+
+
 def test_costs_know_bubbles_and_recomputation():
     job = debug_job(4, "--training.global_batch_size=16")
     costs = LayoutCosts(job, 4, find_hardware("h100"))
@@ -206,13 +226,14 @@ def test_reason_names_what_differs_most():
 def test_search_by_command_writes_a_valid_recipe_and_times_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(plan_search, "SECONDS", 8.0)
     monkeypatch.setattr(timing, "ROUNDS", 1)
     monkeypatch.setattr(timing, "STEPS", 2)
     flags = ("--compile.enable=false", "--training.seq_len=64")
     job, output = debug_job(2, *flags), tmp_path / "deep" / "best.toml"
     planned = on_cpu(job, 2)
-    found = plan_search.search_layouts(Path(RECIPE), planned, "cpu", output, timed=2)
+    words = (Path(RECIPE), planned, "cpu")
+    found = plan_search.search_layouts(*words, output, seconds=8.0, timed=2)
+    plan_search.write_best(found, *words)
     assert found["planned"] >= len(found["layouts"]) >= 2
     text = "\n".join(plan_search.search_text(found))
     assert found["summary"] in text
@@ -226,14 +247,37 @@ def test_search_by_command_writes_a_valid_recipe_and_times_it(
     assert loaded.flat() == best.flat()
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--model.rope_theta=none", "--optimizer.lr=1e-4"),
+        ("--comm.debug_level=none", "--model.tokenizer_path=none"),
+        ("--checkpoint.frequent.interval=5", "--optimizer.groups.0.roles=norm"),
+        ("--training.seq_len=64",),
+    ],
+)
+def test_any_key_can_be_written(flags: Sequence[str], tmp_path: Path):
+    given = tmp_path / "given.toml"
+    given.write_text(
+        f'extends = "{Path(RECIPE).resolve()}"\n[model]\nrope_theta = 1e4\n'
+        '[comm]\ndebug_level = "info"\n'
+    )
+    before, job = (load_job(given, each, 2, "cpu").config for each in ((), flags))
+    written = tmp_path / "written.toml"
+    written.write_text(planned_recipe(job, before, "given.toml", "The best of 3"))
+    assert load_job(written, (), 2, "cpu").config.flat() == job.flat()
+    assert written.read_text().startswith("# The best of 3")
+
+
 def test_layouts_that_cannot_fit_are_refused_with_the_fix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ):
-    monkeypatch.setattr(plan_search, "SECONDS", 0.0)
     small = find_hardware("cpu").model_copy(update={"memory_gib": 0.001})
     planned = plan(debug_job(2, "--compile.enable=false"), 2, small)
     with pytest.raises(RecipeError, match="use more ranks"):
-        plan_search.search_layouts(Path(RECIPE), planned, "cpu", tmp_path / "best.toml")
+        plan_search.search_layouts(
+            *(Path(RECIPE), planned, "cpu", tmp_path / "best.toml"), seconds=0.0
+        )
 
 
 def test_timing_needs_the_devices():

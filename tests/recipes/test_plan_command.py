@@ -154,7 +154,14 @@ def test_the_text_says_what_the_json_says(planned: Planned) -> None:
     text = "\n".join(plan_text(found))
     assert text.startswith("llama3 debugmodel on 4 ranks: pp 2, dp_shard 2; hardware: h100\n")
     assert f"fits: yes, {found['memory']['room_gib']:.1f} of " in text
-    assert f"seconds per step {found['speed']['seconds_per_step']['value']:.4g} (" in text
+    rate = found["speed"]["tokens_per_second_per_device"]["value"]
+    # The answer comes first.
+    fits, speed, days = text.splitlines()[1:4]
+    assert fits.startswith("fits: yes, ")
+    assert f"{rate:,.0f} (" in speed
+    assert f"{4 * rate:,.0f} in total" in speed
+    assert f"steps of {found['speed']['seconds_per_step']['value']:.4g} (" in days
+    assert f"{found['budget']['days']:,.1f} days" in days
     assert "pipeline 1F1B: 2 stages, 4 microbatches; bubble 20.0%" in text
     for each in found["traffic"]:
         assert f"{each['axis']} " in text
@@ -184,7 +191,8 @@ def test_a_recipe_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture[s
     for change in found["changes"]:
         assert change["peak_reserved_gib"]["value"] <= 0.9 * whole
     text = "\n".join(plan_text(found))
-    assert "fits: no, " in text
+    assert "fits: no, " in text.splitlines()[1]
+    assert text.splitlines()[2] == f"it fits with {' '.join(found['changes'][0]['flags'])}:"
     assert all(" ".join(change["flags"]) in text for change in found["changes"])
     again = answer(capsys, *words, *found["changes"][0]["flags"], "--device-memory", f"{whole}")
     assert again["memory"]["fits"]["value"] is True
@@ -287,9 +295,11 @@ def test_a_flavor_too_large_for_any_layout_is_an_answer(
     assert found["changes"] == []
     # Parameters, gradients and states of 8 billion parameters in float32.
     assert 3 <= found["memory"]["least_devices"] <= 4
-    last = [*plan_text(found)][-1]
-    assert "no change was found" in last
-    assert f"use at least {found['memory']['least_devices']} devices" in last
+    lines = [*plan_text(found)]
+    assert "fits: no, " in lines[1]
+    assert "no change was found" in lines[2]
+    assert f"use at least {found['memory']['least_devices']} devices" in lines[2]
+    assert not any("tokens/s" in line or "days" in line for line in lines)
 
 
 def test_what_is_left_out_is_said_everywhere(planned: Planned) -> None:

@@ -44,6 +44,7 @@ from torchtitan.estimate.layouts import (
 )
 from torchtitan.estimate.plan import Plan, Range, plan
 from torchtitan.job import JobConfig
+from torchtitan.provenance import to_toml
 
 PROCESSES = 2
 """Layouts that are planned at the same time."""
@@ -72,7 +73,7 @@ class PlannedLayout(NamedTuple):
 
 @dataclass
 class SearchResult:
-    """Layouts that were planned, the fastest that fits first."""
+    """Layouts that were planned, the best that fits first."""
 
     layouts: list[PlannedLayout] = field(default_factory=list)
     too_large: list[PlannedLayout] = field(default_factory=list)
@@ -92,6 +93,11 @@ class SearchResult:
     def planned(self) -> int:
         """Number of layouts with a plan."""
         return len(self.layouts) + len(self.too_large)
+
+    @property
+    def best(self) -> str:
+        """What the first layout is."""
+        return f"the best of {self.planned:,} planned of {self.enumerated:,} layouts"
 
 
 class Cost(NamedTuple):
@@ -330,14 +336,27 @@ def fastest(result: SearchResult, top: int = TOP) -> list[dict[str, Any]]:
     ][:top]
 
 
-def planned_recipe(job: JobConfig, given: JobConfig, extends: str) -> str:
-    """Return a recipe, as TOML, that extends the file of the `given` one with all that differs."""
+def planned_recipe(job: JobConfig, given: JobConfig, extends: str, title: str = "") -> str:
+    """Return a recipe, as TOML, that extends the file of the `given` one with all that differs.
+
+    It is a whole recipe if that cannot be said by an extension: TOML has no `none`, and a list of
+    sections is replaced as a whole.
+
+    Args:
+        title: what the recipe is.
+    """
     import tomlkit
 
-    before, tree = given.flat(), dict[str, dict[str, Any]]()
-    for key, value in job.flat().items():
-        if key not in before or before[key] != value:
+    before = given.flat()
+    changed = {
+        key: value for key, value in job.flat().items() if key not in before or before[key] != value
+    }
+    if any(value is None or key.count(".") > 1 for key, value in changed.items()):
+        text = to_toml(job)
+    else:
+        tree = dict[str, dict[str, Any]]()
+        for key, value in changed.items():
             section, _, name = key.partition(".")
             tree.setdefault(section, {})[name] = value
-    text: str = tomlkit.dumps({"extends": extends} | tree)
-    return f"# The fastest layout by `torchtitan plan --search`.\n{text}"
+        text = tomlkit.dumps({"extends": extends} | tree)
+    return f"# {title or 'A layout'}, by `torchtitan plan --search`.\n{text}"

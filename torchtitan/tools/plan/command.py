@@ -5,8 +5,8 @@ For the folder of a run, show what it measured, too.
 
 import json
 import re
-import time
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -20,14 +20,24 @@ from torchtitan.estimate.changes import FittingChange, changes
 from torchtitan.estimate.hardware import Hardware, find_hardware, hardware_names, hardware_of
 from torchtitan.estimate.hardware.calibrate import calibrate
 from torchtitan.estimate.plan import plan
+from torchtitan.estimate.search import LEAST
 from torchtitan.job import JobConfig
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tools.history import RunHistory
-from torchtitan.tools.options import Count, DeviceMemory, Recipe, RecipeVerb, count, progress, verb
+from torchtitan.tools.options import (
+    Count,
+    DeviceMemory,
+    Recipe,
+    RecipeVerb,
+    count,
+    number,
+    progress,
+    verb,
+)
 from torchtitan.tools.plan.measured import measured_rows, measured_text
 from torchtitan.tools.plan.plan_json import Json, plan_json
 from torchtitan.tools.plan.plan_page import plan_page
-from torchtitan.tools.plan.plan_search import search_layouts, search_text
+from torchtitan.tools.plan.plan_search import SECONDS, search_layouts, search_text, write_best
 from torchtitan.tools.plan.plan_text import plan_text
 from torchtitan.tools.plan.timing import require_devices
 from torchtitan.train import require_recipe
@@ -82,15 +92,23 @@ def plan_recipe(
     ] = None,
     search: Annotated[
         bool,
-        typer.Option("--search", help="Also find the fastest layouts; write the best as a recipe."),
+        typer.Option("--search", help="Also plan other layouts; write the best as a recipe."),
     ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            parser=number("seconds, a number >= 0", lambda found: 0 <= found < inf),
+            metavar="N",
+            help=f"Time of a search (default: {SECONDS:.0f}); it plans at least {LEAST} layouts.",
+        ),
+    ] = None,
     timed: Annotated[
         int | None,
         typer.Option(
             "--time",
             parser=count,
             metavar="K",
-            help="With --search: also run the fastest K layouts for a few steps on this machine.",
+            help="With --search: also run the best K layouts for a few steps on this machine.",
         ),
     ] = None,
     measure: Annotated[
@@ -157,11 +175,12 @@ def plan_recipe(
         raise RecipeError([f"--search: it needs {missing}"])
     if timed and not search:
         raise RecipeError([f"--time: got {timed}; add --search, whose layouts it times"])
+    if seconds is not None and not search:
+        raise RecipeError([f"--seconds: got {seconds:g}; add --search, whose time it is"])
     if timed and devices:
         require_devices(devices, ranks)
     if devices and device_memory:
         devices = devices.model_copy(update={"memory_gib": device_memory})
-    start = time.monotonic()
     with progress(f"planning {ranks:,} ranks") as advance:
         planned = plan(
             found.config,
@@ -172,13 +191,13 @@ def plan_recipe(
             count=advance,
         )
     layouts: Json = {}
-    if search and path:
-        given = find_recipe(path)
+    given = find_recipe(path) if search and path else None
+    if given:
         place = output or Path("outputs") / f"{given.stem}_planned.toml"
         with progress(f"searching layouts of {ranks:,} ranks"):
             words = (given, planned, _type(devices), place)
-            spent = time.monotonic() - start
-            layouts = search_layouts(*words, spent=spent, timed=timed or 0)
+            time_limit = SECONDS if seconds is None else seconds
+            layouts = search_layouts(*words, seconds=time_limit, timed=timed or 0)
     smaller: list[FittingChange] = []
     if planned.fits is False:
         with progress("looking for changes after which it fits") as advance:
@@ -188,13 +207,15 @@ def plan_recipe(
     rows = measured_rows(planned, history) if history else []
     answer |= {"measured": [row._asdict() for row in rows]} if rows else {}
     text = [json.dumps(answer, indent=1)] if as_json else [*plan_text(answer)]
-    text += search_text(layouts) if search and not as_json else []
+    text += search_text(layouts) if given and not as_json else []
     text += ["", *measured_text(rows)] if rows and not as_json else []
     if html:
         html.write_text(plan_page(planned, answer), encoding="utf-8")
         text += [] if as_json else ["", f"page: {html}"]
     # In one piece, so that `| head` does not close the pipe in between.
     print("".join(f"{line}\n" for line in text), end="", flush=True)
+    if given:
+        write_best(layouts, given, planned, _type(devices))
     for note in planned.notes:
         print_message("warning", note)
     return 0

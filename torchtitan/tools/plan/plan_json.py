@@ -70,7 +70,7 @@ def plan_json(
         "pipeline": _pipeline(plan),
         "speed": _speed(plan, units),
         "budget": _budget(plan, budget, units),
-        "changes": [_change(change, plan) for change in changes],
+        "changes": [_change(change, plan, budget) for change in changes],
         "notes": [*plan.notes],
     }
 
@@ -178,10 +178,16 @@ def _budget(plan: Plan, tokens: float, units: int) -> Json:
     }
 
 
-def _change(change: FittingChange, before: Plan) -> Json:
+def _change(change: FittingChange, before: Plan, tokens: float) -> Json:
+    after, task = change.plan, TASKS[MODELS[change.plan.job.model.name].task]
+    samples = after.job.global_batch(after.job.degrees(after.ranks))
+    units = samples * task.units(after.job.training.seq_len)
     return {
         "flags": [*change.flags],
         "peak_reserved_gib": change.plan.reserved_gib._asdict(),
         "room_gib": change.plan.room_gib,
         "device_time": change.slowdown(before),
+        "world_size": after.ranks,
+        "speed": _speed(after, units),
+        "budget": _budget(after, tokens, units),
     }

@@ -14,9 +14,8 @@ from torchtitan.estimate.search import SearchResult, fastest, planned_recipe, se
 from torchtitan.tools.plan.timing import fastest_run, run_text, time_layouts
 
 Json = dict[str, Any]
-FEW_RANKS = 1024
-SECONDS, SECONDS_OF_MANY = 45.0, 240.0
-"""Time of a search on up to `FEW_RANKS`, and on more."""
+SECONDS = 45.0
+"""Time of a search by default."""
 SHOWN = 5
 """Number of layouts that are listed."""
 
@@ -27,41 +26,33 @@ def search_layouts(
     device_type: DeviceType,
     output: Path,
     *,
-    spent: float = 0.0,
+    seconds: float = SECONDS,
     timed: int = 0,
 ) -> Json:
-    """Search the layouts of a planned recipe, and write the best as one that extends it.
+    """Search the layouts of a planned recipe.
 
     Args:
-        spent: seconds that the plan took, which are part of the time of a search.
-        timed: number of the fastest layouts to run; then the best is the fastest of these.
+        output: file for the best layout, which `write_best` writes.
+        seconds: time of the search; it plans a few layouts at least.
+        timed: number of the best layouts to run; then the best is the fastest of these.
 
     Raises:
         RecipeError: if no layout fits.
     """
     job, ranks, hardware = planned.job, planned.ranks, planned.hardware
     assert hardware is not None, "the command asked for it"
-    limit = SECONDS if ranks <= FEW_RANKS else SECONDS_OF_MANY
-    left = max(limit - spent, limit / 2)
-    found = search(job, planned, hardware, device_type=device_type, seconds=left)
+    found = search(job, planned, hardware, device_type=device_type, seconds=seconds)
     if not found.layouts:
-        raise RecipeError([f"--search: {described(found)}; {_fix(found)}"])
-    given = load_job(recipe, (), None, device_type, exempt=ELSEWHERE).config
-
-    def text(changes: Changes, folder: Path) -> str:
-        extends = Path(os.path.relpath(recipe, folder)).as_posix()
-        return planned_recipe(with_changes(job, changes), given, extends)
-
+        raise RecipeError([f"--search: none of {described(found)}; {_fix(found)}"])
     rows, best = fastest(found, max(SHOWN, timed)), 0
     if timed:
         folder = output.parent / f"{output.stem}_timed"
-        recipes = [text(row["changes"], folder) for row in rows[:timed]]
+        taken = [row["changes"] for row in rows[:timed]]
+        recipes = [_recipe(recipe, planned, device_type, each, folder) for each in taken]
         runs = time_layouts(folder, recipes, ranks)
         for row, run in zip(rows, runs, strict=False):
             row["measured"] = run
         best = fastest_run(runs)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text(rows[best]["changes"], output.parent), encoding="utf-8")
     return {
         "recipe": str(output),
         "best": best,
@@ -73,20 +64,47 @@ def search_layouts(
         "failed": found.failed,
         "is_complete": found.is_complete,
         "seconds": found.seconds,
-        "summary": described(found),
+        "summary": f"the best of {described(found)}",
+        "title": found.best,
         "layouts": rows,
     }
 
 
+def write_best(found: Json, recipe: Path, planned: Plan, device_type: DeviceType) -> None:
+    """Write the best layout of a search as a recipe that extends the searched one."""
+    output, best = Path(found["recipe"]), found["layouts"][found["best"]]
+    title = found["title"] if not found["best"] else f"in runs the fastest of {found['title']}"
+    text = _recipe(recipe, planned, device_type, best["changes"], output.parent, title)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(text, encoding="utf-8")
+
+
+def _recipe(
+    recipe: Path,
+    planned: Plan,
+    device_type: DeviceType,
+    changes: Changes,
+    folder: Path,
+    title: str = "",
+) -> str:
+    """Return a layout as a recipe in a folder."""
+    given = load_job(recipe, (), None, device_type, exempt=ELSEWHERE).config
+    extends = Path(os.path.relpath(recipe, folder)).as_posix()
+    title = title[:1].upper() + title[1:]
+    return planned_recipe(with_changes(planned.job, changes), given, extends, title)
+
+
 def described(found: SearchResult) -> str:
-    """Describe in a sentence how much was searched."""
+    """Describe in words how much was searched."""
     failed = sum(found.failed.values())
     text = (
-        f"planned {found.planned:,} of {found.enumerated:,} layouts in {found.seconds:.0f} s, of "
-        f"which {len(found.layouts)} fit; {found.without_room:,} need far more memory"
+        f"{found.planned:,} planned of {found.enumerated:,} layouts in {found.seconds:.0f} s; "
+        f"{len(found.layouts)} of them fit, {found.without_room:,} others need far more memory"
     )
     text += f"; {failed} could not be planned" if failed else ""
-    return text if found.is_complete else f"{text}; the time was up before the others"
+    if found.is_complete:
+        return f"{text}; the others are expected to be slower, or not to fit"
+    return f"{text}; a longer search (--seconds) plans more"
 
 
 def _fix(found: SearchResult) -> str:
@@ -109,7 +127,7 @@ def search_text(found: Json) -> Iterator[str]:
             yield f"   {layout['reason']}"
         if run := layout.get("measured"):
             yield f"   {run_text(run)}"
-    which = "layout 1" if not found["best"] else f"layout {found['best'] + 1}, the fastest run"
+    which = "layout 1" if not found["best"] else f"layout {found['best'] + 1}, the best in runs"
     own = ", which the recipe has already" if found["is_own"] else ""
     yield f"recipe: {found['recipe']}: {which}{own}"
 

@@ -12,24 +12,27 @@ ORDER = (
     *("communication", "buffers", "data", "temporary", "workspaces"),
 )
 """Order of the kinds of memory; others follow."""
+EXPOSED = "exposed communication"
+SHORTEST = 5e-4
+"""Share of a step below which a part of it is not shown."""
 SMALLEST = 0.005
 """GiB of a kind of memory that no rank has more of, which is not shown."""
 
 
 def plan_text(found: Json) -> Iterator[str]:
-    """Yield the lines of a plan, given its JSON object."""
-    yield from _recipe(found)
+    """Yield the lines of a plan, given its JSON object: its answer first."""
+    does_fit = found["memory"]["fits"]["value"] is not False
+    yield from _answer(found, does_fit)
     yield from ("", "memory of a rank at its peak, GiB")
     yield from _indented(_memory(found["memory"]))
     yield from ("", "computation and communication per step")
     yield from _indented(_work(found))
-    yield from ("", "speed")
-    yield from _indented(_speed(found))
+    if does_fit and found["speed"]["seconds"] is not None:
+        yield from ("", "time of a step")
+        yield from _indented(_parts_of_time(found["speed"]))
     if found["changes"]:
         yield from ("", "changes after which it fits, the cheapest first")
         yield from _indented(map(_change, found["changes"]))
-    elif found["memory"]["fits"]["value"] is False:
-        yield f"  {no_change(found['memory']['least_devices'])}"
 
 
 def kinds_of_memory(ranks: Sequence[Json]) -> list[str]:
@@ -71,13 +74,23 @@ def layout(found: Json) -> str:
     return ", ".join(axes) or "a single rank"
 
 
-def _recipe(found: Json) -> Iterator[str]:
+def _answer(found: Json, does_fit: bool) -> Iterator[str]:
+    """Yield the recipe, whether it fits, and its speed, or that of the first change that fits."""
     model, batch, ranks = found["model"], found["batch"], found["world_size"]
     place = found["hardware"]["name"] if found["hardware"] else f"unknown ({found['device_type']})"
     yield (
         f"{model['name']} {model['flavor']} on {ranks:,} rank{'s' * (ranks > 1)}: {layout(found)}; "
         f"hardware: {place}"
     )
+    yield _fits(found["memory"])
+    if does_fit:
+        yield from _speed(found, batch["unit"], ranks)
+    elif found["changes"]:
+        first = found["changes"][0]
+        yield f"it fits with {' '.join(first['flags'])}:"
+        yield from _speed(first, batch["unit"], first["world_size"])
+    else:
+        yield no_change(found["memory"]["least_devices"])
     yield (
         f"{model['parameters']:,} parameters; {batch['tokens']:,} {batch['unit']} per step: "
         f"{batch['local']} at a time x {batch['accumulated']} accumulated x "
@@ -105,13 +118,10 @@ def _memory(memory: Json) -> Iterator[str]:
         rows.append(["host memory", *(f"{rank['host_gib']:.2f}" for rank in ranks)])
     is_wide = len(ranks) > 6
     yield from table([*map(list, zip(*rows, strict=True))] if is_wide else rows)
-    yield f"peak allocated {spread(memory['peak_allocated_gib'], '.2f')}"
-    yield f"peak reserved {spread(memory['peak_reserved_gib'], '.2f')}"
     yield (
         f"fullest: rank {memory['rank']}, {memory['moment'] or 'before the step'}; "
         f"largest request {memory['largest_request_gib']:.2f}"
     )
-    yield _fits(memory)
 
 
 def _parts(ranks: Sequence[Json], key: str) -> Iterator[list[str]]:
@@ -123,12 +133,14 @@ def _parts(ranks: Sequence[Json], key: str) -> Iterator[list[str]]:
 
 def _fits(memory: Json) -> str:
     room, capacity = memory["room_gib"], memory["capacity_gib"]
+    peak = f"peak reserved {spread(memory['peak_reserved_gib'], '.2f')}"
     if room is None:
-        return "fits: unknown, as the hardware is; name it with --hardware or --device-memory"
+        why = "as the hardware is; name it with --hardware or --device-memory"
+        return f"fits: unknown, {why}; {peak} GiB"
     if room < 0:
-        return f"fits: no, {-room:.1f} too much for {capacity:.1f}"
+        return f"fits: no, {-room:.1f} GiB over the {capacity:.1f} of a device; {peak}"
     doubt = "" if memory["fits"]["high"] else ", less than the error of the estimate"
-    return f"fits: yes, {room:.1f} of {capacity:.1f} remain{doubt}"
+    return f"fits: yes, {room:.1f} of {capacity:.1f} GiB remain{doubt}; {peak}"
 
 
 def _where(rank: Json) -> str:
@@ -162,22 +174,32 @@ def _work(found: Json) -> Iterator[str]:
         )
 
 
-def _speed(found: Json) -> Iterator[str]:
-    speed, budget, unit = found["speed"], found["budget"], found["batch"]["unit"]
+def _speed(found: Json, unit: str, ranks: int) -> Iterator[str]:
+    """Yield the speed of a plan, or of a change, and the time of its budget."""
+    speed, budget = found["speed"], found["budget"]
     if speed["seconds"] is None:
-        yield "unknown, as the hardware is; name it with --hardware"
+        yield "speed: unknown, as the hardware is; name it with --hardware"
         return
-    yield f"seconds per step {spread(speed['seconds_per_step'], '.4g')}"
-    yield f"{unit}/s per device {spread(speed['tokens_per_second_per_device'], ',.0f')}"
-    yield f"MFU {spread(speed['mfu'], '.1%')}"
-    yield f"{unit} per day {count(speed['tokens_per_day']['value'])}"
+    rate = speed["tokens_per_second_per_device"]
+    mfu = "" if speed["mfu"]["value"] is None else f"; MFU {spread(speed['mfu'], '.1%')}"
+    yield f"{unit}/s: {spread(rate, ',.0f')} per device, {rate['value'] * ranks:,.0f} in total{mfu}"
     yield (
-        f"{count(budget['tokens'])} {unit} in {budget['steps']:,.0f} steps: "
-        f"{budget['days']:,.1f} days, {budget['device_hours']:,.0f} device-hours"
+        f"{count(budget['tokens'])} {unit} in {budget['steps']:,.0f} steps of "
+        f"{spread(speed['seconds_per_step'], '.4g')} s: {budget['days']:,.1f} days, "
+        f"{budget['device_hours']:,.0f} device-hours"
     )
-    seconds = [(name, part) for name, part in parts_of_step(speed) if part]
-    total = speed["seconds_per_step"]["value"]
-    yield from table([[name, f"{part:.4g} s", f"{part / total:.1%}"] for name, part in seconds])
+
+
+def _parts_of_time(speed: Json) -> Iterator[str]:
+    """Yield a table of the parts of a step, without those too short to be seen."""
+    total, exposed = speed["seconds_per_step"]["value"], speed["seconds"]["exposed"]
+    rows: list[tuple[str, float]] = [*parts_of_step(speed)]
+    if len(exposed) > 1:
+        inside = [(f"  {name.rpartition(', ')[2]}", part) for name, part in rows if EXPOSED in name]
+        others = [row for row in rows if EXPOSED not in row[0]]
+        rows = [others[0], (f"{EXPOSED}, total", sum(exposed.values())), *inside, *others[1:]]
+    shown = [(name, part) for name, part in rows if part >= SHORTEST * total]
+    yield from table([[name, f"{part:.3g} s", f"{part / total:.1%}"] for name, part in shown])
 
 
 def parts_of_step(speed: Json) -> Iterator[tuple[str, float]]:
@@ -185,7 +207,7 @@ def parts_of_step(speed: Json) -> Iterator[tuple[str, float]]:
     seconds: dict[str, Any] = speed["seconds"]
     yield "compute", seconds["compute"]
     for axis, exposed in seconds["exposed"].items():
-        yield f"exposed communication, {axis}", exposed
+        yield f"{EXPOSED}, {'agreement of all ranks' if axis == 'all' else axis}", exposed
     yield "pipeline bubble", seconds["bubble"]
     yield "waiting for the host", seconds["host_bound"]
     yield "gradient norm and update", seconds["update"]
