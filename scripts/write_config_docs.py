@@ -61,13 +61,13 @@ or, with `--convert.0.name float8`, adds it.
 
 **Check.** `torchtitan check RECIPE.toml [--world-size N] [--section.key value ...]` validates a
 recipe without starting anything and reports all its mistakes at once, in the order of the file,
-each with a fix. If there are none, it prints the layout, the model, the planned memory of a rank,
-the tokens per step, and the checkpoint to start from. `--resolved` prints the recipe with every key
-instead, as TOML that can be trained from. `--device-memory GIB` also refuses a recipe whose ranks
-need more memory than such a device has, and names up to three changes after which it fits. `train`
-makes the same checks before it starts anything; the [exit code](exit_codes.md) for a wrong recipe
-is 2. `train`, and `check --here`, refuse a run that cannot fit in the memory of this machine, with
-such changes: all ranks share that of a CPU host.
+each with a fix. If there are none, it prints the layout, the model, the tokens per step, and the
+checkpoint to start from; with `--plan` also the planned memory of a rank. `--resolved` prints the
+recipe with every key instead, as TOML that can be trained from. `--device-memory GIB` also refuses
+a recipe whose ranks need more memory than such a device has, and names up to three changes after
+which it fits. `train` makes the same checks before it starts anything; the [exit
+code](exit_codes.md) for a wrong recipe is 2. `train`, and `check --here`, refuse a run that cannot
+fit in the memory of this machine, with such changes: all ranks share that of a CPU host.
 
 **Editors.** `torchtitan check --json-schema > recipe.schema.json` writes a JSON Schema. Taplo, the
 TOML extension of several editors, then completes and validates any recipe whose first line is

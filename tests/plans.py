@@ -4,10 +4,7 @@ import pytest
 
 from torchtitan.config import RecipeError
 
-PLANNERS = (
-    "torchtitan.tools.check.plan",
-    "torchtitan.tools.compare.gather.plan_on",
-)
+PLANNERS = ("torchtitan.tools.compare.gather.plan_on",)
 
 
 def leave_out(patch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
+from torchtitan.inputs import open_stream, open_task
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
 from torchtitan.parallel import Degrees
-from torchtitan.parts import open_stream, open_task
 from torchtitan.tasks.next_token import TokenBatch
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

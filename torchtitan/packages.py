@@ -1,11 +1,15 @@
 """Packages that this one needs or can use, and the other distribution called `torchtitan`."""
 
+import ast
 import importlib.util
 import logging
+import sys
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distributions, requires
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import tomli
 
@@ -14,6 +18,28 @@ if TYPE_CHECKING:
 
 DISTRIBUTION: Final = "torchtitan-pretrain"
 PACKAGE: Final = Path(__file__).parent
+
+
+def on_first_use(package: str, file: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that imports each of its names on first use.
+
+    So a command that reads one section's settings does not import what the others configure.
+
+    Args:
+        file: the `__init__.py` of the package, which imports the names for type checkers alone.
+    """
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    homes = {alias.name: str(node.module) for node in found for alias in node.names}
+
+    def named(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return named
 
 
 @cache

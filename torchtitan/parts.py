@@ -10,8 +10,8 @@ import torch
 
 from torchtitan.checkpoint import Checkpointable, Checkpointer, ResumePolicy, TrainState
 from torchtitan.config import local_path
-from torchtitan.data import Batch, BatchStream
-from torchtitan.device import Device
+from torchtitan.data import Batch
+from torchtitan.inputs import open_stream, open_task
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.metrics import (
@@ -31,14 +31,14 @@ from torchtitan.models.experts import parameters_in_words
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty
 from torchtitan.optim import Compiled, name_parameters, open_optimizers
-from torchtitan.parallel import Degrees, ParallelModel, World, parallelize, stages
+from torchtitan.parallel import ParallelModel, World, parallelize, stages
 from torchtitan.parallel.compile import compiled
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.profiling import Evidence, Profiler
 from torchtitan.provenance import about_run
 from torchtitan.resilience.divergence import Divergence
 from torchtitan.resilience.stop import StopSignal
-from torchtitan.tasks import TASKS, Task
+from torchtitan.tasks import Task
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.dtensor import allocate as allocate_weights
 
@@ -171,33 +171,6 @@ class Parts:
                 self.checkpoint.wait_staging()
 
 
-def open_stream(
-    job: JobConfig,
-    task: Task,
-    degrees: Degrees,
-    *,
-    rank: int,
-    ranks: int,
-    groups: int = 1,
-    once: bool = False,
-    device: Device | None = None,
-) -> BatchStream:
-    """Open the data of this rank of a mesh, for a device."""
-    return task.open_stream(
-        job.data,
-        seed=job.debug.seed,
-        seq_len=job.training.seq_len,
-        steps=job.training.steps,
-        once=once,
-        local_batch_size=job.local_batch(degrees),
-        accumulation=job.accumulation(degrees),
-        rank=rank,
-        ranks=ranks,
-        groups=groups,
-        device=device,
-    )
-
-
 def resume_policy(job: JobConfig) -> ResumePolicy:
     """Return the policy that determines the checkpoint to start from."""
     folder = local_path(job.job.dump_folder)
@@ -205,13 +178,6 @@ def resume_policy(job: JobConfig) -> ResumePolicy:
         *(job.checkpoint, folder, job.in_effect(), job.same_run(), job.optimizer),
         factor=job.learning_rate_factor,
     )
-
-
-def open_task(job: JobConfig) -> Task:
-    """Open the training task, with its requirements in addition to the data: a tokenizer, say."""
-    task = TASKS[MODELS[job.model.name].task](job.model, job.model_args())
-    task.adapt(job.data)
-    return task
 
 
 def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:

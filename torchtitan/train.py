@@ -24,6 +24,7 @@ from torchtitan.checkpoint import (
     lock,
     on_rank_0,
 )
+from torchtitan.checkpoint.settings import NOTHING_SAVED
 from torchtitan.checks import TOKENIZER, load_job, problems
 from torchtitan.checks.divisibility import BATCH
 from torchtitan.config import (
@@ -31,7 +32,6 @@ from torchtitan.config import (
     PlannedWorld,
     Problem,
     Recipe,
-    RecipeError,
     Unreachable,
     counted,
     local_path,
@@ -41,23 +41,26 @@ from torchtitan.config import (
 from torchtitan.device import Device, pick
 from torchtitan.estimate.fitting import misfits, room
 from torchtitan.flight_recorder import Recorder
+from torchtitan.inputs import (
+    open_stream,
+    open_task,
+    problems_of_files,
+    problems_of_stream,
+    problems_of_task,
+    require_recipe,
+)
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger, use_utf8
 from torchtitan.metrics.health import Health, serving
-from torchtitan.models import MODELS
 from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
-from torchtitan.parts import Observer, open_stream, open_task, resume_policy
+from torchtitan.parts import Observer, resume_policy
 from torchtitan.provenance import to_toml, write_provenance
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.grace import read_grace
 from torchtitan.resilience.stop import DIVERGED, StopSignal, status_of_stop, stop_without_launcher
-from torchtitan.tasks import TASKS
 from torchtitan.trainer import Trainer
 
-NOTHING_SAVED = (
-    "checkpoints are off (checkpoint.enable = false, or load_only): nothing will be saved"
-)
 REFUSAL_SECONDS = 5.0
 """Time in which all ranks meet the mistake that one has met."""
 
@@ -291,63 +294,6 @@ def read(
     recipe.refuse(problems_of_files(recipe.config))
     recipe.refuse(problems_of_stream(recipe.config, least, is_new=False))
     return recipe
-
-
-def problems_of_files(job: JobConfig) -> Iterator[Problem]:
-    """Find problems in a first look at data files."""
-    task = TASKS[MODELS[job.model.name].task]
-    is_other = job.validation.enable and job.data.validation_fraction is None
-    held_out = job.validation.data(job.data) if is_other else {}
-    configs = [(f"data.{key}", config) for key, config in job.data.sections()]
-    configs += [(f"validation.{config.key_of_files}", config) for config in held_out.values()]
-    for key, config in configs:
-        try:
-            task.check_files(config)
-        except ConfigError as error:
-            yield Problem(key, str(error))
-
-
-def problems_of_stream(job: JobConfig, ranks: int, *, is_new: bool) -> Iterator[Problem]:
-    """Find problems in stored tokens, writing those of the text in a mixture first.
-
-    Args:
-        is_new: whether the run starts without a position in the data, so that its amounts are
-            known.
-    """
-    task, degrees = open_task(job), job.degrees(ranks)
-    if not task.is_tokenized(job.data):
-        return
-    try:
-        stream = open_stream(job, task, degrees, rank=0, ranks=job.data_ranks(degrees))
-        if is_new:
-            stream.check()
-    except RecipeError as error:
-        for line in error.lines:
-            path, _, message = line.partition(": ")
-            yield Problem(path, message)
-    except ConfigError as error:
-        yield Problem("data.sources" if job.data.sources else "data.dataset", str(error))
-
-
-def require_recipe(path: str | None, flags: Sequence[str], verb: str) -> None:
-    """Refuse to use the defaults alone, which train ten thousand steps, unless steps are given."""
-    if path is not None or any(word.startswith("--training.steps") for word in flags):
-        return
-    raise ConfigError(
-        f"torchtitan {verb}: got no recipe; wanted one, such as the debug recipe, which trains a "
-        f"small model in minutes: torchtitan {verb} debug_model; use --training.steps N to {verb} "
-        "the defaults"
-    )
-
-
-def problems_of_task(job: JobConfig) -> Iterator[Problem]:
-    """Find problems that only reading a task's files shows, in its tokenizer, say."""
-    try:
-        task, others = open_task(job), job.validation.data(job.data).values()
-        for data in (job.data, *(others if job.validation.enable else ())):
-            task.packing(data, job.training.seq_len, job.debug.seed)
-    except ConfigError as error:
-        yield Problem(TASKS[MODELS[job.model.name].task].key, str(error))
 
 
 def choose(job: JobConfig) -> ResumePoint:

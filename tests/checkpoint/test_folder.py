@@ -22,12 +22,13 @@ from tests.runs import losses, rows, train
 from tests.tiers import tiers
 from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint import lock, saved_steps, saver
+from torchtitan.checkpoint.settings import NOTHING_SAVED
 from torchtitan.checkpoint.store import Disk
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.tools.cli import main
-from torchtitan.train import NOTHING_SAVED, choose
+from torchtitan.train import choose
 
 
 def recipe(folder: Path, steps: int = 4, **sections: dict[str, Any]) -> JobConfig:

@@ -131,9 +131,9 @@ def test_a_recipe_without_a_plan_is_told(
     def refuse(*args: Any, **settings: Any) -> Any:
         raise RecipeError(["this recipe cannot be planned yet: no"])
 
-    monkeypatch.setattr("torchtitan.tools.check.plan", refuse)
+    monkeypatch.setattr("torchtitan.tools.planned.plan", refuse)
     words = ["check", "--training.steps", "10000"]
-    assert main(words) == 0
+    assert main([*words, "--plan"]) == 0
     told = capsys.readouterr().out
     assert "\nplanned memory: unknown, as this recipe cannot be planned yet: no\n" in told
     assert main([*words, "--device-memory", "80"]) == 2

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.recipes.values import KEYS, any_value, fitting, recipe
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
+from torchtitan.inputs import problems_of_task
 from torchtitan.tools.check import summary
-from torchtitan.train import problems_of_task
 
 LONGEST_LINE = 2000
 HANGS_AFTER = 10

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.checks import load_job, problems
 from torchtitan.checks.resuming import restarts
 from torchtitan.config import PlannedWorld, Problem, RecipeError, listed
@@ -239,7 +238,6 @@ def test_commands_end_with_2_and_leave_nothing(command: str, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [recipe]
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_tokenizer_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     Path("merges.model").write_text("bm90IGEgcmFuaw==\n", encoding="utf-8")
     recipe = '[model]\ntokenizer_path = "merges.model"\n'

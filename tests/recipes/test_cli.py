@@ -17,7 +17,6 @@ import typer
 from typer.main import get_command
 
 from tests import forked, registries
-from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, counted, json_schema, packaged_recipes, split_recipe
 from torchtitan.config.schema import descriptions, kind_of, places
@@ -26,7 +25,7 @@ from torchtitan.job import JobConfig
 from torchtitan.launch import LaunchOptions
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.tools import reference, train
-from torchtitan.tools.check import memory
+from torchtitan.tools.planned import memory
 from torchtitan.tools.cli import VERBS, command, main
 from torchtitan.tools.options import RecipeVerb, Verb, count, verb
 from torchtitan.tools.reference import completion_table, verb_of_help
@@ -66,8 +65,6 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
     assert printed.out.splitlines() == [
         "valid on 4 ranks: pp 1, dp_replicate 2, dp_shard 2, cp 1, tp 1",
         "llama3 debugmodel: 5,770,496 parameters, 69.23 MFLOP per token",
-        "planned memory of a rank on cpu: 0.3 GiB allocated, 0.3 reserved (activations 0.2 + "
-        "logits 0.1)",
         "32 sequences per optimizer step: 2 at a time x 4 accumulated x 4 data-parallel",
         "65,536 tokens per step, 655,360 in 10 steps",
     ]
@@ -93,7 +90,7 @@ def test_the_first_lines_of_check_answer(tmp_path: Path) -> None:
         """As with `| head -5`."""
         head = subprocess.Popen(["head", "-5"], stdin=subprocess.PIPE, text=True)
         with head, redirect_stdout(head.stdin):
-            return main(["check", "r.toml"])
+            return main(["check", "r.toml", "--plan"])
 
     done = forked.run(check, tmp_path)
     assert done.status == 0, done.stderr
@@ -157,7 +154,6 @@ def test_check_refuses_a_device_without_memory(capsys: pytest.CaptureFixture[str
     assert "--device-memory: got 0\n  wanted GiB" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_check_says_what_updates_which_roles(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", recipe(""), "--optimizer.name", "Muon", "--optimizer.lr", "1e-3"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if " updates " in line]
@@ -168,14 +164,12 @@ def test_check_says_what_updates_which_roles(capsys: pytest.CaptureFixture[str])
     ]
 
 
-@pytest.mark.costs("a plan")
 def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe("[parallelism]\ndata_parallel_replicate_degree = 4\n")
     assert main(["check", path, "--training.seq_len=64", "--device=cpu"]) == 0
     layout = "pp 1, dp_replicate 4, dp_shard 1, cp 1, tp 1"
-    first, _, planned, *_ = capsys.readouterr().out.splitlines()
+    first, *_ = capsys.readouterr().out.splitlines()
     assert first == f"valid on 4 ranks: {layout}; --world-size N checks another number"
-    assert planned.startswith("planned memory of a rank on cpu: ")
 
 
 def test_memory_of_which_no_kind_is_large_has_no_list_of_kinds() -> None:
@@ -193,7 +187,6 @@ def test_things_are_counted_in_the_singular_too() -> None:
     assert words == ["0 sequences", "1 sequence", "2,048 sequences"]
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_check_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe("[profiling]\nenable_memory_snapshot = true\n")
     assert main(["check", path, "--device", "cuda"]) == 0
@@ -201,7 +194,6 @@ def test_check_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert "on cpu" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_check_takes_flags_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--training.steps", "300", "--world-size", "2", "--no-data.shuffle", "--device", "cpu"]
     assert main(["check", recipe(""), *words]) == 0
@@ -546,7 +538,6 @@ def test_completion_imports_no_torch(
     assert done.stdout.split() == ["Muon", "False"]
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_modules_of_the_current_folder_can_be_imported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan import __version__
 from torchtitan.tools.cli import main
 
@@ -43,7 +42,6 @@ def test_train_without_a_recipe_offers_one(
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_the_debug_recipe_is_named_as_it_can_be_typed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

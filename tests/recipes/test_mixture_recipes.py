@@ -10,7 +10,7 @@ from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.data.tokens.index import ShardTable, write_index
 from torchtitan.data.tokens.token_stream import TokenStream
-from torchtitan.parts import open_stream, open_task
+from torchtitan.inputs import open_stream, open_task
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 OLMO = FOLDER / "mixtures/olmo2_8b.toml"

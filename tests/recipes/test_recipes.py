@@ -10,7 +10,6 @@ import pytest
 import tokenizers
 import torch
 
-from tests.plans import no_plan  # noqa: F401  (a fixture)
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config.files import read_recipe
@@ -81,7 +80,6 @@ PLANNED = [path for path in RECIPES if path.stem == "llama3_8b" or "debug" in pa
 
 
 @pytest.mark.costs("the shapes of every network")
-@pytest.mark.usefixtures("no_plan")
 def test_recipes_are_valid_on_the_ranks_they_are_meant_for(
     tokenizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,14 +93,15 @@ def test_recipes_are_valid_on_the_ranks_they_are_meant_for(
 def test_a_valid_recipe_is_planned(
     path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert re.search(r"^planned memory of .* GiB allocated", checked(path, tokenizer, capsys), re.M)
+    told = checked(path, tokenizer, capsys, "--plan")
+    assert re.search(r"^planned memory of .* GiB allocated", told, re.M)
 
 
-def checked(path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]) -> str:
+def checked(path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str], *more: str) -> str:
     """What is said of a recipe on its ranks."""
     ranks = RANKS[path.stem]
     words = ["check", str(path), "--world-size", str(ranks), "--model.tokenizer_path", tokenizer]
-    assert main(words) == 0
+    assert main([*words, *more]) == 0
     output = capsys.readouterr().out
     assert output.startswith(f"valid on {ranks} rank")
     assert re.search(
@@ -164,7 +163,6 @@ def repeated(path: Path) -> Iterator[str]:
             yield f"{setting.origin}: {'.'.join(key)}"
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_tokenizer_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(FOLDER / "llama3_8b.toml")]) == 2
     line, fix = capsys.readouterr().err.splitlines()

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.convert import Float8
+from torchtitan.inputs import problems_of_task
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes.version_defaults import DEFAULTS, OUR_SECTIONS
 from torchtitan.models.layers import RopeScaling
 from torchtitan.tools.cli import main
 from torchtitan.train import main as train
-from torchtitan.train import problems_of_task
 
 V0_1 = "[job]\nprint_args = false\n"
 V0_2_0 = "[training]\nseed = 1\n[checkpoint]\nenable = false\n"
@@ -256,7 +255,6 @@ def test_migrating_a_recipe_that_cannot_be_trained_here(
 GATED = '[model]\nhf_assets_path = "./assets/hf/Llama-3.1-8B"\nflavor = "{flavor}"\n' + LOAD
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_only_the_gated_tokenizer_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     """It is said once, also where the weights are to come from there; the rest is checked."""
     Path("r.toml").write_text(GATED.format(flavor="8B"))

@@ -12,7 +12,6 @@ import pytest
 
 from tests import tiny
 from tests.collectives import formulas
-from tests.plans import no_plan
 from tests.ranks import run_ranks
 from tests.recipes.test_bad_recipes import HELP, Case, cases, is_refused
 from tests.recipes.test_recipes import repeated
@@ -28,7 +27,6 @@ from torchtitan.parallel import ParallelismConfig
 from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import training
 
-__all__ = ["no_plan"]
 FOLDER = Path(__file__).parents[2] / "train_configs/research"
 RANKS = {
     "auxiliary_tasks": 1,
@@ -77,7 +75,6 @@ def test_nothing_is_said_twice() -> None:
     assert [said for path in paths for said in repeated(path)] == []
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_recipes_of_before_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
     for path in BEFORE:
         assert main(["check", str(path), "--world-size", "1"]) == 0, path

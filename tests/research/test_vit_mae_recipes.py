@@ -7,7 +7,6 @@ import pytest
 from PIL import Image
 
 from tests.compare.test_study import assert_can_run
-from tests.plans import no_plan
 from tests.ranks import run_ranks
 from tests.recipes.test_recipes import FOLDER, assert_comment_says_what_it_needs, repeated
 from tests.runs import rows, train
@@ -16,7 +15,6 @@ from tests.training.test_global_batch import assert_fits
 from torchtitan.checks import load_job
 from torchtitan.tools.cli import main
 
-__all__ = ["no_plan"]
 ROOT = FOLDER.parent
 RANKS = {
     "vit_mae_15b": 64,
@@ -43,18 +41,17 @@ def images(tmp_path: Path) -> list[str]:
     return ["--data.dataset_path", str(tmp_path)]
 
 
-def checked(path: Path, images: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def checked(path: Path, images: list[str], capsys: pytest.CaptureFixture[str], *more: str) -> str:
     """What is said of a recipe on its ranks."""
     ranks = RANKS.get(path.stem, 1)
     words = ["check", str(path), "--world-size", str(ranks), *(images if path in LARGE else ())]
-    assert main(words) == 0, path
+    assert main([*words, *more]) == 0, path
     output = capsys.readouterr().out
     assert output.startswith(f"valid on {ranks} rank"), path
     assert re.search(r"vit_mae .*: [\d,]+ parameters, ", output), path
     return output
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_recipes_are_valid_on_the_ranks_they_are_meant_for(
     images: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,7 +63,8 @@ def test_recipes_are_valid_on_the_ranks_they_are_meant_for(
 def test_a_valid_recipe_is_planned(
     path: Path, images: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert re.search(r"^planned memory of .* GiB allocated", checked(path, images, capsys), re.M)
+    told = checked(path, images, capsys, "--plan")
+    assert re.search(r"^planned memory of .* GiB allocated", told, re.M)
 
 
 def test_settings(images: list[str]) -> None:

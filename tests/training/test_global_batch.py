@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.plans import no_plan  # noqa: F401  (a fixture)
 from tests.ranks import run_ranks
 from tests.runs import losses, train
 from torchtitan.checkpoint.initial import global_batch
@@ -175,7 +174,6 @@ def test_checkpoints_of_before_have_the_batch_of_their_lanes() -> None:
     assert global_batch({}) is None
 
 
-@pytest.mark.usefixtures("no_plan")
 def test_check_says_what_the_batch_follows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,10 @@ WITHOUT_SAVING = (
 TorchTitan has then by default."""
 Component = Literal["optimizer", "lr_scheduler", "data", "train_state", "rng"]
 
+NOTHING_SAVED = (
+    "checkpoints are off (checkpoint.enable = false, or load_only): nothing will be saved"
+)
+
 
 class FrequentConfig(Config):
     """Frequent checkpoints, of which few are kept; a folder on a local disk of each node will do.

@@ -9,7 +9,7 @@ from torchtitan.expert_loads import routers
 from torchtitan.job import JobConfig
 from torchtitan.models.output import auxiliary_losses
 from torchtitan.tasks import TASKS
-from torchtitan.torch_private.compiler import counts_once_where_recomputed
+from torchtitan.torch_private.compiler import can_count_once_where_recomputed
 
 SECTIONS = ("auxiliary_losses", "model", "loss", "compile", "sharding", "parallelism")
 
@@ -39,9 +39,9 @@ def block_losses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     model, recompute = model_of(job), job.activation_checkpoint
     if model is None or not (recompute.every or recompute.by_operator):
         return
-    if not job.compile.compiles("model") or counts_once_where_recomputed():
+    if not job.compile.compiles("model"):
         return
-    if has_block_losses(model):
+    if has_block_losses(model) and not can_count_once_where_recomputed():
         message = (
             f"this version of torch cannot compile the blocks of {job.model.name}, whose "
             'sums would also count recomputations; use activation_checkpoint.mode = "none", or '

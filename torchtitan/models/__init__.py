@@ -4,22 +4,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchtitan.config import Registry
-from torchtitan.models.deepseek_v3.spec import DEEPSEEK_V3
-from torchtitan.models.gpt_oss.spec import GPT_OSS
-from torchtitan.models.llama3.spec import LLAMA3
-from torchtitan.models.qwen3.spec import QWEN3
-from torchtitan.models.qwen3_moe.spec import QWEN3_MOE
 from torchtitan.models.settings import ModelConfig
 from torchtitan.models.spec import ModelSpec
 
 MODELS = Registry[ModelSpec[Any]](
     "model",
     {
-        "llama3": LLAMA3,
-        "qwen3": QWEN3,
-        "qwen3_moe": QWEN3_MOE,
-        "deepseek_v3": DEEPSEEK_V3,
-        "gpt_oss": GPT_OSS,
+        "llama3": "torchtitan.models.llama3.spec:LLAMA3",
+        "qwen3": "torchtitan.models.qwen3.spec:QWEN3",
+        "qwen3_moe": "torchtitan.models.qwen3_moe.spec:QWEN3_MOE",
+        "deepseek_v3": "torchtitan.models.deepseek_v3.spec:DEEPSEEK_V3",
+        "gpt_oss": "torchtitan.models.gpt_oss.spec:GPT_OSS",
     },
 )
 

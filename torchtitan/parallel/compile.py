@@ -27,7 +27,7 @@ from torchtitan.torch_private.compiler import (
     compilations,
     compiler_counts,
     compiles_updates,
-    counts_once_where_recomputed,
+    count_once_where_recomputed,
     keep_compiled_graphs,
 )
 
@@ -91,7 +91,7 @@ class CompileConfig(Config):
 def prepare(config: CompileConfig) -> None:
     """Set up counters and the cache of compiled graphs; call it before anything is compiled."""
     if config.compiles("model"):
-        counts_once_where_recomputed()
+        count_once_where_recomputed()
     if config.enable and config.backend == "inductor":
         folder = local_path(config.cache_folder).resolve() if config.cache_folder else None
         keep_compiled_graphs(folder)

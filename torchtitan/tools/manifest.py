@@ -16,6 +16,7 @@ from torchtitan.checks import ELSEWHERE, load_job
 from torchtitan.checks.model import model_of
 from torchtitan.config import ConfigError
 from torchtitan.estimate.hardware import find_hardware
+from torchtitan.inputs import require_recipe
 from torchtitan.job import JobConfig, ManifestSection
 from torchtitan.launch import WRONG_RECIPE
 from torchtitan.logging import logger
@@ -23,7 +24,6 @@ from torchtitan.models.spec import count_parameters
 from torchtitan.resilience.grace import VARIABLE, planned_seconds
 from torchtitan.resilience.stop import DIVERGED, REQUEUE
 from torchtitan.tools.options import Count, Recipe, RecipeVerb, one_of, verb
-from torchtitan.train import require_recipe
 
 WORK = "/work"
 """Folder of the recipe, of relative paths and of the run in the image of `Dockerfile`."""

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torchtitan.checks import ELSEWHERE, load_job
 from torchtitan.config import ConfigError, split_recipe
 from torchtitan.device import devices_here, pick
+from torchtitan.inputs import require_recipe
 from torchtitan.job import JobConfig
 from torchtitan.launch import LaunchOptions, torchrun_words, with_nodes
 from torchtitan.logging import configure, logger
@@ -26,7 +27,7 @@ from torchtitan.resilience.schedulers import fill
 from torchtitan.resilience.stop import status_of_stop
 from torchtitan.tools import launched
 from torchtitan.tools.options import Recipe, RecipeVerb, Text, number, verb
-from torchtitan.train import read, require_recipe
+from torchtitan.train import read
 
 REPORT = "TORCHTITAN_PREFLIGHT_REPORT"
 """Variable with the file for the verdict, which the launcher of the node prints."""

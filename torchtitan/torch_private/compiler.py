@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -178,14 +179,27 @@ def without_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def counts_once_where_recomputed() -> bool:
-    """Disable side effects of compiled forwards in recomputation; return whether torch can."""
+ONCE_WHERE_RECOMPUTED = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+
+
+def can_count_once_where_recomputed() -> bool:
+    """Return whether torch can disable side effects of compiled forwards in recomputation.
+
+    The compiler's settings are read as text, since importing them takes longer than a check.
+    """
+    spec = find_spec("torch._dynamo")
+    assert spec
+    assert spec.origin
+    settings = Path(spec.origin).with_name("config.py")
+    return ONCE_WHERE_RECOMPUTED in settings.read_text(encoding="utf-8")
+
+
+def count_once_where_recomputed() -> None:
+    """Disable side effects of compiled forwards in recomputation, if torch can."""
     from torch._dynamo import config
 
-    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-    if hasattr(config, name):
-        setattr(config, name, True)
-    return hasattr(config, name)
+    if hasattr(config, ONCE_WHERE_RECOMPUTED):
+        setattr(config, ONCE_WHERE_RECOMPUTED, True)
 
 
 def compiles_recomputed_attention(device_type: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig, check_local, first_look
-from torchtitan.train import problems_of_files
+from torchtitan.inputs import problems_of_files
 
 
 @pytest.fixture

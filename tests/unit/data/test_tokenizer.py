@@ -23,9 +23,9 @@ from torchtitan.data.lanes import tokenized
 from torchtitan.data.order import Document
 from torchtitan.data.token_bytes import BytesUnknown
 from torchtitan.data.tokenizer import TiktokenTokenizer, _digestible_pieces
+from torchtitan.inputs import problems_of_task
 from torchtitan.models.settings import TextConfig
 from torchtitan.tasks.next_token import NextToken
-from torchtitan.train import problems_of_task
 
 TRICKY = [
     "",

@@ -28,11 +28,12 @@ from torchtitan.build import Run, build
 from torchtitan.comm import Gather, Reduce, ReplicaReducer, Unit
 from torchtitan.data import Batch
 from torchtitan.device import Device
+from torchtitan.inputs import open_stream, open_task
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.parallel import Degrees, Launch, open_world
 from torchtitan.parallel.context_pieces import Cut
-from torchtitan.parts import lay_out, open_stream, open_task
+from torchtitan.parts import lay_out
 from torchtitan.research.common.threads import Meeting, ThreadGroup, collectives, together
 from torchtitan.timeline import Timeline
 from torchtitan.tools.verify.measure import AtStep, Step, hide_targets

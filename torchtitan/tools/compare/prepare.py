@@ -19,6 +19,7 @@ from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, Problem, RecipeError
 from torchtitan.device import pick
 from torchtitan.estimate.fitting import misfits
+from torchtitan.inputs import problems_of_task
 from torchtitan.job import JobConfig
 from torchtitan.provenance import to_toml, versions
 from torchtitan.tools.compare.study import (
@@ -29,7 +30,6 @@ from torchtitan.tools.compare.study import (
     setting_of,
     slug,
 )
-from torchtitan.train import problems_of_task
 
 TRACED = 2
 """Steps for a trace at the end of a run: one to warm up the profiler, and one that is kept."""

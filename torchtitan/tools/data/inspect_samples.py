@@ -17,9 +17,9 @@ from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, split_recipe
 from torchtitan.data import Tokenizer
 from torchtitan.device import pick
+from torchtitan.inputs import require_recipe
 from torchtitan.tools.data.sample_inspection import Inspected, Inspection, inspect
 from torchtitan.tools.options import Count, Recipe, integer
-from torchtitan.train import require_recipe
 
 START, END = 300, 100
 """Characters of a document that are shown, if it is longer."""

@@ -14,9 +14,9 @@ from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, local_path
 from torchtitan.data import merge_states
 from torchtitan.data.stream import BatchStream
+from torchtitan.inputs import open_task
 from torchtitan.job import JobConfig
 from torchtitan.logging import progress_bar
-from torchtitan.parts import open_task
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tools.data.consumption import Consumption, Session, hashes, read_consumption
 from torchtitan.tools.history import Row

@@ -15,8 +15,8 @@ from torchtitan.data.lanes import ENDED, Lane, Sample, SampleStart, tokenized
 from torchtitan.data.order import Document, Identity, Source
 from torchtitan.data.tokens.mixed_sources import open_token_sources
 from torchtitan.data.tokens.token_stream import TokenStream
+from torchtitan.inputs import open_task
 from torchtitan.job import JobConfig
-from torchtitan.parts import open_task
 from torchtitan.tasks import NextToken
 from torchtitan.tasks.next_token import PackedTokens
 

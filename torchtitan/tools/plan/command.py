@@ -21,6 +21,7 @@ from torchtitan.estimate.hardware import Hardware, find_hardware, hardware_names
 from torchtitan.estimate.hardware.calibrate import calibrate
 from torchtitan.estimate.plan import plan
 from torchtitan.estimate.search import LEAST
+from torchtitan.inputs import require_recipe
 from torchtitan.job import JobConfig
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tools.history import RunHistory
@@ -40,7 +41,6 @@ from torchtitan.tools.plan.plan_page import plan_page
 from torchtitan.tools.plan.plan_search import SECONDS, search_layouts, search_text, write_best
 from torchtitan.tools.plan.plan_text import plan_text
 from torchtitan.tools.plan.timing import require_devices
-from torchtitan.train import require_recipe
 
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 MOST_RANKS = 2**20

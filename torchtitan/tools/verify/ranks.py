@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 from torchtitan.checks import problems
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.device import GIB, Device
+from torchtitan.inputs import problems_of_task
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed, run_ranks
 from torchtitan.logging import progress_bar
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
-from torchtitan.train import problems_of_task
 
 Result = TypeVar("Result")
 
