@@ -109,7 +109,8 @@ class ByteTokenizer:
 class NoTokenizer:
     """Stands for the unknown tokenizer of stored tokens: of a text it knows nothing."""
 
-    bos = lost_bos = None
+    bos: int | None = None
+    lost_bos: str | None = None
     eos: Any = None
     adds_bos = adds_eos = True
     fingerprint = "none"
