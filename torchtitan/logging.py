@@ -66,11 +66,11 @@ def open_streams() -> None:
 
 
 def use_utf8() -> None:
-    """Start this program again in Python's UTF-8 mode if the locale has another encoding.
+    """Start this program again in Python's UTF-8 mode if the locale has only ASCII.
 
-    Recipes are UTF-8, and a file that one names must have that name whatever the locale.
+    A recipe may name any file.
     """
-    if sys.getfilesystemencoding() != "utf-8" and "utf8" not in sys._xoptions:
+    if sys.getfilesystemencoding() == "ascii" and "utf8" not in sys._xoptions:
         os.environ["PYTHONUTF8"] = "1"  # for the ranks that it starts
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 

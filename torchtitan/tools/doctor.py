@@ -18,6 +18,7 @@ import torch.distributed as dist
 import typer
 
 from torchtitan import __version__
+from torchtitan.config import counted
 from torchtitan.convert import CONVERTERS
 from torchtitan.convert.settings import LinearConverterConfig
 from torchtitan.device import GIB, Device, compiles_for_cpu, cpu_has_bfloat16, pick
@@ -82,9 +83,7 @@ def verdict(found: Sequence[Finding], device: Device) -> str:
     if wrong:
         return f"not ready to train; first mend {', '.join(wrong)}"
     absent = sum(finding.state == "missing" for finding in found)
-    return (
-        f"ready to train on {device.type}; what is missing ({absent}) is needed by no other feature"
-    )
+    return f"ready to train on {device.type}; missing: {counted(absent, 'optional feature')}"
 
 
 def versions() -> Iterator[Finding]:
