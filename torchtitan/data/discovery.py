@@ -24,7 +24,7 @@ ABOUT = {".md", ".rst", ".yaml", ".yml", ".toml", ".py", ".sh", ".sha256", ".md5
 ABOUT |= {"README", "LICENSE", "LICENCE", "COPYING", "NOTICE", "CITATION", "CHANGELOG", "MANIFEST"}
 """Suffixes and names of files that accompany data; they do not make a folder one of mixed kinds."""
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""Files that `save_to_disk` of `datasets` writes beside the data."""
+"""Files that `save_to_disk` of `datasets` writes next to the data."""
 TABLES = {
     ".csv": '"csv", ',
     ".tsv": '"csv", sep="\\t", ',

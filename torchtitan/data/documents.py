@@ -25,9 +25,6 @@ from torchtitan.data.file_cache import OPEN_FILES, open_file
 from torchtitan.data.line_index import line_starts
 from torchtitan.logging import logger
 
-LARGE_GROUP = 2**30
-"""Bytes of text of a row group of Parquet from which a run says how much memory it takes."""
-
 
 class Documents(Protocol):
     """Documents by number."""
@@ -200,17 +197,8 @@ class ParquetDocuments:
             groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
             sizes += [group.num_rows for group in groups]
             paths = [metadata.schema.column(n).path for n in range(metadata.num_columns)]
-            found = [group.column(paths.index(text_key)) for group in groups]
-            self.nulls += sum(
-                (part.statistics and part.statistics.null_count) or 0 for part in found
-            )
-            largest = max((part.total_uncompressed_size for part in found), default=0)
-            if largest > LARGE_GROUP:
-                logger.warning(
-                    "data: %s: a row group has %.1f GiB of text, and each rank holds two of them; "
-                    "write the file with smaller ones",
-                    *(path, largest / 2**30),
-                )
+            found = [group.column(paths.index(text_key)).statistics for group in groups]
+            self.nulls += sum((known and known.null_count) or 0 for known in found)
         self._ends = np.cumsum([0, *sizes])
         self.windows = [0]
         for end in self._ends[1:].tolist():
@@ -326,9 +314,9 @@ class NullTexts:
         if self._rule == "error" or not isinstance(error, NullText):
             raise error
         self.count += 1
-        if not self.count & (self.count - 1):  # 1, 2, 4, 8, ...
+        if str(self.count).rstrip("0") == "1":  # 1, 10, 100, ...
             place = str(error).partition("; ")[0]
-            logger.warning("data: skipped document %d whose text is null: %s", self.count, place)
+            logger.warning("data: skipped a document: %s (%d so far)", place, self.count)
         return ""
 
 
@@ -383,13 +371,7 @@ def open_documents(
     opened: Callable[..., Documents] = FORMATS[kind]
     if "cache" in inspect.signature(opened).parameters:
         opened = functools.partial(opened, cache=cache)
-    arguments = files, root, text_key, document_bytes
-    try:
-        inspect.signature(opened).bind(*arguments)
-    except TypeError as error:
-        wanted = "wanted (files, root, text_key, document_bytes)"
-        raise ConfigError(f"the format {kind}: its function has {error}; {wanted}") from None
-    documents = opened(*arguments)
+    documents = opened(files, root, text_key, document_bytes)
     check_protocol(documents, Documents, f"the format {kind}")
     if not len(documents):
         raise ConfigError(f"{path} holds no documents: its {kind} files are empty")

@@ -176,10 +176,10 @@ def fetch_all(path: RemotePath, cache: Path, limit: int) -> Path:
         missing = [name for name in tree if not (folder / name).is_file()]
         if missing:
             logger.info("data: fetching %s (%d files)", path, len(missing))
-            for other in cache.glob(f"text-*-{place}-*/"):
-                if other != folder:
-                    _delete_text(other)
             with locked(cache / "files"):
+                for other in cache.glob(f"text-*-{place}-*/"):
+                    if other != folder:
+                        _delete_text(other)
                 _trim(cache, limit - sum(tree[name][0] for name in missing))
         with ThreadPoolExecutor(8) as threads:
             for _ in threads.map(lambda n: fetch(root / n, tree[n][0], folder / n), missing):

@@ -52,7 +52,10 @@ class Source(Protocol):
         """Return the number of complete passes over the documents before `position`."""
 
     def advice(self, lanes: int) -> str | None:
-        """Return a warning about this number of lanes, with a remedy; None if there is none."""
+        """Return a warning about this number of lanes, with a remedy; None if there is none.
+
+        Sources from outside may lack this method.
+        """
 
     def read(
         self, starts: Mapping[int, Position | None], lanes: int

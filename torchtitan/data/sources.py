@@ -192,7 +192,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
         source = _open_local(_on_disk(path, config), description, config, seed)
     else:
         source = SOURCES[description.kind](description, config, tokenizer, seed)
-        check_protocol(source, Source, f"the source {description.kind}")
+        check_protocol(source, Source, f"the source {description.kind}", optional="advice")
     if config.validation_fraction and "validation_fraction" not in source.identity:
         raise ConfigError(f"data.validation_fraction: {NO_PART}")
     return source

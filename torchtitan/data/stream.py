@@ -331,7 +331,7 @@ class DataStream(BatchStream):
         each = self._ranks // self._groups
         self._peers = range(self._rank % each, self._ranks, each)
         self._lanes = self._global_batch if config.lanes == -1 else config.lanes
-        if advice := source.advice(self._lanes):
+        if hasattr(source, "advice") and (advice := source.advice(self._lanes)):
             logger.warning("data: %s", advice)
         if isinstance(source, ShuffledDocuments) and (part_of_all := source.part):
             use = "held out" if config.is_held_out else "trained on"

@@ -311,7 +311,7 @@ def test_many_files_are_known_by_some(tmp_path: Path) -> None:
         assert contents_of([large]) != before
 
 
-def test_tokens_that_were_written_before_are_used_again(
+def test_tokens_that_were_written_before_are_used_until_the_text_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.jsonl", LINES)
@@ -324,13 +324,14 @@ def test_tokens_that_were_written_before_are_used_again(
 
     monkeypatch.setattr(mixed_sources, "_folder", recorded)
     mixed_sources.folder_of_tokens(config, ByteTokenizer())
-    earlier, _ = folders
+    earlier, own = folders
     tokenize(config, ByteTokenizer(), earlier, processes=1)
     settings = json.loads((earlier / "source.json").read_text())
     assert settings["source"].pop("content")
     (earlier / "source.json").write_text(json.dumps(settings))
-    assert len(mixed_sources.open_tokenized(config, ByteTokenizer(), 258)) == 12
+    assert mixed_sources.folder_of_tokens(config, ByteTokenizer()) == earlier
     tokenize(config, ByteTokenizer(), earlier, processes=1)
     replace(path, path.read_bytes()[:-3] + b" }\n")
-    folder = mixed_sources.folder_of_tokens(config, ByteTokenizer())
-    assert folder not in folders[:4]
+    assert mixed_sources.folder_of_tokens(config, ByteTokenizer()) not in (earlier, own)
+    with pytest.raises(ConfigError, match="tokens of other settings"):
+        tokenize(config, ByteTokenizer(), earlier, processes=1)

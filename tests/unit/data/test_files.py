@@ -276,7 +276,6 @@ def test_another_format_is_found_by_its_suffix_and_by_its_name(
     ("opened", "message"),
     [
         (lambda *_: ["a"], "the format par: list has no fingerprint and no windows; add what"),
-        (lambda files, root: [], "the format par: its function has .*; wanted \\(files, root, "),
         (None, "no format is called par; allowed: text"),
     ],
 )
@@ -294,7 +293,7 @@ def test_a_format_that_is_incomplete_is_refused_by_the_check(
 def test_a_source_that_is_incomplete_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOURCES, "mine", lambda *_: object())
     monkeypatch.setitem(DATASETS, "mine", Dataset("mine", "mine", drawn=True))
-    with pytest.raises(ConfigError, match="the source mine: object has no advice and no epoch and"):
+    with pytest.raises(ConfigError, match="the source mine: object has no epoch and no identity"):
         open_source(DataConfig(dataset="mine"), load_tokenizer(None), seed=0)
 
 

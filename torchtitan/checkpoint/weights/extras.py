@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torchtitan.config import ConfigError, local_path
 from torchtitan.data import load_tokenizer, starts_with
 from torchtitan.logging import logger
-from torchtitan.remote import RemotePath
+from torchtitan.remote import RemotePath, refuse_pointer
 
 BYTES = "bytes"
 """Name of the byte tokenizer, which needs no file."""
@@ -88,6 +88,7 @@ class Extras(NamedTuple):
         found = self._tokenizer_files()
         copied = [name for name in names if name in found]
         for name in copied:
+            refuse_pointer(found[name])
             shutil.copyfile(found[name], folder / name)
         if self.tokenizer is not None and not set(copied) & set(TOKENIZERS):
             wanted = " or ".join(name for name in TOKENIZERS if name in names)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config import ConfigError
-from torchtitan.data.file_cache import GIB, cache_folder
+from torchtitan.data.file_cache import GIB, cache_folder, reading
 from torchtitan.data.settings import DATASETS, TOKENS_FIRST, DataConfig, SourceConfig
 from torchtitan.data.sources import open_source, path_of, stamps
 from torchtitan.data.tokenizer import Tokenizer, separators
 from torchtitan.data.tokens.formats import OwnFormat, TokenFormat
 from torchtitan.data.tokens.index import INDEX, TokenDocuments, check_limit, read_description
 from torchtitan.data.tokens.index_cache import find_format, open_tokens
-from torchtitan.data.tokens.tokenizing import tokenize
+from torchtitan.data.tokens.tokenizing import recorded_content, tokenize
 from torchtitan.logging import logger
 from torchtitan.remote import location
 
@@ -50,6 +50,7 @@ class TokenSource:
         return None if self.config.repeat else math.ceil(self.config.epochs or 1)
 
 
+@reading()
 def open_token_sources(
     config: DataConfig, tokenizer: Tokenizer, vocab_size: int
 ) -> list[TokenSource] | None:
@@ -173,11 +174,10 @@ def folder_of_tokens(config: DataConfig, tokenizer: Tokenizer) -> Path:
     # The identity has the names of files in their folder, which others in the cache may have too.
     found, content = stamps(config), made_of.pop("content", None)
     earlier = _folder(config, [made_of, [stamp[:3] for stamp in found]])  # without digests
-    folder = _folder(config, [made_of | {"content": content}, found])
-    if not folder.exists() and (earlier / INDEX).is_file():
-        with contextlib.suppress(OSError):
-            folder.symlink_to(earlier.name)
-    return folder
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        if (earlier / INDEX).is_file() and recorded_content(earlier, content) == content:
+            return earlier
+    return _folder(config, [made_of | {"content": content}, found])
 
 
 def _folder(config: DataConfig, made_of: Any) -> Path:

@@ -6,6 +6,7 @@ A part with a table is not tokenized again after a restart. `index.json` appears
 complete; until then nothing reads the folder as shards.
 """
 
+import contextlib
 import gc
 import itertools
 import json
@@ -101,7 +102,7 @@ class _Part(NamedTuple):
     note: str | None
     """Warning about earlier work on it."""
     nulls: int = 0
-    """Number of documents without text in it."""
+    """Number of documents without text in it, if this process has completed it."""
 
 
 class _Tokenization:
@@ -261,7 +262,7 @@ class _Tokenization:
             tables = list(_load(file))
             if (damage := self._damage(tables)) is None:
                 counter.skip(tables)
-                return _Part(number, _tokens(tables), None, _nulls_of(file))
+                return _Part(number, _tokens(tables), None)
             note = f"{damage}; its documents are tokenized again"
         found: NullTexts | None = getattr(self._source, "nulls", None)
         before = found.count if found else 0
@@ -269,14 +270,13 @@ class _Tokenization:
             tables = self._write(number, counter)
             if damage := self._damage(tables):
                 raise ConfigError(f"{damage} right after it was written; check the disk")
-            nulls = found.count - before if found else 0
-            _save(file, tables, nulls)
+            _save(file, tables)
         except OSError as error:
             raise ConfigError(
                 f"{error.filename or self._output}: {error.strerror}; the same command continues "
                 "when that is mended"
             ) from None
-        return _Part(number, _tokens(tables), note, nulls)
+        return _Part(number, _tokens(tables), note, found.count - before if found else 0)
 
     def _write(self, number: int, counter: "_Counter") -> list[ShardTable]:
         """Write the shards of a part."""
@@ -388,18 +388,26 @@ def _first(table: ShardTable, documents: int) -> ShardTable:
     return replace(table, bytes=size, starts=starts, lengths=lengths, checksums=checksums)
 
 
-def _nulls_of(file: Path) -> int:
-    """Return the number of documents without text in a complete part."""
-    with np.load(file) as saved:
-        return int(saved["nulls"]) if "nulls" in saved else 0
+def recorded_content(folder: Path, content: Any) -> Any:
+    """Return the digest of the text of tokens; `content` is recorded if they are of before it was.
+
+    Raises:
+        ValueError, TypeError, KeyError: if the record is damaged.
+    """
+    file = folder / SETTINGS
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if content is not None and "content" not in settings["source"]:
+        settings["source"]["content"] = content
+        with contextlib.suppress(OSError):
+            file.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    return dict(settings["source"]).get("content")
 
 
-def _save(file: Path, tables: Sequence[ShardTable], nulls: int) -> None:
-    """Write the tables of the shards of a part, and its number of documents without text."""
+def _save(file: Path, tables: Sequence[ShardTable]) -> None:
+    """Write the tables of the shards of a part."""
     arrays: dict[str, Any] = {
         "about": np.array([(table.file, table.bytes, table.dtype) for table in tables], np.str_),
         "documents": [len(table.lengths) for table in tables],
-        "nulls": nulls,
     }
     for name in ARRAYS:
         arrays[name] = np.concatenate([getattr(table, name) for table in tables] or [[]])
