@@ -81,11 +81,6 @@ def test_what_is_left_out_is_the_gate_and_the_trials() -> None:
     assert '--release) set -- -m "" --report benchmarks/results/release_tests.md' in script
 
 
-def test_the_readme_counts_the_layouts() -> None:
-    every = len(LAYOUTS) + len(research.LAYOUTS)
-    assert f"{every} layouts with a single rank" in (ROOT / "README.md").read_text()
-
-
 USES: dict[str, Callable[[Case], bool]] = {
     "all": lambda layout: True,
     "copies (DDP, HSDP)": lambda layout: layout.replicate > 1,

@@ -96,7 +96,7 @@ class SearchResult:
 
     @property
     def best(self) -> str:
-        """What the first layout is."""
+        """Description of the first layout."""
         return f"the best of {self.planned:,} planned of {self.enumerated:,} layouts"
 
 
@@ -178,7 +178,7 @@ def search(
         queue.learn(cost, answer.seconds_per_step, room)
 
     def left(plans: int) -> float | None:
-        """Return the seconds that are left after so many plans; None: as many as it takes."""
+        """Return the seconds that are left, given the number of plans; None: no limit yet."""
         return None if plans < LEAST else max(seconds - (time.monotonic() - start), 0.0)
 
     def next_cost() -> Cost | None:
@@ -339,8 +339,8 @@ def fastest(result: SearchResult, top: int = TOP) -> list[dict[str, Any]]:
 def planned_recipe(job: JobConfig, given: JobConfig, extends: str, title: str = "") -> str:
     """Return a recipe, as TOML, that extends the file of the `given` one with all that differs.
 
-    It is a whole recipe if that cannot be said by an extension: TOML has no `none`, and a list of
-    sections is replaced as a whole.
+    If an extension cannot express the difference, the recipe is whole: TOML has no `none`, and
+    extends a list of sections only as a whole.
 
     Args:
         title: what the recipe is.

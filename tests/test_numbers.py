@@ -1,0 +1,111 @@
+"""Each number in the README and in docs/plan.md is what the code, a result or a command says."""
+
+import re
+import runpy
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.layouts import LAYOUTS
+from tests.research import layouts as research
+from tests.sources import ROOT
+from tests.test_docs import prose
+from torchtitan.checks import load_job, memory_bounds
+from torchtitan.device import GIB
+from torchtitan.estimate import device_streams, libraries, search
+from torchtitan.estimate import plan as plans
+from torchtitan.estimate.hardware import find_hardware
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.tools.plan import plan_search
+
+PAGES = {name: ROOT / name for name in ("README.md", "docs/plan.md")}
+NUMBER = r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?!\w)"
+"""A number, but none that is a part of a name, such as H100 or 8B."""
+NAMES = {
+    "llama3": "Llama 3",
+    "qwen3": "Qwen3 (dense)",
+    "qwen3_moe": "Qwen3-MoE",
+    "deepseek_v3": "DeepSeek-V3",
+    "gpt_oss": "GPT-OSS",
+    "vit_mae": "ViT-MAE",
+}
+WORDS = {
+    "README.md": ("status 0", "v0.1 and v0.2", "BSD 3-Clause", "Llama 3"),
+    "docs/plan.md": ("status is 0", "exit status 2", "taken to be 1,", "in 16 bits"),
+}
+"""What is a number, and no measurement: names, statuses."""
+
+
+def stated(page: str) -> Iterator[str]:
+    """Yield what a page says with numbers, made of what the code and the results say."""
+    if page == "README.md":
+        settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+        python = settings["project"]["requires-python"].removeprefix(">=")
+        yield f"Python {python} or newer"
+        yield f"default, {JobConfig().training.global_batch_size}, makes"
+        # Those of TorchTitan's families and of the systems from papers.
+        yield f"compare {len(LAYOUTS) + len(research.LAYOUTS)} layouts with a single rank"
+        for major, minor in re.findall(r"whl/cu(\d\d)(\d)", PAGES[page].read_text()):
+            yield f"CUDA {major}.{minor}"
+        steps = load_job(
+            ROOT / "train_configs/debug_model.toml", (), 1, "cpu"
+        ).config.training.steps
+        yield f"over {steps} steps"
+        yield f"trained: {steps} steps"
+        return
+    device = find_hardware("h100")
+    yield f"({device.communicator_gib:g} GiB, and {libraries.PAIR_GIB:.2f} GiB for each rank"
+    yield "an MFU above 1"
+    yield f"{memory_bounds.OUTSIDE // GIB} GiB for libraries"
+    yield f"the {memory_bounds.OUTSIDE // GIB} GiB it"
+    yield f"take {device_streams.CONTENTION:g} times as long"
+    yield f"at least {search.LEAST} layouts"
+    yield f"the best {search.TOP}, or after"
+    yield f"({plan_search.SECONDS:g} by default)"
+    results = (ROOT / "benchmarks/results/plan_accuracy.md").read_text()
+    yield re.findall(r"^median absolute error: .*$", results, re.MULTILINE)[0]
+    memory, time = (
+        f"{low:g} and {high:g} times the" for low, high in (plans.MEMORY_LIMITS, plans.TIME_LIMITS)
+    )
+    yield f"{memory} memory, and {time} time of a step"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_number_of_a_page_has_a_source(page: str) -> None:
+    text = re.sub(r"\]\([^)]*\)|`[^`\n]*`|^\d\. ", "", prose(PAGES[page]), flags=re.MULTILINE)
+    text = " ".join(text.split())
+    for each in stated(page):
+        assert each in text, page
+        text = text.replace(each, "")
+    for each in WORDS[page]:
+        text = text.replace(each, "")
+    found = re.search(f".{{0,40}}{NUMBER}.{{0,40}}", text)
+    assert found is None, f"{page}: {found and found[0]}: where does this number come from?"
+
+
+def test_the_families_are_those_that_there_are() -> None:
+    families = [name for name in MODELS if not name.startswith("tiny")]  # those of the tests
+    named = [NAMES[name] for name in families]
+    readme = " ".join(PAGES["README.md"].read_text().split())
+    count = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"][len(named)]
+    assert f"{count} model families, {', '.join(named[:-1])} and {named[-1]}" in readme
+    for page in (readme, (ROOT / "docs/index.md").read_text()):
+        first = next(line for line in page.split("Pretrain ")[1].split(" models"))
+        assert first == "Llama 3, Qwen3, DeepSeek-V3 and GPT-OSS"
+    assert "Llama 3, Qwen3 (dense and mixtures of experts), DeepSeek-V3 and GPT-OSS" in " ".join(
+        (ROOT / "docs/from_torchtitan.md").read_text().split()
+    )
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("page", PAGES)
+def test_answers_of_commands_are_what_they_print(
+    page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = runpy.run_path(str(ROOT / "scripts/write_answers.py"))
+    monkeypatch.chdir(ROOT)
+    text = PAGES[page].read_text()
+    assert "\n$ torchtitan plan" in text
+    assert text == script["written"](text), "run python scripts/write_answers.py"
