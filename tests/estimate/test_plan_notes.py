@@ -11,7 +11,7 @@ from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.estimate.hardware import find_hardware
 from torchtitan.estimate.plan import Plan, plan
-from torchtitan.estimate.plan_notes import plan_notes
+from torchtitan.estimate.plan_notes import memory_notes, plan_notes
 from torchtitan.estimate.recording import Kernel
 from torchtitan.job import JobConfig
 
@@ -164,3 +164,11 @@ def test_merged_collectives_are_fewer_and_larger() -> None:
     sent = {sum(each.sent for each in one.traffic) for one in found.values()}
     assert max(sent) - min(sent) < 0.01 * max(sent)
     assert found["size"].allocated_gib.value > found["none"].allocated_gib.value
+
+
+def test_a_compiled_recipe_that_barely_fits_may_not_at_another_launch() -> None:
+    compiled = job(["--compile.enable", "true"])
+    (note,) = memory_notes(compiled, 3.0, 33.7)
+    assert "3.0 GiB that remain" in note
+    for recipe, room in ((compiled, 4.0), (compiled, -1.0), (compiled, None), (job([]), 3.0)):
+        assert not [*memory_notes(recipe, room, 33.7)]

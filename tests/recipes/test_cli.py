@@ -25,9 +25,9 @@ from torchtitan.job import JobConfig
 from torchtitan.launch import LaunchOptions
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.tools import reference, train
-from torchtitan.tools.planned import memory
 from torchtitan.tools.cli import VERBS, command, main
 from torchtitan.tools.options import RecipeVerb, Verb, count, verb
+from torchtitan.tools.planned import memory
 from torchtitan.tools.reference import completion_table, verb_of_help
 
 ROOT = Path(__file__).parents[2]

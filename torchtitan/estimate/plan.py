@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from torchtitan.estimate.fake_rank import record
 from torchtitan.estimate.hardware import Hardware
 from torchtitan.estimate.libraries import outside, workspaces
 from torchtitan.estimate.link_traffic import LinkTraffic, link_traffic
-from torchtitan.estimate.plan_notes import plan_notes
+from torchtitan.estimate.plan_notes import memory_notes, plan_notes
 from torchtitan.estimate.recording import Change
 from torchtitan.estimate.shortening import block_kinds
 from torchtitan.estimate.speed import StepTime, step_time
@@ -243,7 +243,8 @@ def plan(
     )
     if len(kinds) == len(alike) and (doubts := [*_doubts(made)]):
         raise RecipeError([f"this recipe cannot be planned yet: {doubt}" for doubt in doubts])
-    return made
+    tight = memory_notes(job, made.room_gib, made.reserved_gib.value)
+    return replace(made, notes=[*made.notes, *tight])
 
 
 def _doubts(found: Plan) -> Iterator[str]:

@@ -8,6 +8,8 @@ from torchtitan.job import JobConfig
 from torchtitan.optim.settings import OptimizerConfig
 
 UNTIMED = "not in the time of a step"
+LAUNCHES = 33.7, 37.3
+"""GiB that an H100 reserved for one compiled recipe, from launch to launch."""
 
 
 def plan_notes(
@@ -22,6 +24,24 @@ def plan_notes(
         yield "without hardware, memory outside of the allocator is left out; name it"
     yield from _times(job, ranks, saved_gib)
     yield from _device(job, hardware)
+
+
+def memory_notes(job: JobConfig, room_gib: float | None, reserved_gib: float) -> Iterator[str]:
+    """Yield a sentence if a compiled recipe may not fit at every launch.
+
+    With a cold and a warm cache of the compiler a step leaves the same tensors; what the allocator
+    reserves for it may differ.
+    """
+    low, high = LAUNCHES
+    if (
+        job.compile.enable
+        and room_gib is not None
+        and 0 <= room_gib < reserved_gib * (high / low - 1)
+    ):
+        yield (
+            f"compile.enable: of one recipe an H100 reserved {low} GiB in one launch and {high} in "
+            f"another, and the {room_gib:.1f} GiB that remain here are less than that in proportion"
+        )
 
 
 def _times(job: JobConfig, ranks: int, saved_gib: float) -> Iterator[str]:
