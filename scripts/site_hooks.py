@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
         section = readme.partition("\n## Install\n")[2].partition("\n## ")[0]
         assert section, "README.md has no section Install"
         before, _, after = markdown.partition("The [README]")
-        markdown = before + section.replace("](docs/", "](") + after.partition("-->")[2]
+        markdown = before + section.replace("](docs/", "](") + after.partition("\n")[2]
     if page.file.src_uri.startswith(LESS_SEARCHED + MORE_SEARCHED):
         boost = 0.2 if page.file.src_uri.startswith(LESS_SEARCHED) else 2
         page.meta["search"] = {"boost": boost}

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -325,6 +326,44 @@ def of_type(path: Path, kind: type[Node]) -> Iterator[Node]:
 
 def last_name(node: ast.expr) -> str:
     return getattr(node, "attr", getattr(node, "id", ""))
+
+
+COMMAND = """
+import sys
+from torchtitan.tools.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(*sys.modules, file=open("modules.txt", "w"))
+"""
+
+
+def imported_by(words: str, folder: Path) -> set[str]:
+    """The modules that a command has loaded at its end."""
+    command = [sys.executable, "-c", COMMAND, *words.split()]
+    paths = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    subprocess.run(command, cwd=folder, env=paths, capture_output=True, check=False)
+    return set((folder / "modules.txt").read_text().split())
+
+
+@pytest.mark.gate
+def test_commands_import_what_their_answer_needs(tmp_path: Path) -> None:
+    """How fast they are is measured by benchmarks/commands.py."""
+    for words in (
+        *("--help", "train --help", "--help optimizer", "check --help all", "data --help"),
+        *("checkpoint convert --help", "recipes", "recipes copy debug_model", "--version"),
+    ):
+        assert not imported_by(words, tmp_path) & {"torch", "numpy"}, words
+    of_a_run = {f"torchtitan.{name}" for name in ("parts", "train", "estimate", "checkpoint.saver")}
+    slow = {*HEAVY, *SLOW_TORCH, "torch._dynamo", "sympy", *of_a_run} - {"rich"}
+    for words in (
+        "check llama3_8b --model.tokenizer_path none",
+        "check qwen3_moe_debug --compile.enable --device cuda",
+        "check llama3_8b --trainig.steps 3",
+    ):
+        found = imported_by(words, tmp_path)
+        assert "torchtitan.checks" in found
+        assert not found & slow, words
 
 
 WORDS = {"bfloat16", "common", "float8", "images", "modelled", "random", "rotated", "slicing"}

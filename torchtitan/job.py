@@ -270,7 +270,8 @@ class JobConfig(Config):
                 f"ranks: {counted(local, 'sequence')} x {on} = {batch:,} in a step; set it to "
                 f"{batch} to train the same run on any number of ranks"
             )
-        if (share := self.local_batch(degrees)) < local:
+        is_set = "local_batch_size" in self.training.model_fields_set
+        if is_set and (share := self.local_batch(degrees)) < local:
             return (
                 f"training.local_batch_size is {local:,}, but each of {on} has only {share:,} of "
                 f"the {counted(batch, 'sequence')} in a step (training.global_batch_size)"

@@ -109,22 +109,22 @@ def test_what_the_comparison_decides_no_variant_sets(tmp_path: Path) -> None:
     lines = refused(read_study(path))
     ending = "; the comparison sets it, alike for all variants"
     assert lines == [
-        f"{path}:4: training.steps: got 5{ending}",
-        f"{path}:10: debug.seed: got 3{ending}",
+        f"{path}:4: training.steps: got 5{ending}; use --steps",
+        f"{path}:10: debug.seed: got 3{ending}; use --seeds",
     ]
 
 
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--training.steps=5"], "--training.steps: got 5"),
-        (["--debug.seed", "5"], "--debug.seed: got 5"),
-        (["--no-metrics.save-events"], "--metrics.save_events: got false"),
+        (["--training.steps=5"], "--training.steps: got 5; {}; use --steps"),
+        (["--debug.seed", "5"], "--debug.seed: got 5; {}; use --seeds"),
+        (["--no-metrics.save-events"], "--metrics.save_events: got false; {}"),
     ],
 )
 def test_what_the_comparison_decides_no_flag_sets(flags: list[str], line: str) -> None:
     study = of_recipes([DEBUG], ["training.seq_len=64,128"], flags)
-    assert refused(study) == [f"{line}; the comparison sets it, alike for all variants"]
+    assert refused(study) == [line.format("the comparison sets it, alike for all variants")]
 
 
 def test_a_variant_that_cannot_run_is_told_and_the_others_stay(tmp_path: Path) -> None:

@@ -300,3 +300,34 @@ def test_states_that_a_cpu_cannot_offload() -> None:
     found = [problem[:2] for problem in lacks(job, "cpu")]
     assert found == [("optimizer.offload_states", message)]
     assert lacks(job, "cuda") == []
+
+
+def test_a_misspelt_name_hides_no_other_mistake() -> None:
+    text = """\
+[model]
+name = "lama3"
+dim = "x"
+[optimizer]
+name = "adamw"
+weight_decay = "0.1"
+learning_rate = 3e-4
+[trainig]
+steps = 0
+[[convert]]
+name = "flot8"
+recipe = 5
+[lr_scheduler]
+name = "nothing like it"
+warmup_steps = "soon"
+end_of_it = 3
+"""
+    Path("r.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        load_job("r.toml", [], 1, "cpu")
+    found = [int(line.split(":")[1]) for line in error.value.lines]
+    assert found == [2, 3, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16]
+
+
+def test_no_part_of_the_documents_is_held_out_by_zero() -> None:
+    Path("r.toml").write_text("[data]\nvalidation_fraction = 0\n", encoding="utf-8")
+    assert load_job("r.toml", [], 1, "cpu").config.data.validation_fraction is None

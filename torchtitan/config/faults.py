@@ -72,9 +72,56 @@ def validate_all(
                     # elsewhere.
                     while path not in settings or _is_in_list(path, settings):
                         path = path[:-1]
-                    faults.setdefault(path, _message(schema, path, details, settings))
+                    if path not in faults:
+                        faults[path] = _message(schema, path, details, settings)
+                        faults |= _inside_misnamed(schema, path, details["type"], settings)
         else:
             return config, {path: faults[path] for path in settings if path in faults}, sound
+
+
+def _inside_misnamed(
+    schema: type[Config], path: KeyPath, what: str, settings: Settings
+) -> dict[KeyPath, str]:
+    """Return the faults within a section whose name, or choice by name, is misspelt.
+
+    The section is read as if it had the nearest name; without one, a section with a wrong choice is
+    read as its default, except for keys that differ in another choice.
+    """
+    value, above, known = settings[path].value, path[:-1], list[str]()
+    parent, choice = find(schema, above, settings), None
+    if what == BAD_CHOICE and isinstance(parent, OneOf) and path[-1] == "name":
+        near = near_names(value, parent.registry)
+        choice, section, other = next(iter([*near, parent.default])), above, above
+        if not near and choice:
+            own = parent.widest(choice).model_fields
+            for other_choice in map(parent.widest, parent.registry):
+                for key, info in other_choice.model_fields.items():
+                    if key not in own or info.annotation != own[key].annotation:
+                        known.append(key)
+    elif what == "extra_forbidden" and value == {}:
+        owner = class_at(parent, above, settings)
+        section, near = path, near_names(path[-1], owner.model_fields if owner else ())
+        other = (*above, *near)
+    else:
+        return {}
+    if (choice is None and not near) or any(part.isdecimal() for part in section[:-1]):
+        return {}
+    moved = {}
+    if section[-1].isdecimal():
+        other = (*section[:-1], "0")
+        moved[section[:-1]] = Setting([{}], "")
+    for key, setting in settings.items():
+        # Words of a flag were converted without knowing their type.
+        if key[: len(section)] == section and not setting.origin.startswith("--"):
+            moved[*other, *key[len(section) :]] = setting
+    if choice:
+        moved[*other, "name"] = Setting(choice, "")
+    _, found, _ = validate_all(schema, moved)
+    return {
+        (*section, *key[len(other) :]): message
+        for key, message in found.items()
+        if key[: len(other)] == other and key != other and key[-1] not in known
+    }
 
 
 def _is_in_list(path: KeyPath, settings: Settings) -> bool:
@@ -155,6 +202,8 @@ def _with_lists(node: Any) -> Any:
 def _message(schema: type[Config], path: KeyPath, details: ErrorDetails, settings: Settings) -> str:
     value, kind = settings[path].value, find(schema, path, settings)
     got, what = f"got {show(value)}; ", details["type"]
+    if value == {}:
+        got = "it is written as a section; "
     if what == BAD_CHOICE:
         above = path[:-1]
         return details["msg"] + did_you_mean(_keys_for(find(schema, above, settings), above, value))

@@ -42,15 +42,14 @@ class Recipe(Generic[ConfigT]):
         value: Any = self.config
         for key in path:
             value = value[int(key)] if isinstance(value, tuple) else getattr(value, key)
-        if isinstance(value, Config):
-            value = {}
-        elif isinstance(value, tuple):
+        got = "" if isinstance(value, Config) else "got {}; "
+        if isinstance(value, tuple):
             value = [getattr(item, "name", item) for item in value]
         # An absent key of a list entry is reported at the entry's header.
         headers = [path[:depth] for depth in range(2, len(path)) if path[depth - 1].isdecimal()]
         places = [self.origins[above] for above in (*headers, path) if above in self.origins]
         origin = places[-1] if places else self.place
-        return f"{located(origin, problem.path)}: got {show(value)}; {problem.message}"
+        return f"{located(origin, problem.path)}: {got.format(show(value))}{problem.message}"
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from torchtitan.config import Config, Context, OneOf, Problem, Registry, allowed_names, exists
 from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat
@@ -21,6 +21,11 @@ TOKENS_FIRST = (
 
 FILES = ("local", "text", "jsonl", "parquet")
 """Kinds that are text files."""
+
+
+def _none_if_zero(value: Any) -> Any:
+    is_zero = value == 0 and not isinstance(value, bool)
+    return None if is_zero else value
 
 
 @dataclass(frozen=True)
@@ -212,10 +217,12 @@ class DataConfig(Config):
     add_bos_token, or true; but if BOS is EOS, one of them is between documents."""
     add_eos: bool | None = None
     """End each document with the tokenizer's EOS token. Default: its add_eos_token, or true."""
-    validation_fraction: float | None = Field(None, gt=0, lt=1)
-    """Fraction of the documents to hold out. They are never trained on, and validation reads them
-    instead of validation.dataset. The same documents are held out in every run, and remain so when
-    others are added."""
+    validation_fraction: Annotated[float | None, BeforeValidator(_none_if_zero)] = Field(
+        None, ge=0, lt=1
+    )
+    """Fraction of the documents to hold out; 0: none. They are never trained on, and validation
+    reads them instead of validation.dataset. The same documents are held out in every run, and
+    remain so when others are added."""
     packing: Literal["join", "best_fit"] = "join"
     """Tokenized data: join documents and cut them into samples, or best_fit: keep the documents
     that fit in a sample whole, and fill samples up with padding."""

@@ -114,7 +114,7 @@ def check(
             wrong += [f"--device-memory: got {device_memory:g}; {reason}"]
     notices = found.notices
     if untokenized:
-        named = ", ".join(untokenized)
+        named = ", ".join(f'"{name}"' for name in untokenized)
         notices += (
             f"data.sources: the run tokenizes {named} first; until then the amounts of "
             "tokens are not checked",

@@ -185,6 +185,7 @@ bits = 4
         "r.toml:12: optimizer.groups.2.lr_facto: unknown key; allowed: match, lr_factor, betas; "
         "did you mean optimizer.groups.2.lr_factor?",
         f'r.toml:14: communication.weights.name: got "quantised"; {names}; did you mean quantized?',
+        'r.toml:15: communication.weights.bits: got "many"; wanted an integer >= 2',
         f"--communication.steps.0.bits: communication.steps.0: it has no name; {names}",
         "--optimizer.groups.4.lr_factor: optimizer.groups.4: they are numbered from 0 without a "
         "gap; wanted optimizer.groups.2 or optimizer.groups.3",
@@ -197,10 +198,10 @@ def test_what_is_no_section() -> None:
     ) == [
         "r.toml:3: optimizer.adamw: got 5; wanted a section",
         "r.toml:4: optimizer.groups: got [1]; wanted sections, each under [[optimizer.groups]]",
-        "r.toml:5: optimizer.even: got a section; wanted an integer",
+        "r.toml:5: optimizer.even: it is written as a section; wanted an integer",
     ]
     assert refused("[optimizer.groups]\nmatch = 'x'\n[communication]\nweights = 'plain'") == [
-        "r.toml:1: optimizer.groups: got a section; wanted sections, each under "
+        "r.toml:1: optimizer.groups: it is written as a section; wanted sections, each under "
         "[[optimizer.groups]]",
         'r.toml:4: communication.weights: got "plain"; wanted a section; did you mean '
         "communication.weights.name?",

@@ -135,7 +135,7 @@ def test_documents_are_counted_once_begun(documents: TokenDocuments) -> None:
 
 def test_a_source_that_has_ended_is_refused_or_padded(documents: TokenDocuments) -> None:
     reader = rows_of(documents, 20, epochs=1)
-    with pytest.raises(ConfigError, match="a has ended"):
+    with pytest.raises(ConfigError, match='"a" has ended'):
         reader.cursor(SourcePosition()).sample(rows_of_epoch(reader))
     padded = RowReader(
         "a", documents, seq_len=20, seed=1, shuffle=True, epochs=1, is_padded=True

@@ -172,10 +172,10 @@ def test_a_source_that_would_end_is_refused_at_the_start(tmp_path: Path) -> None
     config = mixture(tmp_path, {"weight": 1}, {"weight": 1, "repeat": True})
     token_streams(config, 1, steps=80)[0].check()
     with pytest.raises(
-        ConfigError, match=r"data\.sources\.0: source-0 has 3,018 tokens, and the run takes 6,400"
+        ConfigError, match=r'data\.sources\.0: "source-0" has 3,018 tokens, and the run takes 6,400'
     ):
         token_streams(config, 1, steps=200)[0].check()
-    with pytest.raises(ConfigError, match="source-0 has ended"):
+    with pytest.raises(ConfigError, match='"source-0" has ended'):
         rows(token_streams(config, 1), 200)
 
 
@@ -332,7 +332,7 @@ def test_amounts_are_those_of_the_rest_of_a_resumed_run(tmp_path: Path) -> None:
 
 def test_a_source_of_less_than_a_sample_is_refused(tmp_path: Path) -> None:
     config = mixture(tmp_path, {"tokens": 15}, {"weight": 1, "repeat": True})
-    with pytest.raises(ConfigError, match="source-0 has fewer tokens than a sample of 16"):
+    with pytest.raises(ConfigError, match='"source-0" has fewer tokens than a sample of 16'):
         token_streams(config, 1, steps=10)[0].check()
 
 

@@ -76,7 +76,7 @@ class TokenReader:
             order: version of the order of documents.
         """
         if not documents.tokens:
-            raise ConfigError(f"data: {name} has no tokens; remove it")
+            raise ConfigError(f'data: "{name}" has no tokens; remove it')
         self.name, self.documents, self.seq_len = name, documents, seq_len
         self.blocks = -(-len(documents) // BLOCK)
         self._half_window = len(documents) // (len(documents.windows) - 1) // 2
@@ -140,7 +140,7 @@ class TokenReader:
             return False
         if not self._is_padded:
             raise ConfigError(
-                f"data.sources: {self.name} has ended: all of its "
+                f'data.sources: "{self.name}" has ended: all of its '
                 f"{self.documents.tokens:,} tokens were read, and it may not repeat; "
                 "set repeat = true, or end the run here"
             )

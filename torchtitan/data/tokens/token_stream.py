@@ -252,7 +252,7 @@ class TokenStream(BatchStream):
             if samples == total.samples == 0:
                 raise RecipeError(
                     [
-                        f"data.sources: {source.name} has fewer tokens than a sample of "
+                        f'data.sources: "{source.name}" has fewer tokens than a sample of '
                         f"{self._seq_len:,} (training.seq_len); raise its amount, or remove it"
                     ]
                 )
@@ -319,7 +319,7 @@ class TokenStream(BatchStream):
                 needed = sum(each.counts(size)[number] for each, size in parts)
             if needed > most:
                 mistakes.append(
-                    f"data.sources.{number}: {source.name} has "
+                    f'data.sources.{number}: "{source.name}" has '
                     f"{source.documents.tokens:,} tokens, and the run takes "
                     f"{totals[number].tokens + needed * self._seq_len:,} from it; set repeat = "
                     "true, or give it a smaller share"

@@ -268,6 +268,10 @@ def setting_of(words: Mapping[str, Any], origin: str) -> Settings:
     return settings
 
 
+OPTIONS = {"training.steps": "--steps", "debug.seed": "--seeds", "job.dump_folder": "--output"}
+"""Options of `torchtitan compare`, and keys of a study, that set a key for all variants."""
+
+
 def refuse_conditions(plans: Sequence[VariantPlan], keys: Sequence[str]) -> None:
     """Raise if a variant sets a key that the comparison sets for all.
 
@@ -278,10 +282,12 @@ def refuse_conditions(plans: Sequence[VariantPlan], keys: Sequence[str]) -> None
     for plan in plans:
         for settings in (*plan.over, read_flags(plan.flags, JobConfig, {})[0]):
             for path, setting in settings.items():
-                if ".".join(path) in keys:
+                key = ".".join(path)
+                if key in keys:
+                    use = f"; use {OPTIONS[key]}" if key in OPTIONS else ""
                     lines.append(
-                        f"{located(setting.origin, '.'.join(path))}: got {show(setting.value)}; "
-                        "the comparison sets it, alike for all variants"
+                        f"{located(setting.origin, key)}: got {show(setting.value)}; "
+                        f"the comparison sets it, alike for all variants{use}"
                     )
     if lines:
         raise RecipeError(lines)
