@@ -252,18 +252,26 @@ def _unknown(schema: type[Config], path: KeyPath, settings: Settings) -> str:
     where = ".".join(key for key in above if not key.isdecimal())
     command = f"{schema.help_command} {where}".strip() if schema.help_command else ""
     fits = _keys_for(parent, above, settings[path].value)
-    hint = _hint(schema, path, list(section.model_fields), fits)
+    has_choices = isinstance(parent, OneOf | Discriminated)
+    hint = _hint(schema, path, list(section.model_fields), fits, has_choices)
     return f"unknown {what}; allowed: {listed(section.model_fields, command)}{hint}"
 
 
-def _hint(schema: type[Config], path: KeyPath, known: list[str], fits: list[str]) -> str:
+def _hint(
+    schema: type[Config], path: KeyPath, known: list[str], fits: list[str], has_choices: bool
+) -> str:
     """Return suggestions for an unknown key, with keys of its own section first.
 
     Args:
         known: keys of the section.
         fits: paths of keys that the value may be meant for.
+        has_choices: whether the section has other keys with another name.
     """
     key, above = path[-1], path[:-1]
+    close = near_names(key, known, 0.8)
+    if close and key not in schema.synonyms and not has_choices:
+        # Only misspelt. Keys elsewhere are not looked for, which imports all that have settings.
+        return did_you_mean(".".join((*above, name)) for name in close)
     homes = [place for place in places(schema) if key in place.settings.model_fields]
     here = ".".join("0" if part.isdecimal() else part for part in above)
     owners = [place.choice for place in homes if place.path == here and place.choice]
