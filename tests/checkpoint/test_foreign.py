@@ -200,6 +200,122 @@ def test_another_architecture_is_refused(change: dict[str, Any], told: str, tmp_
     assert open_hugging_face(folder, None) == [f"HERE/config.json: {told}"]
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+TWICE: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": LLAMA3},
+        ['rope_scaling.rope_type "llama3"', 'rope_parameters.rope_type "default"'],
+    ),
+    (
+        {"rope_parameters": LLAMA3 | {"factor": 4.0}, "rope_scaling": LLAMA3},
+        ["rope_scaling.factor 8.0", "rope_parameters.factor 4.0"],
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+        ["rope_theta 500000.0", "rope_parameters.rope_theta 7.0"],
+    ),
+    (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+        | {"partial_rotary_factor": 1.0},
+        ["partial_rotary_factor 1.0", "rope_parameters.partial_rotary_factor 0.5"],
+    ),
+    (
+        {"rope_scaling": LLAMA3 | {"type": "yarn"}},
+        ['rope_scaling.rope_type "llama3"', 'rope_scaling.type "yarn"'],
+    ),
+    ({"torch_dtype": "float32", "dtype": "bfloat16"}, ['"float32"', '"bfloat16"']),
+    ({"model_type": "mistral"}, ['model_type "mistral"', '["LlamaForCausalLM"]']),
+    ({"head_dim": 16}, ["head_dim 16", "hidden_size / num_attention_heads 8"]),
+]
+
+
+@pytest.mark.parametrize(("change", "values"), TWICE, ids=str)
+def test_a_fact_with_two_values_is_refused_with_both(
+    change: dict[str, Any], values: list[str], tmp_path: Path
+) -> None:
+    folder = hugging_face(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    told = "\n".join(open_hugging_face(folder, None))
+    assert all(value in told for value in values), told
+
+
+def test_a_fact_that_is_in_two_places_may_be_equal(tmp_path: Path) -> None:
+    folder = hugging_face(tmp_path, "both")
+    config = json.loads((folder / "config.json").read_text())
+    scaling = {"type": config["rope_scaling"].pop("rope_type"), **config["rope_scaling"]}
+    config |= {"rope_scaling": scaling, "rope_parameters": LLAMA3 | {"rope_theta": 500_000}}
+    config |= {"dtype": "float32", "torch_dtype": "torch.float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    source = HuggingFaceWeights(folder, [SPEC], "both")
+    assert same(everything(source), weights("both"))
+
+
+@pytest.mark.parametrize("kind", ["hf", "meta"])
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "model.", "module._orig_mod.model."])
+def test_prefixes_of_wrappers_are_left_out_and_said(
+    prefix: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "hf":
+        folder = hugging_face(tmp_path)
+        tensors = load(folder / "model.safetensors")
+        # A compiled block has a part of its name in the middle.
+        wrapped = {
+            prefix + n.replace("layers.0.", "layers.0._orig_mod."): tensors[n] for n in tensors
+        }
+        save_file(wrapped, folder / "model.safetensors")
+        source: ForeignWeights = HuggingFaceWeights(folder, [SPEC], "plain")
+    else:
+        folder = meta(tmp_path)
+        path = folder / "consolidated.00.pth"
+        torch.save({prefix + n: t for n, t in torch.load(path).items()}, path)
+        source = MetaWeights(folder, [SPEC], "plain")
+    assert same(everything(source), weights("plain"))
+    assert "names are read without wrappers" in caplog.text
+
+
+def test_weights_that_are_there_twice_are_refused_or_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = hugging_face(tmp_path)
+    whole = load(folder / "model.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"not read")
+    assert same(everything(HuggingFaceWeights(folder, [SPEC], "plain")), weights("plain"))
+    assert "not read, as in transformers: pytorch_model.bin" in caplog.text
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    first, *rest = whole
+    save_file(whole, folder / shards[0])
+    save_file({first: whole[first]}, folder / shards[1])
+    index = {"weight_map": dict.fromkeys(rest, shards[0]) | {first: shards[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    [told] = open_hugging_face(folder)
+    assert "in both model.safetensors, which transformers would read, and the files of" in told
+    (folder / "model.safetensors").unlink()
+    [told] = open_hugging_face(folder)
+    assert told == f"HERE: {first} is in both {shards[0]} and {shards[1]}; remove one"
+    wrapped = {f"_orig_mod.{first}": whole[first].clone()}
+    save_file(whole | wrapped, folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").unlink()
+    [told] = open_hugging_face(folder)
+    assert f"_orig_mod.{first}" in told
+    assert f"are both {first}; remove one" in told
+
+
+def test_both_sides_of_a_difference_of_names_are_shown(tmp_path: Path) -> None:
+    folder = hugging_face(tmp_path)
+    tensors = load(folder / "model.safetensors")
+    save_file({f"net.{n}": t for n, t in tensors.items()}, folder / "model.safetensors")
+    told = open_hugging_face(folder)
+    assert sum("missing: " in line for line in told) == 5
+    assert sum("unexpected: net." in line for line in told) == 5
+
+
 def test_another_flavor_than_the_one_named_is_refused(tmp_path: Path) -> None:
     assert open_hugging_face(hugging_face(tmp_path, "both"), "plain") == [
         "HERE/config.json: not small plain:",

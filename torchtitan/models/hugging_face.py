@@ -101,6 +101,23 @@ YARN_REQUIRED = ("factor", "original_max_position_embeddings")
 """Fields without which YaRN is not known; the others have defaults."""
 NOT_OF_SCALING = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 """Keys next to the fields of a scaling."""
+ROPES = ("rope_scaling", "rope_parameters")
+"""Where RoPE is described: in the older form, and since transformers 5."""
+SAME = (
+    ("torch_dtype", "dtype"),
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts_per_tok", "experts_per_token"),
+    ("hidden_act", "hidden_activation"),
+    ("head_dim", "qk_rope_head_dim"),
+)
+"""Names of one fact."""
+IN_ROPE = (
+    ("rope_theta", "rope_theta"),
+    ("partial_rotary_factor", "partial_rotary_factor"),
+    ("original_max_position_embeddings", "original_max_position_embeddings"),
+    ("original_max_position_embeddings", "initial_context_length"),
+)
+"""Facts inside the description of RoPE, with their names outside of it."""
 THEIRS = {
     **SIZES,
     "n_kv_heads": "num_key_value_heads",
@@ -216,6 +233,48 @@ def args_in(
     return family.checked(family.args_type(**sizes | own), theirs, problems)
 
 
+def agreed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json whose facts that are in two places are equal, in one of them.
+
+    Raises:
+        RecipeError: with every fact that has two values, and both of them.
+    """
+    parts = {key: config[key] for key in ROPES if isinstance(config.get(key), Mapping)}
+    parts = {key: rope for key, rope in parts.items() if rope}
+    named = [{key: config.get(key) for key in keys} for keys in SAME]
+    for key, rope in parts.items():
+        named.append({f"{key}.{kind}": rope.get(kind) for kind in ("rope_type", "type")})
+        for inner, outer in IN_ROPE:
+            named.append({outer: config.get(outer), f"{key}.{inner}": rope.get(inner)})
+    listed = config.get("architectures")
+    said = str(listed[0] if isinstance(listed, list) and listed else listed).lower()
+    kind = str(config.get("model_type") or "").replace("_", "").lower()
+    if kind and said.endswith("forcausallm") and said != f"{kind}forcausallm":
+        named.append({"model_type": config["model_type"], "architectures": listed})
+    if len(parts) == 2:
+        ropes = {
+            key: {"rope_type": rope.get("type", "default"), **rope} for key, rope in parts.items()
+        }
+        for inner in {name for rope in ropes.values() for name in rope}.difference({"type"}):
+            named.append({f"{key}.{inner}": rope.get(inner) for key, rope in ropes.items()})
+    problems = []
+    for values in named:
+        known = {key: value for key, value in values.items() if value is not None}
+        if any(_plain(value) != _plain(next(iter(known.values()))) for value in known.values()):
+            got = " and ".join(f"{key} {show(value)}" for key, value in known.items())
+            problems.append(f"{got} are one fact with two values; make them equal, or remove one")
+    if problems:
+        raise RecipeError(problems)
+    if len(parts) < 2:
+        return dict(config)
+    return {**config, "rope_parameters": {**parts["rope_scaling"], **parts["rope_parameters"]}}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as it is compared; dtypes may be written as torch names them."""
+    return value.removeprefix("torch.") if isinstance(value, str) else value
+
+
 def inexpressible(args: Any, has: Mapping[str, Any], architecture: str) -> Iterator[str]:
     """Find sizes of ours of which an architecture has another value only."""
     for key, value in has.items():
@@ -273,7 +332,7 @@ def decoder_format(
         **usual | own,
         architectures=architectures,
         config=config,
-        args=args,
+        args=lambda content: args(agreed(content)),
         rows=rows,
         repeated=lambda args: {"lm_head.weight": "tok_embeddings.weight"} if args.tied else {},
         computed=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",

@@ -144,8 +144,7 @@ def _set_bos(folder: Path, adds_bos: bool) -> None:
     content = json.loads(file.read_text(encoding="utf-8"))
     own = content["post_processor"] or {"type": "Sequence", "processors": []}
     steps = [s for s in own.get("processors", [own]) if s["type"] not in TEMPLATES]
-    if adds_bos:
-        assert bos is not None, "training started texts with it"
+    if adds_bos and bos is not None:
         name = library.id_to_token(bos)
         begin, *texts = (
             {"SpecialToken": {"id": name, "type_id": 0}},

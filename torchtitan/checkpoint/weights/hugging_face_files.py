@@ -25,7 +25,7 @@ from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.extras import BYTES, Extras, write_json
 from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated, unwrapped
 from torchtitan.checkpoint.weights.network import Network, Sizes, identify, read_config
-from torchtitan.config import ConfigError, shorten
+from torchtitan.config import ConfigError, RecipeError, shorten
 from torchtitan.logging import logger
 from torchtitan.models.spec import ModelSpec
 
@@ -62,7 +62,10 @@ class HuggingFaceWeights(ForeignWeights):
         names = unwrapped(folder, places, _wanted(network))
         self._places = {name: places[theirs] for name, theirs in names.items()}
         kinds = {name: _kind(stored) for name, (_, stored) in self._places.items()}
-        super().__init__(folder, network, "hf", kinds)
+        try:
+            super().__init__(folder, network, "hf", kinds)
+        except RecipeError as error:
+            raise RecipeError([*error.lines, *_head_sizes(self.config)]) from None
 
     def extras(self) -> Extras:
         """Return the data that accompanies the weights."""
@@ -100,6 +103,14 @@ class HuggingFaceShards(ForeignWeights):
 
     def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
         return self.saved.read(self._theirs[theirs], offsets, sizes)
+
+
+def _head_sizes(config: Mapping[str, Any]) -> Iterator[str]:
+    """Explain shapes that do not fit by the size of a head, which two facts give."""
+    dim, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    usual = dim / heads if isinstance(dim, int) and isinstance(heads, int) and heads else None
+    if None not in (usual, size := config.get("head_dim")) and size != usual:
+        yield f"  {CONFIG}: head_dim {size}, and hidden_size / num_attention_heads {usual:g}"
 
 
 def _wanted(network: Network) -> set[str]:
