@@ -102,7 +102,7 @@ YARN_REQUIRED = ("factor", "original_max_position_embeddings")
 NOT_OF_SCALING = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 """Keys next to the fields of a scaling."""
 ROPES = ("rope_scaling", "rope_parameters")
-"""Where RoPE is described: in the older form, and since transformers 5."""
+"""Descriptions of RoPE: in the older form, and since transformers 5."""
 SAME = (
     ("torch_dtype", "dtype"),
     ("num_experts", "num_local_experts", "n_routed_experts"),
