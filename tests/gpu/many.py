@@ -103,6 +103,10 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
             flags += ["--convert.0.emulate", "true"]
     path = ROOT / "train_configs" / f"{layout.recipe}.toml"
     job = load_job(path, flags, layout.ranks, device.type).config
+    # One batch is measured, so one is planned: with more, gradients stay from one to the next.
+    batch_size = job.training.local_batch_size * job.data_ranks(job.degrees(layout.ranks))
+    once = job.training.model_copy(update={"global_batch_size": batch_size})
+    job = job.model_copy(update={"training": once})
     if device.type == "cpu" and name in SHARDED:  # a recipe cannot ask for it
         unmade = job.compile.model_copy(update={"backend": WITHOUT_CODE})
         job = job.model_copy(update={"compile": unmade})
