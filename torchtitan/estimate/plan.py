@@ -263,7 +263,7 @@ def _doubts(found: Plan) -> Iterator[str]:
     for name, flops in needed.items():
         if executed[name] < least[name] * flops:
             share = executed[name] / flops
-            yield f"its {name} would execute {share:.1%} of the FLOPs that the model has"
+            yield f"its {name} would execute {share:.1%} of the model's (flops_per_unit)"
     if found.time and (found.time.mfu or 0) > 1:
         yield f"its MFU would be {found.time.mfu:.1%}"
 
