@@ -95,7 +95,7 @@ class TokenBatch(Batch):
 
 
 class RoutedBatch(TokenBatch):
-    """A microbatch of text for a mixture of experts, which is told what tokens count."""
+    """A microbatch of text for a mixture of experts; its context has the tokens that count."""
 
     def context(self) -> dict[str, Tensor]:
         return super().context() | {"counted": self.targets != IGNORED}

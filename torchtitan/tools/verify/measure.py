@@ -306,7 +306,7 @@ def _weights(run: Run, row: Row) -> Iterator[tuple[tuple[str, str], Tensor]]:
 
 
 class Slack:
-    """How far weights may be off because of the errors of their gradients.
+    """Errors of weights that follow from the errors of their gradients.
 
     An update of Adam is a function of g / (|g| + eps), or in later steps of means of g and of g^2
     with the same slope: at most 2 lr / (|g| + eps), up to 2 lr. That of SGD is linear.
