@@ -173,10 +173,11 @@ def compare_steps(job: JobConfig, folder: Path, at_step: AtStep) -> list[Step]:
                 if kind == "weight":
                     yield name, difference(kind, name, tensor, whole, slack=slack.of(name))
                     continue
-                slack.add(name, local(tensor), _place(tensor, whole))
+                place = _place(tensor, whole)  # empty if this rank has no part
+                slack.add(name, local(tensor), place)
                 # A part may have small gradients only, and those of a tensor may all be rounding.
                 parts = whole.abs().max().item() / 10 + row["grad_norm"] / 1000
-                largest = _place(tensor, whole).abs().max().item() if tensor.numel() else 0.0
+                largest = place.abs().max().item() if place.numel() else 0.0
                 yield name, difference(kind, name, tensor, whole, largest + parts)
 
     return train(job, look, at_step, on_microbatch=hide_targets)[1:]
