@@ -110,17 +110,17 @@ def _inside_misnamed(
     if section[-1].isdecimal():
         other = (*section[:-1], "0")
         moved[section[:-1]] = Setting([{}], "")
-    for key, setting in settings.items():
+    for inner, setting in settings.items():
         # Words of a flag were converted without knowing their type.
-        if key[: len(section)] == section and not setting.origin.startswith("--"):
-            moved[*other, *key[len(section) :]] = setting
+        if inner[: len(section)] == section and not setting.origin.startswith("--"):
+            moved[*other, *inner[len(section) :]] = setting
     if choice:
         moved[*other, "name"] = Setting(choice, "")
     _, found, _ = validate_all(schema, moved)
     return {
-        (*section, *key[len(other) :]): message
-        for key, message in found.items()
-        if key[: len(other)] == other and key != other and key[-1] not in known
+        (*section, *inner[len(other) :]): message
+        for inner, message in found.items()
+        if inner[: len(other)] == other and inner != other and inner[-1] not in known
     }
 
 
