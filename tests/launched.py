@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 )
 
 from tests.forked import child
-from torchtitan.tools.cli import main
+from torchtitan.tools.cli import act
 
 ROOT = Path(__file__).parent.parent
 OURS = [sys.executable, "-m", "torchtitan"]
@@ -98,12 +98,12 @@ def start(
         with stdout.open("a") as output, stderr.open("a") as errors:
             return subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=errors, **own)
 
-    def act() -> int:
+    def command() -> int:
         SubprocessHandler._popen = _start_rank  # type: ignore[method-assign, assignment]
         before()
-        return main(words[3:])
+        return act(words[3:])
 
-    return Forked(act, environment, stdout, stderr)
+    return Forked(command, environment, stdout, stderr)
 
 
 def _start_rank(handler: Any, words: Sequence[str], environment: Mapping[str, str]) -> Forked:
@@ -111,7 +111,7 @@ def _start_rank(handler: Any, words: Sequence[str], environment: Mapping[str, st
     assert [python, *options] == [sys.executable, "-u", "-m"]
     verb = {"torchtitan.train": ["train"], "torchtitan": []}[module]
     output, errors = (Path(file.name) for file in (handler._stdout, handler._stderr))
-    return Forked(lambda: main([*verb, *words[4:]]), environment, output, errors)
+    return Forked(lambda: act([*verb, *words[4:]]), environment, output, errors)
 
 
 def mount(*words: str | Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
-from signal import SIGTERM, SIGUSR1
+from signal import SIGHUP, SIGTERM, SIGUSR1
 
 import pytest
 
@@ -119,7 +119,7 @@ def test_exit_codes_are_those_of_the_code() -> None:
     codes = re.findall(r"^\| ([\d]+|128 \+ n) \|", run, re.MULTILINE)
     assert codes == ["0", "1", str(WRONG_RECIPE), str(DIVERGED), str(REQUEUE), "128 + n"]
     stopped = {by: status_of_stop(by, True) for by in (*SIGNALS, None)}
-    assert {by for by, code in stopped.items() if code == REQUEUE} == {SIGTERM, SIGUSR1}
+    assert {by for by, code in stopped.items() if code == REQUEUE} == {SIGTERM, SIGUSR1, SIGHUP}
     assert set(stopped.values()) == {0, REQUEUE}
     assert status_of_stop(SIGTERM, False) == 1
 

@@ -213,7 +213,6 @@ class LaunchedRun:
             is_finished=lambda: self.last_step() >= job.training.steps,
             at_failure=self.explain,
             saves=job.checkpoint.saves,
-            is_last=True,
         )
 
     def work(self) -> int:

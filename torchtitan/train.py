@@ -65,17 +65,13 @@ REFUSAL_SECONDS = 5.0
 """Time in which all ranks meet the mistake that one has met."""
 
 
-def main(words: Sequence[str], *, is_last: bool = False) -> int:
-    """Train on this rank, by a recipe and its flags; return the exit status.
-
-    Args:
-        is_last: whether the process ends then, so that signals after the last save are ignored.
-    """
+def main(words: Sequence[str]) -> int:
+    """Train on this rank, by a recipe and its flags; return the exit status."""
     with ExitStack() as held:
-        return run(words, held, is_last)
+        return run(words, held)
 
 
-def run(words: Sequence[str], held: ExitStack, is_last: bool) -> int:
+def run(words: Sequence[str], held: ExitStack) -> int:
     """Train on this rank; `held` releases rank 0's lock at the end."""
     launch = Launch.read()
     if launch.by_agent:
@@ -130,7 +126,7 @@ def run(words: Sequence[str], held: ExitStack, is_last: bool) -> int:
     recorder = Recorder(
         job.comm, folder, launch.rank, launch.size, device.type, shared, launch.restart
     )
-    stop = StopSignal(locked.mark_ending if locked else None, grace, is_last=is_last)
+    stop = StopSignal(locked.mark_ending if locked else None, grace)
     try:
         with ExitStack() as joined:
             joined.push(recorder.leave)

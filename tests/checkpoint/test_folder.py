@@ -203,9 +203,11 @@ def test_other_sizes_are_another_run_however_they_are_said(finished: Path) -> No
 def test_a_checkpoint_that_recorded_no_sizes_has_those_of_its_flavor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    in_effect = JobConfig.in_effect
+
     def as_before(job: JobConfig) -> dict[str, Any]:
         sizes = {f"model.{key}" for key in job.model.sizes()}
-        return {key: value for key, value in job.flat().items() if key not in sizes}
+        return {key: value for key, value in in_effect(job).items() if key not in sizes}
 
     with monkeypatch.context() as patch:
         patch.setattr(JobConfig, "in_effect", as_before)

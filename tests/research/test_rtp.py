@@ -140,6 +140,7 @@ def rotated(chunk: int = 0, heads: int = 4, in_place: bool = False) -> tuple[Net
         precision=Precision(reduce=torch.float64),
         reshard="default",
         last_block="",
+        ends=((), ()),
         compile=CompileConfig(),
         communication=CommunicationConfig(),
         cpu_offload=False,

@@ -28,8 +28,9 @@ with StopSignal() as stop:
 """
 SAVED = """
 import os, signal
-from torchtitan.resilience.stop import SIGNALS, StopSignal
-with StopSignal(is_last=True) as stop:
+from torchtitan.resilience.stop import IS_LAST, SIGNALS, StopSignal
+IS_LAST.set(True)
+with StopSignal() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
 for number in SIGNALS * 2:
     os.kill(os.getpid(), number)

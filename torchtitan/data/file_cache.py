@@ -197,7 +197,7 @@ def _text_in_use(cache: Path, place: str) -> "list[LocalFile]":
 
 def _delete_text(folder: Path) -> bool:
     """Delete a copy of text, unless a process reads it."""
-    with Path(f"{folder}.used").open("a") as used:
+    with Path(f"{folder}.used").open("a", encoding="utf-8") as used:
         try:
             fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

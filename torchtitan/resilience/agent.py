@@ -40,7 +40,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from torchtitan.logging import logger
 from torchtitan.resilience.rendezvous import open_rendezvous
-from torchtitan.resilience.stop import REPEATED, handled
+from torchtitan.resilience.stop import IS_LAST, REPEATED, handled
 from torchtitan.torch_private.elastic import forget_store, leave
 
 # A request is forwarded as a different signal, because a scheduler may have sent the ranks the same
@@ -74,7 +74,6 @@ class Agent(LocalElasticAgent):
         at_failure: Callable[[], None],
         yields_to: str | None = None,
         saves: bool = True,
-        is_last: bool = False,
     ) -> None:
         """`words` are the arguments of a torchrun command.
 
@@ -86,8 +85,6 @@ class Agent(LocalElasticAgent):
             yields_to: name of a run at the same endpoint; `work` raises RendezvousClosedError if
                 it begins before all nodes have met.
             saves: whether ranks that are asked to stop save what they have.
-            is_last: whether the process ends after `work`, which then leaves signals ignored if it
-                raised no error.
         """
         parsed = get_args_parser().parse_args(list(words))
         config, command, arguments = config_from_args(parsed)
@@ -125,7 +122,7 @@ class Agent(LocalElasticAgent):
         )
         self.rejoin_seconds = rejoin_seconds
         self.not_restarted, self.is_finished = not_restarted, is_finished
-        self.at_failure, self.saves, self.is_last = at_failure, saves, is_last
+        self.at_failure, self.saves = at_failure, saves
         self.began = time.time()
         """Time of the last start of the ranks."""
         self.stopped_by: signal.Signals | None = None
@@ -150,7 +147,7 @@ class Agent(LocalElasticAgent):
         leaves = False
         try:
             self.run()
-            if self.is_last:
+            if IS_LAST.get():
                 before = dict.fromkeys(before, signal.SIG_IGN)
         except (RendezvousError, dist.DistError):
             leaves = True  # the others may still meet

@@ -7,8 +7,8 @@ status that means "start me again"; see docs/elastic.md for all of them.
 import ctypes
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -22,6 +22,10 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, ORPHANED)
 # Signals that may come twice for one reason: both a shell and the system send SIGHUP.
 REPEATED = (signal.SIGHUP, ORPHANED)
+
+IS_LAST = ContextVar("IS_LAST", default=False)
+"""Whether this process ends after its run; from the end of one that did not fail, it then ignores
+requests to stop, as all is saved."""
 
 DIVERGED = 3
 REQUEUE = 75
@@ -41,18 +45,6 @@ def handled(signals: Iterable[signal.Signals] = SIGNALS) -> list[signal.Signals]
     return [number for number in signals if not (is_ignored and number == signal.SIGHUP)]
 
 
-@contextmanager
-def handlers_put_back() -> Iterator[None]:
-    """Put the handlers of requests back at the end, where a finished run has left none."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) != handler:
-                signal.signal(number, handler)
-
-
 def stop_without_launcher() -> None:
     """Let the end of the process that started this one be a request to stop (on Linux)."""
     if sys.platform == "linux":
@@ -66,20 +58,14 @@ class StopSignal:
     """
 
     def __init__(
-        self,
-        at_request: Callable[[], None] | None = None,
-        grace: float | None = None,
-        *,
-        is_last: bool = False,
+        self, at_request: Callable[[], None] | None = None, grace: float | None = None
     ) -> None:
         """
         Args:
             at_request: called at the first signal.
             grace: seconds between the signal and SIGKILL; None: unknown.
-            is_last: whether the process ends after the run; from the end of one that did not
-                fail, requests are then ignored.
         """
-        self.at_request, self.grace, self.is_last = at_request, grace, is_last
+        self.at_request, self.grace = at_request, grace
         self.outlook: Callable[[], tuple[int, str]] | None = None
         """Level and text of a message about the save that follows; None: nothing is saved."""
         self.by: signal.Signals | None = None
@@ -109,7 +95,7 @@ class StopSignal:
         traceback: TracebackType | None,
     ) -> None:
         for number, handler in self._previous.items():
-            if self.is_last and error is None:
+            if IS_LAST.get() and error is None:
                 signal.signal(number, signal.SIG_IGN)
                 continue
             # The second form of a request (see `_request`) may come when all is saved; the default

@@ -20,7 +20,7 @@ from torchtitan import __version__
 from torchtitan.config import ConfigError, Unreachable, docstring, print_error
 from torchtitan.logging import configure
 from torchtitan.packages import warn_of_other
-from torchtitan.resilience.stop import handlers_put_back
+from torchtitan.resilience.stop import IS_LAST
 from torchtitan.tools.commands import CompletedVerb, VerbGroup
 from torchtitan.tools.options import RecipeVerb, Verb
 from torchtitan.tools.reference import completion_table, verb_of_help
@@ -79,14 +79,17 @@ ELSEWHERE: Final = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns the exit status."""
-    if argv is None:
-        return act(sys.argv[1:])
-    with handlers_put_back():
-        return act(argv)
+    return run(argv) if argv is not None else act(sys.argv[1:])
 
 
 def act(argv: Sequence[str]) -> int:
     """Run a verb as the last act of this process; returns the exit status."""
+    IS_LAST.set(True)
+    return run(argv)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a verb in a process that may go on; returns the exit status."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as `python -m` has it: job.imports may name modules there
     configure()

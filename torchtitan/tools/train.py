@@ -56,4 +56,4 @@ def train(
     if own:
         option = next(iter(own)).replace("_", "-")
         context.fail(f"--{option} needs the ranks of this node; add --processes N")
-    return training.main(words, is_last=True)
+    return training.main(words)
