@@ -171,7 +171,7 @@ def test_the_commit_of_an_asynchronous_save_is_time_that_training_waited(tmp_pat
     counted = sum(row.get("checkpoint_s", 0.0) for row in rows(tmp_path))
     ends = (tmp_path / "events/rank0.jsonl").read_text().splitlines()
     counted += json.loads(ends[-1])["pauses"]["checkpoint"]
-    assert counted >= sum(told) >= 0.5
+    assert counted + 0.01 >= sum(told) >= 0.5  # told to a hundredth
 
 
 class Noted:
