@@ -320,6 +320,10 @@ def _lay_out(
                 # Experts that are gathered by themselves are, too.
                 inside = (m for m in block.modules() if isinstance(m, Experts))
                 modules |= dict.fromkeys([block, *inside], name)
+        for each in model.techniques:
+            if isinstance(each, FullyShard):
+                ends = (module for module in each.modules if module not in modules)
+                modules |= dict.fromkeys(ends, "")
         _mark_actions(model.executor, pipeline, recorder, modules)
     return model, shortened, pipeline
 

@@ -89,7 +89,7 @@ def act(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a verb in a process that may go on; returns the exit status."""
+    """Run a verb in a process that may continue; returns the exit status."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as `python -m` has it: job.imports may name modules there
     configure()

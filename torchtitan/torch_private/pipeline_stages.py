@@ -100,12 +100,15 @@ def mark_reductions(stage: Any, mark: Callable[[Any], None], mark_end: Callable[
     reduce_all = stage.perform_reduce_grad
 
     def run(*args: Any) -> None:
+        units: dict[Any, Any] = {}  # several modules may be one unit
+        for module in stage.submod.modules():
+            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+            if state and (group := state._fsdp_param_group) is not None:
+                units.setdefault(group, module)
         with ExitStack() as patched:
-            for module in stage.submod.modules():
-                state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-                if state and (group := state._fsdp_param_group) is not None:
-                    reduced = partial(_after, partial(mark, module), group.post_backward)
-                    patched.enter_context(mock.patch.object(group, "post_backward", reduced))
+            for group, module in units.items():
+                reduced = partial(_after, partial(mark, module), group.post_backward)
+                patched.enter_context(mock.patch.object(group, "post_backward", reduced))
             reduce_all(*args)
         if isinstance(stage.submod, FSDPModule):
             mark_end()

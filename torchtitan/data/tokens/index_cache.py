@@ -147,7 +147,7 @@ def _is_current(index: Path, root: Path, stamps: Sequence[Stamp], *, is_asked: b
         return False
     if found == [stamp[:3] for stamp in stamps] != stamps:  # of before stamps had digests
         with contextlib.suppress(OSError):
-            file.write_text(json.dumps(stamps))
+            file.write_text(json.dumps(stamps), encoding="utf-8")
         found = stamps
     has_checksums = about.content is not None
     shards = {str(root / shard.file) for shard in about.shards if has_checksums and not is_asked}
