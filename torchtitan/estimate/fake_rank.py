@@ -322,8 +322,8 @@ def _lay_out(
                 modules |= dict.fromkeys([block, *inside], name)
         for each in model.techniques:
             if isinstance(each, FullyShard):
-                units: list[Any] = each.modules
-                modules = {**dict.fromkeys(units, ""), **modules}
+                sharded: list[Any] = each.modules
+                modules = {**dict.fromkeys(sharded, ""), **modules}
         _mark_actions(model.executor, pipeline, recorder, modules)
     return model, shortened, pipeline
 
