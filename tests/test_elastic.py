@@ -296,11 +296,8 @@ def refused(capsys: pytest.CaptureFixture[str], words: str) -> list[str]:
 
 def test_recipe_is_checked_for_every_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     several = "--rdzv-endpoint=localhost:1 --nnodes"
-    enabled = "--checkpoint.enable --training.local_batch_size=2"
+    enabled = "--training.local_batch_size=2"
     assert refused(capsys, f"--processes=2 {several}=1:3 --training.local_batch_size=2") == [
-        "error: defaults: checkpoint.enable: got false; a restart continues from the newest "
-        "checkpoint",
-        "  use true",
         "error: defaults: training.global_batch_size: got -1; it would change with the number of "
         "ranks",
         "  use 24, which fits all from 2 to 6",

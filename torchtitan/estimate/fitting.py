@@ -87,8 +87,7 @@ def reported_gib(plan: Plan) -> float:
 def in_words(by_kind: Mapping[str, float]) -> str:
     """List the kinds of memory of which there is much, the largest first."""
     large = sorted(by_kind.items(), key=lambda each: -each[1])
-    listed = " + ".join(f"{kind} {size:.1f}" for kind, size in large if size >= SHOWN_GIB)
-    return listed or f"less than {SHOWN_GIB} of each kind"
+    return " + ".join(f"{kind} {size:.1f}" for kind, size in large if size >= SHOWN_GIB)
 
 
 def remedy(before: Plan, load: Load) -> str:

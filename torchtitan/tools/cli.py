@@ -84,8 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def act(argv: Sequence[str]) -> int:
     """Run a verb as the last act of this process; returns the exit status."""
-    IS_LAST.set(True)
-    return run(argv)
+    token = IS_LAST.set(True)
+    try:
+        return run(argv)
+    finally:
+        IS_LAST.reset(token)
 
 
 def run(argv: Sequence[str]) -> int:

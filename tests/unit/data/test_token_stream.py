@@ -199,7 +199,7 @@ def test_a_run_is_refused_exactly_if_a_source_would_end(stage: int | None, tmp_p
         try:
             rows([endless], steps)
         except ConfigError:
-            with pytest.raises(ConfigError, match="a has 33 tokens, and the run takes"):
+            with pytest.raises(ConfigError, match='"a" has 33 tokens, and the run takes'):
                 checked.check()
         else:
             checked.check()
