@@ -55,7 +55,7 @@ def test_reports_name_the_slowest_rank(tmp_path: Path) -> None:
     run_ranks(train, 2, tiny.job(tmp_path, training={"steps": 2}))
     for row in (row for row in rows(tmp_path) if "tps" in row):
         phases = sum(row[f"time/{name}"] for name in PHASES if f"time/{name}" in row)
-        # The mean over ranks is no more than the worst of them, whose clock is read a moment before.
+        # The mean over ranks is no more than the worst, whose clock is read a moment before.
         assert 0 < phases <= row["step_time"] * 1.1
         assert row["slowest/forward"] in (0, 1)
         assert row["slowest/forward_pct"] >= 0
