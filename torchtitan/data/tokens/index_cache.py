@@ -89,10 +89,13 @@ def open_tokens(
         )
     files = format.files(path)
     if not files:
-        raise ConfigError(
-            f"{path}: no tokens in the format {format.name}; "
-            f"{allowed_names(format.name, TOKEN_FORMATS)}"
+        suffix = getattr(format, "suffix", None)
+        others = (
+            f"wanted files that end with {suffix} (data.format.suffix)"
+            if suffix
+            else (allowed_names("", TOKEN_FORMATS))
         )
+        raise ConfigError(f"{path}: no tokens in the format {format.name}; {others}")
     root, folder = root_of(path), cache_folder(path, cache)
     stamps, copies = stamps_of(files, root), None
     if isinstance(root, RemotePath):
