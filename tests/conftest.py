@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,9 @@ from torchtitan.torch_private.collectives import flight_records
 
 pytest_plugins = ["tests.costs"]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+# Under nohup a hangup is ignored, also by what a test starts.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Ranks are forked, and a forked process cannot use the thread pool of its parent.
 torch.set_num_threads(1)

@@ -143,7 +143,7 @@ def test_what_a_way_keeps_is_in_a_checkpoint(tmp_path: Path) -> None:
     for at_once, _, resumed, *_ in run_ranks(stopped, 2, str(tmp_path)):
         assert all(torch.equal(at_once[name], weight) for name, weight in resumed.items())
     saved = SavedTensors(tmp_path / "a" / "checkpoint" / "step-4").shapes()
-    names = {f"communication.{rank}.gradients.{n}.error" for rank in range(2) for n in range(3)}
+    names = {f"communication.{rank}.gradients.{n}.error" for rank in range(2) for n in range(4)}
     assert {name for name in saved if name.startswith("communication.")} == names
 
 

@@ -200,7 +200,8 @@ def test_muon_takes_each_expert_as_a_matrix(name: str) -> None:
 
 @pytest.mark.gate
 def test_steps_in_the_backward() -> None:
-    test_optimizers.is_updated_in_the_backward(case(tp=2, batch=8).of(**QWEN3))
+    # AdamW's first update of a weight whose gradient is nearly eps is rounding in part.
+    test_optimizers.is_updated_in_the_backward(case(tp=2, batch=8).of(**QWEN3), 2e-5)
 
 
 @pytest.mark.gate

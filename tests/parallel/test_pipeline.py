@@ -139,6 +139,7 @@ def pipeline(case: Case, mesh: Any) -> tuple[Pipeline, Sharding]:
             precision=Precision(compute=case.compute),
             reshard=case.reshard,
             last_block=list(LLAMA3.blocks(model))[-1],
+            ends=LLAMA3.ends(ARGS),
             compile=CompileConfig(),
             communication=CommunicationConfig(),
             cpu_offload=False,
