@@ -126,7 +126,7 @@ def test_the_rank_that_is_wrong_is_named(
     monkeypatch.setattr(ParallelModel, "forward_backward", spoiled)
     assert verify(SHARD) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert ", rank 1: gradient of layers.1.attention.wk.weight[" in last
+    assert "step 1, rank 1: gradient of layers.1.attention.wk.weight[" in last
     assert last.endswith("; 1 of 21 parameters differ")
 
 

@@ -23,7 +23,13 @@ from torch import Tensor
 from torchtitan.device import GIB, Device, pick
 from torchtitan.estimate.expansion import expand
 from torchtitan.estimate.fake_rank import record
-from torchtitan.estimate.hardware import Hardware, dtype_name, find_hardware, hardware_names
+from torchtitan.estimate.hardware import (
+    LEAST_TFLOPS,
+    Hardware,
+    dtype_name,
+    find_hardware,
+    hardware_names,
+)
 from torchtitan.estimate.kernel_time import attention_share
 from torchtitan.estimate.recording import DISPATCH, Kernel, KernelRecorder, Message
 from torchtitan.job import JobConfig
@@ -140,7 +146,7 @@ def _products(kernels: list[Kernel], device: Device) -> Iterator[dict[str, Any]]
 
         rows = _fitting(product, m, device)
         rate = 2 * rows * n * k / _seconds(product(rows), device) / 1e12
-        yield {"dtype": dtype_name(dtype), "m": rows, "n": n, "k": k, "tflops": _rounded(rate)}
+        yield {"dtype": dtype_name(dtype), "m": rows, "n": n, "k": k, "tflops": _rate(rate)}
 
 
 def _attention(kernels: list[Kernel], device: Device) -> Iterator[dict[str, Any]]:
@@ -167,8 +173,8 @@ def _attention(kernels: list[Kernel], device: Device) -> Iterator[dict[str, Any]
         flops = 2 * heads * tokens**2 * size / attention_share(tokens) / 1e12
         yield {
             "head_dim": size,
-            "forward": _rounded(flops / forward),
-            "backward": _rounded(2.5 * flops / backward),
+            "forward": _rate(flops / forward),
+            "backward": _rate(2.5 * flops / backward),
         }
         return
 
@@ -294,6 +300,11 @@ def _between_products(act: Callable[[], object], turns: float, times: int = 40) 
         products += time.thread_time() - start
         act()
     return max((time.perf_counter() - begin - turns * products) / times, 1e-5)
+
+
+def _rate(tflops: float) -> float:
+    """Return a rate in the range of a hardware file, below which a tiny product may be."""
+    return max(_rounded(tflops), LEAST_TFLOPS)
 
 
 def _rounded(value: float) -> float:

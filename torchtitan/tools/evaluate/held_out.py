@@ -13,14 +13,18 @@ from torchtitan.checkpoint.weights.opening import find, find_format
 from torchtitan.config import ConfigError, Setting
 from torchtitan.config.load import Gathered, load
 from torchtitan.data import DataConfig, separators
+from torchtitan.data.order import Source
 from torchtitan.data.sources import open_source
 from torchtitan.job import JobConfig
+from torchtitan.logging import status
 from torchtitan.tools.evaluate.evaluation import EvaluationRequest, Result
 from torchtitan.tools.evaluate.inference import open_model
 from torchtitan.tools.evaluate.scoring import score_texts
 from torchtitan.tools.evaluate.subject import open_subject
 
 SECTIONS = ("data", "validation")
+AT_A_TIME = 256
+"""Documents that are held in memory."""
 
 
 def held_out_loss(request: EvaluationRequest) -> Result:
@@ -38,26 +42,30 @@ def held_out_loss(request: EvaluationRequest) -> Result:
     tokenizer = subject.tokenizer
     ends = separators(tokenizer, data.add_bos, data.add_eos)[1]
     end = (tokenizer.eos,) if ends else ()
-    texts = list(itertools.islice(documents(data), request.limit))
-    asked = []
-    for text in texts:
-        tokens = [*subject.begin, *tokenizer.encode(text), *end]
-        # Without BOS, nothing comes before the first token.
-        asked.append((tokens[:1], tokens[1:]))
-    with open_model(subject, length, request.dtype or subject.dtype) as model:
-        nats = -sum(score_texts(model, asked, request.batch_size))
-    count, size = sum(len(targets) for _, targets in asked), sum(len(t.encode()) for t in texts)
+    texts = itertools.islice(documents(data), request.limit)
+    nats, count, size, number = 0.0, 0, 0, 0
+    dtype = request.dtype or subject.dtype
+    with open_model(subject, length, dtype) as model, status("scoring") as add:
+        while some := list(itertools.islice(texts, AT_A_TIME)):
+            rows = ([*subject.begin, *tokenizer.encode(text), *end] for text in some)
+            # Without BOS, nothing comes before the first token.
+            asked = [(tokens[:1], tokens[1:]) for tokens in rows]
+            nats -= sum(score_texts(model, asked, request.batch_size))
+            count += sum(len(targets) for _, targets in asked)
+            size += sum(len(text.encode()) for text in some)
+            number += len(some)
+            add(f": {number:,} documents")
     if not count:
         raise ConfigError(f"--dataset: {data.dataset} has no text to score")
     values = {
         "loss": nats / count,
         "bits_per_byte": nats / size / math.log(2),
         "tokens": count,
-        "documents": len(texts),
+        "documents": number,
     }
     line = (
         f"loss {values['loss']:.4f} nats per token, {values['bits_per_byte']:.4f} bits per byte: "
-        f"{count:,} tokens of {len(texts):,} documents of {data.dataset}"
+        f"{count:,} tokens of {number:,} documents of {data.dataset}"
     )
     return Result(values, [line])
 
@@ -80,14 +88,19 @@ def held_out_data(request: EvaluationRequest) -> DataConfig:
 
 
 def documents(data: DataConfig) -> Iterator[str]:
-    """Yield each document of a data set of text once."""
+    """Open a data set of text, and return each of its documents once, without empty ones."""
     try:
         source = open_source(data.model_copy(update={"shuffle": False}), None, seed=0)
     except ConfigError as error:
         raise ConfigError(f"--dataset: got {data.dataset}; {error}") from None
+    return _texts(source, data.dataset)
+
+
+def _texts(source: Source, name: str) -> Iterator[str]:
     for position, content in source.read({0: None}, 1)[0]:
         if source.epoch(position):
             return
         if not isinstance(content, str):
-            raise ConfigError(f"--dataset: {data.dataset} has no text; name a data set of text")
-        yield content
+            raise ConfigError(f"--dataset: {name} has no text; name a data set of text")
+        if content:
+            yield content
