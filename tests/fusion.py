@@ -80,11 +80,7 @@ def run(
     mesh = init_device_mesh(device, (2,), mesh_dim_names=("tp",))
     model = LLAMA3.build(ARGS, LENGTH)
     tensor.apply(
-        model,
-        LLAMA3.tensor_plan,
-        mesh,
-        sequence_parallel=sequence_parallel,
-        loss_parallel=False,
+        model, LLAMA3.tensor_plan, mesh, sequence_parallel=sequence_parallel, loss_parallel=False
     )
     model.to(device)
     initialize(model.named_parameters(), partial(LLAMA3.init_std, ARGS), seed=0)

@@ -12,12 +12,7 @@ from torchtitan.auxiliary_losses import (
     RouterZLoss,
     ZLoss,
 )
-from torchtitan.convert import (
-    MXFP8,
-    ConverterConfig,
-    Float8,
-    LinearConverterConfig,
-)
+from torchtitan.convert import MXFP8, ConverterConfig, Float8, LinearConverterConfig
 from torchtitan.job import JobConfig
 from torchtitan.torch_private.compiler import keeps_nodes_of_functions
 from torchtitan.torch_private.torchao import quiet_torchao
@@ -124,10 +119,7 @@ SECOND = {"mode": "selective", "selective_ac_option": 2}
 ULYSSES = {"context_parallel_rotate_method": "ulysses"}
 RING = {"context_parallel_rotate_method": "ring"}
 UNBALANCED = {"context_parallel_load_balancer": "none"}
-BY_DOCUMENTS: dict[str, Any] = {
-    "documents": True,
-    "context_parallel_load_balancer": "documents",
-}
+BY_DOCUMENTS: dict[str, Any] = {"documents": True, "context_parallel_load_balancer": "documents"}
 NO_SEQUENCE = {"disable_sequence_parallel": True}
 NO_LOSS = {"disable_loss_parallel": True}
 AFTERWARDS = {"replicas": {"overlap": False}}

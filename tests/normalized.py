@@ -10,13 +10,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from torchtitan.optim import (
-    OPTIMIZERS,
-    NamedParameter,
-    OptimizerConfig,
-    ParameterGroup,
-    UpdateRule,
-)
+from torchtitan.optim import OPTIMIZERS, NamedParameter, OptimizerConfig, ParameterGroup, UpdateRule
 from torchtitan.optim.adam import AdamGroup, AdamWRule
 from torchtitan.optim.norm import global_norm
 

@@ -7,11 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-WANDB_OFFLINE = {
-    "WANDB_MODE": "offline",
-    "WANDB_SILENT": "true",
-    "WANDB_ERROR_REPORTING": "false",
-}
+WANDB_OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
 
 def offline_runs(folder: Path) -> list[tuple[Any, list[tuple[int, float]]]]:

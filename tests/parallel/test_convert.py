@@ -12,15 +12,7 @@ from torch import nn
 
 from tests import layouts, tiny
 from tests.collectives import Message, formulas, message
-from tests.layouts import (
-    GATHERED,
-    MICROSCALED,
-    ROUNDED_EXPERTS,
-    ROWWISE,
-    TENSORWISE,
-    Case,
-    case,
-)
+from tests.layouts import GATHERED, MICROSCALED, ROUNDED_EXPERTS, ROWWISE, TENSORWISE, Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace, train
 from torchtitan import convert
@@ -85,11 +77,7 @@ def test_converters_are_applied_in_order() -> None:
             "its compute capability is 8.9, and matrix products of experts in Float8 need 9.0",
         ),
         (Float8(recipe="rowwise", experts=True), (9, 0), None),
-        (
-            MXFP8(experts=True),
-            (10, 0),
-            "products of experts in MXFP8 are emulated on every device",
-        ),
+        (MXFP8(experts=True), (10, 0), "products of experts in MXFP8 are emulated on every device"),
     ],
 )
 def test_what_a_device_lacks(

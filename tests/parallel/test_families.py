@@ -32,13 +32,7 @@ from tests.layouts import (
     balanced,
     case,
 )
-from tests.parallel import (
-    test_collectives,
-    test_compile,
-    test_muon,
-    test_optimizers,
-    test_parity,
-)
+from tests.parallel import test_collectives, test_compile, test_muon, test_optimizers, test_parity
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.tiers import tiers

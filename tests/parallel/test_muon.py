@@ -64,12 +64,7 @@ def reference(flavor: str, **model: Any) -> list[Trace]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    tiers(
-        LAYOUTS,
-        ["FSDP 2"],
-        [name for name in LAYOUTS if name.count(" x ") > 1],
-    ),
+    "name", tiers(LAYOUTS, ["FSDP 2"], [name for name in LAYOUTS if name.count(" x ") > 1])
 )
 def test_muon_trains_the_same_run_as_one_rank(name: str) -> None:
     is_the_run_of_one_rank(LAYOUTS[name])

@@ -14,14 +14,7 @@ import torch
 from tests import layouts, tiny
 from tests.layouts import DAILY, GATE, LAYOUTS, ONE, Case, alone, compared_by
 from tests.ranks import run_ranks
-from tests.runs import (
-    Trace,
-    assert_complete,
-    compare,
-    compare_converted,
-    compare_routers,
-    trace,
-)
+from tests.runs import Trace, assert_complete, compare, compare_converted, compare_routers, trace
 from tests.tiers import tiers
 from torchtitan.job import JobConfig
 

@@ -25,13 +25,7 @@ from torchtitan.models import MODELS
 from torchtitan.optim import OptimizerConfig
 from torchtitan.parallel import ParallelModel, tensor
 from torchtitan.tools.cli import main
-from torchtitan.tools.verify.measure import (
-    WEIGHT,
-    Slack,
-    Step,
-    TensorDifference,
-    difference,
-)
+from torchtitan.tools.verify.measure import WEIGHT, Slack, Step, TensorDifference, difference
 from torchtitan.tools.verify.ranks import EXEMPT
 from torchtitan.tools.verify.recipe import Checked, as_checked
 from torchtitan.tools.verify.report import Comparison

@@ -112,11 +112,7 @@ STAGES: dict[str, tuple[Trap, str, int]] = {
     ),
     "before it is renamed": (at_call(f"{CHECKPOINT}.store:Disk.commit", 2), "first", 2),
     "after it is renamed": (at_call("os:fsync", 12), "first", 4),
-    "while it is read back": (
-        at_call(f"{CHECKPOINT}.saver:_read_back", 2),
-        "any",
-        4,
-    ),
+    "while it is read back": (at_call(f"{CHECKPOINT}.saver:_read_back", 2), "any", 4),
     "before an old one is deleted": (at_call(f"{CHECKPOINT}.store:Disk.delete", 1), "first", 4),
     "while an old one is deleted": (at_call("shutil:rmtree", 3, half_deleted), "first", 4),
     "after the weights have changed": (

@@ -108,9 +108,7 @@ def is_nearly_the_run(name: str, communications: list[tuple[dict[str, Any], floa
             assert found.grad_norms == pytest.approx(expected.grad_norms, rel=wider * 3e-2)
 
 
-def spoilt(
-    job: JobConfig,
-) -> tuple[list[float], list[dict[str, Tensor]], list[Tensor]]:
+def spoilt(job: JobConfig) -> tuple[list[float], list[dict[str, Tensor]], list[Tensor]]:
     """Train; on one rank the gradient of step 2 has a NaN. Losses, weights, and what is kept."""
     losses, weights, kept = [], [], list[Tensor]()
     for run, row in training(job, Device("cpu"), uneven=False):

@@ -8,24 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import test_resume
-from tests.layouts import (
-    FULL,
-    LAYOUTS,
-    RESHARD,
-    RING,
-    ROWWISE,
-    UNBALANCED,
-    ZBV,
-    Case,
-    case,
-)
-from tests.parallel import (
-    test_collectives,
-    test_convert,
-    test_muon,
-    test_optimizers,
-    test_parity,
-)
+from tests.layouts import FULL, LAYOUTS, RESHARD, RING, ROWWISE, UNBALANCED, ZBV, Case, case
+from tests.parallel import test_collectives, test_convert, test_muon, test_optimizers, test_parity
 from tests.ranks import run_ranks
 from tests.research import layouts
 from tests.research.layouts import (
@@ -113,10 +97,7 @@ def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyP
 
 
 SHARDED = installed(
-    {
-        "SimpleFSDP 2": case(shard=2, sharding=SIMPLE),
-        "rotated 2": case(shard=2, sharding=ROTATED),
-    }
+    {"SimpleFSDP 2": case(shard=2, sharding=SIMPLE), "rotated 2": case(shard=2, sharding=ROTATED)}
 )
 
 

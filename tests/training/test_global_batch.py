@@ -132,7 +132,7 @@ def test_another_batch_in_the_recipe_is_no_kept_one(tmp_path: Path) -> None:
 
 def test_a_rank_has_at_most_its_share_at_a_time() -> None:
     for local, batch, ranks, at_a_time, accumulated in [
-        *((8, 8, 1, 8, 1), (8, 8, 2, 4, 1), (8, 8, 8, 1, 1), (2, 8, 2, 2, 2), (8, 32, 2, 8, 2)),
+        *((8, 8, 1, 8, 1), (8, 8, 2, 4, 1), (8, 8, 8, 1, 1), (2, 8, 2, 2, 2), (8, 32, 2, 8, 2))
     ]:
         job = tiny.job(training={"local_batch_size": local, "global_batch_size": batch})
         assert tiny.problems(job, ranks=ranks) == []

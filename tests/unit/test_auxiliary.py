@@ -11,15 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import layouts, tiny
-from tests.layouts import (
-    ALL_LOSSES,
-    BESIDE,
-    FULL,
-    NO_SEQUENCE,
-    OPERATORS,
-    Case,
-    case,
-)
+from tests.layouts import ALL_LOSSES, BESIDE, FULL, NO_SEQUENCE, OPERATORS, Case, case
 from tests.ranks import run_ranks
 from tests.runs import compare, rows, trace, train
 from tests.tiers import tiers

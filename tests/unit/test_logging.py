@@ -10,14 +10,7 @@ import sys
 import pytest
 
 from torchtitan.config import print_error
-from torchtitan.logging import (
-    configure,
-    logger,
-    make_console,
-    on_terminal,
-    progress_bar,
-    status,
-)
+from torchtitan.logging import configure, logger, make_console, on_terminal, progress_bar, status
 from torchtitan.tasks.task import Task, previewed
 
 

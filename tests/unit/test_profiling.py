@@ -13,12 +13,7 @@ from tests.named import named
 from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
 from torchtitan.optim import AdamW, Optimizers
-from torchtitan.profiling import (
-    REQUEST_FILE,
-    Evidence,
-    Profiler,
-    ProfilingConfig,
-)
+from torchtitan.profiling import REQUEST_FILE, Evidence, Profiler, ProfilingConfig
 from torchtitan.timeline import Timeline
 
 TRACES = ProfilingConfig(

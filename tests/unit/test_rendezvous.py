@@ -9,10 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from tests.ranks import freeze, run_ranks
 from torchtitan.resilience import rendezvous

@@ -102,18 +102,12 @@ def test_it_is_told_what_was_taken_from_where() -> None:
 @pytest.mark.parametrize(
     ("environment", "told"),
     [
-        (
-            KUBEFLOW | SLURM,
-            "SLURM_JOB_NUM_NODES: got 3, but PET_NNODES is 2; unset one of them",
-        ),
+        (KUBEFLOW | SLURM, "SLURM_JOB_NUM_NODES: got 3, but PET_NNODES is 2; unset one of them"),
         (
             KUBEFLOW | {"SKYPILOT_NODE_RANK": "0"},
             "SKYPILOT_NODE_RANK: got 0, but PET_NODE_RANK is 1; unset one of them",
         ),
-        (
-            KUBEFLOW | {"PET_NODE_RANK": "5"},
-            "PET_NODE_RANK: got 5; wanted less than PET_NNODES, 2",
-        ),
+        (KUBEFLOW | {"PET_NODE_RANK": "5"}, "PET_NODE_RANK: got 5; wanted less than PET_NNODES, 2"),
         ({"RANK": "5"}, "RANK is 5, but WORLD_SIZE is not set; unset RANK"),
         ({"PET_NNODES": "two"}, "PET_NNODES: got two; wanted 2, or 1:2 for one or two"),
         (

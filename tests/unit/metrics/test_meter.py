@@ -497,10 +497,7 @@ def test_a_run_without_failures_names_no_sink():
 @pytest.mark.parametrize(
     ("peak", "ending"),
     [
-        (
-            312e12,
-            "; MFU = tokens/s/device x 6e+06 FLOPs/token / dense peak, 3.12e+14 FLOP/s",
-        ),
+        (312e12, "; MFU = tokens/s/device x 6e+06 FLOPs/token / dense peak, 3.12e+14 FLOP/s"),
         # Of a CPU it is never known.
         (None, ""),
     ],

@@ -16,21 +16,8 @@ from tests.wandb_files import WANDB_OFFLINE, ended, offline_runs
 from torchtitan.config import Context
 from torchtitan.device import Device
 from torchtitan.logging import QUIET_SECONDS
-from torchtitan.metrics import (
-    SINKS,
-    Meter,
-    MetricsConfig,
-    SinkContext,
-    build_sinks,
-)
-from torchtitan.metrics.sinks import (
-    Console,
-    Jsonl,
-    TensorBoard,
-    WandB,
-    row_line,
-    summary_text,
-)
+from torchtitan.metrics import SINKS, Meter, MetricsConfig, SinkContext, build_sinks
+from torchtitan.metrics.sinks import Console, Jsonl, TensorBoard, WandB, row_line, summary_text
 
 ROW = {
     "loss": 4.25,

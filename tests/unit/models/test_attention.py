@@ -10,12 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models import attention
-from torchtitan.models.attention import (
-    Core,
-    causal_attention,
-    dense_attention,
-    document_attention,
-)
+from torchtitan.models.attention import Core, causal_attention, dense_attention, document_attention
 
 LENGTH = 150
 DOCUMENTS = {

@@ -44,7 +44,7 @@ PUBLISHED = {
         "torch_dtype": "bfloat16",
         "use_cache": True,
         "vocab_size": 128256,
-    },
+    }
 }
 PUBLISHED["1B"] = PUBLISHED["8B"] | {
     "head_dim": 64,

@@ -9,15 +9,7 @@ from torch import Tensor, nn
 
 from tests.named import named
 from torchtitan.device import Device
-from torchtitan.optim import (
-    SGD,
-    Adam,
-    AdamW,
-    Muon,
-    NamedParameter,
-    OptimizerConfig,
-    Optimizers,
-)
+from torchtitan.optim import SGD, Adam, AdamW, Muon, NamedParameter, OptimizerConfig, Optimizers
 from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.muon import AdamWPart
 from torchtitan.optim.norm import global_norm

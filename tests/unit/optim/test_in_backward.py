@@ -30,10 +30,7 @@ def train(model: nn.Module, optimizers: Optimizers) -> tuple[list[Tensor], list[
     return [parameter.detach() for parameter in model.parameters()], norms
 
 
-CONFIGS = [
-    AdamW(lr=0.1, no_weight_decay_on=("norms",)),
-    SGD(lr=0.01, momentum=0.9),
-]
+CONFIGS = [AdamW(lr=0.1, no_weight_decay_on=("norms",)), SGD(lr=0.01, momentum=0.9)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -184,10 +184,7 @@ def test_compiled_it_is_the_same_for_any_number_of_shapes() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
-    (
-        {"momentum": 0.0},
-        [("optimizer.nesterov", "it needs optimizer.momentum > 0; use false")],
-    ),
+    ({"momentum": 0.0}, [("optimizer.nesterov", "it needs optimizer.momentum > 0; use false")]),
     (
         {"roles": ["matrix", "matrx"]},
         [("optimizer.roles", "no parameter has the role matrx; allowed: ")],

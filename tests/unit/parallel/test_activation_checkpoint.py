@@ -65,10 +65,7 @@ class Doubling(nn.Module):
     ],
 )
 def test_the_same_blocks_recompute_however_a_model_is_cut(
-    chosen: ActivationCheckpointConfig,
-    every: list[str],
-    cuts: list[int],
-    budget_restored: None,
+    chosen: ActivationCheckpointConfig, every: list[str], cuts: list[int], budget_restored: None
 ) -> None:
     model = {name: Doubling() for name in BLOCKS}
     said: list[str] = []
