@@ -16,6 +16,8 @@ COMMANDS = {
     "--help optimizer": 0.3,
     "recipes": 0.3,
     "check llama3_8b --model.tokenizer_path none --training.stpes 3": 1.5,
+    "check llama3_8b --model.tokenizer_path none --optimizer.lrate 3": 1.5,
+    "check llama3_8b --model.tokenizer_path none --training.qqqq 3": 1.5,
     "check llama3_8b --model.tokenizer_path none": 1.5,
     "check llama3_8b --model.tokenizer_path none --plan": None,
 }

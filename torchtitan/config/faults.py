@@ -252,24 +252,23 @@ def _unknown(schema: type[Config], path: KeyPath, settings: Settings) -> str:
     where = ".".join(key for key in above if not key.isdecimal())
     command = f"{schema.help_command} {where}".strip() if schema.help_command else ""
     fits = _keys_for(parent, above, settings[path].value)
-    has_choices = isinstance(parent, OneOf | Discriminated)
-    hint = _hint(schema, path, list(section.model_fields), fits, has_choices)
+    hint = _hint(schema, path, list(section.model_fields), fits, parent)
     return f"unknown {what}; allowed: {listed(section.model_fields, command)}{hint}"
 
 
 def _hint(
-    schema: type[Config], path: KeyPath, known: list[str], fits: list[str], has_choices: bool
+    schema: type[Config], path: KeyPath, known: list[str], fits: list[str], parent: Kind | None
 ) -> str:
     """Return suggestions for an unknown key, with keys of its own section first.
 
     Args:
         known: keys of the section.
         fits: paths of keys that the value may be meant for.
-        has_choices: whether the section has other keys with another name.
+        parent: the section, or its choices by name.
     """
     key, above = path[-1], path[:-1]
     close = near_names(key, known, 0.8)
-    if close and key not in schema.synonyms and not has_choices:
+    if close and key not in schema.synonyms and not _is_known_to_a_choice(parent, key):
         # Only misspelt. Keys elsewhere are not looked for, which imports all that have settings.
         return did_you_mean(".".join((*above, name)) for name in close)
     homes = [place for place in places(schema) if key in place.settings.model_fields]
@@ -287,6 +286,13 @@ def _hint(
         return did_you_mean([*meant, *elsewhere] or near)
     own = [name for name in meant if name.startswith(f"{here}.")]
     return did_you_mean([*own, *fits, *near, *elsewhere, *meant])
+
+
+def _is_known_to_a_choice(parent: Kind | None, key: str) -> bool:
+    """Return whether a section with choices may have a key, with another name."""
+    if isinstance(parent, OneOf):
+        return any(key in parent.widest(name).model_fields for name in parent.registry)
+    return isinstance(parent, Discriminated)
 
 
 def _keys_for(kind: Kind | None, path: KeyPath, value: Any) -> list[str]:
