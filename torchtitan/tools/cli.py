@@ -52,29 +52,23 @@ VERBS: Final = {
     },
 }
 """The module of each verb, in the groups that `torchtitan --help` shows."""
-REMOVED: Final = {
-    "explain": "`torchtitan plan RUN` shows what a run measured next to its plan, `torchtitan "
-    "profile RUN` where its time goes",
-    "watch": "follow metrics.jsonl, or use TensorBoard, Weights & Biases or /metrics; "
-    "`torchtitan plot RUN` draws the loss",
-}
-"""Verbs of earlier versions, with what replaces them."""
-REMOVED_OPTIONS: Final = {
-    "generate": {"--tensor-parallel": "a model is read on one rank"},
-    "evaluate": dict.fromkeys(
-        ("--tensor-parallel", "--num-fewshot", "--include-path"),
-        "for benchmarks, export the weights and run lm_eval --model hf",
-    ),
-}
-"""Options of earlier versions, by verb, with the reason or what replaces them."""
-
-ELSEWHERE: Final = {
+ABSENT: Final = {
+    "explain": "use torchtitan plan RUN for what a run measured next to its plan, and torchtitan "
+    "profile RUN for where its time goes",
+    "watch": "see metrics.jsonl, TensorBoard, Weights & Biases or /metrics; torchtitan plot RUN "
+    "draws the loss",
     "resume": "start the run again, and it resumes: torchtitan train RECIPE",
     "run": "start a run by torchtitan train RECIPE",
     "convert": "use torchtitan checkpoint convert",
     "tokenize": "use torchtitan data tokenize",
+    "generate --tensor-parallel": "a model is read on one rank",
+    **dict.fromkeys(
+        (f"evaluate --{option}" for option in ("tensor-parallel", "num-fewshot", "include-path")),
+        "for benchmarks, export the weights and run lm_eval --model hf",
+    ),
 }
-"""Advice on verbs that do not exist."""
+"""Advice on verbs and options that do not exist: those of earlier versions, and those that users
+expect."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,10 +133,8 @@ class Verbs(VerbGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The verb that `args` begin with, and what follows it."""
-        if args[0] in REMOVED:
-            raise ConfigError(f"{args[0]}: this verb was removed; {REMOVED[args[0]]}")
-        if args[:1] and args[0] in ELSEWHERE:
-            ctx.fail(f"No such command '{args[0]}'; {ELSEWHERE[args[0]]}")
+        if not ctx.resilient_parsing:  # a shell completes the words
+            refuse_absent(args)
         name, listed, rest = super().resolve_command(ctx, args)
         if name is None or listed is None:
             return name, listed, rest
@@ -153,11 +145,18 @@ class Verbs(VerbGroup):
             return name, CompletedVerb(name, completion_table()), rest
         if {"--help", "-h"} & {*rest}:
             return name, verb_of_help(name, (Verb, RecipeVerb)), rest
-        gone = REMOVED_OPTIONS.get(name, {})
-        for option in (word.partition("=")[0] for word in rest):
-            if option in gone:
-                raise ConfigError(f"{option}: this option of {name} was removed; {gone[option]}")
         return name, command(modules[name]), rest
+
+
+def refuse_absent(args: Sequence[str]) -> None:
+    """Refuse what `ABSENT` lists, with its advice."""
+    words = [word.partition("=")[0] for word in args]
+    for absent, advice in ABSENT.items():
+        *verb, last = absent.split()
+        depth = len(verb)
+        found = words[depth:] if last.startswith("--") else words[depth : depth + 1]
+        if words[:depth] == verb and last in found:
+            raise ConfigError(f"there is no `torchtitan {absent}`; {advice}")
 
 
 def command(module: str) -> Any:
