@@ -249,7 +249,6 @@ def test_only_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_the_command_line_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in [
-        (["resume", "r"],),
         (["chekc"], "No such command 'chekc'\n  Did you mean 'check'"),
         (["checkpoint", "verfy", "x"], "No such command 'verfy'\n  Did you mean 'verify'?"),
         # In the words of the launcher, which reads the flags of a recipe, too.
