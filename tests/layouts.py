@@ -127,10 +127,17 @@ REGATHER = {"name": "fsdp2", "regather_size": 2}
 WHOLE = {"name": "fsdp2", "accumulate_whole": True}
 INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 ZBV = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
-CSV = str(Path(__file__).parent / "parallel" / "schedule.csv")
+CSV, THREE_STAGES = (
+    str(Path(__file__).parent / "parallel" / name) for name in ("schedule.csv", "three_stages.csv")
+)
 BY_HAND = (
     ("tok_embeddings", *(f"layers.{number}" for number in range(4))),
     ("layers.4", "layers.5", "norm", "output"),
+)
+ENDS_ALONE = (
+    ("tok_embeddings",),
+    *(tuple(f"layers.{number}" for number in each) for each in ((0, 1, 2), (3, 4, 5))),
+    ("norm", "output"),
 )
 ROWWISE = (Float8(recipe="rowwise", emulate=True),)
 ROWWISE_HIGH = (Float8(recipe="rowwise_with_gw_hp", emulate=True),)
@@ -216,6 +223,17 @@ LAYOUTS: dict[str, Case] = {
     "PP 2, documents": case(2, documents=True),
     "PP 4, 1F1B": schedule("1F1B", 4),
     "PP 4, Interleaved1F1B": schedule("Interleaved1F1B", 4),
+    "PP 4, DualPipeV": schedule("DualPipeV", 4),
+    "PP 2, Interleaved1F1B, embedding and output alone": schedule(
+        "Interleaved1F1B", module_fqns_per_model_part=ENDS_ALONE
+    ),
+    "PP 2, InterleavedZeroBubble, a block a stage": schedule(
+        "InterleavedZeroBubble", pipeline_parallel_layers_per_stage=1
+    ).of(n_layers=4),
+    "PP 2, DualPipeV, microbatches of 2": schedule(
+        "DualPipeV", pipeline_parallel_microbatch_size=2
+    ),
+    "PP 2, three stages": case(2, batch=8, pipeline_parallel_schedule_csv=THREE_STAGES),
     "DDP 2 x PP 2": case(2, replicate=2),
     "FSDP 2 x PP 2": case(2, shard=2),
     "FSDP 2 x PP 2, Interleaved1F1B": case(2, shard=2, **INTERLEAVED),
@@ -296,7 +314,9 @@ GATE = (
     *("HSDP 2 x 2, always reshard, accumulating 2 whole", "FSDP 2, Float8 tensorwise, gathered so"),
     *("TP 4", "CP 4, ring, documents", "CP 4, Ulysses, repeated keys", "FSDP 2 x CP 2 x TP 2"),
     *("PP 2, GPipe", "PP 2, LoopedBFS", "PP 2, InterleavedZeroBubble", "PP 2, DualPipeV"),
-    *("PP 2, a schedule of one's own", "PP 4, Interleaved1F1B"),
+    *("PP 2, a schedule of one's own", "PP 4, Interleaved1F1B", "PP 4, DualPipeV"),
+    *("PP 2, Interleaved1F1B, embedding and output alone", "PP 2, three stages"),
+    *("PP 2, InterleavedZeroBubble, a block a stage", "PP 2, DualPipeV, microbatches of 2"),
     *("HSDP 2 x 2 x PP 2", "FSDP 2 x TP 2 x PP 2"),
 )
 """What the gate compares besides tests/cover.py: three axes, larger ones, and other schedules."""

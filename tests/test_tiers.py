@@ -5,13 +5,12 @@ That no test stands in two is held by tests/conftest.py whenever tests are colle
 
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.test_resume import PAIRS
-from tests.layouts import DAILY, FAMILIES, GATE, LAYOUTS, Case
+from tests.layouts import DAILY, GATE, LAYOUTS
 from tests.parallel.test_cover import COVER
 from tests.research import layouts as research
 from tests.research.test_layouts import PAIRS as CHANGES
@@ -79,31 +78,6 @@ def test_what_is_left_out_is_the_gate_and_the_trials() -> None:
     script = (ROOT / "scripts/test").read_text()
     assert '--all) set -- -m "not slow"' in script
     assert '--release) set -- -m "" --report benchmarks/results/release_tests.md' in script
-
-
-USES: dict[str, Callable[[Case], bool]] = {
-    "all": lambda layout: True,
-    "copies (DDP, HSDP)": lambda layout: layout.replicate > 1,
-    "shards (FSDP, HSDP)": lambda layout: layout.shard > 1,
-    "tensor parallelism": lambda layout: layout.tp > 1,
-    "context parallelism": lambda layout: layout.cp > 1,
-    "pipeline parallelism": lambda layout: layout.pp > 1,
-    "recomputation": lambda layout: "activation_checkpoint" in layout.sections,
-    "document masks": lambda layout: "attn_mask_type" in layout.model,
-    "loss in chunks": lambda layout: "loss" in layout.sections,
-    "auxiliary losses": lambda layout: bool(layout.auxiliary),
-    "Float8 or MXFP8": lambda layout: layout.converts_linears,
-}
-"""Whether a layout is counted in a row."""
-
-
-def test_the_page_counts_the_layouts_of_each_family() -> None:
-    rows = [["layouts with", *FAMILIES], ["---", *["---:"] * len(FAMILIES)]]
-    for row, is_used in USES.items():
-        counts = (sum(map(is_used, family.values())) for family in FAMILIES.values())
-        rows.append([row, *(str(count) for count in counts)])
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    assert table in (ROOT / "docs/parallelism.md").read_text(), f"the table is:\n{table}"
 
 
 def test_the_page_counts_the_changes_of_layout_and_the_cover() -> None:

@@ -102,9 +102,10 @@ def test_start_is_bit_identical() -> None:
 
 
 @pytest.mark.gate
-def test_bf16_stays_close() -> None:
+@pytest.mark.parametrize("name", ["FSDP 2 x TP 2 x PP 2", "PP 2, ZBVZeroBubble"])
+def test_bf16_stays_close(name: str) -> None:
     """In bf16 sums round in another order on each layout; the run is the same but for that."""
-    layout = LAYOUTS["FSDP 2 x TP 2 x PP 2"]
+    layout = LAYOUTS[name]
     job = layouts.job(layout, "SGD", training={"mixed_precision_param": "bfloat16"})
     expected = reference("cpu", ONE, "deep")[0]
     for found in run_ranks(trace, layout.ranks, job, True):

@@ -50,6 +50,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "tp": {"tensor_parallel_degree": 2},
     "pp": {"pipeline_parallel_degree": 2},
+    "pp interleaved": {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": "Interleaved1F1B",
+    },
     "cp": {"context_parallel_degree": 2},
 }
 """Of two ranks."""
@@ -75,7 +79,7 @@ def of_all(folder: Path, name: str = "", lengths: Sequence[int] = LENGTHS) -> Jo
 
 def of_another_shape(folder: Path, name: str) -> JobConfig:
     """A recipe that validates on other batches than training's, of 2 times 32 tokens."""
-    shape = {"unit": "local", "local_batch_size": 3, "seq_len": 32 if name == "pp" else 16}
+    shape = {"unit": "local", "local_batch_size": 3, "seq_len": 32 if name.startswith("pp") else 16}
     validation = {"enable": True, "steps": 2, "dataset": files(folder)[0]} | shape
     sections: dict[str, dict[str, Any]] = {"validation": validation, "training": {"steps": 1}}
     return tiny.job(folder / f"shape {name}", **sections, parallelism=LAYOUTS[name])
@@ -285,7 +289,7 @@ def test_steps_of_each_rank_have_their_own_shape(
         assert not tiny.problems(of_another_shape(folder, name), ranks=2)
         found = one[name].of_another_shape
         assert found == other[name].of_another_shape
-        length, data_ranks = 32 if name == "pp" else 16, 2 if name == "fsdp" else 1
+        length, data_ranks = 32 if name.startswith("pp") else 16, 2 if name == "fsdp" else 1
         assert found.units == 2 * 3 * length * data_ranks, name
     for name in TRAINED_IN_ANOTHER_SHAPE:
         assert [row["step"] for row in validations(folder / f"shape {name}")] == [1], name
