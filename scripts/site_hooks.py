@@ -49,7 +49,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     """Fill in what is computed, and point links to where the site has their files."""
     if page.file.src_uri == "commands.md":
-        markdown += "\n\n" + "\n".join(verbs())
+        markdown += "\n\n" + "\n".join(help_of_verbs())
     if page.file.src_uri == "modules.md":
         markdown += "\n\n" + "\n".join(modules())
     if page.file.src_uri == "install.md":
@@ -85,15 +85,15 @@ def on_page_content(html: str, **_: Any) -> str:
     )
 
 
-def verbs() -> Iterator[str]:
+def help_of_verbs() -> Iterator[str]:
     """Yield the help of every verb."""
     import typer.cli
 
-    from torchtitan.tools.cli import VERBS
+    from torchtitan.tools.cli import verbs
 
-    for group in VERBS.values():
+    for group in verbs().values():
         for name, module in group.items():
-            command = typer.main.get_command(import_module(f"torchtitan.tools.{module}").app)
+            command = typer.main.get_command(import_module(module).app)
             context = typer.Context(command, info_name=name)
             yield typer.cli.get_docs_for_click(
                 obj=command, ctx=context, indent=1, name=name, call_prefix="torchtitan"

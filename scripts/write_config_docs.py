@@ -19,7 +19,7 @@ from torchtitan.legacy_recipes.synonyms import SYNONYMS
 from torchtitan.legacy_recipes.version_defaults import DEFAULTS, OUR_SECTIONS
 from torchtitan.models import MODELS
 from torchtitan.tools import reference
-from torchtitan.tools.cli import VERBS, command
+from torchtitan.tools.cli import command, verbs
 
 DOCS = Path(__file__).parents[1] / "docs"
 WRITTEN = "<!-- Written by scripts/write_config_docs.py; change the settings, not this page. -->\n"
@@ -100,8 +100,9 @@ def pages() -> dict[Path, str]:
 
 def reference_json() -> str:
     """Return the reference of verbs and settings, with the names that complete a value."""
-    verbs = {name: command(module) for group in VERBS.values() for name, module in group.items()}
-    return reference.as_json(verbs, map(with_values, all_sections(JobConfig)))
+    modules = {name: module for group in verbs().values() for name, module in group.items()}
+    commands = {name: command(module) for name, module in modules.items()}
+    return reference.as_json(commands, map(with_values, all_sections(JobConfig)))
 
 
 def with_values(section: HelpSection) -> HelpSection:

@@ -25,7 +25,7 @@ from torchtitan.job import JobConfig
 from torchtitan.launch import LaunchOptions
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.tools import reference, train
-from torchtitan.tools.cli import VERBS, command, main
+from torchtitan.tools.cli import command, main, verbs
 from torchtitan.tools.options import RecipeVerb, Verb, count, verb
 from torchtitan.tools.planned import memory
 from torchtitan.tools.reference import completion_table, verb_of_help
@@ -287,15 +287,15 @@ def test_help_has_the_verbs_in_groups(capsys: pytest.CaptureFixture[str]) -> Non
         name: next(
             n for n, line in enumerate(lines) if line.startswith((f"│ {name} ", f"╭─ {name} "))
         )
-        for group, verbs in VERBS.items()
-        for name in (group, *verbs)
+        for group, modules in verbs().items()
+        for name in (group, *modules)
     }
     assert list(place.values()) == sorted(place.values())
 
 
 @pytest.mark.costs("the help of every verb")
 def test_each_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in (name for verbs in VERBS.values() for name in verbs):
+    for name in (name for modules in verbs().values() for name in modules):
         assert main([name, "--help"]) == 0
         text = capsys.readouterr().out
         assert f"torchtitan {name}" in text
@@ -342,7 +342,7 @@ def test_help_shows_the_choice_that_flags_make(capsys: pytest.CaptureFixture[str
 @pytest.mark.gate
 def test_help_is_that_of_the_verb_itself(capsys: pytest.CaptureFixture[str]) -> None:
     for name, module in (
-        (name, module) for verbs in VERBS.values() for name, module in verbs.items()
+        (name, module) for modules in verbs().values() for name, module in modules.items()
     ):
         own = command(module)
         for words in ([], *([inner] for inner in getattr(own, "commands", ()))):

@@ -9,7 +9,7 @@ from typer.main import get_command
 
 from torchtitan.launch import LaunchOptions
 from torchtitan.tools import train
-from torchtitan.tools.cli import VERBS, main
+from torchtitan.tools.cli import main, verbs
 
 
 def commands(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
@@ -24,9 +24,9 @@ def commands(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
 def options() -> list[tuple[tuple[str, ...], str]]:
     """Every long option of every verb."""
     found = []
-    for verbs in VERBS.values():
-        for name, module in verbs.items():
-            app = get_command(import_module(f"torchtitan.tools.{module}").app)
+    for modules in verbs().values():
+        for name, module in modules.items():
+            app = get_command(import_module(module).app)
             for words, command in commands([name], app):
                 for parameter in command.params:
                     names = [*parameter.opts, *getattr(parameter, "secondary_opts", ())]

@@ -14,7 +14,7 @@ from torchtitan.config.help import (
 from torchtitan.config.load import Gathered, Recipe, load, merge
 from torchtitan.config.packaged import find_recipe, packaged_folder, packaged_name, packaged_recipes
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
-from torchtitan.config.registry import Registry, check_protocol
+from torchtitan.config.registry import Registry, check_protocol, with_wings
 from torchtitan.config.reporting import print_error, print_message
 from torchtitan.config.schema import descriptions, find, flat
 from torchtitan.config.settings import (
@@ -30,6 +30,7 @@ from torchtitan.config.settings import (
     Setting,
     Unreachable,
 )
+from torchtitan.config.wings import absent_wings, has_wing, needs_wing
 from torchtitan.config.words import (
     allowed_names,
     amount,
@@ -65,6 +66,7 @@ __all__ = [
     "Registry",
     "Setting",
     "Unreachable",
+    "absent_wings",
     "all_sections",
     "allowed_names",
     "amount",
@@ -78,6 +80,7 @@ __all__ = [
     "find",
     "find_recipe",
     "flat",
+    "has_wing",
     "help_sections",
     "json_schema",
     "listed",
@@ -87,6 +90,7 @@ __all__ = [
     "merge",
     "near_names",
     "nearest",
+    "needs_wing",
     "packaged_folder",
     "packaged_name",
     "packaged_recipes",
@@ -102,4 +106,5 @@ __all__ = [
     "split_options",
     "split_recipe",
     "validate_all",
+    "with_wings",
 ]

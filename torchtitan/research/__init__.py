@@ -6,7 +6,7 @@ Nothing else names them. A folder can be removed; its names are then unknown to 
 
 from pathlib import Path
 
-ENTRIES = {
+ALL = {
     "auxiliary_loss": {"next_latent": "auxiliary_tasks.next_latent:NextLatentLoss"},
     "communication.weights": {"qsdp": "qsdp.qsdp:QSDPWeights"},
     "communication.gradients": {"loco": "loco.loco:LoCo", "qsdp": "qsdp.qsdp:QSDPGradients"},
@@ -50,14 +50,14 @@ ENTRIES = {
     "task": {"masked_autoencoder": "vit_mae.masked_autoencoder:MaskedAutoencoder"},
     "verify": {"modelled": "common.modelled:modelled_steps"},
 }
-"""Folder, module and attribute of each entry, by kind and name."""
+"""Folder, module and attribute of each system, by the registry of the core and the name in it."""
 
-
-def entries(kind: str) -> dict[str, str]:
-    """Return the locations of the entries of one registry, "package.module:name", by name."""
-    folders = Path(__file__).parent
-    return {
-        name: f"{__name__}.{place}"
-        for name, place in ENTRIES.get(kind, {}).items()
-        if (folders / place.split(".")[0]).is_dir()
+ENTRIES = {
+    kind: {
+        name: place
+        for name, place in entries.items()
+        if Path(__file__).parent.joinpath(place.split(".")[0]).is_dir()
     }
+    for kind, entries in ALL.items()
+}
+"""Those whose folders are here."""

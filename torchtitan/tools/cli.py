@@ -1,12 +1,14 @@
 """The `torchtitan` command: collects the verbs.
 
-A verb is a module in this folder: its docstring is the help of the verb, and `app` its options. It
-is imported when it is called: `--help` and the completion of a shell read the reference instead.
+A verb is a module, in this folder or in a wing: its docstring is the help of the verb, and `app`
+its options. It is imported when it is called: `--help` and the completion of a shell read the
+reference instead.
 """
 
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -17,13 +19,20 @@ from typer.core import TyperCommand
 from typer.main import get_command
 
 from torchtitan import __version__
-from torchtitan.config import ConfigError, Unreachable, docstring, print_error
+from torchtitan.config import (
+    ConfigError,
+    Unreachable,
+    absent_wings,
+    docstring,
+    print_error,
+    with_wings,
+)
 from torchtitan.logging import configure
 from torchtitan.packages import warn_of_other
 from torchtitan.resilience.stop import IS_LAST
 from torchtitan.tools.commands import CompletedVerb, VerbGroup
 from torchtitan.tools.options import RecipeVerb, Verb
-from torchtitan.tools.reference import completion_table, verb_of_help
+from torchtitan.tools.reference import completion_table, verb_names, verb_of_help
 
 VERBS: Final = {
     "Train": {"train": "train"},
@@ -51,7 +60,7 @@ VERBS: Final = {
         "evaluate": "evaluate.command",
     },
 }
-"""The module of each verb, in the groups that `torchtitan --help` shows."""
+"""The module of each verb of the core, in the groups that `torchtitan --help` shows."""
 ABSENT: Final = {
     "explain": "use torchtitan plan RUN for what a run measured next to its plan, and torchtitan "
     "profile RUN for where its time goes",
@@ -69,6 +78,17 @@ ABSENT: Final = {
 }
 """Advice on verbs and options that do not exist: those of earlier versions, and those that users
 expect."""
+
+
+@cache
+def verbs() -> dict[str, dict[str, str]]:
+    """Return the module of each verb, those of the wings included, in groups."""
+    found = {}
+    for group, own in VERBS.items():
+        modules = {name: f"torchtitan.tools.{module}" for name, module in own.items()}
+        places = with_wings(f"verb.{group}", modules)
+        found[group] = {name: place.partition(":")[0] for name, place in places.items()}
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,9 +136,9 @@ class Verbs(VerbGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = {
-            name: TyperCommand(name, help=summary(module), rich_help_panel=panel)
-            for panel, verbs in VERBS.items()
-            for name, module in verbs.items()
+            name: TyperCommand(name, help=summary(module), rich_help_panel=group)
+            for group, modules in verbs().items()
+            for name, module in modules.items()
         }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -135,12 +155,14 @@ class Verbs(VerbGroup):
         """The verb that `args` begin with, and what follows it."""
         if not ctx.resilient_parsing:  # a shell completes the words
             refuse_absent(args)
+            if args[0] not in self.commands and args[0] in verb_names():
+                raise ConfigError(f"there is no `torchtitan {args[0]}`{absent_wings()}")
         name, listed, rest = super().resolve_command(ctx, args)
         if name is None or listed is None:
             return name, listed, rest
         if name != "train" and not ctx.resilient_parsing:  # `train` warns on rank 0
             warn_of_other()
-        modules = {verb: module for verbs in VERBS.values() for verb, module in verbs.items()}
+        modules = {verb: module for each in verbs().values() for verb, module in each.items()}
         if ctx.resilient_parsing:  # a shell completes the words
             return name, CompletedVerb(name, completion_table()), rest
         if {"--help", "-h"} & {*rest}:
@@ -161,15 +183,15 @@ def refuse_absent(args: Sequence[str]) -> None:
 
 def command(module: str) -> Any:
     """Import the command of a verb."""
-    imported = import_module(f"torchtitan.tools.{module}")
+    imported = import_module(module)
     verb = get_command(imported.app)
     verb.help = verb.help or docstring(imported)
     return verb
 
 
 def summary(module: str) -> str:
-    """The first line of the docstring of a module in this folder, without importing it."""
-    path = Path(__file__).parent.joinpath(*module.split("."))
+    """The first line of the docstring of a module, without importing it."""
+    path = Path(__file__).parents[2].joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     with file.open(encoding="utf-8") as text:
         return text.readline().strip('"\n')

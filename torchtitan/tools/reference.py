@@ -81,6 +81,11 @@ def settings() -> list[HelpSection]:
     ]
 
 
+def verb_names() -> list[str]:
+    """Return the names of all verbs, as they come with the package."""
+    return [name for name, _ in _reference()["verbs"]]
+
+
 def section_names() -> dict[str, None]:
     """Return the names of the sections of a recipe."""
     return dict.fromkeys(section.name.partition(".")[0] for section in settings())

@@ -1,0 +1,24 @@
+"""The wings: packages of torchtitan that the core does not import, and that can be removed."""
+
+from pathlib import Path
+from typing import Final
+
+PACKAGE: Final = Path(__file__).parents[1]
+WINGS: Final = ("research",)
+
+
+def has_wing(name: str) -> bool:
+    """Whether a wing is installed."""
+    return any((PACKAGE / name).glob("*.py"))
+
+
+def needs_wing(name: str) -> str:
+    """Return the message for a key or a verb of a wing that is not installed."""
+    return f"it needs torchtitan.{name}, which is not installed"
+
+
+def absent_wings() -> str:
+    """Return the end of a message about an unknown name, which may be that of an absent wing."""
+    absent = [f"torchtitan.{name}" for name in WINGS if not has_wing(name)]
+    is_or_are = "is" if len(absent) == 1 else "are"
+    return f"; {' and '.join(absent)} {is_or_are} not installed" if absent else ""
