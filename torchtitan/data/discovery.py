@@ -39,15 +39,15 @@ def walk(path: Path) -> Iterator[Path]:
     Links are followed. A folder that is inside of itself, by a link, is not entered again.
 
     Raises:
-        ConfigError: if a link leads nowhere, or a folder cannot be read.
+        ConfigError: if a link leads nowhere, something is no file, or a folder cannot be read.
     """
     with reading(path):
         if path.is_file():
             yield path
         elif path.is_dir():
             yield from _below(str(path), ())
-        elif path.is_symlink():
-            raise _dangling(str(path))
+        elif path.is_symlink() or path.exists():
+            raise _unusable(str(path))
 
 
 def _below(folder: str, above: tuple[os.stat_result, ...]) -> Iterator[Path]:
@@ -64,15 +64,19 @@ def _below(folder: str, above: tuple[os.stat_result, ...]) -> Iterator[Path]:
             yield Path(entry.path)
         elif entry.is_dir():
             yield from _below(entry.path, (*above, status))
-        elif entry.is_symlink() and not os.path.exists(entry.path):
-            raise _dangling(entry.path)
+        else:
+            raise _unusable(entry.path)
 
 
-def _dangling(path: str) -> ConfigError:
-    return ConfigError(
-        f"{path}: it is a link to {os.readlink(path)}, which does not exist; restore that, or "
-        "remove the link"
-    )
+def _unusable(path: str) -> ConfigError:
+    """Return an error about a link that leads nowhere, or a pipe, a socket or a device."""
+    if os.path.islink(path) and not os.path.exists(path):
+        where = os.readlink(path)
+        return ConfigError(
+            f"{path}: it is a link to {where}, which does not exist; restore that, or remove the "
+            "link"
+        )
+    return ConfigError(f"{path}: it is neither a file nor a folder; move it out of the data")
 
 
 @reading()

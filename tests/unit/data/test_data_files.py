@@ -75,12 +75,17 @@ def test_links_are_followed_and_a_circle_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WALKS)
-def test_a_link_to_nothing_is_named_by_every_walk(name: str, tmp_path: Path) -> None:
+def test_what_is_no_file_is_named_by_every_walk(name: str, tmp_path: Path) -> None:
     write(tmp_path / "one/a.jsonl", LINES)
-    (tmp_path / "one/b.jsonl").symlink_to("/nowhere/b.jsonl")
+    odd = tmp_path / "one/b.jsonl"
+    odd.symlink_to("/nowhere/b.jsonl")
     with pytest.raises(
         ConfigError, match=r"one/b\.jsonl: it is a link to /nowhere/b\.jsonl, which"
     ):
+        WALKS[name](tmp_path)
+    odd.unlink()
+    os.mkfifo(odd)
+    with pytest.raises(ConfigError, match=r"one/b\.jsonl: it is neither a file nor a folder"):
         WALKS[name](tmp_path)
 
 
