@@ -460,7 +460,10 @@ FAMILIES: dict[str, dict[str, Case]] = {
     },
     "Qwen3-MoE": {name: layout.of(**SPARSE) for name, layout in LAYOUTS.items()},
     "Qwen3-MoE, balanced": {
-        name: balanced(layout) for name, layout in LAYOUTS.items() if name in TO_BALANCE
+        **{name: balanced(LAYOUTS[name]) for name in TO_BALANCE},
+        "PP 2, 1F1B, first stage without experts": balanced(LAYOUTS["PP 2, 1F1B"]).of(
+            dense_layers=3
+        ),
     },
     "Qwen3-MoE, expert parallelism": EXPERT_PARALLEL,
     "Qwen3-MoE, experts in 8 bits": ROUNDED_EXPERTS,

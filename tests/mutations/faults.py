@@ -24,6 +24,7 @@ class Fault:
         breaks: the harm to somebody who trains.
         tier: the tier that must find it: "default", or "gate" (which includes the default tests).
         found_by: the tests that found it last. They are tried first, to save time.
+        was_in: the framework and the issue or commit in which others had it.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Fault:
     tier: str
     round: str
     found_by: tuple[str, ...] = ()
+    was_in: str = ""
 
     def planted(self, source: str) -> str:
         """The source of the file with the fault.

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,8 @@ from tests.tiers import tiers
 from torchtitan.build import Run
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import GRADIENTS
+from torchtitan.models import experts
+from torchtitan.torch_private.autograd import is_in_backward
 from torchtitan.torch_private.dtensor import local_extent
 
 pytestmark = test_compile.pytestmark  # warnings of the compiler
@@ -62,6 +65,7 @@ DAILY = [
     *((OSSES, name) for name in ("TP 2", "CP 2, ring")),
 ]
 IN_GATE = {
+    BALANCED: ("PP 2, 1F1B, first stage without experts",),
     APART: ("EP 2 of 4", "EP 2, FSDP 2 x PP 2, first stage without experts"),
     OSSES: ("EP 2, FSDP 2 x TP 2",),
 }
@@ -81,6 +85,20 @@ def test_layout_trains_the_same_run_as_one_rank(family: str, name: str) -> None:
 )
 def test_layouts_without_norms(name: str) -> None:
     test_parity.is_the_run_of_one_rank(LAYOUTS[name].of(norm="none"), "cpu")
+
+
+@pytest.mark.gate
+def test_a_recomputed_forward_with_other_logits_has_the_same_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gradient norm would differ if a row had changed its expert."""
+    choose = experts.choose_experts
+
+    def differently(values: torch.Tensor, *rule: Any) -> torch.Tensor:
+        return choose(-values if is_in_backward() else values, *rule)
+
+    monkeypatch.setattr(experts, "choose_experts", differently)
+    test_parity.is_the_run_of_one_rank(FAMILIES["Qwen3-MoE"]["FSDP 2, full recomputation"], "cpu")
 
 
 @pytest.mark.gate

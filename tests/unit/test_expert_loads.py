@@ -98,7 +98,7 @@ def all_of(jobs: dict[str, JobConfig], *, uneven: bool = False) -> dict[str, See
     return {name: run(job, uneven=uneven) for name, job in jobs.items()}
 
 
-def moves_by_the_training_forward_alone() -> None:
+def test_the_bias_moves_against_the_load_of_the_training_forward_alone() -> None:
     """Each choice of the global batch counts once, and each bias moves against its load."""
     jobs = {
         "plain": recipe(),
@@ -114,10 +114,6 @@ def moves_by_the_training_forward_alone() -> None:
     steps = one.biases.diff(dim=0, prepend=torch.zeros_like(one.biases[:1]))
     missing = one.loads.sum(-1, keepdim=True) - one.loads * one.loads.shape[-1]
     assert torch.equal(steps, 0.25 * missing.sign()), "a bias does not move against its load"
-
-
-def test_the_bias_moves_against_the_load_of_the_training_forward_alone() -> None:
-    moves_by_the_training_forward_alone()
 
 
 def test_all_ranks_move_the_bias_by_the_whole_load() -> None:
