@@ -4,7 +4,7 @@ A page's blocks are played in order, in a folder of the page's own that has `tra
 block may have a marker above it, an HTML comment that readers do not see:
 
     file: NAME       the block is written there before anything is played
-    not run: WHY     the block is left out; `NOT_RUN` lists all of these
+    not run: WHY     the block is left out
     refused          the recipe has mistakes
     answer of: NAME  the block is what `torchtitan check NAME` says
     ends with: 1     the exit status of the commands
@@ -17,8 +17,8 @@ How each kind of block is played:
   process, with few steps and short sequences. `run_train.sh` is really started, with two processes,
   where it is given NGPU; else its recipe is trained here (.ci/run starts it as it is). The words of
   torchrun are parsed by torch, and its recipe is checked for that many ranks; with `--processes`,
-  for every number of ranks that may be. Of `scripts/test` and of the reliability trials the tests
-  are collected. Nothing is planned but on the pages about plans.
+  for every number of ranks that may be. Of `scripts/test` the tests are
+  collected. Nothing is planned but on the pages about plans.
 
 Other blocks are for reading only.
 """
@@ -47,7 +47,6 @@ import pytest
 
 from tests import forked
 from tests.plans import leave_out
-from tests.reliability import __main__ as reliability
 from tests.sources import MODULES, PAGES, ROOT, text, tree
 from tests.test_house import LAYERS
 from tests.tiers import tiers
@@ -69,19 +68,6 @@ LONG = (
 )
 IN_GATE = [*ABOUT_PLANS, *(ROOT / "docs" / name for name in LONG)]
 DEBUG_RECIPE = "train_configs/debug_model.toml"
-
-NOT_RUN = {
-    "README.md": ["installs", "installs", "needs Docker", "needs Slurm"],
-    "ray.md": ["needs Ray"],
-    "slurm.md": ["needs Slurm", "needs Slurm"],
-    "remote.md": ["needs s3fs", "needs s3fs", "needs a bucket"],
-    "elastic.md": ["needs a scheduler that stops it"],
-    "evaluation.md": ["needs lm_eval"],
-    "fault_tolerance.md": ["needs torchft"] * 2,
-    "gpu.md": ["needs a GPU", "needs a GPU", "takes minutes, and is a test of its own"],
-    "profiling.md": ["needs a live run"],
-    "reliability.md": ["takes hours"],
-}
 
 # What a command is made small by; more than this many steps become this many.
 MOST_STEPS = 4
@@ -258,9 +244,6 @@ def run(command: str, starts_torchrun: bool) -> int:
             return subprocess.call(["bash", "-n", ROOT / "scripts/test"])
         case ["./scripts/test", *arguments]:
             return collect(*arguments)
-        case ["python", "-m", "tests.reliability"]:
-            sys.argv = ["tests.reliability", "--collect-only"]
-            return reliability.main()
         case ["torchtitan", "train", *flags] | ["python", "-m", "torchtitan.train", *flags]:
             verb_train.start = only_check
             return cli.main(["train", *(flags if "--processes" in flags else small(flags))])
@@ -319,15 +302,6 @@ def parse_torchrun(arguments: list[str]) -> int:
     return 0
 
 
-def test_blocks_that_are_not_run_are_known() -> None:
-    found: dict[str, list[str]] = {}
-    for page in PAGES:
-        for block in blocks(page):
-            if "not run" in block.marks:
-                found.setdefault(page.name, []).append(block.marks["not run"])
-    assert found == NOT_RUN
-
-
 def test_scripts_that_cannot_be_run_here_are_valid_shell() -> None:
     for script in (ROOT / "multinode_trainer.slurm", ROOT / "run_train.sh"):
         subprocess.run(["bash", "-n", script], check=True)
@@ -381,13 +355,6 @@ def keys_named(text: str) -> set[str]:
 @functools.cache
 def known_keys() -> set[str]:
     return {entry.path for section in all_sections(JobConfig) for entry in section.entries}
-
-
-def test_named_settings_are_found_in_text() -> None:
-    found = keys_named(
-        "`job.dump_folder`, `--validation.no-enable` and `training.steps = 3`; a `job`"
-    )
-    assert found == {"job.dump_folder", "validation.enable", "training.steps"}
 
 
 def test_changelog_has_this_version() -> None:
@@ -458,27 +425,6 @@ def test_every_dependency_is_justified() -> None:
     required = [*project["dependencies"], *itertools.chain(*optional)]
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in required}  # type: ignore[index]
     assert names == set(first_cells("dependencies.md")) - {"package"}
-
-
-STUMBLING = (
-    "the loss without ever all logits",
-    "left out with a notice if it asks for nothing",
-    "asks for nothing",
-    "what may be absent",
-    "there has to be one, even of a recipe that differs",
-    "there has to be a checkpoint, even if",
-    "communication that nothing hides",
-    "never whole",
-)
-"""Sentences that readers stumbled over."""
-
-
-def test_sentences_that_readers_stumbled_over_are_gone() -> None:
-    scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
-    for path in [*PAGES, *MODULES, *scripts]:
-        # Sentences go on over lines, over the ends of strings, and over the signs of comments.
-        words = " ".join(re.sub(r'"\s*\n\s*f?"|\n\s*#', "", text(path)).split())
-        assert [each for each in STUMBLING if each in words] == [], path
 
 
 @pytest.mark.gate

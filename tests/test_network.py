@@ -1,17 +1,13 @@
 """Two nodes whose network is cut, lossy or slow: the run heals, and its losses are what they were.
 
-`python -m tests.test_network [arguments of pytest]` makes the trials and enters what came out into
-the table of benchmarks/results/reliability.md.
+benchmarks/results/reliability.md has what came out.
 """
 
-import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,11 +21,6 @@ pytestmark = pytest.mark.slow
 SAVES = "--checkpoint.interval=10"
 TIMEOUTS = ["--comm.train_timeout_seconds=5", "--comm.init_timeout_seconds=30"]
 PORT = 29400
-PROPERTY = "network"
-PAGE = Path(__file__).parent.parent / "benchmarks/results/reliability.md"
-TABLE = re.compile(r"(?<=<!-- NETWORK -->\n).*?(?=<!-- END -->)", re.DOTALL)
-HEAD = "| trial | seconds | restarts | training again after |\n|---|---|---|---|\n"
-Record = Callable[[str, object], None]
 
 
 class Trial:
@@ -74,8 +65,8 @@ class Trial:
         enough = [True] * ranks
         self.wait_for(lambda: [note["step"] > last + steps for note in notes(self.run)] == enough)
 
-    def finish(self) -> int:
-        """Both end well, with the losses of a run that nothing happened to; the restarts so far."""
+    def finish(self) -> None:
+        """Both end well, with the losses of a run that nothing happened to."""
         (self.run / "hurry").touch()
         for number, node in self.nodes.items():
             assert node.wait(timeout=600) == 0, self.log(number)
@@ -83,10 +74,6 @@ class Trial:
         found, expected = losses(self.run), undisturbed(self.folder / "whole", steps)
         assert list(found) == list(range(1, self.steps + 1))
         assert found == pytest.approx(expected, rel=1e-5)
-        return max(
-            (int(number) for number in re.findall(r"restart (\d+) of", self.log(0) + self.log(1))),
-            default=0,
-        )
 
 
 @pytest.fixture
@@ -110,42 +97,38 @@ CUTS = {
 }
 
 
-def healed(trial: Trial, record: Record, name: str, seconds: float | str, ranks: int = 2) -> None:
-    """Enter a trial into the table when it trains again, and has ended well."""
-    since = time.monotonic()
+def healed(trial: Trial, ranks: int = 2) -> None:
+    """It trains again, and ends well."""
     trial.wait_for_steps(1, ranks)
-    after = time.monotonic() - since
-    record(PROPERTY, (name, seconds, trial.finish(), f"{after:.0f} s"))
+    trial.finish()
 
 
 @pytest.mark.parametrize("seconds", [10, 90, 600])
 @pytest.mark.parametrize("how", CUTS)
-def test_cut_while_training(how: str, seconds: int, trial: Trial, record_property: Record) -> None:
+def test_cut_while_training(how: str, seconds: int, trial: Trial) -> None:
     trial.start(0)
     trial.start(1)
     trial.wait_for_steps(12)
     CUTS[how](trial, True)
     time.sleep(seconds)
     CUTS[how](trial, False)
-    healed(trial, record_property, f"training, {how}", seconds)
+    healed(trial)
     assert "likely cause: the network between these ranks failed" in trial.log(0)
 
 
 @pytest.mark.parametrize("seconds", [10, 90, 600])
-def test_cut_while_nodes_meet(seconds: int, trial: Trial, record_property: Record) -> None:
+def test_cut_while_nodes_meet(seconds: int, trial: Trial) -> None:
     trial.start(0)
     cut_wire(trial, True)
     trial.start(1)
     trial.wait_for(lambda: "cannot be reached" in trial.log(1))
     time.sleep(seconds)
     cut_wire(trial, False)
-    healed(trial, record_property, "the first rendezvous, packets are dropped", seconds)
+    healed(trial)
 
 
 @pytest.mark.parametrize("seconds", [10, 90, 600])
-def test_cut_while_a_checkpoint_is_written(
-    seconds: int, trial: Trial, record_property: Record
-) -> None:
+def test_cut_while_a_checkpoint_is_written(seconds: int, trial: Trial) -> None:
     trial.fault = "save 0 0"
     trial.start(0)
     trial.start(1)
@@ -153,7 +136,7 @@ def test_cut_while_a_checkpoint_is_written(
     cut_wire(trial, True)
     time.sleep(seconds)
     cut_wire(trial, False)
-    healed(trial, record_property, "a save, packets are dropped", seconds)
+    healed(trial)
 
 
 def start_on_one_or_two(trial: Trial) -> None:
@@ -164,39 +147,33 @@ def start_on_one_or_two(trial: Trial) -> None:
     cut_wire(trial, True)
 
 
-def test_run_goes_on_with_one_node_until_the_other_is_back(
-    trial: Trial, record_property: Record
-) -> None:
+def test_run_goes_on_with_one_node_until_the_other_is_back(trial: Trial) -> None:
     trial.steps = 90
     start_on_one_or_two(trial)
     trial.wait_for_steps(10, ranks=1)
     cut_wire(trial, False)
-    healed(trial, record_property, "training on 1:2 nodes, which continues with one", "")
+    healed(trial)
     assert "another node joined" in trial.log(0)
 
 
-def test_run_ends_while_a_node_is_away(trial: Trial, record_property: Record) -> None:
+def test_run_ends_while_a_node_is_away(trial: Trial) -> None:
     start_on_one_or_two(trial)
     assert trial.nodes[0].wait(timeout=300) == 0, trial.log(0)
     cut_wire(trial, False)
-    record_property(
-        PROPERTY, ("training on 1:2 nodes, which ends with one", "", trial.finish(), "never")
-    )
+    trial.finish()
     assert "the other nodes finished the run" in trial.log(1)
 
 
-def test_node_of_the_rendezvous_is_started_again(trial: Trial, record_property: Record) -> None:
+def test_node_of_the_rendezvous_is_started_again(trial: Trial) -> None:
     trial.start(0)
     trial.start(1)
     trial.wait_for_steps(12)
     kill(trial.nodes[0])
     trial.start(0)
-    healed(trial, record_property, "the rendezvous' node is killed, and started again", "")
+    healed(trial)
 
 
-def test_address_of_the_rendezvous_moves_to_the_other_node(
-    trial: Trial, record_property: Record
-) -> None:
+def test_address_of_the_rendezvous_moves_to_the_other_node(trial: Trial) -> None:
     moving = "10.97.0.9"
     trial.options["rdzv_endpoint"] = f"{moving}:{PORT}"
     trial.net.address(0, "add", moving)
@@ -207,48 +184,14 @@ def test_address_of_the_rendezvous_moves_to_the_other_node(
     trial.net.address(0, "del", moving)
     trial.net.address(1, "add", moving)
     trial.start(0)
-    healed(
-        trial,
-        record_property,
-        "the rendezvous' node is killed, and its address moves to the other",
-        "",
-    )
+    healed(trial)
 
 
-def test_loss_and_delay_change_nothing_but_time(trial: Trial, record_property: Record) -> None:
+def test_loss_and_delay_change_nothing_but_time(trial: Trial) -> None:
     trial.net.wire.loss, trial.net.wire.delay = 0.02, 0.02
     trial.start(0)
     trial.start(1)
     trial.wait_for_steps(3)
-    healed(trial, record_property, "2% of packets are lost, the others 20 ms late", "")
+    healed(trial)
     assert trial.net.wire.dropped > 10
     assert "restart 1 of" not in trial.log(0)
-
-
-class Rows:
-    """A plugin of pytest that collects what the trials record."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.passed:
-            self.rows += [value for name, value in report.user_properties if name == PROPERTY]
-
-
-def main() -> int:
-    """Make the trials; a row of the table replaces that of the same trial."""
-    found = Rows()
-    status = pytest.main(["-q", "-m", "slow", __file__, *sys.argv[1:]], plugins=[found])
-    page = PAGE.read_text(encoding="utf-8")
-    (old,) = TABLE.findall(page)
-    lines = [line for line in old.splitlines() if line.startswith("|")][2:]
-    lines += ["| " + " | ".join(map(str, row)) + " |" for row in found.rows]
-    by_trial = {tuple(line.split(" | ")[:2]): line for line in lines}
-    table = HEAD + "".join(f"{line}\n" for _, line in sorted(by_trial.items()))
-    PAGE.write_text(TABLE.sub(lambda match: table, page), encoding="utf-8")
-    return int(status)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,25 +1,13 @@
-"""What the trials share: how runs end that nothing happens to, and the table of what came out."""
+"""What the trials share: how runs end that nothing happens to."""
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import pytest
 
 from tests.reliability.trials import End, play, ranks_of, recipe
 
 Undisturbed = Callable[[str], tuple[End, float]]
-Tell = Callable[..., None]
-PROPERTY = "reliability"
-
-
-class Row(NamedTuple):
-    """A trial in the table of benchmarks/results/reliability.md."""
-
-    trial: str
-    expected: str
-    outcome: str
-    number: int = 1
 
 
 @pytest.fixture(scope="session")
@@ -34,14 +22,3 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         return End.of(folder), played.seconds
 
     return run
-
-
-@pytest.fixture
-def tell(record_property: Callable[[str, object], None]) -> Tell:
-    """Enter a trial into the table."""
-
-    def enter(trial: str, expected: str, outcome: str, number: int = 1) -> None:
-        # A plain tuple, which a worker of pytest-xdist can send.
-        record_property(PROPERTY, tuple(Row(trial, expected, outcome, number)))
-
-    return enter

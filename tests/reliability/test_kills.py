@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.conftest import Tell, Undisturbed
+from tests.reliability.conftest import Undisturbed
 from tests.reliability.trials import (
     CASES,
     STEPS,
@@ -147,13 +147,7 @@ DAILY = ("halfway through the data", "halfway through the manifest", "after it i
 
 @pytest.mark.parametrize(("layout", "mode", "stage", "rank"), stages())
 def test_a_kill_at_a_stage_of_a_save(
-    layout: str,
-    mode: str,
-    stage: str,
-    rank: int,
-    tmp_path: Path,
-    undisturbed: Undisturbed,
-    tell: Tell,
+    layout: str, mode: str, stage: str, rank: int, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     trap, _, expected = STAGES[stage]
     folder, saves = tmp_path / "run", {"keep_latest_k": 1, "async_mode": mode}
@@ -165,10 +159,6 @@ def test_a_kill_at_a_stage_of_a_save(
     assert newest in ({2, expected} if may_be_late else {expected}), played.log
     finish(folder, layout, newest, **saves)
     End.of(folder).assert_same(undisturbed(layout)[0], to_the_bit=True)
-    tell(f"SIGKILL of a rank {stage}", EXPECTED, "as expected")
-
-
-EXPECTED = "every checkpoint intact; resumes from the newest; same numbers as an uninterrupted run"
 
 
 @pytest.mark.slow
@@ -182,7 +172,7 @@ EXPECTED = "every checkpoint intact; resumes from the newest; same numbers as an
 )
 @pytest.mark.parametrize("layout", ["one rank", "FSDP 2"])
 def test_a_kill_while_resuming(
-    layout: str, what: str, trap: Trap, tmp_path: Path, undisturbed: Undisturbed, tell: Tell
+    layout: str, what: str, trap: Trap, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     folder, saves = tmp_path / "run", {"keep_latest_k": 1, "async_mode": "async"}
     stages = (STAGES["before it is renamed"][0], trap)
@@ -192,7 +182,6 @@ def test_a_kill_while_resuming(
         assert look(folder, played) == 2
     finish(folder, layout, 2, **saves)
     End.of(folder).assert_same(undisturbed(layout)[0], to_the_bit=True)
-    tell(f"SIGKILL {what}", EXPECTED, "as expected")
 
 
 # --- at random moments ---
@@ -213,13 +202,7 @@ def chains() -> list[Any]:
 
 @pytest.mark.parametrize(("layout", "mode", "seed", "kills"), chains())
 def test_kills_at_random_moments(
-    layout: str,
-    mode: str,
-    seed: int,
-    kills: int,
-    tmp_path: Path,
-    undisturbed: Undisturbed,
-    tell: Tell,
+    layout: str, mode: str, seed: int, kills: int, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     """Run, be killed, go on, be killed; sometimes on another layout."""
     draw = random.Random(f"{layout} {mode} {seed}")
@@ -242,21 +225,10 @@ def test_kills_at_random_moments(
             continue
         kills -= 1
         newest = look(folder, played)
-        tell(f"SIGKILL at a random moment, {phase(folder)}", EXPECTED, "as expected")
         others = [name for name in ("one rank", "DDP 2", "FSDP 2") if name != now]
         used.append(draw.choice(others) if draw.random() < 0.2 else now)
     finish(folder, used[-1], newest, **saves)
     End.of(folder).assert_same(end, to_the_bit=set(used) == {layout})
-
-
-def phase(folder: Path) -> str:
-    """What the run was doing when it was killed, by what it left."""
-    names = leftovers(folder)
-    if any(name.endswith(".saving") for name in names):
-        return "while a checkpoint was written"
-    if any(name.endswith(".deleting") for name in names):
-        return "while one was deleted"
-    return "between saves"
 
 
 # --- from outside ---
@@ -264,9 +236,7 @@ def phase(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_processes_killed_from_outside(
-    seed: int, tmp_path: Path, undisturbed: Undisturbed, tell: Tell
-) -> None:
+def test_processes_killed_from_outside(seed: int, tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Not forked and not trapped: a process as from a shell, and `kill -9`, two times."""
     draw, run, recipe_file = random.Random(seed), tmp_path / "run", tmp_path / "recipe.toml"
     recipe_file.write_text(to_toml(recipe(run, checkpoint={"interval": 1, "async_mode": "async"})))
@@ -283,6 +253,5 @@ def test_processes_killed_from_outside(
             process.kill()
             assert process.wait() == -9, (tmp_path / "log").read_text()
             assert all(damage(path) == [] for path in checkpoints(run).values())
-            tell("kill -9 of a process from outside", EXPECTED, "as expected")
         assert subprocess.call(command, cwd=ROOT, stdout=log, stderr=log) == 0
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)

@@ -1,13 +1,84 @@
-"""A long run ends with the memory, files, threads and processes that it had early on."""
+"""A long run ends with the memory, files, threads and processes that it had early on.
 
+It has everything on, and is watched from inside.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.reliability.soak import LAYOUTS, soak
+from tests.reliability.trials import ranks_of, recipe
+from tests.wandb_files import WANDB_OFFLINE
+from torchtitan.provenance import to_toml
 
+STEPS = int(os.environ.get("SOAK_STEPS", "20000"))
+LAYOUTS = ("one rank", "FSDP 2")
+SETTLED = 500
+"""Steps until caches and buffers are full, the ring of the Flight Recorder among them."""
 GROWTH = 1.10
 """Of resident memory, as caches fill slowly; what each step leaked was more after 2,000 of them."""
+SLOW = 0.2
+"""Seconds that each file of a checkpoint takes longer."""
+EVERYTHING = {
+    "checkpoint": {"interval": 100, "async_mode": "async"},
+    "validation": {"enable": True, "freq": 100, "steps": 2},
+    "metrics": {
+        "log_freq": 10,
+        "statistics_freq": 250,
+        "enable_tensorboard": True,
+        "enable_wandb": True,
+        "save_for_all_ranks": True,
+        "save_events": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """What one rank held, sample by sample, after it had settled."""
+
+    rank: int
+    samples: list[dict[str, float]]
+
+    def ends(self, kind: str) -> tuple[float, float]:
+        """The median of the first tenth of the samples, and of the last."""
+        values = [sample[kind] for sample in self.samples]
+        part = max(len(values) // 10, 1)
+        return statistics.median(values[:part]), statistics.median(values[-part:])
+
+
+def soak(layout: str, folder: Path, steps: int = STEPS) -> list[Soaked]:
+    """Train with saves, validation, every sink and a slow disk; what each rank held."""
+    # Two microbatches a step, whatever the ranks: more would add time, and nothing to be held.
+    training = {"steps": steps, "local_batch_size": 4 // ranks_of(layout)}
+    sections = EVERYTHING | {"training": training, "lr_scheduler": {"total_steps": steps}}
+    job = recipe(folder / "run", layout, **sections)
+    (folder / "soak").mkdir()
+    (folder / "recipe.toml").write_text(to_toml(job), encoding="utf-8")
+    launcher = "torchtitan.train"
+    words = ["--job.config_file", str(folder / "recipe.toml")]
+    words += ["--job.imports", "tests.tiny", "tests.soaked"]
+    if (ranks := ranks_of(layout)) > 1:
+        launcher, words = "torchtitan.launch", ["--processes", str(ranks), *words]
+    subprocess.run(
+        [sys.executable, "-m", launcher, *words],
+        env=os.environ | WANDB_OFFLINE | {"SOAK": f"{folder / 'soak'} {SLOW}"},
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "log").open("w"),
+    )
+    found = []
+    for rank in range(ranks):
+        lines = (folder / f"soak/{rank}.jsonl").read_text().splitlines()
+        samples = [sample for line in lines if (sample := json.loads(line))["step"] >= SETTLED]
+        found.append(Soaked(rank, samples))
+    return found
 
 
 @pytest.mark.slow
