@@ -50,8 +50,9 @@ from tests.plans import leave_out
 from tests.sources import MODULES, PAGES, ROOT, text, tree
 from tests.test_house import LAYERS
 from tests.tiers import tiers
-from torchtitan import __version__, launch
+from torchtitan import __version__
 from torchtitan.checks import load_job
+from torchtitan.cluster import launch
 from torchtitan.config import ConfigError, print_error, split_recipe
 from torchtitan.config.help import all_sections
 from torchtitan.job import JobConfig

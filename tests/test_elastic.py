@@ -26,11 +26,10 @@ from tests.launched import OURS, Process
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
 from tests.test_launch import RECIPE, ROOT, SMALL, environment, wait_for_step
-from torchtitan import launch
 from torchtitan import train as entry
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checks import load_job
-from torchtitan.resilience import rendezvous
+from torchtitan.cluster import launch, rendezvous
 from torchtitan.resilience.stop import DIVERGED
 from torchtitan.tools.cli import main
 from torchtitan.trainer import Trainer
@@ -410,8 +409,8 @@ def test_node_that_comes_back_after_the_end(
 LATE_ANSWER = """
 import os, signal, subprocess, sys
 from tests.ranks import freeze
-from torchtitan import launch
-from torchtitan.resilience import rendezvous
+from torchtitan.cluster import launch
+from torchtitan.cluster import rendezvous
 
 port, pid = map(int, sys.argv[1:])
 rendezvous.CALL_TIMEOUT = 0.5

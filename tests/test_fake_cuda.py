@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan import launch, train
+from torchtitan import train
 from torchtitan.checkpoint.staging import SaveThread, Staging, after
+from torchtitan.cluster import launch
 from torchtitan.device import Device
 from torchtitan.estimate import fitting
 from torchtitan.tools.cli import main

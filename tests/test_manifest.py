@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from tests.submission import PACKAGES
-from torchtitan.resilience.schedulers import fill
+from torchtitan.cluster.manifest import WRITERS, _lines, split
+from torchtitan.cluster.schedulers import fill
 from torchtitan.tools.cli import main
-from torchtitan.tools.manifest import WRITERS, _lines, split
 
 ROOT = Path(__file__).parent.parent
 TWELVE = ["--training.global_batch_size", "12"]

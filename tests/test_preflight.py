@@ -19,9 +19,9 @@ from tests.ranks import run_ranks
 from tests.test_elastic import started
 from tests.test_launch import RECIPE, ROOT, environment
 from torchtitan.checks import load_job
+from torchtitan.cluster.preflight import Verdict, check_rank, measurements, one_rank
+from torchtitan.cluster.preflight.judgment import RankReport, judge
 from torchtitan.device import Device, pick
-from torchtitan.preflight import Verdict, check_rank, measurements, one_rank
-from torchtitan.preflight.judgment import RankReport, judge
 from torchtitan.tools.cli import main
 
 LOOSE = 0.001

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from torchtitan.checkpoint import Checkpointable, Checkpointer, ResumePolicy, TrainState
+from torchtitan.cluster.health import Health
 from torchtitan.config import local_path
 from torchtitan.data import Batch
 from torchtitan.inputs import open_stream, open_task
@@ -24,7 +25,6 @@ from torchtitan.metrics import (
     build_sinks,
 )
 from torchtitan.metrics.data_ledger import DataLedger
-from torchtitan.metrics.health import Health
 from torchtitan.metrics.startup import Startup
 from torchtitan.models import MODELS, attention
 from torchtitan.models.experts import parameters_in_words

@@ -27,6 +27,7 @@ from torchtitan.checkpoint import (
 from torchtitan.checkpoint.settings import NOTHING_SAVED
 from torchtitan.checks import TOKENIZER, load_job, problems
 from torchtitan.checks.divisibility import BATCH
+from torchtitan.cluster.health import Health, serving
 from torchtitan.config import (
     ConfigError,
     PlannedWorld,
@@ -51,7 +52,6 @@ from torchtitan.inputs import (
 )
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger, use_utf8
-from torchtitan.metrics.health import Health, serving
 from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.parts import Observer, resume_policy

@@ -18,11 +18,11 @@ from typer.main import get_command
 
 from tests import forked, registries
 from torchtitan.checks import load_job
+from torchtitan.cluster.launch import LaunchOptions
 from torchtitan.config import ConfigError, counted, json_schema, packaged_recipes, split_recipe
 from torchtitan.config.schema import descriptions, kind_of, places
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
-from torchtitan.launch import LaunchOptions
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.tools import reference, train
 from torchtitan.tools.cli import command, main, verbs

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from torchtitan.launch import LaunchOptions
+from torchtitan.cluster.launch import LaunchOptions
 from torchtitan.tools import train
 from torchtitan.tools.cli import main, verbs
 

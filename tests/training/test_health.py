@@ -22,12 +22,12 @@ from tests.ranks import run_ranks
 from tests.reliability.trials import at_call, play
 from tests.runs import rows
 from torchtitan.checkpoint.manager import Checkpointer
+from torchtitan.cluster import health as health_module
+from torchtitan.cluster.health import LIMIT_IN_STEPS, Health, parse, serving
 from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.metrics import MetricsConfig
-from torchtitan.metrics import health as health_module
-from torchtitan.metrics.health import LIMIT_IN_STEPS, Health, parse, serving
 from torchtitan.optim.optimizer_group import Optimizers
 from torchtitan.parts import Parts
 from torchtitan.provenance import to_toml

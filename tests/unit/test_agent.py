@@ -26,8 +26,8 @@ from torch.distributed.elastic.rendezvous import (
 
 from tests import forked
 from tests.ranks import run_ranks
-from torchtitan.resilience import rendezvous
-from torchtitan.resilience.agent import Agent, describe
+from torchtitan.cluster import rendezvous
+from torchtitan.cluster.agent import Agent, describe
 
 HOPELESS = 3
 RESTARTS = 2

@@ -12,8 +12,8 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from tests.ranks import freeze, run_ranks
-from torchtitan.resilience import rendezvous
-from torchtitan.resilience.rendezvous import Backend, Store, is_ours
+from torchtitan.cluster import rendezvous
+from torchtitan.cluster.rendezvous import Backend, Store, is_ours
 
 
 @pytest.fixture

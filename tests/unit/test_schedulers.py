@@ -10,8 +10,8 @@ import pytest
 from tests.network import network
 from tests.runs import losses
 from tests.test_launch import ROOT, TINY, TRAIN, finish, start
+from torchtitan.cluster.schedulers import fill, local_address
 from torchtitan.config import ConfigError
-from torchtitan.resilience.schedulers import fill, local_address
 from torchtitan.tools.cli import main
 
 KUBEFLOW = {

@@ -9,9 +9,9 @@ from typing import Final, Literal
 
 from pydantic import Field
 
+from torchtitan.cluster.health import parse
 from torchtitan.config import Config, Context, Problem
 from torchtitan.metrics.events import EventLog
-from torchtitan.metrics.health import parse
 from torchtitan.metrics.meter import Meter
 from torchtitan.metrics.sinks import Console, Jsonl, Sink, SinkContext, TensorBoard, WandB
 from torchtitan.metrics.stragglers import StragglerWatch

@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from torchtitan import train as training
+from torchtitan.cluster import launch_options as launched
+from torchtitan.cluster.launch import RESTARTS, LaunchOptions, start
+from torchtitan.cluster.schedulers import fill
 from torchtitan.config import ConfigError
 from torchtitan.device import devices_here
-from torchtitan.launch import RESTARTS, LaunchOptions, start
-from torchtitan.resilience.schedulers import fill
-from torchtitan.tools import launched
 from torchtitan.tools.options import Choice, Recipe, RecipeVerb, integer, verb
 
 LEVELS = ("debug", "info", "warning", "error")

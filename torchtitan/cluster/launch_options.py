@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from torchtitan.launch import REJOIN_MINUTES, LaunchOptions
-from torchtitan.resilience.schedulers import node_range
+from torchtitan.cluster.launch import REJOIN_MINUTES, LaunchOptions
+from torchtitan.cluster.schedulers import node_range
 from torchtitan.tools.options import count, number
 
 minutes = number("minutes, a number > 0", lambda value: 0 < value < float("inf"))

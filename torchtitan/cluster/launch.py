@@ -28,6 +28,9 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan.checkpoint import lock, saved_steps
 from torchtitan.checks.resuming import restarts
+from torchtitan.cluster.agent import Agent, describe
+from torchtitan.cluster.rendezvous import DEFAULT_PORT, LEFT_BEHIND, is_foreign, is_ours
+from torchtitan.cluster.schedulers import interface_for_gloo, local_address
 from torchtitan.config import ConfigError, PlannedWorld, local_path, show
 from torchtitan.device import pick
 from torchtitan.flight_recorder import RankTrace, read_note, read_traces, report
@@ -35,9 +38,6 @@ from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger, tell
 from torchtitan.parallel import RANK_ROLE
 from torchtitan.remote import StoreError
-from torchtitan.resilience.agent import Agent, describe
-from torchtitan.resilience.rendezvous import DEFAULT_PORT, LEFT_BEHIND, is_foreign, is_ours
-from torchtitan.resilience.schedulers import interface_for_gloo, local_address
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
 from torchtitan.train import batch_note, choose, read, refuse, refuse_short_data
 

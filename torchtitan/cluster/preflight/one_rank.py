@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from torchtitan import __version__
+from torchtitan.cluster.preflight import measurements
+from torchtitan.cluster.preflight.judgment import RankReport, Verdict, judge
+from torchtitan.cluster.preflight.measurements import Rates
 from torchtitan.config import ConfigError, local_path
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.packages import PACKAGE, requirements
 from torchtitan.parallel import Degrees, Launch, World, open_world
-from torchtitan.preflight import measurements
-from torchtitan.preflight.judgment import RankReport, Verdict, judge
-from torchtitan.preflight.measurements import Rates
 
 SETTINGS = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_LAUNCH", "OMP_")
 """Beginnings of variables that change how a run computes or communicates."""

@@ -38,8 +38,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import config_from_args, get_args_parser
 
+from torchtitan.cluster.rendezvous import open_rendezvous
 from torchtitan.logging import logger
-from torchtitan.resilience.rendezvous import open_rendezvous
 from torchtitan.resilience.stop import IS_LAST, REPEATED, handled
 from torchtitan.torch_private.elastic import forget_store, leave
 

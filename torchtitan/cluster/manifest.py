@@ -14,11 +14,11 @@ import typer
 from torchtitan import config
 from torchtitan.checks import ELSEWHERE, load_job
 from torchtitan.checks.model import model_of
+from torchtitan.cluster.launch import WRONG_RECIPE
 from torchtitan.config import ConfigError
 from torchtitan.estimate.hardware import find_hardware
 from torchtitan.inputs import require_recipe
 from torchtitan.job import JobConfig, ManifestSection
-from torchtitan.launch import WRONG_RECIPE
 from torchtitan.logging import logger
 from torchtitan.models.spec import count_parameters
 from torchtitan.resilience.grace import VARIABLE, planned_seconds

@@ -14,18 +14,18 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from torchtitan.checks import ELSEWHERE, load_job
+from torchtitan.cluster import launch_options as launched
+from torchtitan.cluster.agent import Agent, describe
+from torchtitan.cluster.launch import LaunchOptions, torchrun_words, with_nodes
+from torchtitan.cluster.preflight import check_rank
+from torchtitan.cluster.schedulers import fill
 from torchtitan.config import ConfigError, split_recipe
 from torchtitan.device import devices_here, pick
 from torchtitan.inputs import require_recipe
 from torchtitan.job import JobConfig
-from torchtitan.launch import LaunchOptions, torchrun_words, with_nodes
 from torchtitan.logging import configure, logger
 from torchtitan.parallel import Launch
-from torchtitan.preflight import check_rank
-from torchtitan.resilience.agent import Agent, describe
-from torchtitan.resilience.schedulers import fill
 from torchtitan.resilience.stop import status_of_stop
-from torchtitan.tools import launched
 from torchtitan.tools.options import Recipe, RecipeVerb, Text, number, verb
 from torchtitan.train import read
 
