@@ -52,13 +52,12 @@ from tests.test_house import LAYERS
 from tests.tiers import tiers
 from torchtitan import __version__
 from torchtitan.checks import load_job
-from torchtitan.cluster import launch
+from torchtitan.cluster import launcher, train_command
 from torchtitan.config import ConfigError, print_error, split_recipe
 from torchtitan.config.help import all_sections
 from torchtitan.job import JobConfig
 from torchtitan.legacy_recipes import TABLE
 from torchtitan.tools import cli
-from torchtitan.tools import train as verb_train
 
 PAGES_AND_RESULTS = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
 FOLDERS = ("torchtitan", "tests", "benchmarks", "scripts", "train_configs", "docs")
@@ -246,7 +245,7 @@ def run(command: str, starts_torchrun: bool) -> int:
         case ["./scripts/test", *arguments]:
             return collect(*arguments)
         case ["torchtitan", "train", *flags] | ["python", "-m", "torchtitan.train", *flags]:
-            verb_train.start = only_check
+            train_command.start = only_check
             return cli.main(["train", *(flags if "--processes" in flags else small(flags))])
         case ["torchtitan", "compare" | "verify-parallelism" | "verify-resume", *arguments]:
             is_run = "--check" not in arguments
@@ -264,9 +263,9 @@ def run(command: str, starts_torchrun: bool) -> int:
     raise AssertionError(f"this test does not know how to run {words[0]}")
 
 
-def only_check(options: launch.LaunchOptions, words: list[str]) -> int:
+def only_check(options: launcher.LaunchOptions, words: list[str]) -> int:
     """Check the recipe for all ranks, in place of starting them."""
-    launch.check(options, words)
+    launcher.check(options, words)
     return 0
 
 

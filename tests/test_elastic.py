@@ -29,7 +29,7 @@ from tests.test_launch import RECIPE, ROOT, SMALL, environment, wait_for_step
 from torchtitan import train as entry
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checks import load_job
-from torchtitan.cluster import launch, rendezvous
+from torchtitan.cluster import launcher, rendezvous
 from torchtitan.resilience.stop import DIVERGED
 from torchtitan.tools.cli import main
 from torchtitan.trainer import Trainer
@@ -385,7 +385,7 @@ def test_nodes_that_do_not_meet_say_what_can_be_done(
     def work(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(launch, "LaunchedRun", work)
+    monkeypatch.setattr(launcher, "LaunchedRun", work)
     words = ["--processes=1", "--nnodes=2", "--rdzv-endpoint=a:1", "--rdzv-conf=join_timeout=180"]
     assert main(["train", *words, str(ROOT / RECIPE), f"--job.dump_folder={tmp_path}"]) == 1
     assert told in capsys.readouterr().err
@@ -395,11 +395,11 @@ def test_nodes_that_do_not_meet_say_what_can_be_done(
 def test_node_that_comes_back_after_the_end(
     saved: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def work(agent: launch.Agent) -> None:
+    def work(agent: launcher.Agent) -> None:
         raise RendezvousClosedError
 
-    monkeypatch.setattr(launch.Agent, "work", work)
-    monkeypatch.setattr(launch, "saved_steps", lambda folder: [saved])
+    monkeypatch.setattr(launcher.Agent, "work", work)
+    monkeypatch.setattr(launcher, "saved_steps", lambda folder: [saved])
     words = ["--processes=1", "--nnodes=2", "--rdzv-endpoint=a:1", str(ROOT / RECIPE)]
     words += [f"--job.dump_folder={tmp_path}", "--training.steps=10000"]
     assert main(["train", *words]) == status
@@ -409,7 +409,7 @@ def test_node_that_comes_back_after_the_end(
 LATE_ANSWER = """
 import os, signal, subprocess, sys
 from tests.ranks import freeze
-from torchtitan.cluster import launch
+from torchtitan.cluster import launcher
 from torchtitan.cluster import rendezvous
 
 port, pid = map(int, sys.argv[1:])
@@ -421,7 +421,7 @@ try:
     store.get("key")
 except rendezvous.RendezvousConnectionError:
     subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -CONT {pid}"])
-    launch.leave(7)
+    launcher.leave(7)
 """
 
 

@@ -8,7 +8,7 @@ import torch
 
 from torchtitan import train
 from torchtitan.checkpoint.staging import SaveThread, Staging, after
-from torchtitan.cluster import launch
+from torchtitan.cluster import launcher
 from torchtitan.device import Device
 from torchtitan.estimate import fitting
 from torchtitan.tools.cli import main
@@ -74,7 +74,7 @@ def test_a_rank_touches_its_own_device_alone(
 def test_who_only_looks_at_a_recipe_touches_no_device(
     contexts: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launch.check(launch.LaunchOptions(processes=2), RECIPE)
+    launcher.check(launcher.LaunchOptions(processes=2), RECIPE)
     assert main(["check", "--here", "--world-size", "2", *RECIPE]) == 0
     assert "valid on 2 ranks" in capsys.readouterr().out
     assert contexts == []

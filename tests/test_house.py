@@ -20,20 +20,20 @@ from torchtitan.tools.cli import verbs
 
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
-    ["research"],
+    ["cluster", "research"],
     ["__main__"],
     ["tools.cli"],
-    ["tools.plan", "tools.preflight"],
+    ["tools.plan"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
-    ["tools.recipes", "tools.doctor", "tools.manifest", "tools.planned"],
+    ["tools.recipes", "tools.doctor", "tools.planned"],
     ["tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer", "tools.data"],
     ["tools.evaluate"],
-    ["tools.launched", "tools.trace_summary"],
+    ["tools.trace_summary"],
     ["tools.history", "tools.options"],
     ["tools.reference"],
     ["tools.commands"],
-    ["launch", "preflight"],
+    ["launch"],
     ["train"],
     ["trainer"],
     ["build"],
@@ -102,6 +102,7 @@ def of_its_kind(path: Path) -> bool:
     if (
         path.stem in ("__init__", "settings", "command")
         or folder == "tools"
+        or ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) in modules_of_verbs()
         or path.stem == path.parent.name
     ):
         return True

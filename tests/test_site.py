@@ -19,7 +19,7 @@ import pytest
 
 from tests.compare.browser import CHROMIUM, opened_browser
 from tests.sources import MODULES, ROOT, nodes, tree
-from torchtitan.cluster.launch import WRONG_RECIPE
+from torchtitan.cluster.launcher import WRONG_RECIPE
 from torchtitan.resilience.stop import DIVERGED, REQUEUE, SIGNALS, status_of_stop
 from torchtitan.tools.cli import verbs
 

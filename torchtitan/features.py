@@ -20,6 +20,7 @@ from torchtitan.device import collect_garbage
 from torchtitan.expert_loads import ExpertLoads, routers
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
+from torchtitan.metrics import Monitor
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
@@ -69,9 +70,9 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     if job.checkpoint.saves:
         parts.stop.outlook = save_outlook(parts)
     yield Hooks(flag=Flag(lambda: parts.stop.requested, parts.stop.agree), session=parts.stop)
-    if health := parts.observer.health:
+    for monitor in parts.observer.monitors:
         # A step that is void shows that the run is alive, too.
-        yield Hooks(after_step=lambda state: health.after_step(state.step))
+        yield Hooks(after_step=partial(note_step, monitor))
     if isinstance(guard, GroupGuard):
         yield replica_group(parts, guard)
     yield Hooks(before_step=parts.startup.before_step)
@@ -112,6 +113,11 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     yield Hooks(after_step=once(model.confirm))
     yield Hooks(after_step=lambda state: model.after_step(state.step, parts.is_finished()))
     yield Hooks(after_step=lambda state: parts.startup.after_step(state.step))
+
+
+def note_step(monitor: Monitor, state: TrainState) -> None:
+    """Tell a monitor that a step was done."""
+    monitor.after_step(state.step)
 
 
 def save_outlook(parts: Parts) -> Callable[[], tuple[int, str]]:

@@ -19,7 +19,9 @@ from torchtitan.config import (
     Problem,
     counted,
     flat,
+    has_wing,
     local_path,
+    needs_wing,
 )
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DATA, DataConfig, data_class, without_idle_sections
@@ -131,6 +133,8 @@ class JobSection(Config):
         if self.config_file is not None:
             message = 'it can only be a flag; in a recipe, use extends = "other.toml"'
             yield Problem("config_file", message)
+        if self.manifest != ManifestSection() and not has_wing("cluster"):
+            yield Problem("manifest", needs_wing("cluster"))
         dump = local_path(self.dump_folder)
         existing = next(filter(os.path.exists, (dump, *dump.parents)), None)
         if existing and not existing.is_dir():

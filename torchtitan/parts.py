@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from torchtitan.checkpoint import Checkpointable, Checkpointer, ResumePolicy, TrainState
-from torchtitan.cluster.health import Health
 from torchtitan.config import local_path
 from torchtitan.data import Batch
 from torchtitan.inputs import open_stream, open_task
@@ -19,6 +18,7 @@ from torchtitan.metrics import (
     EVENTS_FOLDER,
     EventLog,
     Meter,
+    Monitor,
     Sink,
     SinkContext,
     StragglerWatch,
@@ -56,8 +56,8 @@ class Observer:
     """Sinks that replace those of the recipe."""
     session: AbstractContextManager[None] | None = None
     """Context in which steps run; entered once the run's state is loaded."""
-    health: Health | None = None
-    """State of the run for HTTP requests, if it answers any."""
+    monitors: Sequence[Monitor] = ()
+    """Monitors of the run, opened before it is built."""
 
 
 class Parts:
@@ -117,8 +117,8 @@ class Parts:
             resume_policy(job), self.contents, world, about, self.ledger.record
         )
         folder = local_path(job.job.dump_folder)
-        if health := self.observer.health:
-            health.watch(
+        for monitor in self.observer.monitors:
+            monitor.watch(
                 self.timeline,
                 unit=self.task.unit,
                 rate=self.task.rate,
@@ -126,7 +126,7 @@ class Parts:
                 saved_step=lambda: self.checkpoint.saved_step,
                 is_finished=self.is_finished,
             )
-            sinks = [*sinks, health]
+            sinks = [*sinks, monitor]
         self.meter = build_meter(
             *(job, self.task, world, self.timeline, sinks),
             data=self.data_read if self.has_hash else None,

@@ -27,7 +27,6 @@ from torchtitan.checkpoint import (
 from torchtitan.checkpoint.settings import NOTHING_SAVED
 from torchtitan.checks import TOKENIZER, load_job, problems
 from torchtitan.checks.divisibility import BATCH
-from torchtitan.cluster.health import Health, serving
 from torchtitan.config import (
     ConfigError,
     PlannedWorld,
@@ -52,6 +51,7 @@ from torchtitan.inputs import (
 )
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger, use_utf8
+from torchtitan.metrics import MONITORS, Monitor
 from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.parts import Observer, resume_policy
@@ -119,7 +119,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
                 return 2  # no other rank waits to learn of it
 
     try:
-        health = open_health(recipe, launch, held)
+        monitors = open_monitors(recipe, launch, held)
     except ConfigError as error:
         return refuse(error)
     degrees, shared = job.degrees(launch.size), (ConfigError, TrainingDiverged, SaveFailed)
@@ -140,7 +140,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
                     on_rank_0(world, partial(prepare, recipe, start, launch, device))
                 job = job.with_batch(world.degrees, start.global_batch).with_kept(start.kept)
                 observer = observe(job, folder, world, recorder, stop, locked)
-                observer = replace(observer, health=health)
+                observer = replace(observer, monitors=monitors)
                 with recorder:
                     made = build(job, world, observer, stop)
                     with closing(made.batches):
@@ -188,23 +188,23 @@ def prepare(
     return start
 
 
-def open_health(recipe: Recipe[JobConfig], launch: Launch, held: ExitStack) -> Health | None:
-    """Answer requests about the run on the first rank of each node, if the recipe asks for it.
+def open_monitors(recipe: Recipe[JobConfig], launch: Launch, held: ExitStack) -> list[Monitor]:
+    """Open the monitors that the recipe asks for, on the first rank of each node.
 
     Raises:
-        ConfigError: if the address cannot be served.
+        ConfigError: if the machine refuses.
     """
-    address = recipe.config.metrics.serve
-    if not address or launch.local_rank:
-        return None
-    # A rank that hangs is reported and restarted after the timeout, which a probe is to leave time.
-    health = Health(2.0 * recipe.config.comm.train_timeout_seconds, launch.restart)
-    try:
-        held.enter_context(serving(address, health))
-    except OSError as error:
-        message = f"it cannot be served here: {error.strerror or error}; use another port"
-        recipe.refuse([Problem("metrics.serve", message)])
-    return health
+    found = []
+    for key in MONITORS if launch.local_rank == 0 else ():
+        if not (value := getattr(recipe.config.metrics, key)):
+            continue
+        timeout = recipe.config.comm.train_timeout_seconds
+        try:
+            found.append(held.enter_context(MONITORS[key](value, timeout, launch.restart)))
+        except OSError as error:
+            message = f"it cannot be served here: {error.strerror or error}; use another port"
+            recipe.refuse([Problem(f"metrics.{key}", message)])
+    return found
 
 
 def observe(

@@ -18,13 +18,14 @@ from typer.main import get_command
 
 from tests import forked, registries
 from torchtitan.checks import load_job
-from torchtitan.cluster.launch import LaunchOptions
+from torchtitan.cluster import train_command
+from torchtitan.cluster.launcher import LaunchOptions
 from torchtitan.config import ConfigError, counted, json_schema, packaged_recipes, split_recipe
 from torchtitan.config.schema import descriptions, kind_of, places
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
-from torchtitan.tools import reference, train
+from torchtitan.tools import reference
 from torchtitan.tools.cli import command, main, verbs
 from torchtitan.tools.options import RecipeVerb, Verb, count, verb
 from torchtitan.tools.planned import memory
@@ -442,8 +443,10 @@ def test_log_level_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append(words)
         return 0
 
-    monkeypatch.setattr(train, "start", start)
-    monkeypatch.setattr(train.training, "main", lambda words: start(LaunchOptions(1), words))
+    monkeypatch.setattr(train_command, "start", start)
+    monkeypatch.setattr(
+        train_command.training, "main", lambda words: start(LaunchOptions(1), words)
+    )
     for more in ([], ["--processes", "2"]):
         assert main(["train", *recipe, "--log-level", "warning", *more]) == 0
     assert found == [[*recipe, "--metrics.log_level", "warning"]] * 2

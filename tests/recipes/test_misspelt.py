@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from torchtitan.cluster.launch import LaunchOptions
-from torchtitan.tools import train
+from torchtitan.cluster import train_command
+from torchtitan.cluster.launcher import LaunchOptions
 from torchtitan.tools.cli import main, verbs
 
 
@@ -95,7 +95,7 @@ def test_the_launcher_takes_its_options_and_the_recipe_in_any_order(
         found.append((options, words))
         return 0
 
-    monkeypatch.setattr(train, "start", start)
+    monkeypatch.setattr(train_command, "start", start)
     for at in range(3):
         words = [["--training.steps", "3"], ["--no-data.shuffle"]]
         words.insert(at, ["--processes", "2", "r.toml"])

@@ -6,15 +6,17 @@ https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
 import json
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Any
 
 from torchtitan.logging import logger
+from torchtitan.metrics import parse_address
 from torchtitan.metrics.sinks import Metrics
 from torchtitan.timeline import Timeline
 
@@ -23,18 +25,6 @@ LIMIT_IN_STEPS = 10.0
 NOT_FINITE = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}
 Row = tuple[str, str, str, float | None]
 """Name, type, help and value of a metric."""
-
-
-def parse(serve: str) -> tuple[str, int]:
-    """Split `[metrics] serve` into host and port.
-
-    Raises:
-        ValueError: if it has neither form.
-    """
-    found = re.fullmatch(r"([\w.\-]*|\[[\da-fA-F:.]+\]):(\d{1,5})", serve, re.ASCII)
-    if not found or not 0 < int(found[2]) < 2**16:
-        raise ValueError('wanted a port, as ":9090", or an address with one, as "0.0.0.0:9090"')
-    return found[1].strip("[]") or "127.0.0.1", int(found[2])
 
 
 class Health:
@@ -183,14 +173,28 @@ class Health:
 
 
 @contextmanager
+def open_health(serve: str, timeout_seconds: float, restarts: int) -> Iterator[Health]:
+    """Answer requests about a run at the address of `[metrics] serve`.
+
+    Args:
+        timeout_seconds: time after which a rank that hangs is ended.
+
+    Raises:
+        OSError: if the address cannot be served.
+    """
+    # A rank that hangs is reported and restarted after the timeout, which a probe is to leave time.
+    health = Health(2.0 * timeout_seconds, restarts)
+    with serving(serve, health):
+        yield health
+
+
+@contextmanager
 def serving(serve: str, health: Health) -> Iterator[None]:
     """Answer requests at the address of `[metrics] serve`.
 
     Raises:
         OSError: if it cannot be served.
     """
-    from http.server import BaseHTTPRequestHandler
-    from socketserver import ThreadingTCPServer
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10.0
@@ -216,7 +220,7 @@ def serving(serve: str, health: Health) -> Iterator[None]:
         def handle_error(self, request: Any, client_address: Any) -> None:
             logger.debug("metrics.serve: %s was not answered", client_address, exc_info=True)
 
-    with Server(parse(serve), Handler) as server:
+    with Server(parse_address(serve), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             yield

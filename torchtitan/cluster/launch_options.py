@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchtitan.cluster.launch import REJOIN_MINUTES, LaunchOptions
+from torchtitan.cluster.launcher import REJOIN_MINUTES, LaunchOptions
 from torchtitan.cluster.schedulers import node_range
 from torchtitan.tools.options import count, number
 

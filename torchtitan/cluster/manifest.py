@@ -14,7 +14,7 @@ import typer
 from torchtitan import config
 from torchtitan.checks import ELSEWHERE, load_job
 from torchtitan.checks.model import model_of
-from torchtitan.cluster.launch import WRONG_RECIPE
+from torchtitan.cluster.launcher import WRONG_RECIPE
 from torchtitan.config import ConfigError
 from torchtitan.estimate.hardware import find_hardware
 from torchtitan.inputs import require_recipe

@@ -1,32 +1,37 @@
 """The reports of a run: a `Meter` collects values on the device, and sinks write them.
 
 `SINKS` maps a name to a class with the constructor and methods of `sinks.Sink`. The sink called
-`x` is used when `[metrics] enable_x` is true; a sink without such a key is always used.
+`x` is used when `[metrics] enable_x` is true; a sink without such a key is always used. The monitor
+called `x` in `MONITORS` is opened on the first rank of each node when `[metrics] x` is set.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Final, Literal
 
 from pydantic import Field
 
-from torchtitan.cluster.health import parse
-from torchtitan.config import Config, Context, Problem
+from torchtitan.config import Config, Context, Problem, Registry, needs_wing
 from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.meter import Meter
-from torchtitan.metrics.sinks import Console, Jsonl, Sink, SinkContext, TensorBoard, WandB
+from torchtitan.metrics.sinks import Console, Jsonl, Monitor, Sink, SinkContext, TensorBoard, WandB
 from torchtitan.metrics.stragglers import StragglerWatch
 from torchtitan.packages import install, is_installed
 
 __all__ = [
     "EVENTS_FOLDER",
+    "MONITORS",
     "SINKS",
     "EventLog",
     "Meter",
     "MetricsConfig",
+    "Monitor",
     "Sink",
     "SinkContext",
     "StragglerWatch",
     "build_sinks",
+    "parse_address",
 ]
 
 EVENTS_FOLDER: Final = "events"
@@ -39,6 +44,10 @@ SINKS: Final[dict[str, type[Sink]]] = {
     # Last, so that the progress bar starts only when the others have opened.
     "console": Console,
 }
+
+MONITORS = Registry[Callable[[str, float, int], AbstractContextManager[Monitor]]]("monitor")
+"""Functions that open a monitor, with the value of its key, the seconds after which a rank that
+hangs is ended, and the number of restarts so far. They raise OSError if the machine refuses."""
 
 
 class MetricsConfig(Config):
@@ -82,11 +91,25 @@ class MetricsConfig(Config):
             if getattr(self, f"enable_{package}") and not is_installed(package):
                 message = f"{title} is not installed: {install(package)}"
                 yield Problem(f"enable_{package}", message)
-        if self.serve:
+        if self.serve and "serve" not in MONITORS:
+            yield Problem("serve", needs_wing("cluster"))
+        elif self.serve:
             try:
-                parse(self.serve)
+                parse_address(self.serve)
             except ValueError as error:
                 yield Problem("serve", str(error))
+
+
+def parse_address(serve: str) -> tuple[str, int]:
+    """Split `[metrics] serve` into host and port.
+
+    Raises:
+        ValueError: if it has neither form.
+    """
+    found = re.fullmatch(r"([\w.\-]*|\[[\da-fA-F:.]+\]):(\d{1,5})", serve, re.ASCII)
+    if not found or not 0 < int(found[2]) < 2**16:
+        raise ValueError('wanted a port, as ":9090", or an address with one, as "0.0.0.0:9090"')
+    return found[1].strip("[]") or "127.0.0.1", int(found[2])
 
 
 def build_sinks(config: MetricsConfig, context: SinkContext) -> list[Sink]:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import FileIO
@@ -28,6 +28,7 @@ from torchtitan.logging import (
 )
 from torchtitan.metrics.pictures import pixels, write_png
 from torchtitan.packages import install
+from torchtitan.timeline import Timeline
 
 Value = float | int | str | None
 NOTABLE_WAIT = 10.0
@@ -81,6 +82,30 @@ class Sink(Protocol):
 
     def close(self, summary: Metrics, /) -> None:
         """End; `summary` is the run as a whole, see `Meter.summary`."""
+
+
+class Monitor(Sink, Protocol):
+    """Sink that is open before the run is built, and shows whether the run is alive."""
+
+    def watch(
+        self,
+        timeline: Timeline,
+        /,
+        *,
+        unit: str,
+        rate: str,
+        total_steps: int,
+        saved_step: Callable[[], int | None],
+        is_finished: Callable[[], bool],
+    ) -> None:
+        """Watch a run that is being built; `unit` and `rate` are those of the task.
+
+        Args:
+            saved_step: the step of the newest checkpoint of this process, if any.
+        """
+
+    def after_step(self, step: int, /) -> None:
+        """Note that a step was done, also one that is void."""
 
 
 class Console:

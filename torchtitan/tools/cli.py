@@ -43,8 +43,6 @@ VERBS: Final = {
         "verify-parallelism": "verify.parallelism_command",
         "verify-resume": "verify.resume_command",
         "migrate": "migrate",
-        "manifest": "manifest",
-        "preflight": "preflight",
         "recipes": "recipes",
         "doctor": "doctor",
     },

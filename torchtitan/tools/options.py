@@ -160,6 +160,10 @@ def Text(metavar: str, help: str, *spellings: str, **settings: Any) -> Any:
 Recipe = Annotated[
     str | None, typer.Argument(help="Recipe; settings may follow: --section.key VALUE.")
 ]
+LogLevel = Annotated[
+    str | None,
+    Choice(("debug", "info", "warning", "error"), "Least severe messages to log (default: info)."),
+]
 Run = Annotated[Path, typer.Argument(help="Folder of a run (job.dump_folder): outputs/x.")]
 Shrink = Annotated[bool, typer.Option("--shrink", help="Reduce model, batches and layout first.")]
 Model = Annotated[str | None, Text("NAME", "Name of the model (default: that of the source).")]

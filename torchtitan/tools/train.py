@@ -1,59 +1,25 @@
 """Train from a recipe: in this process, or with --processes on several ranks."""
 
-import os
-from typing import Annotated
+from collections.abc import Callable
 
 import typer
 
 from torchtitan import train as training
-from torchtitan.cluster import launch_options as launched
-from torchtitan.cluster.launch import RESTARTS, LaunchOptions, start
-from torchtitan.cluster.schedulers import fill
-from torchtitan.config import ConfigError
-from torchtitan.device import devices_here
-from torchtitan.tools.options import Choice, Recipe, RecipeVerb, integer, verb
+from torchtitan.config import Registry
+from torchtitan.tools.options import LogLevel, Recipe, RecipeVerb, verb
 
-LEVELS = ("debug", "info", "warning", "error")
-SAVES = f"{RESTARTS} if the recipe saves checkpoints, otherwise 0"
+LAUNCHERS = Registry[Callable[..., int]]("launcher")
+"""Its entry `train` is this verb with options on the ranks to start, and replaces the one here."""
+
 app = verb()
 
 
-@app.command(cls=RecipeVerb, help=__doc__)
-def train(
-    context: typer.Context,
-    recipe: Recipe = None,
-    log_level: Annotated[
-        str | None, Choice(LEVELS, "Least severe messages to log (default: info).")
-    ] = None,
-    processes: launched.Processes = None,
-    nnodes: launched.Nodes = None,
-    rdzv_endpoint: launched.Endpoint = None,
-    rdzv_id: launched.RunName = None,
-    rdzv_conf: launched.RendezvousSettings = None,
-    local_addr: launched.LocalAddress = None,
-    max_restarts: Annotated[
-        int | None,
-        launched.RankOption("N", f"Restarts after failures (default: {SAVES}).", integer(0)),
-    ] = None,
-    rejoin_minutes: launched.Patience = None,
-    log_rank: Annotated[
-        str | None,
-        launched.RankOption("N", "Ranks of this node whose output is shown: 0,1 (default: 0)."),
-    ] = None,
-) -> int:
+def train(context: typer.Context, recipe: Recipe = None, log_level: LogLevel = None) -> int:
+    """Train in this process, which may be one of several that torchrun has started."""
     words = [*([recipe] if recipe else []), *context.args]
     if log_level:
         words += ["--metrics.log_level", log_level]
-    own = launched.given(context)
-    if processes and "TORCHELASTIC_RUN_ID" in os.environ:
-        context.fail("torchrun started this process as a rank; leave out --processes")
-    try:
-        options, origins = fill(own, os.environ, devices_here)
-    except ConfigError as error:
-        return training.refuse(error)
-    if "processes" in options:
-        return start(LaunchOptions(**options, origins=origins), words)
-    if own:
-        option = next(iter(own)).replace("_", "-")
-        context.fail(f"--{option} needs the ranks of this node; add --processes N")
     return training.main(words)
+
+
+app.command("train", cls=RecipeVerb, help=__doc__)(LAUNCHERS.get("train", train))

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from torchtitan.checks import ELSEWHERE, load_job
 from torchtitan.cluster import launch_options as launched
 from torchtitan.cluster.agent import Agent, describe
-from torchtitan.cluster.launch import LaunchOptions, torchrun_words, with_nodes
+from torchtitan.cluster.launcher import LaunchOptions, torchrun_words, with_nodes
 from torchtitan.cluster.preflight import check_rank
 from torchtitan.cluster.schedulers import fill
 from torchtitan.config import ConfigError, split_recipe

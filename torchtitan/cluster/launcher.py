@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -301,8 +300,3 @@ def leave(status: int) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
-
-
-if __name__ == "__main__":
-    # As a script this is a verb of the command line, which is above this module.
-    sys.exit(import_module("torchtitan.tools.cli").act(["train", *sys.argv[1:]]))
