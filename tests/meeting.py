@@ -14,8 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from torchtitan.parallel import Launch
-from torchtitan.resilience.replica_groups.replica_step import GroupBatches
-from torchtitan.step import RankBatches
+from torchtitan.resilience.replica_groups.replica_step import GroupGuard
 from torchtitan.tools.verify.measure import hide_targets
 from torchtitan.trainer import Trainer
 
@@ -26,20 +25,19 @@ PREPARED: list[Trainer] = []
 
 
 def step(trainer: Trainer) -> None:
-    batches, launch, done = trainer.run.batches, Launch.read(), trainer.run.state.step
-    assert isinstance(batches, GroupBatches)
-    assert isinstance(batches.inner, RankBatches)
-    group = batches.group.config.group
+    run, launch, done = trainer.run, Launch.read(), trainer.run.state.step
+    assert isinstance(run.guard, GroupGuard)
+    group = run.guard.group.config.group
     if trainer not in PREPARED:
         PREPARED.append(trainer)
-        batches.inner.stream = map(hide_targets, batches.inner.stream)
+        run.batches.stream = map(hide_targets, run.batches.stream)
         (FOLDER / f"{group} {launch.rank} {launch.restart}").touch()
         wait_for(f"{1 - group} {launch.rank} 0")
     if FAULT == "kill":
         time.sleep(0.05)
         is_last = launch.rank == launch.size - 1
         if group == int(GROUP) and is_last and not launch.restart and done + 1 == int(STEP):
-            batches.group.sum = die  # type: ignore[method-assign]
+            run.guard.group.sum = die  # type: ignore[method-assign]
         if group != int(GROUP) and done == int(STEP) + 3:
             wait_for(f"{GROUP} {launch.rank} 1")
     healthy_step(trainer)

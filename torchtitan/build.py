@@ -13,21 +13,15 @@ from torchtitan.data import Batch
 from torchtitan.features import Hooks, features
 from torchtitan.job import JobConfig
 from torchtitan.metrics import Meter
-from torchtitan.parallel import Launch, World
+from torchtitan.parallel import Launch, Losses, ParallelModel, World
 from torchtitan.parts import Observer, Parts
 from torchtitan.resilience.replica_groups import ReplicaGroup
-from torchtitan.resilience.replica_groups.replica_step import GroupBatches, GroupGuard, GroupModel
+from torchtitan.resilience.replica_groups.replica_step import GroupGuard
 from torchtitan.resilience.spikes import Guard
 from torchtitan.resilience.stop import StopSignal
 from torchtitan.step import (
     Agreement,
     Batches,
-    GlobalLosses,
-    HookedModel,
-    Losses,
-    RankBatches,
-    ReplicaLosses,
-    StepModel,
     StepOptimizers,
     StepStatus,
     UpdateGuard,
@@ -49,7 +43,7 @@ class Run:
     batches: Batches
     optimizers: StepOptimizers
     schedule: Callable[[int], float]
-    model: StepModel
+    model: ParallelModel
     agree: Callable[[Losses, Tensor, Tensor], StepStatus]
     guard: UpdateGuard
     meter: Meter
@@ -83,23 +77,18 @@ def assemble(parts: Parts) -> Run:
     hooks = list(features(parts, guard))
 
     runs_apart = job.communication.replicas.runs_apart and world.degrees.dp_replicate > 1
-    losses = ReplicaLosses if runs_apart else GlobalLosses
-    model: StepModel = losses(parts.model, world, timeline)
-    batches: Batches = RankBatches(
+    model = parts.model
+    model.before_forward = [hook.before_forward for hook in hooks if hook.before_forward]
+    model.after_backward = [hook.after_backward for hook in hooks if hook.after_backward]
+    batches = Batches(
         microbatches(parts),
         job.accumulation(world.degrees),
         world,
         timeline,
         close=parts.data.close,
         before_step=[hook.before_step for hook in hooks if hook.before_step],
+        count_of_all=group.count if group else None,
     )
-    if group:
-        model = GroupModel(model, group, optimizers.gradients, timeline)
-        batches = GroupBatches(batches, group, parts.state, parts.meter, timeline)
-    before_forward = [hook.before_forward for hook in hooks if hook.before_forward]
-    after_backward = [hook.after_backward for hook in hooks if hook.after_backward]
-    if before_forward or after_backward:
-        model = HookedModel(model, before_forward, after_backward)
     return Run(
         state=parts.state,
         batches=batches,

@@ -4,7 +4,7 @@ A feature that is off yields no hooks, so the step does not know of it.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ import xxhash
 
 from torchtitan.checkpoint import Saver, TrainState
 from torchtitan.config import Registry
-from torchtitan.data import BatchStream, DataConfig
+from torchtitan.data import Batch, BatchStream, DataConfig
 from torchtitan.device import collect_garbage
 from torchtitan.expert_loads import ExpertLoads, routers
 from torchtitan.job import JobConfig
@@ -24,11 +24,11 @@ from torchtitan.metrics import Monitor
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
-from torchtitan.parallel import Degrees, Launch, stages
+from torchtitan.parallel import Degrees, Launch, Losses, async_tensor, compile, stages
 from torchtitan.parts import Parts
 from torchtitan.resilience.grace import outlook, planned_seconds
-from torchtitan.resilience.replica_groups.replica_step import GroupGuard
-from torchtitan.step import Flag, StepBatch, UpdateGuard
+from torchtitan.resilience.replica_groups.replica_step import GroupGuard, add_up, meet
+from torchtitan.step import Flag, UpdateGuard
 from torchtitan.validate import Validator
 
 
@@ -41,10 +41,11 @@ class Hooks:
 
     before_step: Callable[[], None] | None = None
     """Before the data of a step is read."""
-    before_forward: Callable[[StepBatch], None] | None = None
+    before_forward: Callable[[], None] | None = None
     """Before the forwards and backwards of a step."""
-    after_backward: Callable[[StepBatch], None] | None = None
-    """After them, when the gradients are complete and not yet clipped."""
+    after_backward: Callable[[Sequence[Batch], Losses], None] | None = None
+    """After them, with the step's microbatches and losses, when the gradients are complete and not
+    yet clipped."""
     before_update: Callable[[], None] | None = None
     """Before weights change."""
     after_update: Callable[[], None] | None = None
@@ -66,6 +67,7 @@ FEATURES = Registry[Callable[[Parts], Hooks]]("feature", {})
 def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     """Yield the hooks of all features that are on, in the order in which they are called."""
     job, world, model, state = parts.job, parts.world, parts.model, parts.state
+    blocks = sum(len(MODELS[job.model.name].all_blocks(part)) for part in model.parts)
     yield Hooks(session=parts.meter)
     if job.checkpoint.saves:
         parts.stop.outlook = save_outlook(parts)
@@ -81,14 +83,14 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
         yield Hooks(session=data_ledger(parts))
     if job.auxiliary_losses:
         weigh = model.auxiliary.begin
-        yield Hooks(before_forward=lambda batch: weigh(state.step + 1))
+        yield Hooks(before_forward=lambda: weigh(state.step + 1))
     if loads := open_loads(parts):
         yield expert_loads(parts, loads)
     for name in job.optimizer.features:
         yield FEATURES[name](parts)
     replicas = job.communication.replicas
-    if world.degrees.dp_replicate > 1 and (replicas.runs_apart or replicas.steps_verified):
-        yield Hooks(after_update=model.after_update)
+    if model.replicas and (replicas.runs_apart or replicas.steps_verified):
+        yield Hooks(after_update=model.replicas.after_update)
     # A lost replica group leaves lanes behind the samples that others have consumed.
     if (metric := parts.task.left_out(job.data)) and not job.fault_tolerance.enable:
         yield Hooks(before_forward=partial(count_left_out, parts, metric))
@@ -110,8 +112,16 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     )
     yield Hooks(after_step=lambda state: collect_garbage(state.step, job.training.gc_freq))
     yield Hooks(after_step=once(world.after_first_step))
-    yield Hooks(after_step=once(model.confirm))
-    yield Hooks(after_step=lambda state: model.after_step(state.step, parts.is_finished()))
+    if job.compile.cuda_graphs:
+        yield Hooks(after_step=once(compile.warn_of_unrecorded))
+    if job.parallelism.enable_async_tensor_parallel and blocks:
+        yield Hooks(after_step=once(async_tensor.confirm))
+    if job.layout(world.degrees).shards(world.degrees):
+        yield Hooks(after_step=once(model.sharding.confirm))
+    if job.compile.enable:
+        has_loss = not model.pipeline or model.pipeline.last in model.pipeline.parts
+        monitor = compile.CompileMonitor(job.compile, blocks, has_loss)
+        yield Hooks(after_step=lambda state: monitor.after_step(state.step, parts.is_finished()))
     yield Hooks(after_step=lambda state: parts.startup.after_step(state.step))
 
 
@@ -185,13 +195,16 @@ def data_order(job: JobConfig, degrees: Degrees, position: Mapping[str, Any]) ->
 
 def replica_group(parts: Parts, guard: GroupGuard) -> Hooks:
     """Return the hooks of a replica group's membership; the last step counts even if it is void."""
+    group, gradients = guard.group, parts.optimizers.gradients
     return Hooks(
+        before_step=partial(meet, group, parts.state, parts.meter),
+        after_backward=partial(add_up, group, gradients, parts.timeline),
         after_step=lambda state: guard.is_void and not (parts.is_finished() and state.step),
-        session=guard.group.join(),
+        session=group.join(),
     )
 
 
-def count_left_out(parts: Parts, metric: str, batch: StepBatch) -> None:
+def count_left_out(parts: Parts, metric: str) -> None:
     """Record how many documents all ranks have left out since the run started."""
     own = torch.tensor(parts.data.left_out(), device=parts.world.device.torch_device)
     with parts.timeline.phase("sync"):
@@ -224,8 +237,8 @@ def expert_loads(parts: Parts, loads: ExpertLoads) -> Hooks:
             parts.meter.measured(state.step, "experts", **loads.by_expert())
 
     return Hooks(
-        before_forward=lambda batch: loads.begin(),
-        after_backward=lambda batch: parts.meter.record(**loads.end()),
+        before_forward=loads.begin,
+        after_backward=lambda batches, losses: parts.meter.record(**loads.end()),
         updated=loads.update,
         after_step=report,
     )
@@ -239,12 +252,12 @@ class StatisticsProbe:
         self.found: dict[str, float] = {}
         self.hooks = Hooks(after_backward=self.measure, after_step=self.report)
 
-    def measure(self, batch: StepBatch) -> None:
+    def measure(self, batches: Sequence[Batch], losses: Losses) -> None:
         """Measure the step, if it is due."""
         self.found = {}
         if self.statistics.is_due(self.parts.state.step + 1):
             with self.parts.timeline.pause("statistics"):
-                self.found = self.statistics.measure(batch.microbatches)
+                self.found = self.statistics.measure(batches)
 
     def report(self, state: TrainState) -> None:
         """Pass the values to the meter."""

@@ -1,4 +1,4 @@
-"""The parts of a step: its batches, the loss over all ranks, the update, and the one agreement.
+"""The parts of a step besides the model: its batches, the update, and the one agreement.
 
 `torchtitan.build` assembles them with the hooks of `torchtitan.features`, which `Trainer.step` does
 not see.
@@ -9,25 +9,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.data import Batch
 from torchtitan.optim import Optimizers
-from torchtitan.parallel import ParallelModel, World
+from torchtitan.parallel import Losses, World
 from torchtitan.timeline import Timeline
-
-Losses = dict[str, Tensor]
-"""Global means by name, 0-d and equal on all ranks; "loss" is the training loss."""
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """Training data of this rank in one step."""
-
-    microbatches: list[Batch]
-    """Microbatches, on the device, of whole sequences."""
-    count: Tensor
-    """Number of targets that count in the global batch, 0-d."""
 
 
 @dataclass
@@ -50,18 +37,8 @@ class StepStatus:
     """Whether the step does not count at all, and is repeated."""
 
 
-class Batches(Protocol):
+class Batches:
     """Endless iterator over the steps' batches."""
-
-    def __next__(self) -> StepBatch: ...
-
-    @property
-    def close(self) -> Callable[[], None]:
-        """Stop the threads that prefetch."""
-
-
-class RankBatches:
-    """Reader of this rank's microbatches of each step, which counts the targets of all ranks."""
 
     def __init__(
         self,
@@ -71,17 +48,26 @@ class RankBatches:
         timeline: Timeline,
         close: Callable[[], None],
         before_step: Sequence[Callable[[], None]],
+        count_of_all: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """
         Args:
+            stream: microbatches of this rank.
             accumulation: microbatches per step.
             close: closes the source of the stream.
             before_step: calls to make before anything is read.
+            count_of_all: takes the number of targets of these ranks, and returns that of all
+                replica groups.
         """
         self.stream, self.accumulation, self.close = stream, accumulation, close
         self.world, self.timeline, self.before_step = world, timeline, before_step
+        self.count_of_all = count_of_all
 
-    def __next__(self) -> StepBatch:
+    def __next__(self) -> tuple[list[Batch], Tensor]:
+        """Return the next step's microbatches of whole sequences, on the device.
+
+        And the number of targets that count in the global batch (0-d).
+        """
         for call in self.before_step:
             call()
         with self.timeline.phase("data"):
@@ -90,79 +76,7 @@ class RankBatches:
         counts = torch.stack([batch.count() for batch in batches])
         with self.timeline.phase("sync"):
             count = self.world.sum(counts.sum(), over="data")
-        return StepBatch(batches, count)
-
-
-class StepModel(Protocol):
-    """Interface of the model in a step."""
-
-    @property
-    def parts(self) -> list[nn.Module]: ...
-    def forward_backward(self, batch: StepBatch) -> Losses: ...
-
-
-class GlobalLosses:
-    """Parallel model whose shares of the loss are summed over ranks."""
-
-    def __init__(self, model: ParallelModel, world: World, timeline: Timeline) -> None:
-        self.model, self.world, self.timeline = model, world, timeline
-
-    @property
-    def parts(self) -> list[nn.Module]:
-        """This rank's parts of the network."""
-        return self.model.parts
-
-    def forward_backward(self, batch: StepBatch) -> Losses:
-        """Run the forward and backward of a step; gradients accumulate."""
-        shares = self.model.forward_backward(batch.microbatches, batch.count)
-        with self.timeline.phase("sync"):
-            means = self.world.sum(torch.stack(list(shares.values())), over="loss")
-        return dict(zip(shares, means, strict=True))
-
-
-class ReplicaLosses(GlobalLosses):
-    """Parallel model whose replicas make their own updates.
-
-    Its gradient is that of the mean over its own targets; losses are still global means, to which
-    each replica contributes.
-    """
-
-    def forward_backward(self, batch: StepBatch) -> Losses:
-        """Run the forward and backward of a step; gradients accumulate."""
-        count = torch.stack([each.count() for each in batch.microbatches]).sum()
-        with self.timeline.phase("sync"):
-            own = self.world.sum(count, over="dp_shard").clamp(min=1)
-        shares = self.model.forward_backward(batch.microbatches, own)
-        with self.timeline.phase("sync"):
-            means = torch.stack(list(shares.values())) * (own / batch.count)
-            means = self.world.sum(means, over="loss")
-        return dict(zip(shares, means, strict=True))
-
-
-class HookedModel:
-    """Model with calls before and after its forward and backward."""
-
-    def __init__(
-        self,
-        inner: StepModel,
-        before: Sequence[Callable[[StepBatch], None]],
-        after: Sequence[Callable[[StepBatch], None]],
-    ) -> None:
-        self.inner, self.before, self.after = inner, before, after
-
-    @property
-    def parts(self) -> list[nn.Module]:
-        """This rank's parts of the network."""
-        return self.inner.parts
-
-    def forward_backward(self, batch: StepBatch) -> Losses:
-        """Run the inner model between the calls."""
-        for call in self.before:
-            call(batch)
-        losses = self.inner.forward_backward(batch)
-        for call in self.after:
-            call(batch)
-        return losses
+            return batches, self.count_of_all(count) if self.count_of_all else count
 
 
 class StepOptimizers:

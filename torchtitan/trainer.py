@@ -35,11 +35,11 @@ class Trainer:
     def step(self) -> None:
         """Run one optimizer step."""
         run, state = self.run, self.run.state
-        batch = next(run.batches)
+        batches, count = next(run.batches)
         lr = run.optimizers.begin(run.schedule(state.step + 1))
-        losses = run.model.forward_backward(batch)
+        losses = run.model.forward_backward(batches, count)
         grad_norm = run.optimizers.norm()
-        status = run.agree(losses, grad_norm, batch.count)
+        status = run.agree(losses, grad_norm, count)
         if run.guard.accepts(status):
             run.optimizers.step(grad_norm, status.highest_norm)
         state.advance(status)

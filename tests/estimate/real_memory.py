@@ -95,7 +95,7 @@ def measured(job: JobConfig) -> Peak:
 
         def tracked(batches: Any) -> Any:
             found = read(batches)  # in part by threads, of which the tracker does not know
-            tracker.track_external(*(t for each in found.microbatches for t in tensors_of(each)))
+            tracker.track_external(*(t for each in found[0] for t in tensors_of(each)))
             return found
 
         with (

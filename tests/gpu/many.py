@@ -25,7 +25,6 @@ from torchtitan.checks import load_job
 from torchtitan.device import Device
 from torchtitan.models import MODELS
 from torchtitan.optim import Optimizers, name_parameters
-from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.world import make_world
 from torchtitan.parts import allocate, lay_out
 from torchtitan.research.simple_fsdp.bucketing import tallies
@@ -128,8 +127,8 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
         device.reset_memory_peak()
         world = make_world(job.degrees(layout.ranks), job.comm, device, dist.group.WORLD)
         model = lay_out(job, world, Timeline(world.device))
-        if isinstance(model.executor, Pipeline):
-            skip_shape_inference(model.executor.schedule)
+        if model.pipeline:
+            skip_shape_inference(model.pipeline.schedule)
         allocate(model, job, world)
         parameters = name_parameters(model.parts, MODELS[job.model.name].role)
         optimizers = Optimizers(parameters, job.optimizer, world.groups["pp"])

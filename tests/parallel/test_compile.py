@@ -355,7 +355,7 @@ def test_cuda_graphs_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for config in (CompileConfig(enable=True), CompileConfig(enable=True, cuda_graphs=True)):
         compile.compiled(torch.sin, config)
         compile.compiled(torch.sin, config, {"epilogue_fusion": False})
-    compile.Recorded().before_pass()
+    compile.begin_recorded_pass()
     own, recorded = {"epilogue_fusion": False}, {"triton.cudagraphs": True}
     assert [each["options"] for each in asked] == [None, own, recorded, recorded | own]
     assert len(marks) == 1

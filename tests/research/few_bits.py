@@ -114,7 +114,7 @@ def spoilt(job: JobConfig) -> tuple[list[float], list[dict[str, Tensor]], list[T
     for run, row in training(job, Device("cpu"), uneven=False):
         losses.append(row["loss"])
         weights.append({name: part.local for name, part in parts(run).items()})
-        model = run.model.model  # type: ignore[attr-defined]
+        model = run.model
         kept = list(model.state().values())
         if len(losses) == 1 and dist.get_rank() == 1:
             linear = model.parts[0].get_submodule("layers.0.attention.wq")

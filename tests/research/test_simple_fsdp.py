@@ -60,7 +60,7 @@ def pieces(job: JobConfig) -> tuple[list[float], dict[str, Piece], list[str]]:
         losses.append(row["loss"])
         if found:
             continue
-        lines = logged(run.model.model.confirm)
+        lines = logged(run.model.sharding.confirm)
         for name, p in run.model.parts[0].named_parameters():
             found[name] = Piece(
                 str(p.placements), local_extent(p), p.grad.dtype, local(p.grad).clone()

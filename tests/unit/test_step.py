@@ -16,8 +16,9 @@ from torchtitan.checkpoint.manifest import Manifest
 from torchtitan.checkpoint.storage import write_manifest_of
 from torchtitan.device import Device
 from torchtitan.logging import logger
+from torchtitan.parallel.model import Losses, ParallelModel
 from torchtitan.resilience.spikes import Guard, SpikesConfig
-from torchtitan.step import Agreement, Flag, HookedModel, StepOptimizers, StepStatus
+from torchtitan.step import Agreement, Flag, StepOptimizers, StepStatus
 from torchtitan.timeline import Timeline
 
 TWO = torch.tensor(2.0)
@@ -169,19 +170,22 @@ def test_weights_change_only_when_they_may(timeline: Timeline, in_backward: bool
     assert set(timeline.take()) == {"other", "clip", "optimizer"}
 
 
-def test_hooks_are_called_around_the_model_in_order() -> None:
+def test_features_are_called_around_the_passes_in_order(timeline: Timeline) -> None:
     done: list[Any] = []
-    inner: Any = SimpleNamespace(
-        parts=["part"], forward_backward=lambda batch: done.append("model") or {"loss": TWO}
-    )
-    batch: Any = "batch"
-    before = [done.append, lambda batch: done.append("before")]
-    after = [lambda batch: done.append("after"), done.append]
-    hooked = HookedModel(inner, before, after)
-    assert hooked.forward_backward(batch) == {"loss": TWO}
-    assert done == ["batch", "before", "model", "after", "batch"]
-    assert hooked.parts == ["part"]
-    assert HookedModel(inner, [], []).forward_backward(batch) == {"loss": TWO}
+
+    class OneRank(ParallelModel):
+        def accumulate(self, batches: Any, count: Tensor) -> Losses:
+            done.append(batches)
+            return {"loss": TWO, "loss/z": TWO / 2}
+
+    alone: Any = SimpleNamespace(sum=lambda shares, over: 3 * shares)
+    nothing: Any = None
+    model = OneRank([], nothing, nothing, nothing, nothing, alone, timeline)
+    model.before_forward = [lambda: done.append("first"), lambda: done.append("second")]
+    model.after_backward = [lambda batches, losses: done.append((batches, losses["loss"].item()))]
+    batches: Any = ["batch"]
+    assert model.forward_backward(batches, TWO) == {"loss": 6.0, "loss/z": 3.0}
+    assert done == ["first", "second", ["batch"], (["batch"], 6.0)]
 
 
 def saved(folder: Path, **counters: Any) -> Manifest:

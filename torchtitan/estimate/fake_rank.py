@@ -187,7 +187,7 @@ def record(
             recorder.mark("step", by_owner=True)
             optimizers.begin(1.0)
             given = [batch.to(device.torch_device) for batch in batches]
-            loss = model.forward_backward(given, torch.ones(()))["loss"]
+            loss = model.accumulate(given, torch.ones(()))["loss"]
             for parameter, name in optimizers.names.items():
                 if parameter.grad is not None:
                     recorder.track([parameter.grad], "gradients", owner(name), on_host=on_host)
@@ -235,8 +235,8 @@ def _track_communicators(
 ) -> None:
     """Record the state of methods of communication, such as their errors so far."""
     owner = _owners(spec, model)
-    sharded = (each for each in model.techniques if isinstance(each, FullyShard))
-    units = [unit.name for each in sharded for unit in each.units]
+    sharding = model.sharding
+    units = [unit.name for unit in sharding.units] if isinstance(sharding, FullyShard) else []
     recorded = sum(each.numel() for each in names)
     whole = sum(p.numel() * recorder.times.get(owner(name), 1) for p, name in names.items())
     for key, state in model.state().items():
@@ -307,30 +307,29 @@ def _lay_out(
             else:
                 follows = "logits" if name in {*last, *extra} else "activations"
                 _mark(block, name, recorder, follows)
-    if isinstance(model.executor, Pipeline):
+    if model.pipeline:
         assert pipeline is not None
-        skip_shape_inference(model.executor.schedule)
-        if pipeline.microbatches < model.executor.microbatches:
-            model.executor.microbatches = pipeline.microbatches
+        skip_shape_inference(model.pipeline.schedule)
+        if pipeline.microbatches < model.pipeline.microbatches:
+            model.pipeline.microbatches = pipeline.microbatches
             rows = {rank: [*map(str, row)] for rank, row in pipeline.orders.items()}
-            abridge(model.executor.schedule, rows, pipeline.microbatches)
+            abridge(model.pipeline.schedule, rows, pipeline.microbatches)
         modules: dict[nn.Module, str] = dict.fromkeys(model.parts, "")
         for part in model.parts:
             for name, block in spec.all_blocks(part).items():
                 # Experts that are gathered by themselves are, too.
                 inside = (m for m in block.modules() if isinstance(m, Experts))
                 modules |= dict.fromkeys([block, *inside], name)
-        for each in model.techniques:
-            if isinstance(each, FullyShard):
-                sharded: list[Any] = each.modules
-                modules = {**dict.fromkeys(sharded, ""), **modules}
-        _mark_actions(model.executor, pipeline, recorder, modules)
+        if isinstance(model.sharding, FullyShard):
+            sharded: list[Any] = model.sharding.modules
+            modules = {**dict.fromkeys(sharded, ""), **modules}
+        _mark_actions(model.pipeline, pipeline, recorder, modules)
     return model, shortened, pipeline
 
 
 def _mark_actions(
-    executor: Pipeline,
-    pipeline: Abridged,
+    pipeline: Pipeline,
+    abridged: Abridged,
     recorder: KernelRecorder,
     units: Mapping[nn.Module, str],
 ) -> None:
@@ -341,17 +340,17 @@ def _mark_actions(
             is_open.append(True)
             for each in opened:
                 for microbatch, received in buffers(each).items():
-                    count = pipeline.times(microbatch, each.stage_index)
+                    count = abridged.times(microbatch, each.stage_index)
                     recorder.track(received, "communication", count=count)
-        is_loss = stage == executor.last and kind != "W"
+        is_loss = stage == pipeline.last and kind != "W"
         of_kind = {"F": "activations", "W": ""}.get(kind, "logits" if is_loss else "recomputed")
-        name, times = f"{stage}{kind}{number}", pipeline.times(number, stage)
+        name, times = f"{stage}{kind}{number}", abridged.times(number, stage)
         recorder.mark(name, kind=of_kind, by_owner=kind == "W", in_action=True, microbatches=times)
         # Schedules with several stages per rank then wait for all that they sent.
         recorder.is_last_action = has_runtime and next(number_of_action) % len(own) == 0
 
-    own = pipeline.orders[dist.get_rank(executor.group)]
-    has_runtime = hasattr(executor.schedule, "_prepare_schedule_with_comms")
+    own = abridged.orders[dist.get_rank(pipeline.group)]
+    has_runtime = hasattr(pipeline.schedule, "_prepare_schedule_with_comms")
     number_of_action = itertools.count(1)
 
     def reduced(unit: nn.Module) -> None:
@@ -361,7 +360,7 @@ def _mark_actions(
     from torch.distributed.fsdp import FSDPModule
 
     is_open: list[bool] = []
-    schedule: Any = executor.schedule
+    schedule: Any = pipeline.schedule
     opened = schedule._stages if hasattr(schedule, "_stages") else [schedule._stage]
     for each in opened:
         mark_actions(each, mark)

@@ -1,12 +1,9 @@
 """Turns a single-device model into this rank's part of a parallel run, in one explicit order."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan import convert
 from torchtitan.models.output import auxiliary_losses
@@ -23,10 +20,11 @@ from torchtitan.parallel import (
 )
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.executor import Executor, Losses, SingleStage
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.loss_terms import AuxiliaryLosses
+from torchtitan.parallel.model import Losses, ParallelModel
 from torchtitan.parallel.pipeline import Pipeline
+from torchtitan.parallel.replication import LocallyUpdatedModel
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.sharding import (
     FSDP2,
@@ -37,9 +35,7 @@ from torchtitan.parallel.sharding import (
     casting,
 )
 from torchtitan.parallel.stages import Stages
-from torchtitan.parallel.technique import Converters, Technique
 from torchtitan.parallel.world import RANK_ROLE, CommConfig, Degrees, Launch, World, open_world
-from torchtitan.tasks import Batch
 from torchtitan.timeline import Timeline
 
 __all__ = [
@@ -52,6 +48,7 @@ __all__ = [
     "Degrees",
     "Launch",
     "Layout",
+    "Losses",
     "ParallelModel",
     "ParallelismConfig",
     "Precision",
@@ -60,88 +57,6 @@ __all__ = [
     "open_world",
     "parallelize",
 ]
-
-
-@dataclass(frozen=True)
-class ParallelModel:
-    """This rank's parts of the model, and the passes through them."""
-
-    parts: list[nn.Module]
-    executor: Executor
-    shard_batch: Callable[[Batch], Batch]
-    """Returns this rank's shard of a batch of whole sequences."""
-    techniques: Sequence[Technique]
-    """Enabled techniques, in the order in which their hooks run."""
-    auxiliary: AuxiliaryLosses
-
-    def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses:
-        """Run forward and backward for the microbatches of one step, accumulating gradients.
-
-        Args:
-            batches: this rank's microbatches, of whole sequences.
-            count: number of units in the global batch (0-d).
-
-        Returns:
-            This rank's shares of the global means of the losses.
-        """
-        for technique in self.techniques:
-            technique.before_pass()
-        shares = self.executor.forward_backward(
-            [self.shard_batch(batch) for batch in batches], count
-        )
-        for technique in self.techniques:
-            technique.after_backward()
-        return shares
-
-    @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
-        """Return this rank's share of the sum of the main loss over `batches` (0-d).
-
-        Expects as many batches as in a training step, each of the same size.
-        """
-        for technique in self.techniques:
-            technique.before_pass()
-        total = self.executor.evaluate([self.shard_batch(batch) for batch in batches])
-        for technique in self.techniques:
-            technique.after_evaluate()
-        return total
-
-    @torch.no_grad()
-    def outputs(self, batch: Batch) -> Tensor | None:
-        """Return the model's outputs for a batch; all ranks call it together.
-
-        None if no rank has the whole outputs, as in a pipeline.
-        """
-        for technique in self.techniques:
-            technique.before_pass()
-        outputs = self.executor.outputs(self.shard_batch(batch))
-        for technique in self.techniques:
-            technique.after_evaluate()
-        return outputs
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the checkpoint state of all techniques on this rank, by name."""
-        return {name: t for technique in self.techniques for name, t in technique.state().items()}
-
-    def start_over(self) -> None:
-        """Reset technique state that no checkpoint provides; all ranks call it together."""
-        for technique in self.techniques:
-            technique.start_over()
-
-    def confirm(self) -> None:
-        """Log what the techniques achieved in the first step; raise if one had no effect."""
-        for technique in self.techniques:
-            technique.confirm()
-
-    def after_update(self) -> None:
-        """Run the hooks of each update, before the weights are read."""
-        for technique in self.techniques:
-            technique.after_update()
-
-    def after_step(self, step: int, is_last: bool) -> None:
-        """Run the hooks that follow each step."""
-        for technique in self.techniques:
-            technique.after_step(step, is_last)
 
 
 def parallelize(
@@ -220,48 +135,10 @@ def parallelize(
             casting.compute_in(part, layout.precision.compute)
     blocks_of_parts = [block for part in parts for block in spec.blocks(part).values()]
     auxiliary.attach(parts, blocks_of_parts, stream)
-    return ParallelModel(
-        parts,
-        _executor(parts, plan, auxiliary, spec, args, layout, world, sharding, timeline),
-        partial(
-            context.shard,
-            rank=dist.get_rank(world.groups["cp"]),
-            size=degrees.cp,
-            balancing=chosen.balancing,
-            window=shape.window if (shape := spec.attention(args)) else 0,
-        ),
-        list(_techniques(parts, plan, spec, layout, world, sharding)),
-        auxiliary,
-    )
+    return _model(parts, plan, auxiliary, spec, args, layout, world, sharding, timeline)
 
 
-def _techniques(
-    parts: list[nn.Module],
-    plan: Stages,
-    spec: ModelSpec[Args],
-    layout: Layout,
-    world: World,
-    sharding: Sharding,
-) -> Iterator[Technique]:
-    """Yield the enabled techniques, in the order in which their hooks run."""
-    blocks = sum(len(spec.all_blocks(part)) for part in parts)
-    if layout.compile.cuda_graphs:
-        yield compile.Recorded()
-    if layout.convert:
-        yield Converters(layout.convert, parts)
-    if world.degrees.tp > 1:
-        yield tensor.SplitGradients(parts)
-    if layout.parallelism.enable_async_tensor_parallel and blocks:
-        yield async_tensor.Overlap()
-    if layout.shards(world.degrees):
-        yield sharding
-    yield from layout.open_replicas(world, parts)
-    if layout.compile.enable:
-        has_loss = plan.ranks[-1] == world.stage_rank
-        yield compile.CompileMonitor(layout.compile, blocks, has_loss)
-
-
-def _executor(
+def _model(
     parts: list[nn.Module],
     plan: Stages,
     auxiliary: AuxiliaryLosses,
@@ -271,19 +148,48 @@ def _executor(
     world: World,
     sharding: Sharding,
     timeline: Timeline,
-) -> Executor:
+) -> ParallelModel:
+    """Return the model of these parts, with the calls around its passes in order."""
+    degrees, replicas = world.degrees, layout.open_replicas(world, parts)
+    runs_apart = layout.communication.replicas.runs_apart and degrees.dp_replicate > 1
     loss_of_outputs = layout.loss_of_outputs(world, spec, args, auxiliary)
-    if world.degrees.pp == 1:
-        return SingleStage(parts[0], loss_of_outputs, sharding, auxiliary, timeline)
-    return Pipeline(
+    model = (LocallyUpdatedModel if runs_apart else ParallelModel)(
         parts,
-        plan,
-        world.groups["pp"],
-        layout.parallelism,
-        microbatches=layout.parallelism.microbatches(layout.local_batch_size),
-        shapes=layout.shapes(world, spec, args, plan),
-        loss=loss_of_outputs,
-        device=world.device.torch_device,
-        auxiliary=auxiliary,
-        timeline=timeline,
+        loss_of_outputs,
+        partial(
+            context.shard,
+            rank=dist.get_rank(world.groups["cp"]),
+            size=degrees.cp,
+            balancing=layout.parallelism.balancing,
+            window=shape.window if (shape := spec.attention(args)) else 0,
+        ),
+        sharding,
+        auxiliary,
+        world,
+        timeline,
+        replicas=replicas,
     )
+    if degrees.pp > 1:
+        model.pipeline = Pipeline(
+            parts,
+            plan,
+            world.groups["pp"],
+            layout.parallelism,
+            microbatches=layout.parallelism.microbatches(layout.local_batch_size),
+            shapes=layout.shapes(world, spec, args, plan),
+            loss=loss_of_outputs,
+            device=world.device.torch_device,
+            timeline=timeline,
+        )
+    if layout.compile.cuda_graphs:
+        model.before_pass.append(compile.begin_recorded_pass)
+    if layout.convert:
+        model.before_pass.append(partial(convert.before_pass, layout.convert, parts))
+    if degrees.tp > 1:
+        model.complete_gradients.append(partial(tensor.complete_gradients, parts))
+    if layout.shards(degrees):
+        model.complete_gradients.append(sharding.complete_gradients)
+    if replicas:
+        model.before_pass.append(replicas.before_pass)
+        model.complete_gradients.append(replicas.complete_gradients)
+    return model

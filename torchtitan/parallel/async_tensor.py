@@ -9,7 +9,6 @@ silent when it finds none, so the fused operators are counted here.
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from torchtitan.logging import logger
-from torchtitan.parallel.technique import Technique
 from torchtitan.torch_private.compiler import compiler_counts
 from torchtitan.torch_private.graphs import enable_symmetric_memory, fuse_tensor_parallelism
 
@@ -86,14 +84,6 @@ def fused() -> Fused:
     """Return the numbers of operators that this process has fused so far."""
     counts = compiler_counts()["inductor"]
     return Fused(*(sum(counts[name] for name in names) for names in (GATHERS, SCATTERS)))
-
-
-@dataclass(frozen=True)
-class Overlap(Technique):
-    """Check after the first step that asynchronous tensor parallelism took effect."""
-
-    def confirm(self) -> None:
-        confirm()
 
 
 def confirm() -> None:

@@ -13,7 +13,6 @@ Features that move parameters, or accumulate gradients over several passes, are 
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,6 @@ from torch import nn
 from torchtitan.config import Config, Context, Problem, local_path
 from torchtitan.device import compiles_for_cpu
 from torchtitan.logging import logger
-from torchtitan.parallel.technique import Technique
 from torchtitan.torch_private.compiler import (
     compilations,
     compiler_counts,
@@ -124,7 +122,7 @@ def compiled(
     )
 
 
-class CompileMonitor(Technique):
+class CompileMonitor:
     """Reports graphs, graph breaks and recompilations of this rank's part of the model."""
 
     def __init__(self, config: CompileConfig, blocks: int, has_loss: bool) -> None:
@@ -177,22 +175,19 @@ def _number(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-@dataclass(frozen=True)
-class Recorded(Technique):
-    """Passes that are recorded as CUDA graphs."""
+def begin_recorded_pass() -> None:
+    """Mark the outputs of the last pass of CUDA graphs as consumed: they may be overwritten.
 
-    def before_pass(self) -> None:
-        """Mark the outputs of the last pass as consumed: their memory may be overwritten.
+    Each block is a graph of its own, which torch would otherwise take for a whole pass.
+    """
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
-        Each block is a graph of its own, which torch would otherwise take for a whole pass.
-        """
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
-    def confirm(self) -> None:
-        """Warn of graphs that were not recorded."""
-        if skipped := compiler_counts()["inductor"]["cudagraph_skips"]:
-            logger.warning(
-                "compile: %d graphs were not recorded as CUDA graphs; TORCH_LOGS=perf_hints "
-                "shows the reasons",
-                skipped,
-            )
+def warn_of_unrecorded() -> None:
+    """Warn of graphs that were not recorded as CUDA graphs, after the first step."""
+    if skipped := compiler_counts()["inductor"]["cudagraph_skips"]:
+        logger.warning(
+            "compile: %d graphs were not recorded as CUDA graphs; TORCH_LOGS=perf_hints "
+            "shows the reasons",
+            skipped,
+        )

@@ -1,7 +1,7 @@
 """The layout of a model: all settings of its parallelism, and properties derived from several."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.parallel.pipeline import Shapes
-from torchtitan.parallel.replication import Replicas, replicas
+from torchtitan.parallel.replication import Replicas, open_replicas
 from torchtitan.parallel.settings import ParallelismConfig, Precision, ReshardPolicy
 from torchtitan.parallel.sharding import FSDP2, Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.stages import Stages
@@ -113,11 +113,11 @@ class Layout:
         )
         return self.sharding.open(target)
 
-    def open_replicas(self, world: World, parts: Sequence[nn.Module]) -> Iterator[Replicas]:
-        """Yield the synchronization of replicas of `parts`, if any is needed."""
+    def open_replicas(self, world: World, parts: Sequence[nn.Module]) -> Replicas | None:
+        """Return the synchronization of replicas of `parts`, if any is needed."""
         device = torch.device("cpu") if self.cpu_offload else world.device.torch_device
         config, group = self.communication.replicas, world.groups["dp_replicate"]
-        return replicas(config, parts, group, device)
+        return open_replicas(config, parts, group, device)
 
     def sample(self, spec: ModelSpec[Args], args: Args) -> SampleShapes:
         """Return the shapes of a whole sample."""

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.config import local_path
-from torchtitan.parallel.executor import Losses
-from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.parallel.schedules import SCHEDULES, forward_steps
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.stages import Stages
@@ -57,7 +55,6 @@ class Pipeline:
         shapes: Shapes,
         loss: LossFunction | None,
         device: torch.device,
-        auxiliary: AuxiliaryLosses,
         timeline: Timeline,
     ) -> None:
         """
@@ -76,7 +73,6 @@ class Pipeline:
         self.shapes = shapes
         self.loss = loss
         self.device = device
-        self.auxiliary = auxiliary
         self.timeline = timeline
         self.count = torch.ones((), device=device)  # units in the current global batch
         self.schedule = self._make_schedule(config)
@@ -139,17 +135,11 @@ class Pipeline:
     def _share(self, end: Tensor, targets: Tensor) -> Tensor:
         return self._loss(end, targets) / self.count
 
-    def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses:
-        """Run a step's batches and return this rank's shares of the global mean losses.
+    def backward(self, batches: Sequence[Batch], count: Tensor) -> Tensor:
+        """Run a step's forwards and backwards; return this rank's share of the mean main loss.
 
-        The ranks with the last stage have the whole main loss, and each stage has the auxiliary
-        losses of its blocks. Gradients accumulate.
+        The ranks with the last stage have all of it. Gradients accumulate.
         """
-        with self.auxiliary.recording(count) as shares:
-            share = self._train(batches, count)
-        return shares | {"loss": share + shares["loss"]}
-
-    def _train(self, batches: Sequence[Batch], count: Tensor) -> Tensor:
         self.count = count
         share = torch.zeros((), device=self.device)
         for batch in batches:
@@ -200,10 +190,6 @@ class Pipeline:
                     messages.append(self._message(dist.irecv, x, rank))
             _exchange(messages)
         return total
-
-    def outputs(self, batch: Batch) -> Tensor | None:
-        """Return None: outputs stay on the last stage."""
-        return None
 
     def _message(self, kind: Any, tensor: Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, group=self.group, group_peer=rank)

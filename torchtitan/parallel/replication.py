@@ -10,11 +10,12 @@ from torch.distributed import ProcessGroup
 from torchtitan.comm import ReplicaReducer, ReplicasConfig, Unit
 from torchtitan.digest import digest
 from torchtitan.optim.norm import local
-from torchtitan.parallel.technique import Technique
+from torchtitan.parallel.model import Losses, ParallelModel
+from torchtitan.tasks import Batch
 from torchtitan.torch_private.collectives import all_gather
 
 
-class Replicas(Technique):
+class Replicas:
     """Synchronizes gradients after each backward, unless the sharding did."""
 
     def __init__(
@@ -39,13 +40,18 @@ class Replicas(Technique):
             for name, parameter in part.named_parameters():
                 yield name, local(parameter)
 
-    def after_backward(self) -> None:
+    def before_pass(self) -> None:
+        """Prepare for an update; weights may have changed."""
+
+    def complete_gradients(self) -> None:
+        """Sum the gradients of a step over replicas."""
         if self.agree is not None:
             named = (pair for part in self.parts for pair in part.named_parameters())
             self.agree({name: local(p.grad) for name, p in named if p.grad is not None})
 
     @torch.no_grad()
     def after_update(self) -> None:
+        """Verify weights, or synchronize their changes, after the optimizers updated them."""
         self.updates += 1
         self.verify()
 
@@ -67,7 +73,11 @@ class Replicas(Technique):
             )
 
     def state(self) -> dict[str, Tensor]:
+        """Return per-rank state to checkpoint, by name (`Communicator.state`)."""
         return _named(self.agree.state()) if self.agree is not None else {}
+
+    def start_over(self) -> None:
+        """Set state that no checkpoint provides and that does not start from zeros."""
 
 
 class LocalUpdates(Replicas):
@@ -96,7 +106,6 @@ class LocalUpdates(Replicas):
     @torch.no_grad()
     def start_over(self) -> None:
         """Measure changes from the first replica's weights, since the others' may differ."""
-        super().start_over()
         for name, own in self.parameters():
             self.agreed[name].copy_(own)
             dist.broadcast(self.agreed[name], group=self.group, group_src=0)
@@ -108,7 +117,7 @@ class LocalUpdates(Replicas):
             for name, own in self.parameters():
                 self.agreed[name].copy_(own)
 
-    def after_backward(self) -> None:
+    def complete_gradients(self) -> None:
         """Do nothing: gradients are local to each replica."""
 
     @torch.no_grad()
@@ -142,13 +151,29 @@ def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"replicas.{name}": tensor for name, tensor in tensors.items()}
 
 
-def replicas(
+def open_replicas(
     config: ReplicasConfig, parts: Sequence[nn.Module], group: ProcessGroup, device: torch.device
-) -> Iterator[Replicas]:
-    """Yield the synchronization of replicas of `parts`; none without replicas or agreement."""
+) -> Replicas | None:
+    """Return the synchronization of replicas of `parts`; None without replicas or agreement."""
     if group.size() == 1 or config.steps_apart is None:
-        return
+        return None
     if config.runs_apart:
-        yield LocalUpdates(config, parts, group, device)
-    elif not config.in_backward or config.steps_verified:
-        yield Replicas(config, parts, group, device)
+        return LocalUpdates(config, parts, group, device)
+    if not config.in_backward or config.steps_verified:
+        return Replicas(config, parts, group, device)
+    return None
+
+
+class LocallyUpdatedModel(ParallelModel):
+    """Model whose replicas make their own updates.
+
+    The gradient of each is that of the mean over its own targets; losses are still global means, to
+    which each replica contributes.
+    """
+
+    def _train(self, batches: Sequence[Batch], count: Tensor) -> Losses:
+        own = torch.stack([batch.count() for batch in batches]).sum()
+        with self.timeline.phase("sync"):
+            own = self.world.sum(own, over="dp_shard").clamp(min=1)
+        shares = self.accumulate(batches, own)
+        return self.sum_over_ranks({name: each * (own / count) for name, each in shares.items()})

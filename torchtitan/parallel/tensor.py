@@ -26,8 +26,7 @@ rank keeps a part of its sequence; without, every rank keeps all of it.
 Weights become DTensors; modules exchange plain tensors.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +39,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.convert import Wire
 from torchtitan.models.experts import Experts, Router
 from torchtitan.models.spec import TensorRole
-from torchtitan.parallel.technique import Technique
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -264,14 +262,9 @@ SPLIT: dict[type[nn.Module], type[nn.Module]] = {Router: SplitRouter, Experts: S
 make blocks differ for the compiler."""
 
 
-@dataclass(frozen=True)
-class SplitGradients(Technique):
-    """Completion of tensor-parallel gradients after a backward."""
-
-    parts: Sequence[nn.Module]
-
-    def after_backward(self) -> None:
-        redistribute_grads(p for part in self.parts for p in part.parameters())
+def complete_gradients(parts: Iterable[nn.Module]) -> None:
+    """Complete the tensor-parallel gradients of `parts` after a backward."""
+    redistribute_grads(p for part in parts for p in part.parameters())
 
 
 def redistribute_grads(parameters: Iterable[Tensor]) -> None:

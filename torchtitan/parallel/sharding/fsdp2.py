@@ -286,7 +286,7 @@ class FullyShard(Sharding):
             for name, tensor in way.state().items()
         }
 
-    def after_backward(self) -> None:
+    def complete_gradients(self) -> None:
         for way in self.ways.values():
             way.end_step()
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.comm import CommunicationConfig
@@ -15,7 +15,6 @@ from torchtitan.optim.matrices import MatrixSharding
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import Precision, ReshardPolicy
 from torchtitan.parallel.stages import Unit
-from torchtitan.parallel.technique import Technique
 from torchtitan.parallel.work import Part, Traffic
 
 
@@ -49,7 +48,7 @@ class ShardingTarget:
     """Loss chunk size in vocabulary entries; 0 computes the loss from logits."""
 
 
-class Sharding(Technique):
+class Sharding:
     """Sharding of the parts of a model that this rank has."""
 
     def compile_options(
@@ -69,6 +68,23 @@ class Sharding(Technique):
 
     def before_backward(self, is_last: bool) -> None:
         """Prepare the backward of a microbatch, not in a pipeline; `is_last`: the step's last."""
+
+    def complete_gradients(self) -> None:
+        """Complete the gradients of a step on this rank, after its last backward."""
+
+    def after_evaluate(self) -> None:
+        """Act after the forwards of an evaluation, which no backward follows."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return per-rank state to checkpoint, by name (`Communicator.state`)."""
+        return {}
+
+    def confirm(self) -> None:
+        """Log the effect of the sharding, after the first step.
+
+        Raises:
+            RuntimeError: if it had none.
+        """
 
 
 class ShardingConfig(Config):

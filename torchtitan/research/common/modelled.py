@@ -225,7 +225,7 @@ class ModelledRun:
         """Return a batch's gradients on each rank that shares its sequences, and its loss."""
         model = run.model.parts[0]
         with _split(model, self.context) as parts:
-            shares = run.model.model.forward_backward([batch], count)  # type: ignore[attr-defined]
+            shares = run.model.accumulate([batch], count)
         return parts(), float(shares["loss"])
 
     def _gathered(self, replica: int, weights: Tensors) -> Tensors:

@@ -1,12 +1,15 @@
 """QK-clip as a feature of a run: logits are measured in a step, and heads scaled after it."""
 
+from collections.abc import Sequence
+
+from torchtitan.data import Batch
 from torchtitan.features import Hooks
 from torchtitan.models import MODELS
+from torchtitan.parallel import Losses
 from torchtitan.parts import Parts
 from torchtitan.research.qk_clip.attention_logits import LargestLogits, attentions
 from torchtitan.research.qk_clip.scaling import QKClip, heads_of
 from torchtitan.research.qk_clip.settings import MuonClip
-from torchtitan.step import StepBatch
 
 
 def logit_limit(parts: Parts) -> Hooks:
@@ -36,12 +39,12 @@ class LogitLimit:
         )
         self.largest = self.logits.all
         self.hooks = Hooks(
-            before_forward=lambda batch: self.logits.begin(),
+            before_forward=self.logits.begin,
             after_backward=self.measure,
             after_update=self.apply,
         )
 
-    def measure(self, batch: StepBatch) -> None:
+    def measure(self, batches: Sequence[Batch], losses: Losses) -> None:
         """Agree on the largest logits of the step, and record the largest of all."""
         self.largest = self.logits.agree()
         self.meter.record(max_attention_logit=self.largest.max())

@@ -182,7 +182,7 @@ class Ring(Sharding):
         weights = {matrix.weight for matrix in self.matrices.values()}
         gathered.apply(part, target.mesh, target.tensor_mesh, target.precision, without=weights)
 
-    def after_backward(self) -> None:
+    def complete_gradients(self) -> None:
         """Sum gradients over replicas after the ring has accumulated them."""
         for group in self.copies:
             for weight, _ in self.matrices.values():

@@ -1,77 +1,43 @@
-"""A step among replica groups: wrappers around its batches, its model and the guard of its update.
+"""A step among replica groups, as calls around its batches, its model and its update.
 
-What `ReplicaGroup` says in one place is what these ask, in the order of a step: the groups meet
-before its data is read, add up targets, losses and gradients, and decide together whether it
-counts. The norm by which gradients are clipped is the largest of theirs, `ReplicaGroup.max`.
+`ReplicaGroup` does in one place what these ask for, in the order of a step: the groups meet before
+data is read, add up targets, losses and gradients, and decide together whether the step counts.
+Gradients are clipped by the largest of the groups' norms, `ReplicaGroup.max`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.checkpoint import TrainState
+from torchtitan.data import Batch
 from torchtitan.metrics import Meter
+from torchtitan.parallel import Losses
 from torchtitan.resilience.replica_groups.group import ReplicaGroup
-from torchtitan.step import Batches, Losses, StepBatch, StepModel, StepStatus, UpdateGuard
+from torchtitan.step import StepStatus, UpdateGuard
 from torchtitan.timeline import Timeline
 
 
-class GroupBatches:
-    """Batches that are read when all groups have met, with the targets of all of them."""
-
-    def __init__(
-        self,
-        inner: Batches,
-        group: ReplicaGroup,
-        state: TrainState,
-        meter: Meter,
-        timeline: Timeline,
-    ) -> None:
-        self.inner, self.group, self.state = inner, group, state
-        self.meter, self.timeline = meter, timeline
-
-    def __next__(self) -> StepBatch:
-        before = self.state.step
-        groups = self.group.start_quorum(before)
-        if self.state.step != before:
-            self.meter.rewind_to(self.state.step, self.state.tokens)
-        if groups is not None:
-            self.meter.event(self.state.step, "groups", groups=groups)
-        batch = next(self.inner)
-        with self.timeline.phase("sync"):
-            return StepBatch(batch.microbatches, self.group.count(batch.count))
-
-    @property
-    def close(self) -> Callable[[], None]:
-        """Stops the threads that read ahead."""
-        return self.inner.close
+def meet(group: ReplicaGroup, state: TrainState, meter: Meter) -> None:
+    """Wait for all groups before a step; one that is behind takes over the state of another."""
+    before = state.step
+    groups = group.start_quorum(before)
+    if state.step != before:
+        meter.rewind_to(state.step, state.tokens)
+    if groups is not None:
+        meter.event(state.step, "groups", groups=groups)
 
 
-class GroupModel:
-    """A model whose losses and gradients are added up over the groups."""
-
-    def __init__(
-        self,
-        inner: StepModel,
-        group: ReplicaGroup,
-        gradients: Callable[[], Iterable[Tensor]],
-        timeline: Timeline,
-    ) -> None:
-        """`gradients` returns those of this rank, which are changed in place."""
-        self.inner, self.group = inner, group
-        self.gradients, self.timeline = gradients, timeline
-
-    @property
-    def parts(self) -> list[nn.Module]:
-        """This rank's parts of the network."""
-        return self.inner.parts
-
-    def forward_backward(self, batch: StepBatch) -> Losses:
-        """Run the inner model, and sum losses and gradients over all groups."""
-        losses = self.inner.forward_backward(batch)
-        with self.timeline.phase("sync"):
-            self.group.sum([*losses.values(), *self.gradients()])
-        return losses
+def add_up(
+    group: ReplicaGroup,
+    gradients: Callable[[], Iterable[Tensor]],
+    timeline: Timeline,
+    batches: Sequence[Batch],
+    losses: Losses,
+) -> None:
+    """Sum the losses and gradients of a step over all groups, in place."""
+    with timeline.phase("sync"):
+        group.sum([*losses.values(), *gradients()])
 
 
 class GroupGuard:
