@@ -131,7 +131,7 @@ def profile_step(steps: int = 20) -> dict[str, float]:
         seconds["/".join([*Path(file).parts[-2:], name])] = cumulative
     total = seconds["torchtitan/trainer.py/step"]
     parts = {
-        "forward and backward": seconds["parallel/model.py/forward_backward"],
+        "forward and backward": seconds["parallel/parallel_model.py/forward_backward"],
         "clipping and optimizer": seconds["optim/optimizer_group.py/clip"]
         + seconds["optim/optimizer_group.py/step"],
     }

@@ -16,7 +16,7 @@ from torchtitan.checkpoint.manifest import Manifest
 from torchtitan.checkpoint.storage import write_manifest_of
 from torchtitan.device import Device
 from torchtitan.logging import logger
-from torchtitan.parallel.model import Losses, ParallelModel
+from torchtitan.parallel.parallel_model import Losses, ParallelModel
 from torchtitan.resilience.spikes import Guard, SpikesConfig
 from torchtitan.step import Agreement, Flag, StepOptimizers, StepStatus
 from torchtitan.timeline import Timeline

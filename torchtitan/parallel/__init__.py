@@ -22,7 +22,7 @@ from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.loss_terms import AuxiliaryLosses
-from torchtitan.parallel.model import Losses, ParallelModel
+from torchtitan.parallel.parallel_model import Losses, ParallelModel
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.replication import LocallyUpdatedModel
 from torchtitan.parallel.settings import ParallelismConfig

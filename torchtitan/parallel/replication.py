@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torchtitan.comm import ReplicaReducer, ReplicasConfig, Unit
 from torchtitan.digest import digest
 from torchtitan.optim.norm import local
-from torchtitan.parallel.model import Losses, ParallelModel
+from torchtitan.parallel.parallel_model import Losses, ParallelModel
 from torchtitan.tasks import Batch
 from torchtitan.torch_private.collectives import all_gather
 
