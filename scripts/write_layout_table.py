@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan.checks import load_job
-from torchtitan.checks.memory_limits import of_rank
+from torchtitan.checks.memory import model_states
 from torchtitan.config import RecipeError
 from torchtitan.device import GIB
 from torchtitan.estimate.plan import Plan, plan
@@ -95,8 +95,7 @@ def sizing(recipe: str, seq_len: int, gpus: int, room: float) -> Sizing | None:
             continue  # the ranks or the batch do not divide
         if job.degrees(gpus).pp > job.parallelism.microbatches(job.local_batch(job.degrees(gpus))):
             continue  # most stages would wait
-        bounds = of_rank(job, gpus)
-        if bounds is None or bounds.least().on_device > room:
+        if model_states(job, gpus).device > room / GIB:
             continue
         planned = plan(job, gpus, capacity_gib=room / GIB, probe=0)
         if planned.fits:

@@ -11,8 +11,7 @@ from tests.layouts import LAYOUTS
 from tests.research import layouts as research
 from tests.sources import ROOT
 from tests.test_docs import prose
-from torchtitan.checks import load_job, memory_bounds
-from torchtitan.device import GIB
+from torchtitan.checks import load_job
 from torchtitan.estimate import device_streams, libraries, search
 from torchtitan.estimate import plan as plans
 from torchtitan.estimate.hardware import find_hardware
@@ -58,8 +57,6 @@ def stated(page: str) -> Iterator[str]:
     device = find_hardware("h100")
     yield f"({device.communicator_gib:g} GiB, and {libraries.PAIR_GIB:.2f} GiB for each rank"
     yield "an MFU above 1"
-    yield f"{memory_bounds.OUTSIDE // GIB} GiB for libraries"
-    yield f"the {memory_bounds.OUTSIDE // GIB} GiB it"
     yield f"take {device_streams.CONTENTION:g} times as long"
     yield f"at least {search.LEAST} layouts"
     yield f"the best {search.TOP}, or after"

@@ -25,8 +25,9 @@ from torchtitan.checkpoint import (
     on_rank_0,
 )
 from torchtitan.checkpoint.settings import NOTHING_SAVED
-from torchtitan.checks import TOKENIZER, load_job, problems
+from torchtitan.checks import load_job, problems
 from torchtitan.checks.divisibility import BATCH
+from torchtitan.checks.memory import problems_of_memory
 from torchtitan.config import (
     ConfigError,
     PlannedWorld,
@@ -39,7 +40,6 @@ from torchtitan.config import (
     split_recipe,
 )
 from torchtitan.device import Device, pick
-from torchtitan.estimate.fitting import misfits, room
 from torchtitan.flight_recorder import Recorder
 from torchtitan.inputs import (
     open_stream,
@@ -86,8 +86,6 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             launch.size,
             device.type,
             local_ranks=launch.local_size,
-            # Ranks that find the same exit at once, upon which torchrun ends this one.
-            seeks_changes=launch.size == 1,
         )
         job = recipe.config
         # Our launcher labels each line with its rank.
@@ -178,8 +176,6 @@ def prepare(
         logger.warning(NOTHING_SAVED)
     if about_batch:
         logger.info("note: %s", about_batch)
-    for note in room(recipe.config, launch.size, launch.local_size, device):
-        logger.warning("%s", recipe.line(note))
     if launch.restart:
         where = start.path or "the beginning"
         ranks = f"{launch.size} rank{'s' * (launch.size > 1)}"
@@ -261,13 +257,8 @@ def read(
     *,
     local_ranks: int,
     may_restart: bool = False,
-    seeks_changes: bool = True,
 ) -> Recipe[JobConfig]:
     """Read and check the recipe for `ranks` ranks, `local_ranks` of them on this machine.
-
-    Args:
-        seeks_changes: whether to look for changes after which a run that cannot fit does, which
-            takes seconds or minutes.
 
     Raises:
         ConfigError: with every mistake found.
@@ -284,12 +275,8 @@ def read(
         local_ranks=local_ranks,
     )
 
-    def load(ranks: int, more: Sequence[str]) -> JobConfig:
-        return load_job(path, [*flags, *more], ranks, device_type, exempt=(TOKENIZER,)).config
-
     least = ranks if isinstance(ranks, int) else ranks[0]
-    seek = load if seeks_changes else None
-    recipe.refuse(misfits(recipe.config, least, local_ranks, device_type, seek))
+    recipe.refuse(problems_of_memory(recipe.config, least, local_ranks, device_type))
     recipe.refuse(problems_of_task(recipe.config))
     recipe.refuse(problems_of_files(recipe.config))
     recipe.refuse(problems_of_stream(recipe.config, least, is_new=False))

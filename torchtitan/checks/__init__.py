@@ -21,7 +21,6 @@ from torchtitan.checks import (
     converting,
     divisibility,
     limits,
-    memory_limits,
     mixtures,
     model,
     optimizing,
@@ -93,15 +92,14 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     validating.whole,
     validating.held_out,
     validating.picture,
-    memory_limits.samples,
+    limits.samples,
     limits.bfloat16,
 )
 
 
-TOKENIZER = "model.tokenizer_path"
 ELSEWHERE = (
-    *(TOKENIZER, "data.dataset_path", "data.sources.*.path", "validation.dataset_path"),
-    "checkpoint.initial_load_path",
+    *("model.tokenizer_path", "data.dataset_path", "data.sources.*.path"),
+    *("validation.dataset_path", "checkpoint.initial_load_path"),
 )
 """Keys of files that need not be on the machine where a recipe is planned, or a job prepared."""
 

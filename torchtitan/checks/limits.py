@@ -1,9 +1,13 @@
 """Limits of any run: of numbers, checked first as other rules would loop up to them; of a CPU."""
 
+import math
 from collections.abc import Iterator
 
+import torch
+
+from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem
-from torchtitan.device import cpu_has_bfloat16
+from torchtitan.device import GIB, cpu_has_bfloat16
 from torchtitan.job import JobConfig
 from torchtitan.models.settings import MAX_LAYERS, MAX_SIZE
 
@@ -24,6 +28,8 @@ MOST = {
     "validation.steps": 2**40,
     "training.steps": 2**40,
 }
+ANY_MACHINE = 64 * 1024
+"""GiB; more than a process has on any machine."""
 
 
 def numbers(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
@@ -34,6 +40,25 @@ def numbers(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         value = values.get(key)
         if isinstance(value, int) and value > limit:
             yield Problem(key, f"wanted at most {limit:,}")
+
+
+def samples(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Check that one tensor of the hidden states of a rank's samples fits in any machine."""
+    model, degrees = model_of(job), job.degrees(world.ranks or job.parallelism.least_ranks)
+    if model is None or min(degrees) < 1:
+        return
+    is_in_pipeline, batch = degrees.pp > 1, job.local_batch(degrees)
+    sequences = job.parallelism.pipeline_parallel_microbatch_size if is_in_pipeline else batch
+    elements = sequences * math.prod(model.spec.shapes(model.args, job.training.seq_len).hidden)
+    itemsize = getattr(torch, job.training.mixed_precision_param).itemsize
+    held = elements * itemsize / (degrees.cp * degrees.tp) / GIB
+    if held > ANY_MACHINE:
+        yield Problem(
+            "training.seq_len",
+            f"with training.local_batch_size {batch:,} the samples of a rank take {held:,.0f} "
+            "GiB; no machine has that much memory",
+            ("training.local_batch_size", "model"),
+        )
 
 
 def bfloat16(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

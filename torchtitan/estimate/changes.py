@@ -4,9 +4,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torchtitan.checks.memory_limits import of_rank
+from torchtitan.checks.memory import model_states
 from torchtitan.config import RecipeError
-from torchtitan.device import GIB
 from torchtitan.estimate.compiled import SharedGraphs
 from torchtitan.estimate.plan import Plan, plan
 from torchtitan.job import JobConfig
@@ -80,15 +79,14 @@ def changes(
 
 
 def _loaded(load: Load, before: Plan) -> Iterator[tuple[int, tuple[str, ...], JobConfig]]:
-    """Yield the candidates that are valid, and that a lower bound of the memory lets fit."""
+    """Yield the candidates that are valid, and whose model states fit."""
     assert before.capacity_gib is not None
     for ranks, flags in _candidates(before):
         try:
             job = load(ranks, flags)
         except RecipeError:
             continue
-        bounds = of_rank(job, ranks)
-        if bounds and bounds.least().on_device / GIB <= before.capacity_gib:
+        if model_states(job, ranks).device <= before.capacity_gib:
             yield ranks, flags, job
 
 

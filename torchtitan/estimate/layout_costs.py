@@ -37,8 +37,9 @@ from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.optim import name_parameters, state_bytes
 from torchtitan.parallel.schedules import SCHEDULES
 
-KEPT_COMPILED = 0.8
-"""Share of the counted activations of a block that compiled code keeps, about."""
+KEPT, KEPT_COMPILED = 1.4, 1.1
+"""Elements that a block keeps for its backward, and those that compiled code keeps, relative to the
+inputs and outputs of its matrices, about."""
 CONTEXT = 0.15
 """Additional time of the computation for each doubling of context parallelism, about: plans of 405B
 on 512 H100 with a degree of 4 compute for 30 % longer."""
@@ -121,7 +122,7 @@ class LayoutCosts:
         size, laps = sequences(layout), laps_of(layout)
         positions = size * job.training.seq_len / cp
         each = recomputation(layout).kept * block / tp
-        each *= KEPT_COMPILED if job.compile.compiles("model") else 1.0
+        each *= KEPT_COMPILED if job.compile.compiles("model") else KEPT
         streams = 2 * width / (1 if job.parallelism.disable_sequence_parallel else tp)
         kept = positions * (each + streams) * layers / pp * _in_flight(layout)
         if layout[MODE] == "full":  # the block that is recomputed
@@ -206,12 +207,16 @@ class LayoutCosts:
 
     @cached_property
     def _block(self) -> tuple[int, int, float]:
-        """Number of blocks, width of the hidden states, bytes that a block keeps of a position."""
+        """Number of blocks, width of the hidden states, bytes of a position in its matrices."""
         spec, args = MODELS[self.job.model.name], self.job.model_args()
-        names = [*spec.blocks(self._network)]
-        shape = spec.shapes(args, self.job.training.seq_len).after(names[0])
-        compute = getattr(torch, self.job.training.mixed_precision_param).itemsize
-        return len(names), shape[1], spec.kept_by_block(args, compute, names[0])
+        blocks = spec.blocks(self._network)
+        name, block = next(iter(blocks.items()))
+        shape = spec.shapes(args, self.job.training.seq_len).after(name)
+        matrices = [parameter.shape for parameter in block.parameters() if parameter.ndim > 1]
+        # Of experts, which are stacked, a position uses a few.
+        used = sum(sum(s[-2:]) * (self._choices if len(s) == 3 else 1) for s in matrices)
+        itemsize = getattr(torch, self.job.training.mixed_precision_param).itemsize
+        return len(blocks), shape[1], used * itemsize
 
     @cached_property
     def _outputs(self) -> int:

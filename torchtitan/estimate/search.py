@@ -24,9 +24,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from torchtitan.checks import ELSEWHERE, is_error_of, problems
-from torchtitan.checks.memory_limits import of_rank
 from torchtitan.config import PlannedWorld
-from torchtitan.device import GIB
 from torchtitan.estimate.hardware import Hardware
 from torchtitan.estimate.layout_costs import LayoutCosts, sequences
 from torchtitan.estimate.layouts import (
@@ -190,8 +188,8 @@ def search(
         """Plan the next layout that is valid and may fit, in another process."""
         while left(found.planned + len(running)) != 0 and (cost := next_cost()):
             changed = with_changes(job, cost.layout)
-            if count := _unusable(changed, ranks, device_type, costs.room(cost.layout)):
-                setattr(found, count, getattr(found, count) + 1)
+            if _is_refused(changed, ranks, device_type):
+                found.refused += 1
                 continue
             ours, theirs = fork.Pipe(False)
             errors = folder / f"{time.monotonic_ns()}"
@@ -227,7 +225,9 @@ def search(
 
 
 def _cost(costs: LayoutCosts, layout: Changes) -> Cost:
-    return Cost(costs.seconds(layout), costs.gib(layout) / costs.room(layout), layout)
+    room = costs.room(layout)
+    share = costs.gib(layout) / room if room > 0 else math.inf
+    return Cost(costs.seconds(layout), share, layout)
 
 
 def _queue(costs: LayoutCosts, own: Changes, found: SearchResult) -> tuple[LayoutQueue, bool]:
@@ -243,15 +243,10 @@ def _queue(costs: LayoutCosts, own: Changes, found: SearchResult) -> tuple[Layou
     return LayoutQueue(may_fit), len(may_fit) <= ALL
 
 
-def _unusable(job: JobConfig, ranks: int, device_type: str, capacity: float) -> str | None:
-    """Return the count in `SearchResult` that a layout without a plan belongs to."""
+def _is_refused(job: JobConfig, ranks: int, device_type: str) -> bool:
+    """Whether the checks of recipes refuse a layout."""
     found = problems(job, PlannedWorld(ranks, device_type))
-    if any(each.severity == "error" and not is_error_of(each, ELSEWHERE) for each in found):
-        return "refused"
-    needs = of_rank(job, ranks)
-    if needs and needs.least().on_device / GIB > capacity:
-        return "without_room"
-    return None
+    return any(each.severity == "error" and not is_error_of(each, ELSEWHERE) for each in found)
 
 
 def _plan_one(

@@ -68,14 +68,6 @@ class DecoderArgs:
         return self.dim if self.norm == "rms" else 0
 
     @property
-    def norm_kept(self) -> int:
-        """Bytes per token that a norm keeps for its backward.
-
-        They are its input, the normalized values and their scale in float32.
-        """
-        return 4 * (2 * self.dim + 1) if self.norm == "rms" else 0
-
-    @property
     def rotated_size(self) -> int:
         """Number of rotated elements of a head."""
         return self.head_size
@@ -96,26 +88,10 @@ class DecoderArgs:
         """Number of elements of a key and its value, for all query heads."""
         return 2 * self.n_heads * self.head_size
 
-    def attention_kept(self, itemsize: int) -> int:
-        """Bytes per token that attention keeps for its backward, its input included.
-
-        Sines and cosines, the log-sum-exp and norms of heads are float32. Kept in the computed
-        dtype are the input, queries, keys and values, and the mixed values.
-        """
-        heads, keys = self.n_heads * self.head_size, self.n_kv_heads * self.head_size
-        in_float32 = 2 * self.head_size + self.n_heads
-        if self.head_norms:
-            in_float32 += 2 * (heads + keys) + self.n_heads + self.n_kv_heads
-        return 4 * in_float32 + itemsize * (self.dim + 2 * heads + 2 * keys)
-
     @property
     def ffn_parameters(self) -> int:
         """Number of parameters of a block's feed-forward that a token uses."""
         return 3 * self.dim * self.ffn_dim
-
-    def ffn_kept(self, itemsize: int) -> int:
-        """Bytes per token that a feed-forward keeps for its backward, its input included."""
-        return itemsize * (self.dim + 4 * self.ffn_dim)
 
     def of_layer(self, number: int) -> Self:
         """Return the arguments of a block, or with `n_layers` those of blocks after the last."""

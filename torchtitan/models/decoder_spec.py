@@ -97,18 +97,6 @@ def flops_per_unit(args: DecoderArgs, seq_len: int) -> int:
     return sum(flops_of(args, seq_len, name) for name in names)
 
 
-def kept_by_block(args: DecoderArgs, itemsize: int, name: str) -> float:
-    """Return the bytes per token kept by a block for its backward; exact for torch's operators.
-
-    A depth of multi-token prediction adds three norms around its block, and the concatenated
-    outputs of two of them.
-    """
-    if name == "auxiliary":
-        return 3 * args.norm_kept + itemsize * 2 * args.dim
-    inside = args.attention_kept(itemsize) + of_block(args, name).ffn_kept(itemsize)
-    return 2 * args.norm_kept + inside
-
-
 def attention(args: DecoderArgs) -> AttentionShape:
     """Return the sizes of attention, equal in all blocks."""
     return AttentionShape(
@@ -230,7 +218,6 @@ def decoder_spec(
         tensor_splits=tensor_splits,
         flops_per_unit=flops_per_unit,
         flops_of=flops_of,
-        kept_by_block=kept_by_block,
         heads=heads,
         attention=attention,
         tied=lambda args: args.tied,

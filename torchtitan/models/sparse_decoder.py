@@ -67,22 +67,6 @@ class SparseArgs(DecoderArgs):
         of_experts = 3 * (self.top_k * self.expert_dim + self.shared_dim)
         return self.dim * (of_experts + self.n_experts)
 
-    def ffn_kept(self, itemsize: int) -> int:
-        """See `DecoderArgs`; exact for torch's operators.
-
-        The input of the router, its scores for all experts, the results of the experts and the
-        weights of the sum are float32; the rows of the experts and their hidden features are kept
-        in the computed dtype, as is the input for a shared expert. Three indices per row are int64.
-        """
-        if not self.n_experts:
-            return super().ffn_kept(itemsize)
-        k, dim = self.top_k, self.dim
-        in_float32 = dim + k * dim + self.n_experts + k + (k + 1) * self.renormalize
-        in_compute = k * dim + 4 * k * self.expert_dim
-        if self.shared_dim:
-            in_compute += dim * (itemsize < 4) + 4 * self.shared_dim
-        return 4 * in_float32 + itemsize * in_compute + 8 * 3 * k
-
     def of_layer(self, number: int) -> Self:
         return replace(self, n_experts=0) if number < self.dense_layers else self
 

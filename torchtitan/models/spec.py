@@ -230,10 +230,6 @@ class ModelSpec(Generic[Args]):
     flops_of: Callable[[Args, int, str], float] | None = None
     """(arguments, sequence length, name of a module) to its part in `flops_per_unit`; None: a
     parameter costs 6, and blocks share the rest equally."""
-    kept_by_block: Callable[[Args, int, str], float] = lambda args, itemsize, name: 0.0
-    """(arguments, bytes of a computed element, name of a block) to the bytes per position of a
-    sample that the block keeps for its backward, including its input; 0: unknown. For
-    `auxiliary`, the bytes kept around each of its blocks."""
     tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
     """Module names, `*` for any block, to their role in tensor parallelism."""
     optional: Collection[str] = ()

@@ -11,6 +11,7 @@ import typer
 from torchtitan import config
 from torchtitan.checkpoint.settings import NOTHING_SAVED
 from torchtitan.checks import ELSEWHERE, is_error_of, load_job, section_problems
+from torchtitan.checks.memory import problems_of_memory
 from torchtitan.config import (
     PlannedWorld,
     RecipeError,
@@ -94,8 +95,8 @@ def check(
     has_start = here or job.checkpoint.initial_load_path is not None
     # It imports the whole of a run, so only if asked.
     more = import_module("torchtitan.tools.planned") if is_planned or has_start else None
-    if more and here:
-        found.refuse(more.misfits(job, ranks, ranks, device, elsewhere))
+    if here:
+        found.refuse(problems_of_memory(job, ranks, ranks, device))
     sections = section_problems(job, job, PlannedWorld(world_size, device))
     missing = [problem for problem in sections if is_error_of(problem, ELSEWHERE)]
     # The facts are printed even so, since downloading a tokenizer may need a permission.
@@ -119,8 +120,9 @@ def check(
             f"data.sources: the run tokenizes {named} first; until then the amounts of "
             "tokens are not checked",
         )
-    if more and here and device == pick().type == "cpu":  # no CUDA device is this process's own
-        peak = more.peak_of(planned) if isinstance(planned, more.Plan) else None
+    is_on_cpu = here and device == pick().type == "cpu"  # no CUDA device is this process's own
+    if more and is_on_cpu and isinstance(planned, more.Plan):
+        peak = more.peak_of(planned)
         notices += map(found.line, more.room(job, ranks, ranks, Device("cpu"), peak))
     start = more.beginning(found, here) if more and has_start and not missing else []
     if wrong:

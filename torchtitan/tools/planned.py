@@ -8,14 +8,14 @@ from torchtitan.checkpoint import saved_steps
 from torchtitan.config import ConfigError, Problem, RecipeError
 from torchtitan.device import DeviceType, pick
 from torchtitan.estimate.changes import Load
-from torchtitan.estimate.fitting import in_words, misfits, peak_of, remedy, room
+from torchtitan.estimate.fitting import in_words, peak_of, remedy, room
 from torchtitan.estimate.hardware import find_hardware
 from torchtitan.estimate.plan import Plan, plan
 from torchtitan.job import JobConfig
 from torchtitan.parts import resume_policy
 from torchtitan.tools.options import progress
 
-__all__ = ["Plan", "beginning", "memory", "misfits", "peak_of", "plan_or_reason", "refusal", "room"]
+__all__ = ["Plan", "beginning", "memory", "peak_of", "plan_or_reason", "refusal", "room"]
 
 
 def plan_or_reason(

@@ -14,11 +14,9 @@ from tests.unit.models.families import (
     has_published_sizes,
     shrunk,
 )
-from tests.unit.test_memory import saved
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
 from torchtitan.models.attention import causal_attention, dense_attention
-from torchtitan.models.decoder_spec import kept_by_block
 from torchtitan.models.gpt_oss.block import OssArgs
 from torchtitan.models.layers import Yarn
 from torchtitan.tools.evaluate.continuation import cached
@@ -163,20 +161,6 @@ def test_operations_are_those_that_torch_counts():
     again = 2 * (9 + 16 + 9) * ARGS.n_heads * ARGS.head_dim
     counted = counter.get_total_flops() / 32 - again
     assert SPEC.flops_per_unit(ARGS, 16) - 6 * (vectors + biases) == counted
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("number", ["0", "1"])
-def test_what_a_block_keeps_is_what_autograd_saves(number, dtype):
-    network = SPEC.build(ARGS, SEQ_LEN).to(dtype)
-    network.init_buffers()  # in float32, as in training
-    positions = torch.arange(SEQ_LEN).repeat(2, 1)
-    x = torch.randn(2, SEQ_LEN, ARGS.dim, dtype=dtype, requires_grad=True)
-    block = network.layers[number]
-    kept = saved(network, lambda: block(x, positions, None))
-    # For all tokens together: the ends of rows, and the router in float32.
-    kept -= 4 * ARGS.n_experts * (1 if dtype == torch.float32 else 1 + ARGS.dim)
-    assert kept / (2 * SEQ_LEN) == kept_by_block(ARGS, dtype.itemsize, f"layers.{number}")
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -117,7 +117,7 @@ def as_rank(words: Sequence[str], least_rate: float | None, as_json: bool) -> in
     device.make_current()
     job, problem = load(words, launch.size), ""
     try:
-        read(words, launch.size, device.type, local_ranks=launch.local_size, seeks_changes=False)
+        read(words, launch.size, device.type, local_ranks=launch.local_size)
     except ConfigError as error:
         problem = str(error)
     verdict = check_rank(job, device, problem, least_rate)

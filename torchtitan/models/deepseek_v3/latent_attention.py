@@ -65,19 +65,6 @@ class LatentArgs(SparseArgs):
     def attended_size(self) -> int:
         return self.n_heads * (self.head_size + self.value_dim)
 
-    def attention_kept(self, itemsize: int) -> int:
-        """See `DecoderArgs`; exact for torch's operators.
-
-        Latent vectors are kept like the inputs of other norms, in float32 with what is cut from
-        them; queries, keys, padded values and what is mixed of them have one width.
-        """
-        ranks, norms = self.latent_rank + self.query_rank, 1 + (self.query_rank > 0)
-        in_float32 = 2 * self.rotated_dim + self.n_heads + 2 * ranks + norms
-        in_float32 += self.rotated_dim * (itemsize == 4)
-        copied = self.value_dim * (self.value_dim < self.head_size)  # without what filled it up
-        heads = self.n_heads * (4 * self.head_size + copied)
-        return 4 * in_float32 + itemsize * (self.dim + ranks + heads)
-
 
 class SharedKey(nn.Module):
     """The rotated part of keys, the same for all heads.

@@ -43,10 +43,6 @@ class OssArgs(SparseArgs):
         biases = self.top_k * (2 * self.expert_dim + self.dim) + self.n_experts
         return super().ffn_parameters + biases
 
-    def ffn_kept(self, itemsize: int) -> int:
-        """See `DecoderArgs`; the activation keeps 3 more features, biases the expert of a row."""
-        return super().ffn_kept(itemsize) + self.top_k * (3 * itemsize * self.expert_dim + 8)
-
     def of_layer(self, number: int) -> Self:
         return replace(self, sliding_window=0) if number % 2 else self
 

@@ -125,22 +125,6 @@ def flops_per_unit(args: ViTMAEArgs, seq_len: int) -> int:
     return int(layers + sum(flops_of(args, seq_len, n) for n in ("embeddings", "bridge", "output")))
 
 
-def kept_by_block(args: ViTMAEArgs, itemsize: int, name: str) -> float:
-    """Return the bytes a block keeps of a position for its backward: exact for torch's operators.
-
-    In the computed dtype are the input and the sum after attention, the outputs of both norms,
-    queries, keys, values, the mixed values, and the input and output of the GELU. In float32 are
-    the mean and the deviation in each norm, and the log-sum-exp of each head.
-    """
-    if name == "bridge":
-        return itemsize * (args.dim + args.decoder_dim) * (args.visible + 1) / (args.patches + 1)
-    if name.startswith("decoder."):
-        dim, heads, ffn_dim = args.decoder_dim, args.decoder_heads, args.decoder_ffn_dim
-    else:
-        dim, heads, ffn_dim = args.dim, args.n_heads, args.ffn_dim
-    return itemsize * (8 * dim + 2 * ffn_dim) + 4 * (heads + 4)
-
-
 def tensor_splits(args: ViTMAEArgs) -> TensorSplits:
     return TensorSplits(
         heads={"heads": args.n_heads, "decoder heads": args.decoder_heads},
@@ -206,7 +190,6 @@ VIT_MAE = ModelSpec(
     shapes=shapes,
     flops_per_unit=flops_per_unit,
     flops_of=flops_of,
-    kept_by_block=kept_by_block,
     shrink=shrink,
     formats={"hf": HUGGING_FACE},
 )

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from torchtitan.checks import load_job
+from torchtitan.checks.memory import problems_of_memory
 from torchtitan.config import CannotRun, Problem, RecipeError
 from torchtitan.device import pick
-from torchtitan.estimate.fitting import misfits
 from torchtitan.inputs import problems_of_task
 from torchtitan.job import JobConfig
 from torchtitan.provenance import to_toml, versions
@@ -138,7 +138,7 @@ def _check(study: Study, plan: VariantPlan, decided: dict[str, Any]) -> Ready:
             over=over,
         )
         if not own:
-            recipe.refuse(misfits(recipe.config, plan.ranks, plan.ranks, kind))
+            recipe.refuse(problems_of_memory(recipe.config, plan.ranks, plan.ranks, kind))
         recipe.refuse(problems_of_task(recipe.config))
         if not own:
             recipe.refuse(_too_many(plan))
