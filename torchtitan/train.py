@@ -81,12 +81,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         device = pick(launch.local_rank)
         # First of all, as CUDA creates a context on the current device on first use.
         device.make_current()
-        recipe = read(
-            words,
-            launch.size,
-            device.type,
-            local_ranks=launch.local_size,
-        )
+        recipe = read(words, launch.size, device.type, local_ranks=launch.local_size)
         job = recipe.config
         # Our launcher labels each line with its rank.
         ranks = 1 if launch.is_labeled else launch.size

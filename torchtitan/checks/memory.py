@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from torchtitan.checks.model import model_of
 from torchtitan.config import Problem
 from torchtitan.device import GIB, Device, pick, smallest
 from torchtitan.job import JobConfig
-from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty
 from torchtitan.optim import name_parameters, state_bytes
 
 
@@ -53,11 +52,11 @@ def pools(device: Device, local: int, on_device: float, on_host: float) -> list[
 
 def model_states(job: JobConfig, ranks: int) -> ModelStates:
     """Return what the average rank of a valid recipe holds at an update."""
-    spec, degrees = MODELS[job.model.name], job.degrees(ranks)
+    model, degrees = model_of(job), job.degrees(ranks)
+    assert model is not None, "the recipe was checked"
     itemsize = getattr(torch, job.training.dtype).itemsize
-    model = build_empty(spec.build, job.model_args(), job.training.seq_len)
-    named = name_parameters([model], spec.role)
-    size = itemsize * sum(parameter.numel() for parameter in model.parameters())
+    named = name_parameters([model.empty()], model.spec.role)
+    size = itemsize * sum(each.shape.numel() for each in named)
     gradients = 0 if job.optimizer.early_step_in_backward else size
     share = 1 / (degrees.pp * degrees.fsdp * degrees.tp) / GIB
     weights = share * (size + gradients)
