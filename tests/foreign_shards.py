@@ -1,8 +1,7 @@
 """Shards of tokens written by the libraries whose formats we read.
 
-    python -m tests.foreign_shards FORMAT             writes its files in tests/data/tokens again
-    python -m tests.foreign_shards FORMAT N FROM TO   writes N documents in every case into TO, and
-                                                      the tokens that it reads in FROM, as read.npy
+    python -m tests.foreign_shards FORMAT        writes its files in tests/data/tokens again
+    python -m tests.foreign_shards FORMAT N TO   writes N documents in every case into TO
 
 It needs megatron-core, mosaicml-streaming, datatrove and litdata, each only for its own cases.
 """
@@ -110,42 +109,6 @@ CASES: dict[str, Callable[[Path, int], None]] = {
 """The writer of each case; its name starts with that of our format."""
 
 
-def read_megatron(folder: Path) -> list[np.ndarray]:
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    prefixes = [str(file.with_suffix("")) for file in sorted(folder.glob("*.idx"))]
-    return [tokens.copy() for prefix in prefixes for tokens in IndexedDataset(prefix)]
-
-
-def read_mds(folder: Path) -> list[np.ndarray]:
-    from streaming import LocalDataset
-
-    return [sample["tokens"] for sample in LocalDataset(str(folder))]
-
-
-def read_datatrove(folder: Path) -> list[np.ndarray]:
-    from datatrove.utils.dataset import DatatroveFileDataset
-
-    files = sorted(folder.glob("*.ds"))
-    sizes = [int(Path(f"{file}.metadata").read_text().split("|")[1].split()[0]) for file in files]
-    parts = [DatatroveFileDataset(str(f), 0, size) for f, size in zip(files, sizes, strict=True)]
-    return [part[number]["input_ids"].numpy() for part in parts for number in range(len(part))]
-
-
-def read_litdata(folder: Path) -> list[np.ndarray]:
-    from litdata import StreamingDataset, TokensLoader
-
-    loader = TokensLoader(block_size=1)
-    return [tokens.numpy() for tokens in StreamingDataset(f"local:{folder}", item_loader=loader)]
-
-
-READERS = {
-    "megatron": read_megatron,
-    "mds": read_mds,
-    "datatrove": read_datatrove,
-    "litdata": read_litdata,
-}
-"""The reader of each format; the last two ignore documents."""
 LIBRARIES = {
     "megatron": "megatron",
     "mds": "streaming",
@@ -165,9 +128,8 @@ def write(format: str, folder: Path, count: int) -> None:
 if __name__ == "__main__":
     name, *rest = sys.argv[1:]
     if rest:
-        count, source, target = rest
+        count, target = rest
         write(name, Path(target), int(count))
-        np.save(Path(target) / "read.npy", np.concatenate(READERS[name](Path(source))))
     else:
         for folder in SAVED.glob(f"{name}-*"):
             shutil.rmtree(folder)

@@ -1,10 +1,15 @@
-"""Small shards of tokens, and streams of them."""
+"""Small shards of tokens in all formats, and streams of them."""
 
+import gzip
+import itertools
+import json
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.stream import merge_states
@@ -13,6 +18,8 @@ from torchtitan.data.tokens.index import ShardWriter, write_index
 from torchtitan.data.tokens.mixed_sources import open_token_sources
 from torchtitan.data.tokens.token_stream import TokenStream
 from torchtitan.tasks.next_token import PackedTokens
+
+Documents = Sequence[np.ndarray]
 
 
 def drawn_documents(count: int, seed: int = 0, most: int = 60) -> list[np.ndarray]:
@@ -30,6 +37,83 @@ def write_shards(folder: Path, documents: Sequence[np.ndarray], shards: int = 3)
             writer.add(documents[document])
         tables.append(writer.close())
     write_index(folder, "torchtitan", tables, tokenizer="bytes", vocab_size=258)
+    return folder
+
+
+def mds_shard(file: Path, dtype: str, documents: Documents) -> dict[str, Any]:
+    """Write a shard of MDS; return its entry in the index."""
+    about: dict[str, Any] = {"column_encodings": [f"ndarray:{dtype}"], "column_names": ["tokens"]}
+    about |= {"column_sizes": [None], "compression": None, "format": "mds", "hashes": ["xxh3_64"]}
+    about |= {"size_limit": 2**26, "version": 2}
+    samples = []
+    for tokens in documents:
+        code = 0 if len(tokens) < 2**8 else 1
+        shape = struct.pack("<BH" if code else "<BB", 4 + code, len(tokens))
+        encoded = shape + tokens.tobytes()
+        samples.append(struct.pack("<I", len(encoded)) + encoded)
+    header = json.dumps(about).encode()
+    content = with_offsets(samples, header)
+    file.write_bytes(content)
+    digest = {"xxh3_64": xxhash.xxh3_64_hexdigest(content)}
+    raw = {"basename": file.name, "bytes": len(content), "hashes": digest}
+    return about | {"raw_data": raw, "samples": len(samples), "zip_data": None}
+
+
+def with_offsets(items: Sequence[bytes], header: bytes = b"") -> bytes:
+    """Items as in a shard of MDS and of litdata: after their number and offsets, and a header."""
+    begin = 4 * (len(items) + 2) + len(header)
+    offsets = np.cumsum([begin, *map(len, items)]).astype("<u4").tobytes()
+    return b"".join([struct.pack("<I", len(items)), offsets, header, *items])
+
+
+def write_format(folder: Path, name: str, parts: Sequence[Documents], dtype: str) -> Path:
+    """Write shards in any of the formats that we read, without its library.
+
+    Args:
+        parts: documents of each shard, of this dtype.
+    """
+    folder.mkdir(parents=True)
+    entries: list[Any] = []
+    for number, part in enumerate(parts):
+        stem, content = folder / f"{number:05d}", b"".join(tokens.tobytes() for tokens in part)
+        lengths = [len(tokens) for tokens in part]
+        ends = np.cumsum([0, *lengths], dtype="<i8")
+        if name == "megatron":
+            stem.with_suffix(".bin").write_bytes(content)
+            code = {"uint8": 1, "int32": 4, "uint16": 8}[dtype]
+            header = struct.pack("<9sQBQQ", b"MMIDIDX", 1, code, len(part), len(ends))
+            places = ends[:-1] * np.dtype(dtype).itemsize, np.arange(len(ends), dtype="<i8")
+            arrays = b"".join(each.tobytes() for each in (np.array(lengths, "<i4"), *places))
+            stem.with_suffix(".idx").write_bytes(header + arrays)
+        elif name == "mds":
+            entries.append(mds_shard(folder / f"shard.{number:05d}.mds", dtype, part))
+        elif name == "datatrove":
+            Path(f"{stem}.ds").write_bytes(content)
+            Path(f"{stem}.ds.index").write_bytes(ends[1:].tobytes())
+            about = f"Unknown|{np.dtype(dtype).itemsize}\n{ends[-1]}\n"
+            Path(f"{stem}.ds.metadata").write_text(about)
+        elif name == "litdata":
+            file = folder / f"chunk-0-{number}.bin"
+            file.write_bytes(with_offsets([tokens.tobytes() for tokens in part]))
+            sizes = {"chunk_bytes": file.stat().st_size, "chunk_size": len(part)}
+            entries.append(sizes | {"dim": int(ends[-1]), "filename": file.name})
+        elif name == "raw":
+            stem.with_suffix(".npy").write_bytes(content)
+            spans = "".join(f"{first},{end}\n" for first, end in itertools.pairwise(ends))
+            stem.with_suffix(".csv.gz").write_bytes(gzip.compress(spans.encode()))
+        else:
+            with ShardWriter(stem.with_suffix(".tokens"), dtype) as writer:
+                for tokens in part:
+                    writer.add(tokens)
+                entries.append(writer.close())
+    if name == "mds":
+        (folder / "index.json").write_text(json.dumps({"shards": entries, "version": 2}))
+    elif name == "litdata":
+        code = {"uint8": 11, "int32": 16, "uint16": 20}[dtype]
+        config = {"compression": None, "data_format": [f"no_header_tensor:{code}"]}
+        (folder / "index.json").write_text(json.dumps({"chunks": entries, "config": config}))
+    elif name == "torchtitan":
+        write_index(folder, name, entries)
     return folder
 
 

@@ -29,7 +29,7 @@ from torchtitan.tools import reference
 from torchtitan.tools.cli import command, main, verbs
 from torchtitan.tools.options import RecipeVerb, Verb, count, verb
 from torchtitan.tools.planned import memory
-from torchtitan.tools.reference import completion_table, verb_of_help
+from torchtitan.tools.reference import verb_of_help
 
 ROOT = Path(__file__).parents[2]
 Seeds = Annotated[list[int], typer.Option(parser=count, metavar="N...")]
@@ -356,10 +356,14 @@ def test_help_is_that_of_the_verb_itself(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_help_texts_stand_alone() -> None:
     """A capital, a period, and the default in parentheses."""
-    table = completion_table()
-    texts = [(verb, *option) for verb, options in table.items() for option in options.items()]
+    entries = (entry for part in reference.settings() for entry in part.entries)
+    texts = [("settings", entry.path, entry.help) for entry in entries]
+    for name in (name for verbs in VERBS.values() for name in verbs):
+        found = verb_of_help(name, (Verb, RecipeVerb))
+        for inner in getattr(found, "commands", {"": found}).values():
+            texts += [(name, option.name, option.help) for option in inner.params if option.help]
     assert len(texts) > 350
-    for of, name, (text, _) in texts:
+    for of, name, text in texts:
         is_sentence = re.fullmatch(r"[A-Z0-9].*[.)]", text) or re.match(r"[a-z]+: ", text)
         assert is_sentence, f"{of} {name}: {text}"
         assert "absent" not in text, f"{of} {name}: {text}"

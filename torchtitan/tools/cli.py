@@ -30,9 +30,9 @@ from torchtitan.config import (
 from torchtitan.logging import configure
 from torchtitan.packages import warn_of_other
 from torchtitan.resilience.stop import IS_LAST
-from torchtitan.tools.commands import CompletedVerb, VerbGroup
+from torchtitan.tools.commands import VerbGroup
 from torchtitan.tools.options import RecipeVerb, Verb
-from torchtitan.tools.reference import completion_table, verb_names, verb_of_help
+from torchtitan.tools.reference import verb_names, verb_of_help
 
 VERBS: Final = {
     "Train": {"train": "train"},
@@ -51,7 +51,7 @@ VERBS: Final = {
         "profile": "profile",
         "trace": "trace",
     },
-    "Data": {"data": "data.command", "tokenizer": "tokenizer"},
+    "Data": {"data": "data", "tokenizer": "tokenizer"},
     "Weights, checkpoints": {
         "checkpoint": "checkpoint",
         "generate": "generate",
@@ -68,6 +68,8 @@ ABSENT: Final = {
     "run": "start a run by torchtitan train RECIPE",
     "convert": "use torchtitan checkpoint convert",
     "tokenize": "use torchtitan data tokenize",
+    "data convert": "write with the library of that format; a run reads shards of each format",
+    "data inspect --output": "lengths.u32 in the index of the shards has the lengths of documents",
     "generate --tensor-parallel": "a model is read on one rank",
     **dict.fromkeys(
         (f"evaluate --{option}" for option in ("tensor-parallel", "num-fewshot", "include-path")),
@@ -161,9 +163,7 @@ class Verbs(VerbGroup):
         if name != "train" and not ctx.resilient_parsing:  # `train` warns on rank 0
             warn_of_other()
         modules = {verb: module for each in verbs().values() for verb, module in each.items()}
-        if ctx.resilient_parsing:  # a shell completes the words
-            return name, CompletedVerb(name, completion_table()), rest
-        if {"--help", "-h"} & {*rest}:
+        if ctx.resilient_parsing or {"--help", "-h"} & {*rest}:
             return name, verb_of_help(name, (Verb, RecipeVerb)), rest
         return name, command(modules[name]), rest
 

@@ -1,10 +1,11 @@
 """Options that the verbs of the command line share, and the flags of a recipe."""
 
 import importlib
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -36,12 +37,22 @@ class Verb(Command):
         return rest
 
 
+class Completion(NamedTuple):
+    """A word that a shell may complete to, as typer wants it."""
+
+    value: str
+    help: str
+    type: str = "plain"
+
+
 class RecipeVerb(Verb):
     """A verb that takes the flags of a recipe, too, `--section.key value`: they are `ctx.args`."""
 
     takes_recipe = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # a shell completes the words
+            return super().parse_args(ctx, args)
         words = ["--help" if word == "-h" else word for word in args]
         if "--help" in words:
             at = words.index("--help")
@@ -60,6 +71,18 @@ class RecipeVerb(Verb):
         super().parse_args(ctx, own)
         ctx.args = flags
         return flags
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        keys = (entry for section in settings() for entry in section.entries)
+        flags = {f"--{entry.path}": entry.help for entry in keys}
+        return [
+            *super().shell_complete(ctx, incomplete),
+            *(
+                Completion(f, text)
+                for f, text in flags.items()
+                if incomplete and f.startswith(incomplete)
+            ),
+        ]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[--SECTION.KEY VALUE]..."]
@@ -118,6 +141,11 @@ def import_modules(names: Iterable[str], where: str) -> None:
             raise ConfigError(f"{where}: got {name}; it cannot be imported: {error}") from None
 
 
+def all_cores() -> int:
+    """Return the number of processes that can run at the same time."""
+    return len(os.sched_getaffinity(0))
+
+
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int], None]]:
     """Show on a terminal that work is in progress; the value shows the number of recorded ranks."""
@@ -148,7 +176,6 @@ def Choice(names: Collection[str], help: str, *spellings: str) -> Any:
         parser=one_of(names),
         metavar=" | ".join(names),
         help=help,
-        autocompletion=lambda: list(names),
     )
 
 
@@ -171,3 +198,7 @@ Flavor = Annotated[str | None, Text("NAME", "Flavor of the model (default: that 
 Imports = Annotated[
     list[str] | None, Text("MODULE...", "Modules to import, which register models.")
 ]
+TokenizerPath = Annotated[
+    str | None, Text("PATH", "Tokenizer, model.tokenizer_path (default: bytes).", "--tokenizer")
+]
+Processes = Annotated[int | None, Count("Number of processes (default: all cores).")]

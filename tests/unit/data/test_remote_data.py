@@ -270,13 +270,9 @@ def upload(local: Path) -> Path:
 @pytest.mark.parametrize("name", [name for name in TOKEN_FORMATS if name != "auto"])
 def test_shards_of_other_software_are_read_from_a_store(name: str, tmp_path: Path) -> None:
     """Only what tells where documents are is fetched first, if it is not in the shards."""
-    format, dtype = TOKEN_FORMATS[name](), "uint16"
-    dtype = dtype if dtype in format.dtypes else format.dtypes[0]
-    written = [np.arange(1, 50 + n).astype(dtype) for n in range(20)]
-    local = tmp_path / "local"
-    local.mkdir()
-    entries = [format.write(local, n, dtype, written[10 * n :][:10]) for n in range(2)]
-    format.finish(local, entries, {})
+    format, tokens = TOKEN_FORMATS[name](), np.arange(1, 70, dtype=np.uint16)
+    parts = [[tokens[: 49 + n] for n in numbers] for numbers in (range(10), range(10, 20))]
+    local = token_shards.write_format(tmp_path / "local", name, parts, "uint16")
     tokenizer = ByteTokenizer()
     here = open_tokens(local, format, tokenizer, 256, None)
     for record in (None, partial(record_all, processes=2)):
@@ -455,17 +451,18 @@ def test_an_index_that_cannot_be_written_is_an_error(
 ) -> None:
     """The folder of the data is often one that must not be written."""
     format = TOKEN_FORMATS["megatron"]()
-    format.write(tmp_path, 0, "uint16", [np.arange(9, dtype=np.uint16)])
-    (tmp_path / ".torchtitan").write_text("no folder")
+    shards = [[np.arange(9, dtype=np.uint16)]]
+    folder = token_shards.write_format(tmp_path / "shards", "megatron", shards, "uint16")
+    (folder / ".torchtitan").write_text("no folder")
     with pytest.raises(ConfigError, match=r"\.torchtitan: File exists"):
-        open_tokens(tmp_path, format, ByteTokenizer(), 256, None)
+        open_tokens(folder, format, ByteTokenizer(), 256, None)
     with monkeypatch.context() as patch:
         patch.setattr(os, "mkdir", partial(fail, errno.EROFS))
         with pytest.raises(ConfigError, match=r"cache: Read-only file system; .* set data.cache"):
-            open_tokens(tmp_path, format, ByteTokenizer(), 256, tmp_path / "cache")
+            open_tokens(folder, format, ByteTokenizer(), 256, tmp_path / "cache")
     monkeypatch.setattr(index_cache, "write_index", partial(fail, errno.ENOSPC))
     with pytest.raises(ConfigError, match=r"No space left on device; .* set data.cache"):
-        open_tokens(tmp_path, format, ByteTokenizer(), 256, tmp_path / "cache")
+        open_tokens(folder, format, ByteTokenizer(), 256, tmp_path / "cache")
 
 
 def fail(code: int, *_: Any, **__: Any) -> None:

@@ -4,10 +4,8 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +15,7 @@ import xxhash
 
 from torchtitan.config import ConfigError
 from torchtitan.data.tokens.index import ShardTable
+from torchtitan.data.tokens.processes import process_pool
 from torchtitan.data.tokens.shard_files import damaged, first
 from torchtitan.logging import logger
 
@@ -46,22 +45,14 @@ def in_order(
     if processes == 1:
         yield from map(function, jobs)
         return
-    with ProcessPoolExecutor(processes, get_context("fork")) as pool:
+    with process_pool(processes) as pool:
         waiting: deque[Future[Result]] = deque()
-        try:
-            for job in jobs:
-                waiting.append(pool.submit(function, job))
-                if len(waiting) > 2 * processes:
-                    yield waiting.popleft().result()
-            while waiting:
+        for job in jobs:
+            waiting.append(pool.submit(function, job))
+            if len(waiting) > 2 * processes:
                 yield waiting.popleft().result()
-        except BrokenProcessPool:
-            raise ConfigError(
-                "a process was ended, perhaps for lack of memory; use fewer processes"
-            ) from None
-        finally:
-            for future in waiting:
-                future.cancel()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def record_all(

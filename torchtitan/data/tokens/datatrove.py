@@ -6,15 +6,14 @@ X.ds.metadata  tokenizer|bytes of a token, and the number of tokens, a line each
 X.ds.loss      whether each token counts in the loss (optional; not used)
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 
 from torchtitan.config import ConfigError
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.formats import TokenFormat, Tokens, root_of
+from torchtitan.data.tokens.formats import TokenFormat, root_of
 from torchtitan.data.tokens.index import ShardTable
 from torchtitan.data.tokens.shard_files import (
     array,
@@ -25,7 +24,6 @@ from torchtitan.data.tokens.shard_files import (
     in_its_case,
     shard_table,
     size_of,
-    write_tokens,
 )
 from torchtitan.logging import logger
 
@@ -38,8 +36,6 @@ class DatatroveFormat(TokenFormat):
     name: str = "datatrove"
     """Name of the format."""
 
-    dtypes: ClassVar[Sequence[str]] = tuple(DTYPES_BY_BYTES.values())
-
     def files(self, path: Path) -> list[Path]:
         pairs = ((file, _beside(file, ".index")) for file in find(path, ".ds"))
         return [index if index.is_file() else file for file, index in pairs]
@@ -50,19 +46,6 @@ class DatatroveFormat(TokenFormat):
             logger.info("data: %s.loss and others mask tokens of the loss; not used", masks[0])
         for file in shards:
             yield _table(root_of(path), file)
-
-    def write(self, folder: Path, number: int, dtype: str, documents: Iterable[Tokens]) -> Any:
-        file = folder / f"{number:05d}.ds"
-        ends = np.cumsum(write_tokens(file, documents), dtype="<u8")
-        _beside(file, ".index").write_bytes(ends.tobytes())
-        return int(ends[-1]), np.dtype(dtype).itemsize
-
-    def finish(self, folder: Path, entries: Sequence[Any], about: Mapping[str, Any]) -> None:
-        for number, (tokens, itemsize) in enumerate(entries):
-            file = folder / f"{number:05d}.ds.metadata"
-            file.write_text(
-                f"{about.get('tokenizer') or 'Unknown'}|{itemsize}\n{tokens}\n", encoding="utf-8"
-            )
 
 
 def _beside(file: Path, suffix: str) -> Path:

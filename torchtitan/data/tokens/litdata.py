@@ -5,17 +5,15 @@
 An item of `TokensLoader` is its tokens; one of other loaders has its u32 size before them.
 """
 
-import json
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from torchtitan.config import ConfigError
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.formats import TokenFormat, Tokens, root_of
+from torchtitan.data.tokens.formats import TokenFormat, root_of
 from torchtitan.data.tokens.index import DTYPES, INDEX, ShardTable
 from torchtitan.data.tokens.shard_files import (
     contents,
@@ -42,9 +40,6 @@ class LitDataFormat(TokenFormat):
     name: str = "litdata"
     """Name of the format."""
 
-    dtypes: ClassVar[Sequence[str]] = ("uint16", "int32", "uint8", "int8", "int16", "int64")
-    shard_bytes: ClassVar[int] = 2**26
-
     def files(self, path: Path) -> list[Path]:
         return indices(path, "chunk_bytes")
 
@@ -62,40 +57,6 @@ class LitDataFormat(TokenFormat):
                 raise ConfigError(f"{index}: not an index of litdata: {error!r}") from None
             for file, items, tokens in found:
                 yield _table(root_of(path), file, dtype, items, tokens)
-
-    def write(
-        self, folder: Path, number: int, dtype: str, documents: Iterable[Tokens]
-    ) -> tuple[str, dict[str, Any]]:
-        items = [tokens.tobytes() for tokens in documents]
-        offsets = np.cumsum([4 * (len(items) + 2), *map(len, items)], dtype=np.int64)
-        if offsets[-1] >= 2**32:
-            raise ConfigError(f"{folder}: a chunk of litdata is smaller than 4 GiB; write more")
-        file = folder / f"chunk-0-{number}.bin"
-        with file.open("wb") as stream:
-            stream.write(struct.pack("<I", len(items)))
-            stream.write(offsets.astype("<u4").tobytes())
-            stream.writelines(items)
-        return dtype, {
-            "chunk_bytes": int(offsets[-1]),
-            "chunk_size": len(items),
-            "dim": sum(map(len, items)) // np.dtype(dtype).itemsize,
-            "filename": file.name,
-        }
-
-    def finish(self, folder: Path, entries: Sequence[Any], about: Mapping[str, Any]) -> None:
-        code = max(code for code, dtype in TORCH.items() if dtype == entries[0][0])
-        leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
-        config = {
-            "chunk_bytes": self.shard_bytes,
-            "chunk_size": None,
-            "compression": None,
-            "data_format": [f"no_header_tensor:{code}"],
-            "data_spec": json.dumps([1, leaf]),
-            "encryption": None,
-            "item_loader": "TokensLoader",
-        }
-        index = {"chunks": [entry for _, entry in entries], "config": config}
-        (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
 def _dtype(index: Path, config: Mapping[str, Any]) -> str:

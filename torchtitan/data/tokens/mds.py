@@ -6,18 +6,16 @@ ndarray   code of the dtype, unless it is in the encoding; code of the shape; sh
 """
 
 import json
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from torchtitan.config import ConfigError
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.formats import TokenFormat, Tokens, root_of
+from torchtitan.data.tokens.formats import TokenFormat, root_of
 from torchtitan.data.tokens.index import DTYPES, INDEX, ShardTable
 from torchtitan.data.tokens.shard_files import (
     Bytes,
@@ -52,9 +50,6 @@ class MosaicFormat(TokenFormat):
     )
     """Dtype of the tokens, if the column has bytes."""
 
-    dtypes: ClassVar[Sequence[str]] = ("int32", *(name for name in DTYPES if name != "int32"))
-    shard_bytes: ClassVar[int] = 2**26
-
     def files(self, path: Path) -> list[Path]:
         return indices(path, "column_encodings")
 
@@ -84,47 +79,6 @@ class MosaicFormat(TokenFormat):
                         f"decompress all of them next to it, {file.name} for this one (zstd -d)"
                     )
                 yield file, entry
-
-    def write(
-        self, folder: Path, number: int, dtype: str, documents: Iterable[Tokens]
-    ) -> dict[str, Any]:
-        columns: dict[str, Any] = {
-            "column_encodings": [f"ndarray:{dtype}"],
-            "column_names": [self.column],
-            "column_sizes": [None],
-            "compression": None,
-            "format": "mds",
-            "hashes": [HASH],
-            "size_limit": self.shard_bytes,
-            "version": 2,
-        }
-        samples = []
-        for tokens in documents:
-            code = next(c for c, kind in enumerate(SHAPES) if len(tokens) <= np.iinfo(kind).max)
-            shape = np.array(len(tokens), SHAPES[code]).tobytes()
-            encoded = bytes([VECTOR + code]) + shape + tokens.tobytes()
-            samples.append(struct.pack("<I", len(encoded)) + encoded)
-        header = json.dumps(columns).encode()
-        begin = 4 * (len(samples) + 2) + len(header)
-        offsets = np.cumsum([begin, *map(len, samples)], dtype=np.int64)
-        if offsets[-1] >= 2**32:
-            raise ConfigError(f"{folder}: a shard of MDS is smaller than 4 GiB; write more shards")
-        file = folder / f"shard.{number:05d}.mds"
-        digest = xxhash.xxh3_64()
-        with file.open("wb") as stream:
-            parts = (struct.pack("<I", len(samples)), offsets.astype("<u4").tobytes(), header)
-            for part in (*parts, *samples):
-                digest.update(part)
-                stream.write(part)
-        raw = {
-            "basename": file.name,
-            "bytes": int(offsets[-1]),
-            "hashes": {HASH: digest.hexdigest()},
-        }
-        return {**columns, "raw_data": raw, "samples": len(samples), "zip_data": None}
-
-    def finish(self, folder: Path, entries: Sequence[Any], about: Mapping[str, Any]) -> None:
-        (folder / INDEX).write_text(json.dumps({"shards": entries, "version": 2}), encoding="utf-8")
 
 
 class _Samples:

@@ -12,15 +12,14 @@
 """
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
 from torchtitan.config import ConfigError
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.formats import TokenFormat, Tokens, root_of
+from torchtitan.data.tokens.formats import TokenFormat, root_of
 from torchtitan.data.tokens.index import ShardTable
 from torchtitan.data.tokens.shard_files import (
     array,
@@ -32,7 +31,6 @@ from torchtitan.data.tokens.shard_files import (
     shard_table,
     size_of,
     unpack,
-    write_tokens,
 )
 
 MAGIC = b"MMIDIDX\0\0"
@@ -47,25 +45,12 @@ class MegatronFormat(TokenFormat):
     name: str = "megatron"
     """Name of the format."""
 
-    dtypes: ClassVar[Sequence[str]] = tuple(CODES.values())
-
     def files(self, path: Path) -> list[Path]:
         return find(path, ".idx")
 
     def tables(self, path: Path, tokenizer: Tokenizer) -> Iterator[ShardTable]:
         for file in self.files(path):
             yield _table(root_of(path), file)
-
-    def write(self, folder: Path, number: int, dtype: str, documents: Iterable[Tokens]) -> None:
-        file = folder / f"{number:05d}.bin"
-        lengths = write_tokens(file, documents)
-        code = next(code for code, name in CODES.items() if name == dtype)
-        ends = np.cumsum([0, *lengths], dtype="<i8") * np.dtype(dtype).itemsize
-        with file.with_suffix(".idx").open("wb") as stream:
-            stream.write(struct.pack(HEADER, MAGIC, 1, code, len(lengths), len(ends)))
-            stream.write(np.array(lengths, "<i4").tobytes())
-            stream.write(ends[:-1].tobytes())
-            stream.write(np.arange(len(ends), dtype="<i8").tobytes())
 
 
 def _table(root: Path, file: Path) -> ShardTable:

@@ -6,9 +6,9 @@ in each line. A real `.npy`, and a file of llm.c, are read by the header that th
 
 import csv
 import gzip
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from pydantic import Field
 
 from torchtitan.config import ConfigError
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.formats import TokenFormat, Tokens, root_of
+from torchtitan.data.tokens.formats import TokenFormat, root_of
 from torchtitan.data.tokens.index import ShardTable
 from torchtitan.data.tokens.shard_files import damaged, find, first, in_its_case, shard_table
 from torchtitan.logging import logger
@@ -44,8 +44,6 @@ class RawFormat(TokenFormat):
     end: int | None = Field(None, ge=0)
     """Token that ends a document. Default: the tokenizer's EOS token, if there is one."""
 
-    dtypes: ClassVar[Sequence[str]] = UNSIGNED
-
     def files(self, path: Path) -> list[Path]:
         return find(path, self.suffix)
 
@@ -61,18 +59,6 @@ class RawFormat(TokenFormat):
                 *(root_of(path), file, str(settings.dtype), settings.end),
                 is_set=self.dtype is not None,
             )
-
-    def write(self, folder: Path, number: int, dtype: str, documents: Iterable[Tokens]) -> None:
-        file = folder / f"{number:05d}{self.suffix}"
-        end = 0
-        with (
-            file.open("wb") as stream,
-            gzip.open(file.with_suffix(".csv.gz"), "wt", encoding="utf-8") as lines,
-        ):
-            for tokens in documents:
-                stream.write(tokens.tobytes())
-                lines.write(f"{end},{end + len(tokens)}\n")
-                end += len(tokens)
 
 
 def _table(root: Path, file: Path, dtype: str, end: int | None, *, is_set: bool) -> ShardTable:

@@ -2,7 +2,6 @@
 
 import json
 import struct
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -137,16 +136,6 @@ def read_offsets(
         message = f"the {items} do not divide its {size:,} bytes in order"
         raise damaged(file, 4 + 4 * wrong, message)
     return header, offsets
-
-
-def write_tokens(file: Path, documents: Iterable[npt.NDArray[Any]]) -> list[int]:
-    """Write the tokens of documents one after the other; return the length of each."""
-    lengths = []
-    with file.open("wb") as stream:
-        for tokens in documents:
-            stream.write(tokens.tobytes())
-            lengths.append(len(tokens))
-    return lengths
 
 
 def gather(content: Bytes, starts: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:

@@ -7,25 +7,23 @@ complete; until then nothing reads the folder as shards.
 """
 
 import contextlib
-import gc
 import itertools
 import json
-import mmap
 import multiprocessing
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextvars import ContextVar
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from torchtitan.config import ConfigError, Unreachable
+from torchtitan.config import ConfigError
 from torchtitan.data.documents import NullTexts
 from torchtitan.data.file_cache import locked
 from torchtitan.data.lanes import tokenized
@@ -43,6 +41,7 @@ from torchtitan.data.tokens.index import (
     read_description,
     write_index,
 )
+from torchtitan.data.tokens.processes import process_pool
 from torchtitan.logging import TITLE, logger, make_progress, on_terminal
 
 SHARD_TOKENS = 2**27
@@ -53,6 +52,8 @@ UNFINISHED = "tokenizing"
 """Folder of the tables of complete parts, until the index is written."""
 SECONDS = 30.0
 """Seconds between reports of progress in a log."""
+REPORTED = 2**16
+"""Tokens after which a process reports its progress."""
 
 
 def tokenize(
@@ -173,10 +174,10 @@ class _Tokenization:
         if multiprocessing.current_process().daemon:
             processes = 1  # it may not start others
         documents: Any = self._source.identity.get("documents")
-        progress = _Progress(documents, processes, show_progress)
+        self.progress = _Progress(documents, show_progress)
         done: dict[int, int] = {}
         following = tokens = nulls = 0
-        parts = self._forked(processes, progress) if processes > 1 else self._here(progress)
+        parts = self._completed(processes)
         for part in parts:
             if part.note:
                 logger.warning("%s", part.note)
@@ -188,86 +189,41 @@ class _Tokenization:
             if self._max_tokens is not None and tokens >= self._max_tokens:
                 break
         parts.close()
-        progress.close()
+        self.progress.close()
         self._finish(following)
         if nulls:
             logger.warning("data: %s documents whose text is null were skipped", f"{nulls:,}")
 
-    def _here(self, progress: "_Progress") -> Generator[_Part, None, None]:
-        for number in range(len(self._parts)):
-            yield self._part(number, progress.of(0))
-
-    def _forked(self, processes: int, progress: "_Progress") -> Generator[_Part, None, None]:
-        """Yield the parts as processes complete them."""
-        # As in `torchtitan.local_ranks`; what is registered and opened is there after a fork.
-        context = multiprocessing.get_context("fork")
-        following = context.Value("q", 0)
-        working: dict[Any, Any] = {}
-        reader: Any
-        try:
-            # Processes ignore Ctrl-C, which this one acts upon. In a fork, Python would lose it.
-            unmasked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                for number in range(processes):
-                    reader, writer = context.Pipe(duplex=False)
-                    arguments = following, progress.of(number), writer
-                    process = context.Process(target=self._work, args=arguments, daemon=True)
-                    process.start()
-                    writer.close()
-                    working[reader] = process
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, unmasked)
-            while working:
-                for reader in wait(list(working), 0.1):
-                    try:
-                        message = reader.recv()
-                    except EOFError:
-                        process = working.pop(reader)
-                        process.join()
-                        if process.exitcode:
-                            raise ConfigError(
-                                "a process that tokenizes was ended, perhaps for lack of memory "
-                                f"(status {process.exitcode}); use fewer processes, and run the "
-                                "same command again to continue"
-                            ) from None
-                    else:
-                        if isinstance(message, Exception):
-                            raise message
-                        yield message
-                progress.show()
-        finally:
-            for process in working.values():
-                process.kill()
-                process.join()
-
-    def _work(self, following: Any, counter: "_Counter", results: Connection) -> None:
-        """Complete parts in a process of its own, until none are left."""
-        gc.freeze()  # garbage of the parent may hold threads that a fork does not have
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        try:
+    def _completed(self, processes: int) -> Generator[_Part, None, None]:
+        """Yield the parts as they are completed."""
+        numbers = iter(range(len(self._parts)))
+        if processes == 1:
+            yield from map(self.part, numbers)
+            return
+        with process_pool(processes, _begin, self) as pool:
+            working: set[Future[_Part]] = set()
             while True:
-                with following.get_lock():
-                    number = following.value
-                    following.value += 1
-                if number >= len(self._parts):
+                new = itertools.islice(numbers, 2 * processes - len(working))
+                working |= {pool.submit(_complete, number) for number in new}
+                if not working:
                     return
-                results.send(self._part(number, counter))
-        except (ConfigError, Unreachable) as error:
-            results.send(error)
+                done, working = wait(working, 0.1, FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+                self.progress.show()
 
-    def _part(self, number: int, counter: "_Counter") -> _Part:
+    def part(self, number: int) -> _Part:
         """Complete a part, or verify that it is complete."""
         file, note = self._output / UNFINISHED / f"{number:06d}.npz", None
         if file.exists():
             tables = list(_load(file))
             if (damage := self._damage(tables)) is None:
-                counter.skip(tables)
+                self.progress.add(sum(len(t.lengths) for t in tables), _tokens(tables), 0)
                 return _Part(number, _tokens(tables), None)
             note = f"{damage}; its documents are tokenized again"
         found: NullTexts | None = getattr(self._source, "nulls", None)
         before = found.count if found else 0
         try:
-            tables = self._write(number, counter)
+            tables = self._write(number)
             if damage := self._damage(tables):
                 raise ConfigError(f"{damage} right after it was written; check the disk")
             _save(file, tables)
@@ -278,10 +234,10 @@ class _Tokenization:
             ) from None
         return _Part(number, _tokens(tables), note, found.count - before if found else 0)
 
-    def _write(self, number: int, counter: "_Counter") -> list[ShardTable]:
+    def _write(self, number: int) -> list[ShardTable]:
         """Write the shards of a part."""
         tables: list[ShardTable] = []
-        total = 0
+        total = added = count = 0
         documents = tokenized(
             self._documents(self._parts[number]),
             self._tokenizer,
@@ -295,11 +251,13 @@ class _Tokenization:
                 while document:
                     tokens = document[1]
                     writer.add(tokens)
-                    counter.count(len(tokens))
-                    total += len(tokens)
+                    total, count = total + len(tokens), count + 1
+                    if total - added >= REPORTED:
+                        self.progress.add(count, total - added, total - added)
+                        added, count = total, 0
                     document = None if total >= min(end, limit) else next(documents, None)
                 tables.append(writer.close())
-        counter.publish()
+        self.progress.add(count, total - added, total - added)
         return tables
 
     def _documents(self, part: DocumentRange) -> Iterator[Document]:
@@ -431,10 +389,10 @@ def _load(file: Path) -> Iterator[ShardTable]:
 class _Progress:
     """Progress of all processes, as a bar, or in the log."""
 
-    def __init__(self, documents: int | None, processes: int, is_visible: bool) -> None:
-        self._memory = np.frombuffer(mmap.mmap(-1, 24 * processes), np.int64)  # shared with forks
-        self.counts = self._memory.reshape(processes, 3)
-        self._documents, self._is_visible = documents, is_visible
+    def __init__(self, documents: int | None, is_visible: bool) -> None:
+        self.is_visible = is_visible
+        self._counts = multiprocessing.get_context("fork").Array("q", 3)  # shared with forks
+        self._documents = documents
         self._start = self._shown = time.monotonic()
         self._bar: Any = None
         if is_visible and on_terminal():
@@ -445,19 +403,22 @@ class _Progress:
             self._task = self._bar.add_task("documents", total=documents, about="")
             self._bar.start()
 
-    def of(self, number: int) -> "_Counter":
-        """Return the counter of a process."""
-        return _Counter(self, number)
+    def add(self, documents: int, tokens: int, new: int) -> None:
+        """Count documents and tokens that are complete, and those of them that were not before."""
+        with self._counts:
+            for place, count in enumerate((documents, tokens, new)):
+                self._counts[place] += count
+        self.show()
 
     def show(self, *, is_last: bool = False) -> None:
         """Show the progress, if it is time."""
         now = time.monotonic()
-        if not self._is_visible or (
+        if not self.is_visible or (
             not is_last and now - self._shown < (0.1 if self._bar else SECONDS)
         ):
             return
         self._shown = now
-        documents, tokens, new = self.counts.sum(axis=0).tolist()
+        documents, tokens, new = self._counts.get_obj()  # a process may have died with the lock
         about = f"{tokens:,} tokens, {new / max(now - self._start, 1e-9):,.0f} tokens/s"
         if self._bar:
             self._bar.update(self._task, completed=documents, about=about, refresh=True)
@@ -471,33 +432,17 @@ class _Progress:
             self._bar.stop()
 
 
-class _Counter:
-    """Counter of one process's tokens; in a fork, the process ends with its parent."""
+TOKENIZATION: ContextVar[_Tokenization] = ContextVar("TOKENIZATION")
+"""What a process of the pool works on."""
 
-    every = 2**16
-    """Tokens after which the count is published."""
 
-    def __init__(self, progress: _Progress, number: int) -> None:
-        self._progress, self._published = progress, progress.counts[number]
-        self._documents = self._tokens = 0
-        self._parent = os.getpid()
+def _begin(work: _Tokenization) -> None:
+    """Prepare a process of the pool."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    work.progress.is_visible = False
+    TOKENIZATION.set(work)
 
-    def count(self, tokens: int) -> None:
-        """Add a document that was tokenized."""
-        self._documents += 1
-        self._tokens += tokens
-        if self._tokens >= self.every:
-            self.publish()
 
-    def publish(self) -> None:
-        """Publish what was counted since the last time."""
-        self._published += (self._documents, self._tokens, self._tokens)
-        self._documents = self._tokens = 0
-        if os.getpid() == self._parent:
-            self._progress.show()
-        elif os.getppid() != self._parent:
-            os._exit(1)
-
-    def skip(self, tables: Sequence[ShardTable]) -> None:
-        """Add the documents of a part that was complete."""
-        self._published += (sum(len(table.lengths) for table in tables), _tokens(tables), 0)
+def _complete(number: int) -> _Part:
+    """Complete a part in a process of the pool."""
+    return TOKENIZATION.get().part(number)

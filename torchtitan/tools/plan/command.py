@@ -71,7 +71,6 @@ def plan_recipe(
         typer.Option(
             metavar="NAME | FILE",
             help=f"Hardware, {', '.join(hardware_names())} or a file (default: the recipe's).",
-            autocompletion=hardware_names,
         ),
     ] = None,
     device_memory: Annotated[

@@ -1,20 +1,24 @@
 """`torchtitan data index` and `verify`: shards of tokens, and what their index records of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
 import numpy as np
+import typer
+from pydantic import ValidationError
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, allowed_names
 from torchtitan.data import load_tokenizer
 from torchtitan.data.file_cache import reading
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.tokens.checksums import record_all, wrong_digests
-from torchtitan.data.tokens.formats import TokenFormat, root_of
+from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
 from torchtitan.data.tokens.index import (
     ARRAYS,
     INDEX,
@@ -23,24 +27,64 @@ from torchtitan.data.tokens.index import (
     read_tables,
     write_index,
 )
-from torchtitan.data.tokens.index_cache import index_folder, open_tokens
-from torchtitan.remote import RemotePath
-from torchtitan.tools.data.shard_options import (
-    Cache,
-    Format,
+from torchtitan.data.tokens.index_cache import find_format, index_folder, open_tokens
+from torchtitan.logging import progress_bar
+from torchtitan.remote import RemotePath, location
+from torchtitan.tools.options import (
+    Imports,
     Processes,
-    Settings,
-    Shards,
-    ShardsAnywhere,
+    Text,
     TokenizerPath,
     all_cores,
-    byte_bar,
-    format_of,
+    import_modules,
 )
-from torchtitan.tools.options import Imports
 
 SHOWN = 20
 """Number of differences that are printed."""
+FORMATS = " | ".join(TOKEN_FORMATS)
+
+Shards = Annotated[Path, typer.Argument(help="Folder of shards, or the file of one.")]
+ShardsAnywhere = Annotated[
+    Path, typer.Argument(parser=location, help="Folder of shards, or the file of one: path or URL.")
+]
+Format = Annotated[
+    str, Text(FORMATS, "Format of the shards (default: found from the files).", "--format")
+]
+Settings = Annotated[
+    list[str] | None,
+    Text("KEY=VALUE...", "Settings of the format: data.format.KEY in a recipe.", "--set"),
+]
+Cache = Annotated[
+    Path | None, Text("FOLDER", "Folder of indices, data.cache (default: beside the data).")
+]
+
+
+@reading()
+def index(
+    path: ShardsAnywhere,
+    format: Format = "auto",
+    settings: Settings = None,
+    cache: Cache = None,
+    tokenizer: TokenizerPath = None,
+    processes: Processes = None,
+    imports: Imports = None,
+) -> None:
+    """Build the index of shards, with checksums of their tokens, before a run needs it."""
+    found = format_of(path, format, settings, imports)
+    loaded = load_tokenizer(tokenizer)
+    root, processes = root_of(path), processes or all_cores()
+    if isinstance(root, RemotePath):
+        total, processes = sum(root.sizes().values()), 1  # which fetches one after the other
+    else:
+        total = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+        for damage in wrong_digests(found.digests(path)):
+            raise ConfigError(damage)
+    with byte_bar("reading", total) as advance:
+        record = partial(record_all, processes=processes, advance=advance)
+        about = open_tokens(
+            path, found, loaded, loaded.vocab_size, cache, record=record
+        ).description
+    print(f"{path}: {about.documents:,} documents, {about.tokens:,} tokens, with checksums")
 
 
 @reading()
@@ -128,29 +172,35 @@ def _wrong(old: ShardTable, new: ShardTable) -> list[int]:
     return [*np.flatnonzero(different).tolist(), *[both] * (len(old.starts) != len(new.starts))]
 
 
-@reading()
-def index(
-    path: ShardsAnywhere,
-    format: Format = "auto",
-    settings: Settings = None,
-    cache: Cache = None,
-    tokenizer: TokenizerPath = None,
-    processes: Processes = None,
-    imports: Imports = None,
-) -> None:
-    """Build the index of shards, with checksums of their tokens, before a run needs it."""
-    found = format_of(path, format, settings, imports)
-    loaded = load_tokenizer(tokenizer)
-    root, processes = root_of(path), processes or all_cores()
-    if isinstance(root, RemotePath):
-        total, processes = sum(root.sizes().values()), 1  # which fetches one after the other
-    else:
-        total = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
-        for damage in wrong_digests(found.digests(path)):
-            raise ConfigError(damage)
-    with byte_bar("reading", total) as advance:
-        record = partial(record_all, processes=processes, advance=advance)
-        about = open_tokens(
-            path, found, loaded, loaded.vocab_size, cache, record=record
-        ).description
-    print(f"{path}: {about.documents:,} documents, {about.tokens:,} tokens, with checksums")
+def format_of(
+    path: Path, name: str, settings: Sequence[str] | None, imports: Sequence[str] | None
+) -> TokenFormat:
+    """Return the format of the shards at `path`, with some settings, KEY=VALUE."""
+    import_modules(imports or (), "--imports")
+    if name not in TOKEN_FORMATS:
+        raise ConfigError(f"--format: got {name}; {allowed_names(name, TOKEN_FORMATS)}")
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such file or folder")
+    found = find_format(path, TOKEN_FORMATS[name]())
+    if found is None:
+        raise ConfigError(f"{path}: no shards of tokens; give their format by --format")
+    values = dict(setting.partition("=")[::2] for setting in settings or ())
+    try:
+        return type(found).model_validate_strings({"name": found.name, **values})
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, fault["loc"]))
+        raise ConfigError(
+            f"--set {key}: {fault['msg']}; the settings of {found.name} are "
+            f"{', '.join(type(found).model_fields)}"
+        ) from None
+
+
+@contextmanager
+def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """On a terminal, a bar that the yielded function advances by some bytes."""
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with progress_bar(what, total, *columns) as show:
+        yield lambda size: show(advance=size)

@@ -8,8 +8,16 @@ import typer
 
 from torchtitan.data import DataConfig, load_tokenizer
 from torchtitan.data.tokens.tokenizing import SHARD_TOKENS, tokenize
-from torchtitan.tools.data.shard_options import Processes, TokenizerPath, all_cores
-from torchtitan.tools.options import Choice, Count, Imports, Text, import_modules
+from torchtitan.tools.options import (
+    Choice,
+    Count,
+    Imports,
+    Processes,
+    Text,
+    TokenizerPath,
+    all_cores,
+    import_modules,
+)
 
 
 def tokenize_text(
