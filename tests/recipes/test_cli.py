@@ -358,7 +358,7 @@ def test_help_texts_stand_alone() -> None:
     """A capital, a period, and the default in parentheses."""
     entries = (entry for part in reference.settings() for entry in part.entries)
     texts = [("settings", entry.path, entry.help) for entry in entries]
-    for name in (name for verbs in VERBS.values() for name in verbs):
+    for name in (name for group in verbs().values() for name in group):
         found = verb_of_help(name, (Verb, RecipeVerb))
         for inner in getattr(found, "commands", {"": found}).values():
             texts += [(name, option.name, option.help) for option in inner.params if option.help]

@@ -433,7 +433,7 @@ class _Progress:
 
 
 TOKENIZATION: ContextVar[_Tokenization] = ContextVar("TOKENIZATION")
-"""What a process of the pool works on."""
+"""The tokenization of which a process of the pool completes parts."""
 
 
 def _begin(work: _Tokenization) -> None:
