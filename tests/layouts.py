@@ -359,8 +359,6 @@ EXPERT_PARALLEL = {
     "EP 2, documents": apart(2, shard=2, documents=True),
     "EP 2, loss in chunks": apart(2, shard=2, chunk=64),
     "EP 2, CPU offload": apart(2, shard=2, training={"enable_cpu_offload": True}),
-    "EP 2, loop": apart(2, shard=2).of(expert_products="loop"),
-    "EP 2, padded": apart(2, shard=2).of(expert_products="padded"),
     "EP 2, shared expert": apart(2, shard=2).of(shared_dim=32),
     "EP 2, sigmoid in groups": apart(2, shard=2).of(
         router_scores="sigmoid", expert_groups=3, top_groups=2

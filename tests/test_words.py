@@ -32,9 +32,9 @@ SEARCHED = """
     hung, data parallelism, DCP, DeMo, DiLoCo, error feedback, Float8, FSDP, GaLore, HSDP, Hugging
     Face, infrequent synchronization, lm-evaluation-harness, local SGD, loss spikes, low-bit
     gradients, low-bit optimizer states, low-bit weights, Muon, multi-node, multi-token
-    prediction, MXFP8, optimizer offload, optimizer-in-backward, parameter groups, pipeline
-    parallelism, preemption, QSDP, restarts, S3, stragglers, TensorBoard, tensor parallelism,
-    torch.compile, unbiased, z-loss, ZeRO
+    prediction, MXFP8, optimizer-in-backward, parameter groups, pipeline parallelism, preemption,
+    QSDP, restarts, S3, stragglers, TensorBoard, tensor parallelism, torch.compile, unbiased,
+    z-loss, ZeRO
 """
 """Terms that a reader searches for, each of which is in a heading."""
 

@@ -99,7 +99,6 @@ def assemble(parts: Parts) -> Run:
             norm_of_all=group.max if group else None,
             before_update=[hook.before_update for hook in hooks if hook.before_update],
             after_update=[hook.after_update for hook in hooks if hook.after_update],
-            updated=[hook.updated for hook in hooks if hook.updated],
         ),
         schedule=lambda step: job.learning_rate_factor(step - parts.state.schedule_start),
         model=model,

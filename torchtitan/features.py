@@ -50,8 +50,6 @@ class Hooks:
     """Before weights change."""
     after_update: Callable[[], None] | None = None
     """After the optimizers have updated the weights, which it may change too."""
-    updated: Callable[[], None] | None = None
-    """After an update, of which it leaves the weights as they are."""
     after_step: Callable[[TrainState], object] | None = None
     """After a step was counted; True marks the step as void, and no later feature is called."""
     flag: Flag | None = None
@@ -112,8 +110,6 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     )
     yield Hooks(after_step=lambda state: collect_garbage(state.step, job.training.gc_freq))
     yield Hooks(after_step=once(world.after_first_step))
-    if job.compile.cuda_graphs:
-        yield Hooks(after_step=once(compile.warn_of_unrecorded))
     if job.parallelism.enable_async_tensor_parallel and blocks:
         yield Hooks(after_step=once(async_tensor.confirm))
     if job.layout(world.degrees).shards(world.degrees):
@@ -239,7 +235,7 @@ def expert_loads(parts: Parts, loads: ExpertLoads) -> Hooks:
     return Hooks(
         before_forward=loads.begin,
         after_backward=lambda batches, losses: parts.meter.record(**loads.end()),
-        updated=loads.update,
+        after_update=loads.update,
         after_step=report,
     )
 

@@ -234,9 +234,7 @@ def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
 
 def update_compiler(job: JobConfig) -> Compiled | None:
     """Return a compiler for the expensive part of an update; None if nothing is compiled."""
-    # Results of CUDA graphs would be overwritten while they are sent.
-    config = job.compile.model_copy(update={"cuda_graphs": False})
-    return partial(compiled, config=config) if config.enable else None
+    return partial(compiled, config=job.compile) if job.compile.enable else None
 
 
 def sink_context(job: JobConfig, world: World) -> SinkContext:

@@ -90,7 +90,6 @@ class StepOptimizers:
         norm_of_all: Callable[[Tensor], Tensor] | None = None,
         before_update: Sequence[Callable[[], None]] = (),
         after_update: Sequence[Callable[[], None]] = (),
-        updated: Sequence[Callable[[], None]] = (),
     ) -> None:
         """
         Args:
@@ -98,12 +97,10 @@ class StepOptimizers:
             norm_of_all: takes the norm of these ranks, and returns that of all replica groups.
             before_update: calls to make before weights change.
             after_update: calls to make after they have changed, which may change them too.
-            updated: calls to make then, which leave them as they are.
         """
         self.inner, self.max_norm, self.timeline = optimizers, max_norm, timeline
         self.norm_of_all = norm_of_all
         self.before_update, self.after_update = before_update, after_update
-        self.updated = updated
 
     def begin(self, factor: float) -> float:
         """Drop the gradients, and set the rates to `factor` times their peak; returns the rate."""
@@ -132,10 +129,6 @@ class StepOptimizers:
                 self.inner.clip(self.max_norm, norm)
             self.inner.step()
             for call in self.after_update:
-                call()
-            if self.after_update:
-                self.inner.weights_changed()
-            for call in self.updated:
                 call()
 
     def _before_update(self) -> None:

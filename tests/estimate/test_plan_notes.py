@@ -23,10 +23,6 @@ SMALL = [
     *("--training.seq_len", "256", "--training.local_batch_size", "2"),
     *("--training.mixed_precision_param", "bfloat16"),
 ]
-GRAPHS = (
-    "--compile.enable true --compile.cuda_graphs true --parallelism.tensor_parallel_degree 4 "
-    "--training.global_batch_size -1"
-)
 SIMPLE = [
     *("--sharding.name", "simple_fsdp", "--compile.enable", "true"),
     *("--compile.granularity", "model", "--sharding.bucketing"),
@@ -57,7 +53,6 @@ def job(flags: Sequence[str], ranks: int = 4) -> JobConfig:
         ("--comm.debug_level detail", "the checks of each collective"),
         ("--debug.deterministic true", "slower algorithms"),
         ("--training.enable_cpu_offload true", "training.enable_cpu_offload: copies to and from"),
-        ("--optimizer.offload_states true", "optimizer.offload_states: copies to and from"),
         ("--compile.enable true --compile.backend aot_eager", "aot_eager is planned as code"),
         ("--model.attn_mask_type block_causal", "the time of whole sequences"),
         ("--optimizer.name Muon --compile.enable true", "the update, which is compiled"),
@@ -66,7 +61,6 @@ def job(flags: Sequence[str], ranks: int = 4) -> JobConfig:
             "--parallelism.data_parallel_replicate_degree 2 --communication.replicas.every 3",
             "the exchange of weights every 3 steps",
         ),
-        (GRAPHS, "graphs keep for themselves"),
         ("--convert.0.name mxfp8", "h100 has no products in mxfp8, so a run there is refused"),
     ],
 )
@@ -146,15 +140,6 @@ def test_settings_of_overlap_on_cuda_are_in_the_plan() -> None:
     pending = most("--sharding.reduce_scatters_in_flight", "3")
     assert ahead["gathered"] > before["gathered"]
     assert pending["gradients"] > before["gradients"]
-
-
-def test_states_in_host_memory_are_not_on_the_device() -> None:
-    before, found = planned(), planned("--optimizer.offload_states", "true")
-    [kind], states = before.kinds, found.kinds[0].by_kind["optimizer states"]
-    assert states == 0
-    assert kind.step.host_bytes() == 0
-    # The states, the weights, and their gradients.
-    assert found.kinds[0].step.host_bytes() == pytest.approx(2 * kind.saved * 2 / 3, rel=0.01)
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def source() -> RankRecording:
 
 def run(*segments: tuple[str, Sequence[object]], **settings: object) -> DeviceStreams:
     chunks = bool(settings.pop("chunks", False))
-    streams = DeviceStreams(source(), device(**settings), replays=False, chunks=chunks)
+    streams = DeviceStreams(source(), device(**settings), chunks=chunks)
     streams.run([StepSegment(name, "", events) for name, events in segments])  # type: ignore[arg-type]
     return streams
 

@@ -98,7 +98,6 @@ ROWS = {
     "Float8 tensorwise": COMPILE + float8("tensorwise"),
     "Float8 rowwise": COMPILE + float8("rowwise"),
     "compiled whole": WHOLE,
-    "CUDA graphs": WHOLE + "cuda_graphs = true\n",
     "operators recomputed": COMPILE + recompute("selective", 'selective_ac_option = "op"\n'),
     "every second block recomputed": COMPILE + recompute("selective", "selective_ac_option = 2\n"),
     "full recomputation": COMPILE + recompute("full"),

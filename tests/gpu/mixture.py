@@ -1,20 +1,20 @@
 """One mixture of experts, timed beside a feed-forward of equal FLOPs.
 
-All ways to compute products take turns in each round, and ratios are of one round.
+Both, and the parts of the mixture, take turns in each round, and ratios are of one round.
 """
 
 import dataclasses
 import statistics
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.convert.rounded_experts import RoundedProducts
 from torchtitan.device import Device
-from torchtitan.models.experts import MixtureOfExperts, Products, Routing, expert_products
+from torchtitan.models.experts import MixtureOfExperts, Routing, expert_products
 from torchtitan.models.layers import FeedForward
 
 Built = TypeVar("Built", bound=nn.Module)
@@ -71,17 +71,16 @@ def timed(
     mixture = _drawn(layer.build, device, dtype)
     dense = _drawn(lambda: FeedForward(layer.dim, layer.active_dim), device, dtype)
 
-    rounded = RoundedProducts("grouped", is_native=device.type == "cuda")
+    rounded = RoundedProducts(is_native=device.type == "cuda")
 
     def of(products: str) -> Callable[[], None]:
         def run() -> None:
             mixture.experts.multiply = rounded if products == EIGHT_BITS else None
-            mixture.experts.products = products
             mixture(x).backward(x.detach())
 
         return run
 
-    by_products = [*get_args(Products), *([EIGHT_BITS] if in_eight_bits else [])]
+    by_products = ["grouped", *([EIGHT_BITS] if in_eight_bits else [])]
     ways: dict[str, Callable[[], None]] = {
         "feed-forward": lambda: dense(x).backward(x.detach()),
         **{products: of(products) for products in by_products},
@@ -116,7 +115,6 @@ def _off(mixture: MixtureOfExperts, x: Tensor, rounded: RoundedProducts) -> dict
     """
     emulated = dataclasses.replace(rounded, is_native=False)
     experts, found = mixture.experts, []
-    experts.products = "grouped"
     given = [x, *experts.parameters()]
     for multiply in (rounded, emulated, None):
         experts.multiply = multiply
@@ -161,7 +159,7 @@ def _parts(mixture: MixtureOfExperts, x: Tensor) -> dict[str, Callable[[], None]
         repeated.index_select(0, order).backward(rows.detach())
 
     def one_product() -> None:
-        expert_products(rows, w1, ends, "grouped").sum().backward()
+        expert_products(rows, w1, ends).sum().backward()
 
     return {
         "routing": route,

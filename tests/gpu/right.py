@@ -121,9 +121,6 @@ CASES: dict[str, Case] = {
     "loss in chunks": case(CHUNKS),
     "loss in chunks, compiled": case(CHUNKS, COMPILE),
     "bf16, loss in chunks, compiled": case(BF16, CHUNKS, COMPILE, bounds=HALF),
-    "CUDA graphs": case(
-        WHOLE, {"compile": {"cuda_graphs": True}, "training": {"local_batch_size": 8}}
-    ),
     "CPU offload": case({"training": {"enable_cpu_offload": True}}),
     "Float8 tensorwise": case(BF16, COMPILE, convert=FLOAT8["tensorwise"], bounds=EIGHT, like=BF16),
     "Float8 rowwise": case(BF16, COMPILE, convert=FLOAT8["rowwise"], bounds=EIGHT),
@@ -146,7 +143,6 @@ CASES: dict[str, Case] = {
     "states in 4 bits": case(
         optimizer(state_dtype="4bit"), like=optimizer(state_dtype="4bit"), bounds=EIGHT
     ),
-    "states in host memory": case(optimizer(offload_states=True)),
     "updates in the backward": case(
         optimizer(early_step_in_backward=True),
         {"training": {"local_batch_size": 8, "max_norm": 0.0}},
@@ -233,8 +229,6 @@ def check(name: str, device: Device, backend: str = "inductor") -> dict[str, flo
         sections = copy.deepcopy(dict(this.sections))
         if "compile" in sections:
             sections["compile"]["backend"] = backend
-        if not on_cuda:
-            sections.get("compile", {}).pop("cuda_graphs", None)
         recipe = job(sections, optimizer_name, this, emulated=not on_cuda)
         reference = plain(this, optimizer_name)
         own = this.convert or this.auxiliary

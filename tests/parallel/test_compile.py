@@ -345,17 +345,3 @@ def test_graphs_are_kept_for_the_next_process(tmp_path: Path) -> None:
     assert said == f"compile: 2 graphs of {BLOCKS} blocks and the loss, 2 from the cache, {rest}"
     assert warm.losses == cold.losses
     assert warm.grad_norms == cold.grad_norms
-
-
-def test_cuda_graphs_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch, "compile", lambda function, **settings: asked.append(settings))
-    marks: list[int] = []
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(1))
-    for config in (CompileConfig(enable=True), CompileConfig(enable=True, cuda_graphs=True)):
-        compile.compiled(torch.sin, config)
-        compile.compiled(torch.sin, config, {"epilogue_fusion": False})
-    compile.begin_recorded_pass()
-    own, recorded = {"epilogue_fusion": False}, {"triton.cudagraphs": True}
-    assert [each["options"] for each in asked] == [None, own, recorded, recorded | own]
-    assert len(marks) == 1

@@ -180,17 +180,16 @@ def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("block", [0, 32])
-@pytest.mark.parametrize("products", ["grouped", "loop", "padded"])
-def test_products_of_experts_are_of_rounded_factors(products: Any, block: int) -> None:
+def test_products_of_experts_are_of_rounded_factors(block: int) -> None:
     x, weight, ends = operands()
     *expected, gradient = of_experts(x.detach(), weight.detach(), block)
-    y = RoundedProducts(products, block)(x, weight, ends, 1)
+    y = RoundedProducts(block)(x, weight, ends, 1)
     y.backward(gradient)  # type: ignore[no-untyped-call]
     for found, value in zip((y, x.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(found, value)
-    plain = expert_products(x, weight, ends, "loop")
+    plain = expert_products(x, weight, ends)
     assert not torch.allclose(y, plain, rtol=1e-3, atol=1e-3), "nothing was rounded"
-    wide = RoundedProducts(products, block, keeps_gradients=True)(x, weight, ends, 1)
+    wide = RoundedProducts(block, keeps_gradients=True)(x, weight, ends, 1)
     (found,) = torch.autograd.grad(wide, weight, gradient)
     torch.testing.assert_close(found, torch.autograd.grad(plain, weight, gradient)[0])
 
@@ -218,7 +217,7 @@ def test_products_on_a_gpu_have_the_same_factors(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "_scaled_grouped_mm", product)
     x, weight, ends = operands()
     *expected, gradient = of_experts(x.detach(), weight.detach(), 0)
-    y = RoundedProducts("grouped", is_native=True)(x, weight, ends, 1)
+    y = RoundedProducts(is_native=True)(x, weight, ends, 1)
     y.backward(gradient)  # type: ignore[no-untyped-call]
     for found, value in zip((y, x.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(found, value)

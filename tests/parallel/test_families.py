@@ -217,11 +217,6 @@ def test_steps_in_the_backward() -> None:
 
 
 @pytest.mark.gate
-def test_states_in_host_memory() -> None:
-    test_optimizers.are_kept_in_host_memory(case(shard=2).of(**QWEN3))
-
-
-@pytest.mark.gate
 def test_it_is_the_same_run_compiled() -> None:
     layout, graphs = test_compile.CASES["TP 2, loss in chunks"]
     test_compile.is_the_same_run(layout.of(**QWEN3), graphs)

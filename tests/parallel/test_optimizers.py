@@ -87,19 +87,6 @@ def is_updated_in_the_backward(layout: Case, allowed: float = 1e-5) -> None:
             assert all(torch.equal(w.local, late.weights[-1][name].local) for name, w in weights)
 
 
-def test_states_in_host_memory() -> None:
-    are_kept_in_host_memory(case(shard=2))
-
-
-def are_kept_in_host_memory(layout: Case) -> None:
-    """With AdamW."""
-    (expected,) = run_ranks(traces, 1, [job(ONE.of(**layout.model))])[0]
-    for number, rank in enumerate(
-        run_ranks(traces, layout.ranks, [job(layout, offload_states=True)])
-    ):
-        compare(rank[0], expected, f"rank {number}")
-
-
 def alive(job: JobConfig) -> list[int]:
     """Train; the bytes of gradients that this rank has whenever one is complete, and of all."""
     found = [0]

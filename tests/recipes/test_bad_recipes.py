@@ -294,14 +294,6 @@ def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else() -> None:
     assert lacks(job, "cuda") == []
 
 
-def test_states_that_a_cpu_cannot_offload() -> None:
-    job = load_job(None, ["--optimizer.offload_states"], 1, "cpu").config
-    message = "on a CPU, states are in host memory already; use false"
-    found = [problem[:2] for problem in lacks(job, "cpu")]
-    assert found == [("optimizer.offload_states", message)]
-    assert lacks(job, "cuda") == []
-
-
 def test_a_misspelt_name_hides_no_other_mistake() -> None:
     text = """\
 [model]

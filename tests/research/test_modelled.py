@@ -115,15 +115,6 @@ def test_rows_that_are_cut_differently_are_not_modelled(capsys: pytest.CaptureFi
     assert "the simulation to compare them with cuts all rows alike" in capsys.readouterr().err
 
 
-@pytest.mark.gate
-@pytest.mark.skipif("QSDP" not in MODELLED, reason="a system that is not there")
-def test_states_in_host_memory_are_verified_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights that replicas agree on are those that the next update of the host changes."""
-    flags = ("--steps", "3", "--optimizer.offload_states")
-    assert verify(MODELLED["local SGD"], *flags) == 0, capsys.readouterr()
-    assert "offload_states" not in capsys.readouterr().out
-
-
 def test_a_code_that_is_wrong_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,10 +152,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
         },
     ),
     (
-        {"compile": {"enable": True, "cuda_graphs": True}},
-        {"compile.cuda_graphs": "with optimizer.qk_clip, CUDA graphs have not been tested"},
-    ),
-    (
         {
             "communication": {"replicas": {"every": 4}},
             "parallelism": {"data_parallel_replicate_degree": 2},

@@ -15,7 +15,6 @@ from tests.layouts import RESHARD, ROWWISE, Case, case
 from tests.orders import Orders, noted
 from tests.parallel.test_compile import forget, logged
 from tests.ranks import run_ranks
-from tests.recipes.test_bad_recipes import lacks
 from tests.recipes.test_legacy_recipes import read, translations, written
 from tests.research.layouts import SIMPLE
 from tests.research.several import each
@@ -357,16 +356,6 @@ def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> N
     assert recipe.notices[2].endswith(
         '20 is dropped; it only has an effect with parallelism.data_parallel_impl = "simple_fsdp"'
     )
-
-
-def test_cuda_graphs_need_cuda() -> None:
-    words = ["--compile.enable", "--compile.cuda_graphs", "--compile.granularity", "model"]
-    words += ["--sharding.name", "simple_fsdp"]
-    job = load_job(None, words, 2, "cuda").config
-    problem = next(p for p in lacks(job, "cpu") if p.path == "compile.cuda_graphs")
-    message = "CUDA graphs need a CUDA device, but this machine has only cpu; "
-    assert problem.message == message + "set compile.cuda_graphs = false"
-    assert lacks(job, "cuda") == []
 
 
 def test_the_scheduler_counts_heads_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:

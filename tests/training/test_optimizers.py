@@ -70,8 +70,7 @@ def handed_over(job: JobConfig) -> bool:
 
 
 def test_another_replica_group_takes_the_state_over(tmp_path: Path) -> None:
-    host = {"offload_states": True}
-    assert run_ranks(handed_over, 1, recipe(tmp_path, ALONE, optimizer=host)) == [True]
+    assert run_ranks(handed_over, 1, recipe(tmp_path, ALONE)) == [True]
 
 
 EARLY = {"early_step_in_backward": True}

@@ -323,16 +323,6 @@ def test_rollback_on_several_ranks_ends_as_on_one(
     assert [step for _, step in history] == [0, 6]
 
 
-def test_rollback_replaces_the_copies_of_weights_in_host_memory(
-    tmp_path: Path, whole: tuple[Path, Outcome]
-) -> None:
-    job = recipe(tmp_path)
-    hosted = job.optimizer.model_copy(update={"offload_states": True})
-    found = run_ranks(train, 1, job.model_copy(update={"optimizer": hosted}), BAD)[0]
-    assert found.moved == whole[1].moved
-    assert is_near(found.weights, whole[1].weights)
-
-
 # Killed before the row, in it with a checkpoint of it, right after the rollback, and later.
 @pytest.mark.parametrize("kill_after", [slow(7), 9, 10, slow(13)])
 def test_a_run_killed_around_a_rollback_ends_as_one_never_stopped(

@@ -69,7 +69,6 @@ def states(words: str = "", ranks: int = 1) -> tuple[float, float]:
         ("", (4 + 4 + 8, 0)),
         ("--training.dtype bfloat16", (2 + 2 + 4, 0)),
         ("--training.enable_cpu_offload", (0, 16)),
-        ("--optimizer.offload_states", (8, 8)),
         ("--optimizer.early_step_in_backward --training.max_norm 0", (4 + 8, 0)),
     ],
 )

@@ -126,7 +126,6 @@ class Checkpointable:
             ConfigError: if they do not match; the message names `path`.
         """
         self._read(path, self.weights(), source, {"model"})
-        self.optimizers.weights_changed()
         if found := self._not_finite():
             raise ConfigError(f"{path}: NaN or infinity in {found}; start from other weights")
 

@@ -64,7 +64,6 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     pipelining.pipeline,
     compiling.async_tensor_parallelism,
     compiling.recomputation,
-    compiling.cuda_graphs,
     shard_groups.communication,
     shard_groups.regathering,
     shard_groups.accumulating,

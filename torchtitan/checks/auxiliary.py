@@ -61,15 +61,6 @@ def is_inside(config: AuxiliaryLossConfig, job: JobConfig) -> bool:
     return bool(job.loss.vocabulary_chunk) or not isinstance(config, ZLoss)
 
 
-def in_graphs(job: JobConfig) -> bool:
-    """Whether a compiled graph of the model sums losses."""
-    model = model_of(job)
-    if model is None or not job.compile.compiles("model"):
-        return False
-    inside = any(is_inside(each, job) for each in job.auxiliary_losses if each.reported)
-    return (job.compile.granularity == "model" and inside) or has_block_losses(model)
-
-
 def conflicts(config: AuxiliaryLossConfig, job: JobConfig, model: RecipeModel) -> Iterator[str]:
     """Find reasons against a loss, each with a remedy."""
     task, chunk = TASKS[model.spec.task], job.loss.vocabulary_chunk

@@ -2,18 +2,11 @@
 
 from collections.abc import Iterator
 
-from torchtitan.checks.auxiliary import in_graphs
-from torchtitan.checks.model import attention_of
-from torchtitan.checks.shard_groups import others_in_graph
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.job import JobConfig
 from torchtitan.torch_private.compiler import compiles_recomputed_attention
 
 SECTIONS = ("compile", "parallelism", "training", "sharding", "model")
-OVERWRITE = (
-    "would each overwrite the results of the one before it "
-    "(https://github.com/pytorch/pytorch/issues/169545)"
-)
 
 
 def async_tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
@@ -63,47 +56,3 @@ def recomputation(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             "compile.components"
         )
         yield Problem(key, message, also)
-
-
-def cuda_graphs(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Check that nothing moves or accumulates between two replays of a recorded graph."""
-    for message in _unreplayable(job, world) if job.compile.cuda_graphs else ():
-        yield Problem("compile.cuda_graphs", message, SECTIONS)
-
-
-def _unreplayable(job: JobConfig, world: PlannedWorld) -> Iterator[str]:
-    c, p, t, degrees = job.compile, job.parallelism, job.training, job.degrees(world.ranks)
-    if not c.enable or c.backend != "inductor":
-        needs = 'compile.enable = true and compile.backend = "inductor"'
-        yield f"it records graphs of the compiler, so it needs {needs}"
-    if p.pipeline_parallel_degree > 1:
-        yield f"the microbatches of a pipeline {OVERWRITE}"
-    elif (accumulation := job.accumulation(degrees)) > 1:
-        bigger = "use a larger training.local_batch_size"
-        yield f"the {accumulation} microbatches of a step {OVERWRITE}; {bigger}"
-    if in_graphs(job):
-        yield (
-            "the sums of auxiliary losses and loads of experts in graphs of the model move in "
-            "each step; remove these losses, or use a dense model"
-        )
-    if job.model.separates_documents:
-        yield (
-            "documents start at other tokens in each batch, and a recorded graph repeats those of "
-            'its first; use model.attn_mask_type = "causal"'
-        )
-    elif (shape := attention_of(job)) and (shape.has_sinks or shape.window_in(t.seq_len)):
-        use = "a model without sinks" if shape.has_sinks else "model.sliding_window = 0"
-        what = "with sinks" if shape.has_sinks else "in a sliding window"
-        yield (f"attention {what} makes tensors on the host, which cannot be recorded; use {use}")
-    if p.context_parallel_degree > 1 or p.enable_async_tensor_parallel:
-        yield (
-            "the communication of context and async tensor parallelism has not been tested in "
-            "CUDA graphs"
-        )
-    if t.enable_cpu_offload:
-        yield "training.enable_cpu_offload moves the parameters in every step"
-    elif degrees.data > 1 and not job.sharding.in_graph:
-        yield (
-            f"{job.sharding.name} gathers parameters into other memory each time; use "
-            f"{others_in_graph()}one data rank"
-        )

@@ -112,10 +112,6 @@ def _experts(
         reasons = " and ".join(sorted(set(done.skipped.values())))
         message = f"the experts are {reasons}" if reasons else "the model has no experts"
         yield Problem(f"{key}.experts", f"{message}; use false", SECTIONS)
-    ways = {module.products for _, module in experts(network, converter, Conversion())}
-    if sizes and ways != {"grouped"} and not converter.emulate:
-        message = 'products in 8 bits are grouped; use model.expert_products = "grouped", or false'
-        yield Problem(f"{key}.experts", message, SECTIONS)
     for hidden, _ in sizes:
         if hidden % (tp * converter.multiple):
             message = (

@@ -61,10 +61,9 @@ def model_states(job: JobConfig, ranks: int) -> ModelStates:
     share = 1 / (degrees.pp * degrees.fsdp * degrees.tp) / GIB
     weights = share * (size + gradients)
     states = share * state_bytes(job.optimizer, named, itemsize)
-    on_host = states if job.optimizer.offload_states else 0.0
     if job.training.enable_cpu_offload:
-        on_host = weights + states
-    return ModelStates(weights + states - on_host, on_host)
+        return ModelStates(0.0, weights + states)
+    return ModelStates(weights + states, 0.0)
 
 
 def problems_of_memory(

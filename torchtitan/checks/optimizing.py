@@ -17,10 +17,6 @@ NOT_IN_BACKWARD: Mapping[str, tuple[Any, str]] = {
         "a gradient is freed before the global norm is known, so it cannot be clipped",
     ),
     "training.enable_cpu_offload": (False, "the host would wait for each gradient separately"),
-    "compile.cuda_graphs": (
-        False,
-        "CUDA graphs have not been tested with weights that change between them",
-    ),
     "parallelism.pipeline_parallel_degree": (
         1,
         "the backward of a microbatch would change weights that the next one uses",
@@ -67,25 +63,16 @@ def copies_after_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Probl
 
 
 def states_in_host_memory(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Check that states on the host are updated there alone, in float32 and not rounded."""
+    """Check that the host can compute the updates of the states it keeps, which are not rounded."""
     o, t = job.optimizer, job.training
-    rests_on = ("training.enable_cpu_offload", "optimizer")
-    if t.enable_cpu_offload or o.offload_states:
-        for key in o.rounded_by:
-            message = 'states in host memory take none of the device\'s; use "parameter"'
-            yield Problem(f"optimizer.{key}", message, rests_on)
-    if o.multiplies_matrices and t.enable_cpu_offload:
+    if not t.enable_cpu_offload:
+        return
+    for key in o.rounded_by:
+        message = 'states in host memory take none of the device\'s; use "parameter"'
+        yield Problem(f"optimizer.{key}", message, ("training.enable_cpu_offload", "optimizer"))
+    if o.multiplies_matrices:
         message = f"{o.name} multiplies matrices, for which the host is too slow; use false"
         yield Problem("training.enable_cpu_offload", message, ("optimizer.name",))
-    if o.offload_states and t.enable_cpu_offload:
-        message = "training.enable_cpu_offload keeps states in host memory already; use one"
-        yield Problem("optimizer.offload_states", message, rests_on)
-    if o.offload_states and t.dtype != "float32":
-        message = (
-            "the host updates the weights of the device, which must be float32; use "
-            'training.dtype = "float32"'
-        )
-        yield Problem("optimizer.offload_states", message, ("training.dtype",))
 
 
 def clipped_twice(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

@@ -15,17 +15,13 @@ def in_hooks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     has_work = degrees.data * degrees.cp > 1 or job.training.enable_cpu_offload
     in_one = c.compiles("model") and c.granularity == "model"
     if in_one and has_work and not job.sharding.in_graph:
+        names = [f'"{name}"' for name, config in SHARDING.items() if config.in_graph]
+        other = f"sharding.name = {' or '.join(names)}, or " if names else ""
         message = (
             f'sharding.name = "{job.sharding.name}" gathers in hooks around the blocks, which '
-            f'cannot be part of a graph; use {others_in_graph()}"block"'
+            f'cannot be part of a graph; use {other}"block"'
         )
         yield Problem("compile.granularity", message, SECTIONS)
-
-
-def others_in_graph() -> str:
-    """Return the settings that select shardings that gather within the computation."""
-    names = [f'"{name}"' for name, config in SHARDING.items() if config.in_graph]
-    return f"sharding.name = {' or '.join(names)}, or " if names else ""
 
 
 def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan.convert.settings import Conversion, ConversionTarget, LinearConverterConfig
-from torchtitan.models.experts import Experts, Products, expert_gradients, expert_products
+from torchtitan.models.experts import Experts, expert_gradients, expert_products
 from torchtitan.torch_private.collectives import max_over
 
 FORMAT = torch.float8_e4m3fn
@@ -59,11 +59,10 @@ def convert_experts(
     group = target.groups.get("tp")
     for _, module in experts(model, config, done):
         module.multiply = RoundedProducts(
-            products=module.products,
             block=block,
             keeps_gradients=keeps_gradients,
             group_name=group.group_name if group else "",
-            is_native=not target.emulate and module.products == "grouped",
+            is_native=not target.emulate,
         )
 
 
@@ -71,7 +70,6 @@ def convert_experts(
 class RoundedProducts:
     """Ways to multiply rows with the matrices of their experts in 8 bits."""
 
-    products: Products
     block: int = 0
     """Number of summed elements that share a scale; 0: all of them."""
     keeps_gradients: bool = False
@@ -103,7 +101,7 @@ class RoundedProducts:
             of_x, of_w = x_scale.reciprocal()[:, 0], w_scale.reciprocal()[..., 0]
             return _multiply(x, w.transpose(1, 2), of_x, of_w, ends).to(rows.dtype)
         x, w = _wide(x, x_scale, rows.dtype), _wide(w, w_scale, weight.dtype)
-        product: Tensor = expert_products(x, w, ends, self.products)
+        product: Tensor = expert_products(x, w, ends)
         return product
 
     def gradients(self, grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
@@ -114,7 +112,7 @@ class RoundedProducts:
             segment, count = _segments(ends, len(rows), self.block)
             rounded = [_round_rows(x, segment, count) for x in (grad, rows)]
             grad, rows = (_wide(x, scale[segment], grad.dtype) for x, scale in rounded)
-        found: Tensor = expert_gradients(grad, rows, ends, self.products)
+        found: Tensor = expert_gradients(grad, rows, ends)
         return found
 
 

@@ -126,5 +126,3 @@ def _singles(job: JobConfig) -> Iterator[tuple[str, ...]]:
     for degree in (2, 4, 8):
         if degree > job.parallelism.tensor_parallel_degree:
             yield tensor, str(degree)
-    if not job.optimizer.offload_states and not job.training.enable_cpu_offload:
-        yield "--optimizer.offload_states", "true"

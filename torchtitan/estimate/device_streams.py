@@ -64,21 +64,18 @@ class DeviceStreams:
         source: RankRecording,
         hardware: Hardware,
         *,
-        replays: bool,
         chunks: bool,
         turns: float = 1.0,
     ) -> None:
         """
         Args:
             turns: number of ranks that take turns on a core.
-            replays: whether CUDA graphs issue the kernels.
             chunks: whether tensor-parallel collectives overlap with products, chunk by chunk.
         """
         self.source, self.hardware, self.chunks = source, hardware, chunks
         self.turns = turns
         self.issue, self.dispatch = (
-            0.0 if replays else turns * each * 1e-6
-            for each in (hardware.host_us, hardware.dispatch_us)
+            turns * each * 1e-6 for each in (hardware.host_us, hardware.dispatch_us)
         )
         self.overlaps = hardware.device_type != "cpu"
         self.clock = 0.0

@@ -32,7 +32,6 @@ from torchtitan.models import MODELS
 from torchtitan.models.experts import Experts
 from torchtitan.models.spec import ModelSpec, build_empty
 from torchtitan.optim import name_parameters, open_optimizers
-from torchtitan.optim.offload import Offloaded
 from torchtitan.parallel import ParallelModel, World, expert_parallel, parallelize, stages
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.parallel.pipeline import Pipeline
@@ -169,14 +168,7 @@ def record(
         for name, state in optimizers.states():
             if name.endswith(".step"):  # which decides on what is done every so many steps
                 state.fill_(1)
-            offloaded = on_host or job.optimizer.offload_states
-            recorder.track([state], "optimizer states", owner(name), on_host=offloaded)
-        if isinstance(optimizers, Offloaded):
-            for parameter, host in optimizers.hosts.items():
-                host.grad = torch.empty_like(host)
-                name = owner(optimizers.names[parameter])
-                recorder.track([host], "parameters", name, on_host=True)
-                recorder.track([host.grad], "gradients", name, on_host=True)
+            recorder.track([state], "optimizer states", owner(name), on_host=on_host)
         _track_communicators(recorder, model, spec, optimizers.names)
         for number, batch in enumerate(batches):
             stands_for = passes - recorded + 1 if number == recorded // 2 else 1

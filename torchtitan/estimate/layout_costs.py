@@ -170,8 +170,7 @@ class LayoutCosts:
             return 0.0
         spec, each = MODELS[self.job.model.name], getattr(torch, self.job.training.dtype).itemsize
         named = name_parameters([self._network], spec.role)
-        on_host = self.job.optimizer.offload_states
-        states = 0.0 if on_host else state_bytes(self.job.optimizer, named, each)
+        states = state_bytes(self.job.optimizer, named, each)
         in_backward = self.job.optimizer.early_step_in_backward
         held: float = (1 if in_backward else 2) * each * self._parameters + states
         return held

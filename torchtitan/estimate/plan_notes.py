@@ -75,12 +75,11 @@ def _times(job: JobConfig, ranks: int, saved_gib: float) -> Iterator[str]:
         yield "fault_tolerance.enable: the communication of replica groups is not in the plan"
     if job.comm.debug_level == "detail":
         yield f"comm.debug_level: the checks of each collective are {UNTIMED}"
-    for section, key in (("training", "enable_cpu_offload"), ("optimizer", "offload_states")):
-        if getattr(getattr(job, section), key):
-            yield (
-                f"{section}.{key}: copies to and from host memory are {UNTIMED}, and the update "
-                "takes the time that the device would"
-            )
+    if job.training.enable_cpu_offload:
+        yield (
+            f"training.enable_cpu_offload: copies to and from host memory are {UNTIMED}, and the "
+            "update takes the time that the device would"
+        )
     apart = job.communication.replicas.steps_apart
     if apart and apart > 1 and job.degrees(ranks).dp_replicate > 1:
         yield (
@@ -109,8 +108,6 @@ def _device(job: JobConfig, hardware: Hardware | None) -> Iterator[str]:
         yield "model.attn_mask_type: documents are planned packed; on ROCm they run one by one"
     if job.compile.enable and is_prepared:
         yield "optimizer.name: the update, which is compiled, takes the time of its operators"
-    if job.compile.enable and job.compile.cuda_graphs:
-        yield "compile.cuda_graphs: the memory that graphs keep for themselves is left out"
     if job.debug.deterministic:
         yield f"debug.deterministic: slower algorithms on CUDA are {UNTIMED}"
     for number, converter in enumerate(job.convert):

@@ -183,7 +183,6 @@ def _time_rank(
     streams = DeviceStreams(
         step.source,
         hardware,
-        replays=job.compile.enable and job.compile.cuda_graphs,
         chunks=job.parallelism.enable_async_tensor_parallel,
         turns=turns,
     )

@@ -87,6 +87,15 @@ OURS: Rows = {
     "metrics.precision_freq": Gone(
         "this version writes no report of rounding; compare with a run without [[convert]]", falsy
     ),
+    "optimizer.offload_states": Gone(
+        "use training.enable_cpu_offload, which keeps parameters in host memory too, or "
+        "optimizer.state_dtype for states in fewer bits",
+        falsy,
+    ),
+    "compile.cuda_graphs": Gone(
+        'they were not faster than compile.granularity = "model"; use that', falsy
+    ),
+    "model.expert_products": Gone("products of experts are always grouped", just(None, "grouped")),
 }
 """Keys that this project once had."""
 

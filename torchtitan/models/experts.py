@@ -35,8 +35,6 @@ from torchtitan.models.layers import FeedForward
 from torchtitan.models.output import AuxiliaryLoss
 
 Scores = Literal["softmax", "sigmoid"]
-Products = Literal["grouped", "loop", "padded"]
-"""Ways to multiply the rows of each expert with its matrix. All give the same result."""
 Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
 """Function of rows sorted by expert, these experts, and how to compute rows of the experts here,
 that lets all rows be computed where their experts are."""
@@ -234,11 +232,10 @@ class Experts(nn.Module):
         dim: int,
         n_experts: int,
         hidden_dim: int,
-        products: Products,
         form: ExpertForm = ExpertForm(),
     ) -> None:
         super().__init__()
-        self.products, self.limit = products, form.limit
+        self.limit = form.limit
         self.exchange: Exchange | None = None
         self.multiply: Multiply | None = None
         """Product in another precision, if any."""
@@ -297,7 +294,7 @@ class Experts(nn.Module):
         b1, b2, b3 = biases or (None, None, None)
         numbers = torch.arange(len(w1), device=rows.device)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)  # (E,)
-        multiply = self.multiply or self._multiply
+        multiply = self.multiply or _multiply
 
         def linear(x: Tensor, weight: Tensor, hidden_dim: int, bias: Tensor | None) -> Tensor:
             out = multiply(x, weight, ends, hidden_dim)
@@ -307,9 +304,10 @@ class Experts(nn.Module):
         hidden = clamped_swiglu(gate, up, self.limit) if self.limit else F.silu(gate) * up
         return linear(hidden, w2, 2, b2)
 
-    def _multiply(self, rows: Tensor, weight: Tensor, ends: Tensor, hidden_dim: int) -> Tensor:
-        out: Tensor = expert_products(rows, weight, ends, self.products)
-        return out
+
+def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, hidden_dim: int) -> Tensor:
+    out: Tensor = expert_products(rows, weight, ends)
+    return out
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -341,12 +339,11 @@ class MixtureOfExperts(nn.Module):
         routing: Routing,
         *,
         shared_dim: int = 0,
-        products: Products = "grouped",
         form: ExpertForm = ExpertForm(),
     ) -> None:
         super().__init__()
         self.router = Router(dim, n_experts, routing)
-        self.experts = Experts(dim, n_experts, hidden_dim, products, form)
+        self.experts = Experts(dim, n_experts, hidden_dim, form)
         self.shared = FeedForward(dim, shared_dim) if shared_dim else None
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
@@ -372,7 +369,7 @@ def parameters_in_words(model: nn.Module) -> str:
 
 
 @torch.library.custom_op("torchtitan::expert_products", mutates_args=())
-def expert_products(x: Tensor, weight: Tensor, ends: Tensor, products: str) -> Tensor:
+def expert_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows of each expert with its matrix, like a linear layer.
 
     It is an operator because the number of rows of an expert is unknown to fake tensors, and
@@ -382,17 +379,13 @@ def expert_products(x: Tensor, weight: Tensor, ends: Tensor, products: str) -> T
         x: (N, I), the rows of the first expert first.
         weight: (E, O, I).
         ends: (E,) int32, row after the last of each expert; the last one is N.
-        products: a value of `Products`.
 
     Returns:
         (N, O).
     """
     by_inputs = weight.transpose(1, 2)  # (E, I, O)
-    if _is_grouped(products, x, *weight.shape[1:]):
+    if _is_grouped(x, *weight.shape[1:]):
         return F.grouped_mm(x.contiguous(), by_inputs, offs=ends)
-    if products == "padded":
-        padded, places = _pad(x, ends)
-        return torch.bmm(padded, by_inputs)[places]
     out = x.new_empty(len(x), weight.shape[1])
     for number, rows in enumerate(_spans(ends)):
         torch.mm(x[rows], by_inputs[number], out=out[rows])
@@ -400,43 +393,39 @@ def expert_products(x: Tensor, weight: Tensor, ends: Tensor, products: str) -> T
 
 
 @expert_products.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor, products: str) -> Tensor:
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
 @torch.library.custom_op("torchtitan::expert_gradients", mutates_args=())
-def expert_gradients(grad: Tensor, x: Tensor, ends: Tensor, products: str) -> Tensor:
+def expert_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """Compute the gradient of the matrices in `expert_products`; 0 for an expert without rows.
 
     Args:
         grad: (N, O), gradient of the result.
-        x, ends, products: as there.
+        x, ends: as there.
 
     Returns:
         (E, O, I).
     """
-    if _is_grouped(products, x, grad.shape[1], x.shape[1]):
+    if _is_grouped(x, grad.shape[1], x.shape[1]):
         return F.grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends)
-    if products == "padded":
-        (of_rows, _), (padded, _) = _pad(grad, ends), _pad(x, ends)
-        return torch.bmm(of_rows.transpose(1, 2), padded)
     return torch.stack([grad[rows].t() @ x[rows] for rows in _spans(ends)])
 
 
 @expert_gradients.register_fake
-def _(grad: Tensor, x: Tensor, ends: Tensor, products: str) -> Tensor:
+def _(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(len(ends), grad.shape[1], x.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.products = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, ends = ctx.saved_tensors
-    of_x = expert_products(grad, weight.transpose(1, 2), ends, ctx.products)
-    return of_x, expert_gradients(grad, x, ends, ctx.products), None, None
+    of_x = expert_products(grad, weight.transpose(1, 2), ends)
+    return of_x, expert_gradients(grad, x, ends), None
 
 
 expert_products.register_autograd(_differentiate, setup_context=_save)
@@ -457,23 +446,11 @@ def _spans(ends: Tensor) -> Iterator[slice]:
     return (slice(*bounds) for bounds in pairwise([0, *ends.tolist()]))
 
 
-def _pad(x: Tensor, ends: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return rows as (E, largest number of rows of an expert, I), and where each row is there."""
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    expert = torch.repeat_interleave(counts)
-    place = torch.arange(len(x), device=x.device) - (ends - counts)[expert]
-    padded = x.new_zeros(len(ends), int(counts.max()), x.shape[1])
-    padded[expert, place] = x
-    return padded, (expert, place)
-
-
-def _is_grouped(products: str, x: Tensor, *sizes: int) -> bool:
+def _is_grouped(x: Tensor, *sizes: int) -> bool:
     """Whether torch's grouped product can be used.
 
     It needs rows that are aligned to 16 bytes, and has no float64 (seen with torch 2.11 to 2.13).
     """
-    if products != "grouped":
-        return False
     is_aligned = all(size * x.itemsize % 16 == 0 for size in sizes)
     if is_aligned and x.dtype != torch.float64 and hasattr(F, "grouped_mm"):
         return True

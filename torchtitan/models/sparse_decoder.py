@@ -15,7 +15,7 @@ from torchtitan.config import Problem
 from torchtitan.models.decoder import BlockBuilder, DecoderArgs, TransformerBlock
 from torchtitan.models.decoder_settings import DecoderConfig
 from torchtitan.models.decoder_spec import BLOCK_PLAN, decoder_spec, shrink, tensor_splits
-from torchtitan.models.experts import ExpertForm, MixtureOfExperts, Products, Routing, Scores
+from torchtitan.models.experts import ExpertForm, MixtureOfExperts, Routing, Scores
 from torchtitan.models.layers import RotaryEmbedding
 from torchtitan.models.spec import MinShape, ModelSpec, TensorRole, TensorSplits
 
@@ -35,7 +35,6 @@ class SparseArgs(DecoderArgs):
     router_bias: bool = False  # whether a bias of each expert balances the choice
     expert_groups: int = 1
     top_groups: int = 1  # number of groups of experts of a token
-    expert_products: Products = "grouped"
     load_balance: bool = False  # whether the loss of this name is computed
     router_z_loss: bool = False
 
@@ -82,7 +81,6 @@ class SparseBlock(TransformerBlock):
             self.mixture = MixtureOfExperts(
                 *(args.dim, args.n_experts, args.expert_dim, args.routing),
                 shared_dim=args.shared_dim,
-                products=args.expert_products,
                 form=args.expert_form,
             )
 
@@ -131,10 +129,6 @@ class SparseConfig(DecoderConfig):
     """Number of groups of consecutive experts, a divisor of n_experts (default: the flavor's)."""
     top_groups: int | None = Field(None, gt=0)
     """Number of groups from which a token's experts are chosen (default: the flavor's)."""
-    expert_products: Products | None = None
-    """Way to multiply tokens with the matrices of their experts, all with the same result. grouped:
-    one kernel, by torch's grouped_mm; loop: one expert after the other; padded: one batched
-    product, as if all experts had as many tokens as the busiest (default: the flavor's)."""
 
     def size_problems(self, args: Any) -> Iterator[Problem]:
         yield from super().size_problems(args)

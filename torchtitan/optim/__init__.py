@@ -13,7 +13,6 @@ from torchtitan.optim.adam import Adam, AdamW
 from torchtitan.optim.grouping import describe_groups, describe_rules, group_problems, state_bytes
 from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.muon import Muon
-from torchtitan.optim.offload import Offloaded
 from torchtitan.optim.optimizer_group import Optimizers
 from torchtitan.optim.parameters import NamedParameter, name_parameters
 from torchtitan.optim.schedule import (
@@ -98,9 +97,6 @@ def open_optimizers(
     if config.early_step_in_backward:
         optimizers: Optimizers = InBackward(parameters, config, stages, redistribute_grads)
         logger.info("optimizer: each parameter is updated in the backward; no step is skipped")
-    elif config.offload_states:
-        optimizers = Offloaded(parameters, config, stages, device)
-        logger.info("optimizer: states are in host memory, and updates are computed there")
     else:
         optimizers = Optimizers(parameters, config, stages)
     for optimizer, rule in optimizers.rules.items():

@@ -98,10 +98,6 @@ class Optimizers:
         for name, rule, state in self._states():
             if name in tensors:
                 rule.restore(state, tensors[name])
-        self.weights_changed()
-
-    def weights_changed(self) -> None:
-        """Record that weights were changed by something other than an update."""
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
         """Yield `<parameter>.<state>` and the live tensor of each, as stored."""
@@ -116,11 +112,7 @@ class Optimizers:
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     if isinstance(value, Tensor):
-                        yield f"{self._name(parameter)}.{key}", rule, value
-
-    def _name(self, updated: Tensor) -> str:
-        """Return the name of an updated tensor."""
-        return self.names[updated]
+                        yield f"{self.names[parameter]}.{key}", rule, value
 
     def describe(self) -> list[str]:
         """Return the lines to log at the start about each rule."""

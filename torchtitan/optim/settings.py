@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Size, Tensor
 
-from torchtitan.config import Config, Context, Problem
+from torchtitan.config import Config, Problem
 from torchtitan.optim.matrices import MatrixSharding
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
@@ -169,8 +169,6 @@ class OptimizerConfig(UpdateRule):
     early_step_in_backward: bool = False
     """Update each parameter during the backward, as soon as its gradient is complete, and free the
     gradient; without clipping, accumulation and skipped steps."""
-    offload_states: bool = False
-    """Keep the states in host memory, and compute the updates there."""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -220,22 +218,6 @@ class OptimizerConfig(UpdateRule):
     def unplanned(self) -> Iterator[str]:
         """Yield what a plan leaves out, as `setting: sentence`."""
         return iter(())
-
-    def problems(self, context: Context) -> Iterator[Problem]:
-        yield from super().problems(context)
-        if self.offload_states and self.early_step_in_backward:
-            message = (
-                "with self.early_step_in_backward, the backward would wait for the host's updates; "
-                "use false"
-            )
-            yield Problem("offload_states", message, ("early_step_in_backward",))
-        on_cpu = context.world.is_here and context.world.device_type == "cpu"
-        if self.offload_states and self.multiplies_matrices:
-            message = f"{self.name} multiplies matrices, for which the host is too slow; use false"
-            yield Problem("offload_states", message, ("name",))
-        elif self.offload_states and on_cpu:
-            message = "on a CPU, states are in host memory already; use false"
-            yield Problem("offload_states", message)
 
 
 class Implemented(UpdateRule):

@@ -181,8 +181,6 @@ def _model(
             device=world.device.torch_device,
             timeline=timeline,
         )
-    if layout.compile.cuda_graphs:
-        model.before_pass.append(compile.begin_recorded_pass)
     if layout.convert:
         model.before_pass.append(partial(convert.before_pass, layout.convert, parts))
     if degrees.tp > 1:

@@ -3,12 +3,6 @@
 A block's forward is compiled, with recomputation and tensor parallelism; the hooks that gather and
 reduce its parameters stay outside. With a sharding that has no hooks (`ShardingConfig.in_graph`),
 the whole model can be one graph.
-
-CUDA graphs are compiled graphs that are recorded once and replayed, so that no kernel waits for
-Python. A recording replays the same kernels on the same addresses. Inductor copies each batch to
-the recorded addresses, but expects parameters to keep theirs; and the outputs of a graph, gradients
-included, are in memory that the next pass overwrites (torch's documentation, "CUDAGraph Trees").
-Features that move parameters, or accumulate gradients over several passes, are therefore refused.
 """
 
 import os
@@ -53,9 +47,6 @@ class CompileConfig(Config):
     """Folder in which compiled graphs are kept for the next run of the same recipe (default:
     torch's, which is TORCHINDUCTOR_CACHE_DIR or else torchinductor_USER in the system's temporary
     folder, which may be emptied)."""
-    cuda_graphs: bool = False
-    """Record compiled graphs as CUDA graphs and replay them, so that no kernel waits for Python;
-    not with FSDP2, pipelines or accumulation."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         world = context.world
@@ -68,12 +59,6 @@ class CompileConfig(Config):
             if self.backend != "inductor":
                 message = f'self.backend = "{self.backend}" does not cache graphs; use "inductor"'
                 yield Problem("cache_folder", message, ("backend",))
-        if self.cuda_graphs and world.is_here and world.device_type != "cuda":
-            message = (
-                f"CUDA graphs need a CUDA device, but this machine has only {world.device_type}; "
-                "set self.cuda_graphs = false"
-            )
-            yield Problem("cuda_graphs", message)
         on_cpu = self.backend == "inductor" and world.is_here and world.device_type == "cpu"
         if self.enable and on_cpu and not compiles_for_cpu():
             message = (
@@ -112,13 +97,12 @@ def compiled(
     function: Callable[..., Any], config: CompileConfig, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """Return `function` compiled on its first call, and again for each new shape."""
-    recorded = {"triton.cudagraphs": True} if config.cuda_graphs else {}
     return torch.compile(
         function,
         backend=config.backend,
         fullgraph=config.fullgraph,
         dynamic=False,
-        options={**recorded, **(options or {})} or None,
+        options=options,
     )
 
 
@@ -173,21 +157,3 @@ def _again(reason: str) -> str:
 
 def _number(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def begin_recorded_pass() -> None:
-    """Mark the outputs of the last pass of CUDA graphs as consumed: they may be overwritten.
-
-    Each block is a graph of its own, which torch would otherwise take for a whole pass.
-    """
-    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-
-
-def warn_of_unrecorded() -> None:
-    """Warn of graphs that were not recorded as CUDA graphs, after the first step."""
-    if skipped := compiler_counts()["inductor"]["cudagraph_skips"]:
-        logger.warning(
-            "compile: %d graphs were not recorded as CUDA graphs; TORCH_LOGS=perf_hints "
-            "shows the reasons",
-            skipped,
-        )

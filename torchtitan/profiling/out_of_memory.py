@@ -38,7 +38,6 @@ KNOBS: Mapping[str, str] = {
     "parallelism.context_parallel_degree": "more ranks share a sequence's activations",
     "parallelism.pipeline_parallel_degree": "more stages have fewer layers each",
     "optimizer.state_dtype": "moments in fewer bits take a half of float32, or less",
-    "optimizer.offload_states": "true keeps the states in host memory",
     "optimizer.early_step_in_backward": "true frees each gradient as soon as it is used",
     "training.enable_cpu_offload": "true keeps parameters, gradients and states in host memory",
 }

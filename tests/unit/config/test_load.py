@@ -78,7 +78,6 @@ def test_switch_off(flag: str) -> None:
 
 # Switched on alone, these are refused for what they need.
 NOT_ALONE = {
-    "compile.cuda_graphs",
     "debug.deterministic_warn_only",
     "fault_tolerance.enable",
     "optimizer.early_step_in_backward",

@@ -201,11 +201,10 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
     ),
     ({"roles": ["head"], "by_head": True}, [("optimizer.by_head", 'no parameter of ["head"] has')]),
     (
-        {"early_step_in_backward": True, "offload_states": True, "nesterov": True, "momentum": 0.0},
+        {"early_step_in_backward": True, "nesterov": True, "momentum": 0.0},
         [
             ("optimizer.nesterov", "it needs optimizer.momentum > 0"),
             ("optimizer.early_step_in_backward", "all ranks but one would wait"),
-            ("optimizer.offload_states", "Muon multiplies matrices"),
         ],
     ),
     (

@@ -15,14 +15,12 @@ from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS, OptimizerConfig, Optimizers
 from torchtitan.optim.adam import STATE_DTYPES
 from torchtitan.optim.in_backward import InBackward
-from torchtitan.optim.offload import Offloaded
 from torchtitan.step import StepOptimizers
 from torchtitan.timeline import Timeline
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "compiled": {},
-    "offloaded": {"offload_states": True},
     "in the backward": {"early_step_in_backward": True},
 }
 STORAGES = [name for name in STATE_DTYPES if name != "parameter"]
@@ -30,7 +28,6 @@ for storage in STORAGES:
     few = {"state_dtype": storage}
     WAYS |= {
         storage: few,
-        f"{storage}, offloaded": {**few, "offload_states": True},
         f"{storage}, in the backward": {**few, "early_step_in_backward": True},
         f"{storage} part": {"adamw": few},
     }
@@ -60,9 +57,7 @@ def opened(name: str, way: str) -> tuple[nn.Module, Optimizers]:
     network = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     config = OPTIMIZERS[name](lr=RATE, weight_decay=0.0, **WAYS[way])
     optimizers: Optimizers
-    if config.offload_states:
-        optimizers = Offloaded(named(network), config, None, Device("cpu"))
-    elif config.early_step_in_backward:
+    if config.early_step_in_backward:
         optimizers = InBackward(named(network), config, None, lambda parameters: None)
     else:
         optimizers = Optimizers(named(network), config)
@@ -152,4 +147,4 @@ def test_weights_that_are_loaded_are_updated_next() -> None:
 
 def test_the_cases_include_every_optimizer() -> None:
     assert {name for name, _ in CASES} == OPTIMIZERS.keys()
-    assert {("AdamW", way) for way in ("offloaded", "in the backward", *STORAGES)} <= {*CASES}
+    assert {("AdamW", way) for way in ("in the backward", *STORAGES)} <= {*CASES}

@@ -148,9 +148,6 @@ class GaLore(AdamWRule, OptimizerConfig):
                 'with self.beta1 = 0 and self.beta2 = 0 there are no moments to rotate; use "keep"'
             )
             yield Problem("moments", message, ("beta1", "beta2"))
-        if self.offload_states:
-            message = "ranks compute updates together on their devices; use false"
-            yield Problem("offload_states", message, ("name",))
 
     def parameter_problems(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
         too_high: dict[str, dict[str, Size]] = {}

@@ -16,7 +16,6 @@ from torchtitan.research.qk_clip.attention_logits import attentions
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
     "fault_tolerance.enable": (False, "replica groups do not exchange their largest logits"),
-    "compile.cuda_graphs": (False, "CUDA graphs have not been tested with the largest logits"),
 }
 """Keys ruled out by a limit of attention logits: the one allowed value, and why."""
 

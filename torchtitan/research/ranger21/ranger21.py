@@ -163,12 +163,6 @@ class Ranger21(OptimizerConfig):
         if self.early_step_in_backward:
             message = "Ranger21 computes sums over all gradients before it updates any weight; use "
             yield Problem("early_step_in_backward", f"{message}false", ("name",))
-        if self.offload_states:
-            message = (
-                "Ranger21's updates depend on each other, so states cannot be copied while "
-                "others are updated; use false"
-            )
-            yield Problem("offload_states", message, ("name",))
 
 
 class Ranger21Optimizer(torch.optim.Optimizer):

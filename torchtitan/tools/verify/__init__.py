@@ -107,7 +107,7 @@ def _optimizers(job: JobConfig) -> dict[str, OptimizerConfig]:
     own = job.optimizer
     shared = set(GroupConfig.model_fields)
     groups = [SGDGroup(**group.model_dump(include=shared)) for group in own.groups]
-    kept = ("weight_decay", "no_weight_decay_on", "offload_states")
+    kept = ("weight_decay", "no_weight_decay_on")
     same = {name: getattr(own, name) for name in kept}
     return {
         "SGD with momentum": SGD(lr=0.1, momentum=0.9, groups=tuple(groups), **same),
@@ -117,8 +117,7 @@ def _optimizers(job: JobConfig) -> dict[str, OptimizerConfig]:
 
 def _compare(checked: Checked, optimizer: OptimizerConfig, name: str) -> Comparison:
     """Train on one rank, then in the layout."""
-    on_device = optimizer.model_copy(update={"offload_states": False})
-    one = checked.one.model_copy(update={"optimizer": on_device})
+    one = checked.one.model_copy(update={"optimizer": optimizer})
     job = checked.job.model_copy(update={"optimizer": optimizer})
     what = f"{name} on {on_ranks(checked.ranks)}"
     with tempfile.TemporaryDirectory() as folder:

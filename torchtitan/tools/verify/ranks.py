@@ -41,10 +41,7 @@ def problems_here(job: JobConfig, ranks: int, disk_bytes: int) -> Iterator[Probl
     Args:
         disk_bytes: what is written for each parameter.
     """
-    # States in a host's memory save nothing on a CPU, but the copies of weights are there to see.
-    on_device = job.optimizer.model_copy(update={"offload_states": False})
-    planned = job.model_copy(update={"optimizer": on_device})
-    found = problems(planned, PlannedWorld(ranks, "cpu", is_here=True))
+    found = problems(job, PlannedWorld(ranks, "cpu", is_here=True))
     yield from (problem for problem in found if problem.severity == "error")
     yield from problems_of_task(job)
     spec = MODELS[job.model.name]
