@@ -1,7 +1,9 @@
 """What the tests of all families do: draw a network, and compare it with that of transformers."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,12 @@ from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import MinShape, ModelSpec, build_empty, count_parameters
 
 Spec = ModelSpec[Any]
+CONFIGS = Path(__file__).parents[2] / "data/published"
+
+
+def published(name: str, **changes: Any) -> dict[str, Any]:
+    """What matters of the config.json of a published model."""
+    return json.loads((CONFIGS / f"{name}.json").read_text()) | changes
 
 
 def drawn(spec: Spec, args: Any, seq_len: int = 64) -> nn.Module:

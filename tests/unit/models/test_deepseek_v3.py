@@ -14,6 +14,7 @@ from tests.unit.models.families import (
     drawn,
     equals_transformers,
     has_published_sizes,
+    published,
     shrunk,
 )
 from torchtitan.config import RecipeError
@@ -35,77 +36,6 @@ SCORES = {"router_scores": "sigmoid", "router_bias": True}
 YARN = Yarn(factor=4.0, original_context=16, beta_fast=4.0, beta_slow=0.5, mscale_all_dim=1.0)
 FACTS = {"norm_eps": 1e-5, "rope_theta": 100.0, "rope_scaling": YARN}
 ARGS = LatentArgs(**SIZES, **HEADS, **ROUTED, **GROUPED, **SCORES, **FACTS)
-
-
-def published(flavor):
-    """What matters of the config.json of DeepSeek-V3 and of Moonlight-16B-A3B."""
-    both = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "attention_bias": False,
-        "hidden_act": "silu",
-        "kv_lora_rank": 512,
-        "model_type": "deepseek_v3",
-        "moe_layer_freq": 1,
-        "norm_topk_prob": True,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "scoring_func": "sigmoid",
-        "tie_word_embeddings": False,
-        "topk_method": "noaux_tc",
-        "v_head_dim": 128,
-    }
-    if flavor == "16B":
-        return both | {
-            "first_k_dense_replace": 1,
-            "hidden_size": 2048,
-            "intermediate_size": 11264,
-            "max_position_embeddings": 8192,
-            "moe_intermediate_size": 1408,
-            "n_group": 1,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "num_attention_heads": 16,
-            "num_experts_per_tok": 6,
-            "num_hidden_layers": 27,
-            "num_key_value_heads": 16,
-            "q_lora_rank": None,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": None,
-            "rope_theta": 50000.0,
-            "routed_scaling_factor": 2.446,
-            "topk_group": 1,
-            "vocab_size": 163840,
-        }
-    return both | {
-        "first_k_dense_replace": 3,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "max_position_embeddings": 163840,
-        "moe_intermediate_size": 2048,
-        "n_group": 8,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_attention_heads": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 61,
-        "num_key_value_heads": 128,
-        "num_nextn_predict_layers": 1,
-        "q_lora_rank": 1536,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": {
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
-        "rope_theta": 10000,
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-        "vocab_size": 129280,
-    }
 
 
 def build(args):
@@ -180,7 +110,7 @@ def test_yarn_is_that_of_transformers(head_dim, theta, truncate):
 )
 def test_flavors_have_the_published_sizes(flavor, total, active):
     """Moonlight counts 2.24 billion active parameters, without the embedding and the output."""
-    args, config = SPEC.flavors[flavor], published(flavor)
+    args, config = SPEC.flavors[flavor], published(f"deepseek_v3_{flavor}")
     has_published_sizes(SPEC, flavor, config, total, active)
     written = HUGGING_FACE.config(args, None)
     assert written.pop("rope_interleave")
@@ -203,7 +133,7 @@ def test_a_config_is_read_as_it_was_written(truncate):
     assert HUGGING_FACE.args(HUGGING_FACE.config(args, None)) == args
     short = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
     for rope in (short, short | {"beta_fast": None, "mscale": None}):
-        read = HUGGING_FACE.args(published("671B") | {"rope_scaling": rope})
+        read = HUGGING_FACE.args(published("deepseek_v3_671B") | {"rope_scaling": rope})
         assert read.rope_scaling == Yarn(factor=40.0)
 
 
@@ -235,6 +165,7 @@ def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
 
 
 def test_a_network_of_another_kind_is_refused_in_words():
+    config = published("deepseek_v3_671B")
     cases = [
         (
             {"num_experts_per_tok": 129},
@@ -257,11 +188,14 @@ def test_a_network_of_another_kind_is_refused_in_words():
             "rope_scaling: it has no original_max_position_embeddings",
         ),
         (
-            {"rope_scaling": published("671B")["rope_scaling"] | {"attention_factor": 2.0}},
+            {
+                "rope_scaling": published("deepseek_v3_671B")["rope_scaling"]
+                | {"attention_factor": 2.0}
+            },
             "rope_scaling: got attention_factor; not supported",
         ),
     ]
-    check_refusals(HUGGING_FACE.args, published("671B"), cases)
+    check_refusals(HUGGING_FACE.args, config, cases)
 
 
 def test_what_the_format_cannot_express_is_refused():

@@ -12,6 +12,7 @@ from tests.unit.models.families import (
     drawn,
     equals_transformers,
     has_published_sizes,
+    published,
     shrunk,
 )
 from torchtitan.config import RecipeError
@@ -33,39 +34,11 @@ FACTS = {"vocab_size": 128, "sliding_window": 9, "rope_theta": 100.0, "rope_scal
 ARGS = OssArgs(**SIZES, **ROUTED, **FACTS)
 
 
-def published(flavor):
-    """What matters of the config.json of a published model, without its quantization."""
+def of_flavor(flavor):
     n_layers, experts = {"20B": (24, 32), "120B": (36, 128)}[flavor]
-    return {
-        "architectures": ["GptOssForCausalLM"],
-        "attention_bias": True,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "layer_types": ["sliding_attention", "full_attention"] * (n_layers // 2),
-        "max_position_embeddings": 131072,
-        "model_type": "gpt_oss",
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": n_layers,
-        "num_key_value_heads": 8,
-        "num_local_experts": experts,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-        "vocab_size": 201088,
-    }
+    kinds = ["sliding_attention", "full_attention"] * (n_layers // 2)
+    sizes = {"num_hidden_layers": n_layers, "num_local_experts": experts}
+    return published("gpt_oss", layer_types=kinds, **sizes)
 
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
@@ -131,7 +104,7 @@ def test_a_text_is_continued_with_sinks_and_windows():
 )
 def test_flavors_have_the_published_sizes(flavor, total, active):
     """OpenAI counts 20.9 and 116.8 billion, and without the embedding 3.6 and 5.1 active ones."""
-    args, config = SPEC.flavors[flavor], published(flavor)
+    args, config = SPEC.flavors[flavor], of_flavor(flavor)
     has_published_sizes(SPEC, flavor, config, total, active)
     written = HUGGING_FACE.config(args, None)
     scaling = written.pop("rope_scaling")
@@ -201,7 +174,7 @@ def test_a_network_of_another_kind_is_refused_in_words():
             'rope_scaling: got "llama3"; supported: "yarn", or none',
         ),
     ]
-    check_refusals(HUGGING_FACE.args, published("20B"), cases)
+    check_refusals(HUGGING_FACE.args, of_flavor("20B"), cases)
 
 
 def test_what_the_format_cannot_express_is_refused():

@@ -10,6 +10,7 @@ from tests.unit.models.families import (
     has_published_sizes,
     lines,
     of_transformers,
+    published,
 )
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
@@ -41,36 +42,18 @@ PUBLISHED = {
 }
 
 
-def published(flavor):
+def of_flavor(flavor):
     """What matters of the config.json of `Qwen/Qwen3-{flavor}-Base`."""
     hidden, layers, heads, intermediate, tied = PUBLISHED[flavor]
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": 32768,
-        "max_window_layers": layers,
-        "model_type": "qwen3",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    }
+    return published(
+        "qwen3",
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        max_window_layers=layers,
+        num_attention_heads=heads,
+        num_hidden_layers=layers,
+        tie_word_embeddings=tied,
+    )
 
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
@@ -84,7 +67,7 @@ def test_logits_and_gradients_equal_those_of_transformers(tied, window):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("flavor", PUBLISHED)
 def test_flavors_have_the_published_sizes(flavor):
-    args, config = SPEC.flavors[flavor], published(flavor)
+    args, config = SPEC.flavors[flavor], of_flavor(flavor)
     written = HUGGING_FACE.config(args, None)
     assert {key: config[key] for key in written} == written
 
@@ -128,7 +111,7 @@ def test_absent_keys_have_the_defaults_of_transformers():
     from transformers import Qwen3Config
 
     absent = ("head_dim", "sliding_window", "use_sliding_window", "max_window_layers")
-    config = {key: value for key, value in published("0.6B").items() if key not in absent}
+    config = {key: value for key, value in of_flavor("0.6B").items() if key not in absent}
     assert Qwen3Config().head_dim == 128
     assert HUGGING_FACE.args(config) == SPEC.flavors["0.6B"]
     config |= {"use_sliding_window": True, "max_window_layers": 0}
@@ -136,7 +119,7 @@ def test_absent_keys_have_the_defaults_of_transformers():
 
 
 def test_no_block_has_a_window_without_use_sliding_window():
-    config = published("8B") | {"sliding_window": 4096, "max_window_layers": 0}
+    config = of_flavor("8B") | {"sliding_window": 4096, "max_window_layers": 0}
     assert HUGGING_FACE.args(config) == SPEC.flavors["8B"]
     config |= {"use_sliding_window": True, "max_window_layers": 36}
     assert HUGGING_FACE.args(config) == SPEC.flavors["8B"]
@@ -184,4 +167,4 @@ def test_a_network_of_another_kind_is_refused_in_words():
         ),
     ]
     for change, told in cases:
-        assert lines(HUGGING_FACE.args, published("8B") | change) == told
+        assert lines(HUGGING_FACE.args, of_flavor("8B") | change) == told

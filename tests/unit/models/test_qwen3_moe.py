@@ -11,6 +11,7 @@ from tests.unit.models.families import (
     check_refusals,
     equals_transformers,
     has_published_sizes,
+    published,
     shrunk,
 )
 from torchtitan.config import RecipeError
@@ -30,37 +31,18 @@ FACTS = {"head_norms": True, "vocab_size": 128, "norm_eps": 1e-6, "rope_theta": 
 ARGS = SparseArgs(**SIZES, **ROUTED, **FACTS)
 
 
-def published(flavor):
+def of_flavor(flavor):
     """What matters of the config.json of `Qwen/Qwen3-{flavor}`."""
     sizes = {"30B-A3B": (2048, 48, 32, 6144, 768), "235B-A22B": (4096, 94, 64, 12288, 1536)}
     hidden, layers, heads, intermediate, of_expert = sizes[flavor]
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "max_position_embeddings": 32768,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": of_expert,
-        "norm_topk_prob": True,
-        "num_attention_heads": heads,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "router_aux_loss_coef": 0.001,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    }
+    return published(
+        "qwen3_moe",
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        moe_intermediate_size=of_expert,
+        num_attention_heads=heads,
+        num_hidden_layers=layers,
+    )
 
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
@@ -79,7 +61,7 @@ def test_logits_and_gradients_equal_those_of_transformers(change):
     [("30B-A3B", 30_532_122_624, 3_353_032_704), ("235B-A22B", 235_093_634_560, 22_190_763_520)],
 )
 def test_flavors_have_the_published_sizes(flavor, total, active):
-    args, config = SPEC.flavors[flavor], published(flavor)
+    args, config = SPEC.flavors[flavor], of_flavor(flavor)
     has_published_sizes(SPEC, flavor, config, total, active)
     written = HUGGING_FACE.config(args, None)
     assert {key: config[key] for key in written} == written
@@ -133,7 +115,7 @@ def test_a_network_of_another_kind_is_refused_in_words():
         ({"decoder_sparse_step": 2}, "decoder_sparse_step: got 2; qwen3moe has 1"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size: got 0; input should be greater"),
     ]
-    check_refusals(HUGGING_FACE.args, published("30B-A3B"), cases)
+    check_refusals(HUGGING_FACE.args, of_flavor("30B-A3B"), cases)
 
 
 def test_a_shared_expert_has_no_place_in_the_format():
