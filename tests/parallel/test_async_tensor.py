@@ -14,12 +14,6 @@ from torchtitan.job import JobConfig
 from torchtitan.parallel import async_tensor
 from torchtitan.parallel.async_tensor import Fused
 
-# Of the compiler's own doings; a user does not see them.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
-]
-
 
 # Of one sequence torch gathers by a view, which the compiler's own patterns do not know.
 @pytest.mark.parametrize("batch", tiers([1, 2], [2]))

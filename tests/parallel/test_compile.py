@@ -21,13 +21,6 @@ from torchtitan.logging import logger
 from torchtitan.parallel import CompileConfig, compile
 from torchtitan.torch_private.compiler import compiler_counts, keeps_nodes_of_functions
 
-# Of the compiler's own doings; a user does not see them.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
-]
-
 
 @pytest.fixture(autouse=True, scope="module")
 def compiler() -> None:

@@ -354,9 +354,6 @@ def test_a_resumed_run_is_the_same(converters: tuple[ConverterConfig, ...], tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("layout", "compiler"),
     [

@@ -44,7 +44,6 @@ from torchtitan.models import experts
 from torchtitan.torch_private.autograd import is_in_backward
 from torchtitan.torch_private.dtensor import local_extent
 
-pytestmark = test_compile.pytestmark  # warnings of the compiler
 TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
 BALANCED, APART = "Qwen3-MoE, balanced", "Qwen3-MoE, expert parallelism"
 LATENTS, ROUNDED = "DeepSeek-V3", "Qwen3-MoE, experts in 8 bits"

@@ -18,7 +18,6 @@ from torchtitan.models import MODELS
 from torchtitan.parallel import SHARDING
 from torchtitan.research.auxiliary_tasks.next_latent import HEAD, LatentPredictor, NextLatentLoss
 
-pytestmark = test_auxiliary.pytestmark
 needs_simple_fsdp = pytest.mark.skipif("simple_fsdp" not in SHARDING, reason="it is not there")
 
 

@@ -116,9 +116,6 @@ def test_steps_in_the_backward(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", GATHERED_IN_GRAPH)
 def test_what_is_compiled_is_the_same_run(name: str) -> None:
     layout = case(shard=2, convert=ROWWISE, sharding=SIMPLE)
@@ -126,7 +123,6 @@ def test_what_is_compiled_is_the_same_run(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("name", GATHERED_IN_GRAPH)
 def test_the_run_with_statistics_is_the_same_to_the_bit(
     name: str, one_rank: dict[str, float], tmp_path: Path

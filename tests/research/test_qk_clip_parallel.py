@@ -107,7 +107,6 @@ def test_it_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_logits_are_watched_in_compiled_blocks() -> None:
     test_compile.muon_is_compiled_with_the_rest(OPERATORS, qk_clip=0.02)
 

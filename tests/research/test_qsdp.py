@@ -130,9 +130,6 @@ def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.gate
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 def test_blocks_are_compiled_around_it() -> None:
     is_compiled_around(QSDP)
 

@@ -120,9 +120,6 @@ def losses(job: JobConfig) -> list[float]:
         for name in SYSTEMS
     ],
 )
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From about the loss of guessing evenly among all 2,048 tokens."""
     monkeypatch.chdir(tmp_path)

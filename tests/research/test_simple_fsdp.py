@@ -34,13 +34,6 @@ from torchtitan.torch_private.compiler import compilations
 from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.torch_private.graphs import grouped_heads_counted
 
-# Of the compiler's own doings; a user does not see them.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
-]
-
 
 class Piece(NamedTuple):
     """What a rank has of a parameter: where it lies, and of which values its gradient is."""

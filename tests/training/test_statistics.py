@@ -157,7 +157,6 @@ def compiled(granularity: str) -> dict[str, dict[str, Any]]:
     return {"compile": settings}
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     ("layout", "sections"),
     [

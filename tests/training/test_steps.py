@@ -184,7 +184,6 @@ def trace_each(jobs: list[JobConfig]) -> list[Trace]:
 
 
 # torch's tracer looks at the gradient of an intermediate result.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize(
     "sections",
     [
@@ -268,7 +267,6 @@ def check_groups(job: JobConfig) -> None:
 
 
 @pytest.mark.gate
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_compiled_run_is_the_same_run() -> None:
     exact = run_ranks(trace, 1, tiny.job(training={"steps": 2}))[0]
     compiled = tiny.job(training={"steps": 2}, compile={"enable": True, "backend": "aot_eager"})

@@ -27,11 +27,6 @@ from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.tasks.next_token import TokenBatch, look_ahead
 from torchtitan.tools.check import summary
 
-pytestmark = [  # of the compiler's own doings
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
-]
 CHUNKED = ALONE = case(batch=8, chunk=301)
 SPLIT, PIPELINE = case(shard=2, chunk=100), case(2, tp=2, chunk=64)
 

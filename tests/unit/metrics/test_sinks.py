@@ -67,9 +67,9 @@ def write_jsonl(folder, written, start_step=0, rank=0):
     sink.close(SUMMARY)
 
 
-SPEED = "12,346 tok/s/device"
-KNOWN = f"step   12/1000  loss  4.2500  norm  1.50  lr 3.0e-04  {SPEED}  mfu 36%  12.3 GiB  eta 1h02m"
-UNKNOWN = f"step 1000/1000  loss  4.2500  norm   n/a  lr     n/a  {SPEED}  12.3 GiB  eta 1h02m"
+SPEED, LEFT = "12,346 tok/s/device", "eta 1h02m"
+KNOWN = f"step   12/1000  loss  4.2500  norm  1.50  lr 3.0e-04  {SPEED}  mfu 36%  12.3 GiB  {LEFT}"
+UNKNOWN = f"step 1000/1000  loss  4.2500  norm   n/a  lr     n/a  {SPEED}  12.3 GiB  {LEFT}"
 PER_BYTE = "bits per byte 9.6211  perplexity per byte 787.4686"
 HELD_OUT = ("validation_loss", "validation_bits_per_byte", "validation_perplexity_per_byte")
 
