@@ -4,7 +4,6 @@ That no test stands in two is held by tests/conftest.py whenever tests are colle
 """
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -70,14 +69,6 @@ def test_ci_runs_the_commands_of_the_readme_and_then_the_rest() -> None:
         "./scripts/test -n auto -m gate",
     ]
     assert {"./run_train.sh", "./scripts/test"} <= set(readme)
-
-
-def test_what_is_left_out_is_the_gate_and_the_trials() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
-    assert settings["ini_options"]["addopts"].endswith("-m 'not gate and not slow'")
-    script = (ROOT / "scripts/test").read_text()
-    assert '--all) set -- -m "not slow"' in script
-    assert '--release) set -- -m "" --report benchmarks/results/release_tests.md' in script
 
 
 def test_the_page_counts_the_changes_of_layout_and_the_cover() -> None:

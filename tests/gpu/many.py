@@ -16,22 +16,15 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 from tests.fusion import WITHOUT_CODE
-from tests.gpu.planned import planned
+from tests.gpu.planned import fake_rank, planned
 from tests.orders import noted
 from torchtitan.checks import load_job
 from torchtitan.device import Device
 from torchtitan.models import MODELS
-from torchtitan.optim import Optimizers, name_parameters
-from torchtitan.parallel.world import make_world
-from torchtitan.parts import allocate, lay_out
 from torchtitan.research.simple_fsdp.bucketing import tallies
-from torchtitan.tasks.next_token import TokenBatch
-from torchtitan.timeline import Timeline
 from torchtitan.torch_private.compiler import compiler_counts
-from torchtitan.torch_private.pipeline_stages import skip_shape_inference
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,8 +80,6 @@ CASES |= SHARDED
 
 def check(name: str, device: Device, backend: str) -> dict[str, Any]:
     """Time the steps of a rank: forward and backward, and the update."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     layout = CASES[name]
     flags = [*layout.flags, "--model.tokenizer_path", "none"]
     if device.type == "cpu":  # a rehearsal
@@ -109,32 +100,20 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
     if device.type == "cpu" and name in SHARDED:  # a recipe cannot ask for it
         unmade = job.compile.model_copy(update={"backend": WITHOUT_CODE})
         job = job.model_copy(update={"compile": unmade})
-    os.environ.update(RANK=str(layout.rank), WORLD_SIZE=str(layout.ranks), LOCAL_RANK="0")
-    dist.init_process_group("fake", store=FakeStore(), rank=layout.rank, world_size=layout.ranks)
     torch.compiler.reset()
     compiler_counts()["inductor"].clear()
     gc.collect()
     with ExitStack() as stack:
-        stack.callback(leave)
         orders = stack.enter_context(noted())
         # Graphs of its own: of those in a cache neither order nor time to compile would be seen.
         cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache))
-        device.make_current()
         if device.type == "cuda":
             torch.cuda.init()
             torch.cuda.empty_cache()  # of the case before
         device.reset_memory_peak()
-        world = make_world(job.degrees(layout.ranks), job.comm, device, dist.group.WORLD)
-        model = lay_out(job, world, Timeline(world.device))
-        if model.pipeline:
-            skip_shape_inference(model.pipeline.schedule)
-        allocate(model, job, world)
-        parameters = name_parameters(model.parts, MODELS[job.model.name].role)
-        optimizers = Optimizers(parameters, job.optimizer, world.groups["pp"])
-        shape = job.training.local_batch_size, job.training.seq_len
-        batch = TokenBatch(
-            *(torch.zeros(shape, dtype=torch.int64, device=device.torch_device) for _ in range(3))
+        model, optimizers, batch = stack.enter_context(
+            fake_rank(job, layout.ranks, layout.rank, device)
         )
         seconds, updates = [], []
         for _ in range(4):
@@ -170,13 +149,6 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
             found["products before collectives"] = orders["after"]
     memory = planned(job, layout.ranks, layout.rank, device)["planned GiB"]
     return found | {"planned GiB": memory}
-
-
-def leave() -> None:
-    """Leave the process group, and forget its ranks."""
-    dist.destroy_process_group()
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(key, None)
 
 
 def names(rehearsed: bool) -> list[str]:

@@ -1,14 +1,68 @@
-"""The plan of a step, to stand beside its measurement; and the calibration of a device."""
+"""A rank whose others do not exist, its plan to stand beside, and the calibration of a device."""
 
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
+from torchtitan.data import Batch
 from torchtitan.device import GIB, Device
 from torchtitan.estimate.hardware import Hardware, find_hardware, hardware_names
 from torchtitan.estimate.hardware.calibrate import calibrate
 from torchtitan.estimate.plan import plan
 from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.optim import Optimizers, name_parameters, open_optimizers
+from torchtitan.parallel import ParallelModel
+from torchtitan.parallel.tensor import redistribute_grads
+from torchtitan.parallel.world import make_world
+from torchtitan.parts import allocate, lay_out, update_compiler
+from torchtitan.tasks import TASKS
+from torchtitan.timeline import Timeline
+from torchtitan.torch_private.pipeline_stages import skip_shape_inference
+
+
+class FakeRank(NamedTuple):
+    """What a rank trains with, and a batch of zeros."""
+
+    model: ParallelModel
+    optimizers: Optimizers
+    batch: Batch
+
+
+@contextmanager
+def fake_rank(job: JobConfig, ranks: int, rank: int, device: Device) -> Iterator[FakeRank]:
+    """Be a rank of torch's fake group, which says that there are the others.
+
+    A collective returns at once, and what it returns means nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        device.make_current()
+        world = make_world(job.degrees(ranks), job.comm, device, dist.group.WORLD)
+        model, spec = lay_out(job, world, Timeline(device)), MODELS[job.model.name]
+        if model.pipeline:
+            skip_shape_inference(model.pipeline.schedule)
+        allocate(model, job, world)
+        optimizers = open_optimizers(
+            name_parameters(model.parts, spec.role),
+            job.optimizer,
+            *(world.groups["pp"], device, redistribute_grads, update_compiler(job)),
+        )
+        size, seq_len = job.training.local_batch_size, job.training.seq_len
+        blank = TASKS[spec.task].blank_batch(size, seq_len, job.model_args(), False)
+        yield FakeRank(model, optimizers, blank.to(device.torch_device))
+    finally:
+        dist.destroy_process_group()
+        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(key, None)
 
 
 def planned(job: JobConfig, ranks: int, rank: int, device: Device) -> dict[str, Any]:

@@ -12,7 +12,6 @@ ViT-MAE reads images that are drawn, or files, or the same batch again.
 import gc
 import json
 import math
-import os
 import re
 import statistics
 import sys
@@ -27,27 +26,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.gpu import page
 from tests.gpu.bases import refresh_times
-from tests.gpu.planned import planned
+from tests.gpu.planned import fake_rank, planned
 from torchtitan.build import Run, build
 from torchtitan.checks import load_job
 from torchtitan.device import GIB, Device
 from torchtitan.estimate.hardware import find_hardware, hardware_names
 from torchtitan.estimate.plan import plan
 from torchtitan.job import JobConfig
-from torchtitan.models import MODELS
-from torchtitan.optim import name_parameters, open_optimizers
 from torchtitan.parallel import open_world
-from torchtitan.parallel.tensor import redistribute_grads
-from torchtitan.parallel.world import make_world
-from torchtitan.parts import allocate, lay_out, update_compiler
 from torchtitan.step import StepBatch, StepStatus
-from torchtitan.tasks import TASKS
-from torchtitan.timeline import Timeline
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,29 +151,13 @@ def job_of(name: str, kind: str, backend: str) -> JobConfig:
 
 def one_of_many(name: str, device: Device, backend: str) -> dict[str, Any]:
     """Time steps of a rank of the fake group."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     job, ranks = job_of(name, device.type, backend), RANKS[name].ranks
-    os.environ.update(RANK="0", WORLD_SIZE=str(ranks), LOCAL_RANK="0")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        device.make_current()
-        world = make_world(job.degrees(ranks), job.comm, device, dist.group.WORLD)
-        model, spec = lay_out(job, world, Timeline(device)), MODELS[job.model.name]
-        allocate(model, job, world)
-        optimizers = open_optimizers(
-            name_parameters(model.parts, spec.role),
-            job.optimizer,
-            *(world.groups["pp"], device, redistribute_grads, update_compiler(job)),
-        )
+    one = torch.tensor(1.0, device=device.torch_device)
+    with fake_rank(job, ranks, 0, device) as (model, optimizers, batch):
         optimizers.state_dict()  # creates the states
         for key, state in optimizers.states():
             if key.endswith(".step"):  # so that GaLore has a basis
                 state.fill_(1)
-        size, seq_len = job.training.local_batch_size, job.training.seq_len
-        blank = TASKS[spec.task].blank_batch(size, seq_len, job.model_args(), False)
-        batch = blank.to(device.torch_device)
-        one = torch.tensor(1.0, device=device.torch_device)
 
         def step() -> None:
             optimizers.begin(1.0)
@@ -192,11 +167,8 @@ def one_of_many(name: str, device: Device, backend: str) -> dict[str, Any]:
                 optimizers.clip(job.training.max_norm, norm)
             optimizers.step()
 
-        return timed(step, device) | {"ranks": ranks, "tokens": size * seq_len}
-    finally:
-        dist.destroy_process_group()
-        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            os.environ.pop(key, None)
+        tokens = job.training.local_batch_size * job.training.seq_len
+        return timed(step, device) | {"ranks": ranks, "tokens": tokens}
 
 
 def timed(step: Callable[[], object], device: Device, rounds: int = 4) -> dict[str, Any]:

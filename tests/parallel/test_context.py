@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
-from tests import tiny
 from tests.ranks import run_ranks
 from torchtitan.models.attention import SelfAttention, causal_attention, dense_attention
-from torchtitan.models.decoder import Decoder
 from torchtitan.parallel import context, context_pieces, context_rotation
 from torchtitan.parallel.context import context_attention, context_attention_backward, shard
 from torchtitan.parallel.context_pieces import Cut, segments
@@ -308,32 +301,6 @@ def test_another_balancing_or_mask_is_another_result() -> None:
 # In a model -----------------------------------------------------------------------------------
 
 
-def spread_model() -> None:
-    group = dist.group.WORLD
-    torch.manual_seed(0)
-    with pytest.raises(AssertionError, match="SelfAttention"):
-        context.apply(nn.Linear(2, 2), group, "ring", "none")
-    model = Decoder(tiny.ARGS, LENGTH)
-    tokens = torch.randint(tiny.ARGS.vocab_size, (2, LENGTH))
-    positions = torch.arange(LENGTH).repeat(2, 1)
-    for together in (None, documents()):
-        for module in model.modules():
-            if isinstance(module, SelfAttention):
-                module.core = causal_attention
-        whole = model(tokens, positions, together)
-        for rotation, balancing in itertools.product(ROTATIONS, BALANCINGS):
-            assert context.apply(model, group, rotation, balancing) == tiny.ARGS.n_layers
-            batch = TokenBatch(tokens, tokens, positions, documents())
-            part = shard(batch, group.rank(), group.size(), balancing)
-            found = model(part.tokens, part.positions, None if together is None else part.documents)
-            expected = Cut(group.size(), balancing).part(whole, group.rank())
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_model_gives_the_same_logits() -> None:
-    run_ranks(spread_model, 2)
-
-
 # As an operator -------------------------------------------------------------------------------
 
 
@@ -375,39 +342,6 @@ def compile_tiny() -> None:
 
 def test_it_compiles_as_one_graph() -> None:
     run_ranks(compile_tiny, 2)
-
-
-def recompute_tiny() -> list[int]:
-    """Times that keys are gathered in a step: plain, all recomputed, all but attention."""
-
-    def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = op == torch.ops.torchtitan.context_attention.default
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def recomputed(x: Tensor, together: Tensor) -> Tensor:
-        return checkpoint(model, x, together, use_reentrant=False)
-
-    def spared(x: Tensor, together: Tensor) -> Tensor:
-        contexts = create_selective_checkpoint_contexts
-        return checkpoint(
-            model, x, together, use_reentrant=False, context_fn=lambda: contexts(keep_attention)
-        )
-
-    model = Tiny()
-    context.apply(model, dist.group.WORLD, "allgather", "none")
-    counts = []
-    expected = run_tiny(model, model, "none")
-    for forward in (model, recomputed, spared):
-        with patch.object(context_rotation, "all_gather", wraps=all_gather) as gather:
-            found = run_tiny(model, forward, "none")
-        counts.append(gather.call_count)
-        assert all(map(torch.equal, found, expected))
-    return counts
-
-
-def test_recomputation_can_spare_it() -> None:
-    for counts in run_ranks(recompute_tiny, 2):
-        assert counts == [2, 3, 2]
 
 
 def check_operator() -> None:

@@ -13,7 +13,7 @@ from tests.research.layouts import BESIDE_LATENT, LATENT_LOSSES, SIMPLE
 from tests.runs import compare, trace
 from tests.unit import test_auxiliary
 from tests.unit.test_auxiliary import CHUNKED, IN_ONE, recipe
-from torchtitan.auxiliary_losses import AUXILIARY_LOSSES, MultiToken, ZLoss
+from torchtitan.auxiliary_losses import MultiToken, ZLoss
 from torchtitan.models import MODELS
 from torchtitan.parallel import SHARDING
 from torchtitan.research.auxiliary_tasks.next_latent import HEAD, LatentPredictor, NextLatentLoss
@@ -76,10 +76,6 @@ def test_rows_that_are_cut_differently_are_refused() -> None:
         found = tiny.problems(recipe(NextLatentLoss(), layout=layout), ranks=2)
         assert [problem.path for problem in found] == [key] * count
         assert all("pieces that are the same for all rows" in one.message for one in found)
-
-
-def test_a_recipe_finds_it_by_name() -> None:
-    assert AUXILIARY_LOSSES["next_latent"] is NextLatentLoss
 
 
 @pytest.mark.slow  # with other losses in the gate

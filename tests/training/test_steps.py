@@ -239,37 +239,3 @@ def test_deterministic_mode_is_set_and_repeats(tmp_path: Path) -> None:
 def deterministic_trace(job: JobConfig) -> tuple[bool, list[float]]:
     found = trace(job)
     return torch.are_deterministic_algorithms_enabled(), found.losses
-
-
-def test_decay_can_leave_out_norms_and_embeddings() -> None:
-    settings = {
-        "name": "AdamW",
-        "lr": 1e-3,
-        "weight_decay": 0.5,
-        "no_weight_decay_on": ["norms", "embeddings"],
-    }
-    run_ranks(check_groups, 1, tiny.job(optimizer=settings))
-
-
-def check_groups(job: JobConfig) -> None:
-    with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
-        run = build(job, world)
-        decay = {
-            run.optimizers.inner.names[p]: group["weight_decay"]
-            for optimizer in run.optimizers.inner.rules
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        run.batches.close()
-    free = {name for name, value in decay.items() if value == 0}
-    assert free == {name for name in decay if "norm" in name or "embeddings" in name}
-    assert decay["layers.0.attention.wq.weight"] == 0.5
-
-
-@pytest.mark.gate
-def test_compiled_run_is_the_same_run() -> None:
-    exact = run_ranks(trace, 1, tiny.job(training={"steps": 2}))[0]
-    compiled = tiny.job(training={"steps": 2}, compile={"enable": True, "backend": "aot_eager"})
-    found = run_ranks(trace, 2, compiled)[0]
-    assert found.losses == pytest.approx(exact.losses, rel=1e-5)
-    assert found.weights[-1].keys() == exact.weights[-1].keys()

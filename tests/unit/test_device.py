@@ -92,12 +92,6 @@ def test_pick_takes_the_cuda_device_of_the_local_rank(monkeypatch):
         device.pick(local_rank=2)
 
 
-def test_a_device_says_what_torch_should_be_told():
-    assert Device("cpu").torch_device == torch.device("cpu")
-    assert Device("cuda", 3).torch_device == torch.device("cuda:3")
-    assert (Device("cpu").backend, Device("cuda").backend) == ("gloo", "nccl")
-
-
 def test_a_cpu_answers_every_question():
     cpu = Device("cpu")
     cpu.make_current()
@@ -119,12 +113,6 @@ def grows() -> int:
 def test_memory_peak_sees_an_allocation_of_the_cpu(tmp_path):
     """In a process of its own: this one may have freed more, below its peak."""
     assert forked.run(grows, tmp_path).status == 0
-
-
-def test_stamps_of_a_cpu_are_read_from_the_clock():
-    clock = iter([2.0, 5.5]).__next__
-    cpu = Device("cpu")
-    assert cpu.seconds(cpu.stamp(clock), cpu.stamp(clock)) == 3.5
 
 
 def test_rng_state_comes_back():

@@ -334,13 +334,6 @@ def test_notes_make_a_row_due_and_are_in_it():
     assert "skipped_because" not in last
 
 
-def test_an_event_is_a_row_of_its_own():
-    meter, kept, _ = make()
-    with meter:
-        meter.event(5, "rollback", from_step=9)
-    assert kept.rows == [(5, {"event": "rollback", "from_step": 9})]
-
-
 def test_after_a_rollback_steps_count_on_from_there_and_what_was_undone_is_summed_up():
     meter, kept, clock = make(total_steps=20, start_step=10, start_units=500)
     with meter:
@@ -485,13 +478,6 @@ def test_a_wish_to_end_that_meets_a_sink_ends_the_run_and_the_others_are_closed(
         train()
     assert first.summary is not None
     assert (last.summary is None) == (last.started is None) == (at == "open")
-
-
-def test_a_run_without_failures_names_no_sink():
-    meter, kept, clock = make()
-    with meter:
-        run(meter, clock, [1])
-    assert kept.summary["failed_sinks"] is None
 
 
 @pytest.mark.parametrize(

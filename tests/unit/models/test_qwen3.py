@@ -85,15 +85,6 @@ def test_flavors_have_the_published_sizes(flavor):
     assert {n: w.shape for n, w in theirs.state_dict().items() if n not in aliases} == shapes
 
 
-def test_the_debug_model_has_every_part():
-    args = SPEC.flavors["debugmodel"]
-    assert HUGGING_FACE.args(HUGGING_FACE.config(args, 64)) == args
-    assert args.tied
-    assert args.head_norms
-    assert args.n_heads * args.head_size == 2 * args.dim
-    assert count_parameters(build_empty(SPEC.build, args, 16)).total == 6_426_624
-
-
 @pytest.mark.parametrize("window", [0, 7])
 @pytest.mark.parametrize("layer_types", [False, True], ids=["older", "newer"])
 def test_windows_are_read_back(window, layer_types):

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from tests import tiny
 from torchtitan.models.llama3.spec import FLAVORS, LLAMA3
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import ParallelismConfig, stages
-from torchtitan.parallel.stages import Stages, balance, costs, plan, predicted_bubble, prune, units
+from torchtitan.parallel.stages import Stages, balance, costs, plan, predicted_bubble, units
 
 ARGS = dataclasses.replace(tiny.ARGS, n_layers=6)
 SEQ_LEN = 32
@@ -141,55 +140,6 @@ def test_parts_by_hand_are_taken_as_they_are() -> None:
     found = cut(2, "ZBVZeroBubble", parts=parts)
     assert found.units == parts
     assert found.ranks == (0, 1, 1, 0)
-
-
-def test_stages_share_the_model_and_leave_it_as_it_is() -> None:
-    whole = model()
-    names = [name for name, _ in whole.named_modules()]
-    weights = dict(whole.named_parameters())
-    found = cut(3)
-    parts = [stages.build(whole, found, stage) for stage in range(3)]
-    assert [name for name, _ in whole.named_modules()] == names
-    held = [name for part in parts for name, _ in part.named_parameters()]
-    assert sorted(held) == sorted(weights)
-    for part in parts:
-        assert all(parameter is weights[name] for name, parameter in part.named_parameters())
-        assert part.get_submodule("rope") is whole.get_submodule("rope")
-    assert [len(LLAMA3.blocks(part)) for part in parts] == [
-        sum(name.startswith("layers") for name in unit) for unit in found.units
-    ]
-
-
-def test_a_stage_has_hooks_and_parameters_of_its_own() -> None:
-    whole = model()
-    found = cut(2)
-    first, second = (stages.build(whole, found, stage) for stage in range(2))
-    first.register_forward_pre_hook(lambda module, inputs: None)
-    first.register_buffer("mine", torch.zeros(1))
-    assert not second._forward_pre_hooks
-    assert not whole._forward_pre_hooks
-    assert [name for name, _ in second.named_buffers()] == ["rope.table"]
-
-
-def test_stages_one_after_the_other_are_the_model() -> None:
-    with torch.no_grad():
-        whole = LLAMA3.build(ARGS, SEQ_LEN)
-        tokens = torch.randint(ARGS.vocab_size, (2, SEQ_LEN))
-        x = tokens
-        found = cut(3)
-        for stage in range(3):
-            x = stages.build(whole, found, stage)(x)
-        assert torch.equal(x, whole(tokens))
-
-
-def test_prune_keeps_the_names_of_a_list() -> None:
-    whole = nn.Sequential()
-    whole.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
-    pruned = prune(whole, {"blocks.0"})
-    assert [name for name, _ in pruned.named_parameters()] == [
-        f"blocks.{i}.{name}" for i in (1, 2) for name in ("weight", "bias")
-    ]
-    assert len(whole.blocks) == 3
 
 
 def test_a_large_model_is_cut_evenly() -> None:
