@@ -20,12 +20,12 @@ from torchtitan.tools.cli import verbs
 
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
-    ["cluster", "research"],
+    ["plan", "cluster", "research"],
     ["__main__"],
     ["tools.cli"],
     ["tools.plan"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
-    ["tools.recipes", "tools.doctor", "tools.planned"],
+    ["tools.recipes", "tools.doctor", "tools.starting_point"],
     ["tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer", "tools.data"],
     ["tools.evaluate"],
@@ -119,7 +119,7 @@ def repeated(named: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
 def test_names_of_modules_are_unique() -> None:
     files = [path for path in MODULES if not of_its_kind(path)]
     folders = [path.parent for path in MODULES if path.name == "__init__.py"][1:]
-    commands = [path for path in folders if path.parent.name == "tools"]
+    commands = [path for path in folders if path.parent.name == "tools" or path.name == "plan"]
     assert repeated((path.stem, path) for path in [*files, *folders] if path not in commands) == {}
 
 

@@ -70,9 +70,8 @@ def features(parts: Parts, guard: UpdateGuard) -> Iterator[Hooks]:
     if job.checkpoint.saves:
         parts.stop.outlook = save_outlook(parts)
     yield Hooks(flag=Flag(lambda: parts.stop.requested, parts.stop.agree), session=parts.stop)
-    for monitor in parts.observer.monitors:
-        # A step that is void shows that the run is alive, too.
-        yield Hooks(after_step=partial(note_step, monitor))
+    # A step that is void shows that the run is alive, too.
+    yield from (Hooks(after_step=partial(note_step, each)) for each in parts.observer.monitors)
     if isinstance(guard, GroupGuard):
         yield replica_group(parts, guard)
     yield Hooks(before_step=parts.startup.before_step)

@@ -35,7 +35,7 @@ def test_a_recipe_without_a_plan_is_told(
     def refuse(*args: Any, **settings: Any) -> Any:
         raise RecipeError(["this recipe cannot be planned yet: no"])
 
-    monkeypatch.setattr("torchtitan.tools.planned.plan", refuse)
+    monkeypatch.setattr("torchtitan.plan.planned_memory.plan", refuse)
     words = ["check", "--training.steps", "10000"]
     assert main([*words, "--plan"]) == 0
     told = capsys.readouterr().out

@@ -25,10 +25,10 @@ from torchtitan.config.schema import descriptions, kind_of, places
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
+from torchtitan.plan.planned_memory import memory
 from torchtitan.tools import reference
 from torchtitan.tools.cli import command, main, verbs
 from torchtitan.tools.options import RecipeVerb, Verb, count, verb
-from torchtitan.tools.planned import memory
 from torchtitan.tools.reference import verb_of_help
 
 ROOT = Path(__file__).parents[2]

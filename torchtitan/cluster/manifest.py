@@ -15,8 +15,7 @@ from torchtitan import config
 from torchtitan.checks import ELSEWHERE, load_job
 from torchtitan.checks.model import model_of
 from torchtitan.cluster.launcher import WRONG_RECIPE
-from torchtitan.config import ConfigError
-from torchtitan.estimate.hardware import find_hardware
+from torchtitan.config import ConfigError, import_wing
 from torchtitan.inputs import require_recipe
 from torchtitan.job import JobConfig, ManifestSection
 from torchtitan.logging import logger
@@ -172,7 +171,7 @@ def manifest(
             "job.hardware: the recipe names none; add --hardware, such as h100, or "
             "--devices-per-node"
         )
-    nodes, each = split(ranks, devices_per_node or find_hardware(hardware).ranks_per_node)
+    nodes, each = split(ranks, devices_per_node or devices_of_node(hardware))
     wanted = job.job.manifest
     if target in OF_A_JOB and (left_out := [key for key in OF_A_QUEUE if getattr(wanted, key)]):
         keys = ", ".join(left_out)
@@ -216,6 +215,17 @@ def of_the_run(flags: Sequence[str]) -> Iterator[str]:
             is_ours = word.startswith("--job.manifest.")
         if not is_ours:
             yield word
+
+
+def devices_of_node(hardware: str) -> int:
+    """Return the number of devices of a node.
+
+    Raises:
+        ConfigError: if the hardware is not known.
+    """
+    known = import_wing("torchtitan.estimate.hardware", "without --devices-per-node, --hardware")
+    count: int = known.find_hardware(hardware).ranks_per_node
+    return count
 
 
 def split(ranks: int, each: int) -> tuple[int, int]:

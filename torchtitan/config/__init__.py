@@ -14,7 +14,7 @@ from torchtitan.config.help import (
 from torchtitan.config.load import Gathered, Recipe, load, merge
 from torchtitan.config.packaged import find_recipe, packaged_folder, packaged_name, packaged_recipes
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
-from torchtitan.config.registry import Registry, check_protocol, with_wings
+from torchtitan.config.registry import Registry, check_protocol, import_wing, load_entry, with_wings
 from torchtitan.config.reporting import print_error, print_message
 from torchtitan.config.schema import descriptions, find, flat
 from torchtitan.config.settings import (
@@ -82,9 +82,11 @@ __all__ = [
     "flat",
     "has_wing",
     "help_sections",
+    "import_wing",
     "json_schema",
     "listed",
     "load",
+    "load_entry",
     "local_path",
     "located",
     "merge",

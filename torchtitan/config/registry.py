@@ -11,7 +11,7 @@ from inspect import isfunction
 from typing import Any, Generic, TypeVar
 
 from torchtitan.config.settings import ConfigError
-from torchtitan.config.wings import PACKAGE, WINGS, has_wing
+from torchtitan.config.wings import PACKAGE, WINGS, has_wing, needs_wing
 
 T = TypeVar("T")
 
@@ -70,6 +70,21 @@ def load_entry(place: str) -> Any:
     if not hasattr(module, attribute):
         raise ConfigError(f"{name}: it has no {attribute}")
     return getattr(module, attribute)
+
+
+def import_wing(module: str, user: str) -> Any:
+    """Import a module of a wing for another wing.
+
+    Args:
+        user: key or option that needs it.
+
+    Raises:
+        ConfigError: if that wing is not installed.
+    """
+    wing = module.split(".")[1]
+    if not has_wing(wing):
+        raise ConfigError(f"{user}: {needs_wing(wing)}")
+    return import_module(module)
 
 
 def with_wings(kind: str, own: Mapping[str, T | str]) -> dict[str, T | str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Final
 
 PACKAGE: Final = Path(__file__).parents[1]
-WINGS: Final = ("cluster", "research")
+WINGS: Final = ("plan", "cluster", "research")
 
 
 def has_wing(name: str) -> bool:

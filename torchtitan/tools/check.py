@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 
@@ -14,14 +14,17 @@ from torchtitan.checks import ELSEWHERE, is_error_of, load_job, section_problems
 from torchtitan.checks.memory import problems_of_memory
 from torchtitan.config import (
     PlannedWorld,
+    Problem,
     RecipeError,
+    Registry,
     amount,
     counted,
     json_schema,
+    needs_wing,
     print_error,
     print_message,
 )
-from torchtitan.device import Device, pick
+from torchtitan.device import pick
 from torchtitan.inputs import (
     open_task,
     problems_of_files,
@@ -40,6 +43,26 @@ from torchtitan.tasks import TASKS
 from torchtitan.tools.options import Choice, Count, DeviceMemory, Recipe, RecipeVerb, progress, verb
 
 app = verb()
+
+
+class MemoryPlan(Protocol):
+    """Planned memory of a rank."""
+
+    def summary(self) -> str:
+        """Describe it in a line."""
+
+    def refusal(self, load: Callable[[int, Sequence[str]], JobConfig], /) -> str:
+        """Return why a rank does not fit into its device; empty if it does."""
+
+    def notes(self) -> Iterator[Problem]:
+        """Note when the ranks may not fit in the free memory of this host."""
+
+
+FACTS = Registry[
+    Callable[[JobConfig, int, str | None, float | None, Callable[[int], None]], MemoryPlan]
+]("check")
+"""What options of `check` add: `plan`, given the ranks, the device, its GiB, and what counts ranks
+that are planned."""
 
 
 @app.command(cls=RecipeVerb, help=__doc__)
@@ -94,7 +117,7 @@ def check(
     is_planned = bool(device_memory or ((with_plan or here) and not resolved))
     has_start = here or job.checkpoint.initial_load_path is not None
     # It imports the whole of a run, so only if asked.
-    more = import_module("torchtitan.tools.planned") if is_planned or has_start else None
+    more = import_module("torchtitan.tools.starting_point") if has_start else None
     if here:
         found.refuse(problems_of_memory(job, ranks, ranks, device))
     sections = section_problems(job, job, PlannedWorld(world_size, device))
@@ -106,13 +129,15 @@ def check(
     wrong += map(
         found.line, [] if wrong or untokenized else problems_of_stream(job, ranks, is_new=True)
     )
-    planned = None
-    if more and is_planned:
+    planned, held = None, f"planned memory: unknown, as {needs_wing('plan')}" * is_planned
+    if is_planned and "plan" in FACTS:
         with progress(f"planning {ranks:,} ranks") as count:
             on = device if here else chosen
-            planned = more.plan_or_reason(job, ranks, on, device_memory, count)
-        if device_memory and (reason := more.refusal(planned, elsewhere)):
-            wrong += [f"--device-memory: got {device_memory:g}; {reason}"]
+            planned = FACTS["plan"](job, ranks, on, device_memory, count)
+        held = planned.summary()
+    if device_memory:
+        reason = planned.refusal(elsewhere) if planned else needs_wing("plan")
+        wrong += [f"--device-memory: got {device_memory:g}; {reason}"] * bool(reason)
     notices = found.notices
     if untokenized:
         named = ", ".join(f'"{name}"' for name in untokenized)
@@ -121,13 +146,11 @@ def check(
             "tokens are not checked",
         )
     is_on_cpu = here and device == pick().type == "cpu"  # no CUDA device is this process's own
-    if more and is_on_cpu and isinstance(planned, more.Plan):
-        peak = more.peak_of(planned)
-        notices += map(found.line, more.room(job, ranks, ranks, Device("cpu"), peak))
-    start = more.beginning(found, here) if more and has_start and not missing else []
+    if planned and is_on_cpu:
+        notices += map(found.line, planned.notes())
+    start = more.starting_point(found, here) if more and not missing else []
     if wrong:
         print_error(RecipeError(wrong))
-    held = more.memory(planned) if more and planned is not None else ""
     facts = [*summary(job, world_size, held, not wrong), *start]
     # In one piece, so that `| head` does not close the pipe in between.
     print(to_toml(job) if resolved else "".join(f"{line}\n" for line in facts), end="")

@@ -24,6 +24,7 @@ from torchtitan.config import (
     Unreachable,
     absent_wings,
     docstring,
+    load_entry,
     print_error,
     with_wings,
 )
@@ -181,9 +182,8 @@ def refuse_absent(args: Sequence[str]) -> None:
 
 def command(module: str) -> Any:
     """Import the command of a verb."""
-    imported = import_module(module)
-    verb = get_command(imported.app)
-    verb.help = verb.help or docstring(imported)
+    verb = get_command(load_entry(f"{module}:app"))
+    verb.help = verb.help or docstring(import_module(module))
     return verb
 
 

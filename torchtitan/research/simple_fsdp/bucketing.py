@@ -22,8 +22,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torchtitan.comm.unit import Operation
-from torchtitan.estimate.hardware import Hardware, find_hardware
-from torchtitan.estimate.message_time import message_seconds
+from torchtitan.config import import_wing
 from torchtitan.logging import logger
 from torchtitan.parallel.stages import Unit
 from torchtitan.torch_private.collectives import process_group
@@ -108,7 +107,7 @@ def merge_and_count(plan: BucketingPlan, graph: Graph) -> None:
     """Merge the collectives of a forward or backward graph, counting them before and after."""
     _count(plan, graph, "before")
     if plan.bucketing == "auto" or (plan.bucketing == "block" and plan.device_type == "cuda"):
-        times = Times(find_hardware(plan.hardware))
+        times = Times(plan.hardware)
         modules = plan.units if plan.bucketing == "block" else None
         schedule_collectives(graph, modules, times.seconds, times.flops, times.bandwidth)
     elif plan.bucketing == "block":
@@ -122,10 +121,11 @@ def merge_and_count(plan: BucketingPlan, graph: Graph) -> None:
 class Times:
     """Estimated times of nodes, the same on all ranks: by FLOPs, bytes and links of a hardware."""
 
-    def __init__(self, hardware: Hardware) -> None:
-        self.hardware = hardware
-        self.bandwidth = hardware.memory_bandwidth * 1e9
-        peaks = hardware.peaks
+    def __init__(self, name: str) -> None:
+        self.hardware = import_wing("torchtitan.estimate.hardware", KEY).find_hardware(name)
+        self.message_seconds = import_wing("torchtitan.estimate.message_time", KEY).message_seconds
+        self.bandwidth = self.hardware.memory_bandwidth * 1e9
+        peaks = self.hardware.peaks
         self.flops = (peaks.bfloat16 or peaks.float32 or 0.0) * 1e12
 
     def seconds(self, node: Node, size: int | None) -> float:
@@ -136,7 +136,8 @@ class Times:
             # Read and written are the whole and a part of it, or the whole twice.
             times = 2 if operation in ("all_reduce", "all_to_all") else 1 + 1 / len(ranks)
             whole = round((moved if size is None else size) / times)
-            return message_seconds(operation, max(whole, 1), ranks, self.hardware)
+            seconds: float = self.message_seconds(operation, max(whole, 1), ranks, self.hardware)
+            return seconds
         return max(flops / self.flops, moved / self.bandwidth)
 
 

@@ -17,8 +17,7 @@ from pydantic import AfterValidator, Field
 from torch import nn
 
 from torchtitan.checks.model import model_of
-from torchtitan.config import Context, Problem, between
-from torchtitan.estimate.hardware import hardware_names
+from torchtitan.config import Context, Problem, between, has_wing, import_wing, needs_wing
 from torchtitan.parallel.settings import ReshardPolicy
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.stages import Unit
@@ -31,7 +30,10 @@ SECTIONS = ("compile", "training", "parallelism", "sharding.name")
 
 
 def _known(name: str) -> str:
-    if name not in (known := hardware_names()):
+    if not has_wing("plan"):
+        return name
+    known = import_wing("torchtitan.estimate.hardware", "sharding.hardware").hardware_names()
+    if name not in known:
         raise ValueError(f"allowed: {', '.join(known)}")
     return name
 
@@ -53,6 +55,9 @@ class SimpleFSDP(ShardingConfig):
     setting, since ranks with other estimates would send in another order, and wait forever."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
+        estimates = ("auto", "block") if context.world.device_type == "cuda" else ("auto",)
+        if self.bucketing in estimates and not has_wing("plan"):
+            yield Problem("bucketing", needs_wing("plan"))
         yield from between(self._conflicts(context))
 
     def _conflicts(self, context: Context) -> Iterator[Problem]:

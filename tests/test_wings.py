@@ -1,0 +1,272 @@
+"""The core stands without its wings, each wing without the others, and so does each system.
+
+Copies of the package pass tests that are quick and telling; `-m slow` runs all that a default run
+has.
+"""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import tiers
+from torchtitan.config.wings import WINGS
+from torchtitan.research import ENTRIES
+
+ROOT = Path(__file__).parent.parent
+SYSTEMS = {
+    "auxiliary_tasks": ["test_auxiliary_tasks.py"],
+    "demo": ["test_demo.py"],
+    "diloco": ["test_diloco.py"],
+    "galore": ["test_galore.py", "test_galore_parallel.py"],
+    "hadamard_attention": ["test_hadamard_attention.py"],
+    "loco": ["test_loco.py", "test_codec.py"],
+    "low_bit": ["test_low_bit.py", "test_low_bit_parallel.py"],
+    "qk_clip": ["test_qk_clip.py", "test_qk_clip_parallel.py"],
+    "qsdp": ["test_qsdp.py", "test_codec.py"],
+    "ranger21": ["test_ranger21.py", "test_ranger21_parallel.py"],
+    "rtp": ["test_rtp.py"],
+    "simple_fsdp": ["test_simple_fsdp.py"],
+    "vit_mae": ["test_vit_mae.py", "test_vit_mae_recipes.py", "test_vit_mae_settings.py"],
+}
+"""The tests of each, in tests/research."""
+ALONE = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__name__", "") != "_EditableFinder"]
+"""
+"""Run by every Python of a copy: an editable install would find what the copy does not have."""
+QUICK = {
+    "auxiliary_tasks": "by_hand or takes_a_head or refused",
+    "demo": "scipy or divisor or turn or mean_over",
+    "diloco": "nesterov",
+    "galore": "numpy or formula or refused",
+    "hadamard_attention": "refused or rotation_alone or formats",
+    "loco": "errors_of_loco or are_noted",
+    "low_bit": "to_the_bit and 4bit or left_as or bytes_of",
+    "qk_clip": "all_scores or scaled_down or refused or has_the",
+    "qsdp": "same_weights or in_the_mean",
+    "ranger21": "schedule or adamw",
+    "rtp": "gradients or in_place_is_sent",
+    "simple_fsdp": "eager_run_keeps or old_names or sends_as or tied",
+    "vit_mae": "published or visible or mistake",
+}
+"""Which of them are run alone, besides a few steps of its recipe."""
+CORE = [
+    "tests/test_house.py::test_imports_point_down",
+    "tests/test_house.py::test_own_modules_are_imported_at_the_top",
+    "tests/test_house.py::test_the_main_road_knows_no_images",
+    *("tests/unit/config", "tests/unit/models/test_llama3.py"),
+    *("tests/unit/test_auxiliary.py", "tests/unit/optim/test_schedule.py"),
+    *("tests/recipes/test_bad_recipes.py", "tests/parallel/test_parity.py"),
+]
+LAYOUTS = "(not trains_the_same_run or DDP) and not compiles"
+"""Of those, the layouts that are compared, and nothing that is compiled."""
+USES = {
+    "plan": (["plan", "debug_model", "--world-size", "2", "--hardware", "h100"], "GiB"),
+    "cluster": (["train", "debug_model", "--processes", "2", "--training.steps", "1"], "step 1"),
+    "research": (["check", "debug_model", "--sharding.name", "rotated"], "valid"),
+}
+"""What each wing does without the others: a command, and a part of its output."""
+OF_WINGS = {
+    "plan": ["plan", "debug_model"],
+    "cluster": ["preflight", "debug_model"],
+    "research": ["check", "debug_model", "--sharding.name", "rotated"],
+}
+"""Words of a wing that are refused without it."""
+KEYS = ["--metrics.serve=:9090", "--job.manifest.cpus=2"]
+"""Keys of the core that only `cluster` heeds."""
+
+
+def copy_with(wings: Collection[str], folder: Path, systems: Collection[str] = (*SYSTEMS,)) -> Path:
+    """A copy of the project that has these wings, and of research these systems, alone."""
+    package = folder / "torchtitan"
+    package.mkdir()
+    left_out = shutil.ignore_patterns("__pycache__", *({*SYSTEMS} - {*systems}))
+    for path in (ROOT / "torchtitan").iterdir():
+        if path.name in wings:
+            shutil.copytree(path, package / path.name, ignore=left_out)
+        elif path.name not in WINGS and path.name != "__pycache__":
+            (package / path.name).symlink_to(path)
+    absent = {*WINGS} - {*wings}
+
+    def needless(where: str, names: list[str]) -> set[str]:
+        files = {name: (Path(where) / name).relative_to(ROOT) for name in names}
+        return {"__pycache__"} | {
+            name for name, path in files.items() if path.suffix == ".py" and needed(path) & absent
+        }
+
+    for path in ROOT.iterdir():
+        if path.name == "tests":
+            shutil.copytree(path, folder / path.name, ignore=needless)
+        elif path.name != "torchtitan" and (path.name == ".ci" or not path.name.startswith(".")):
+            (folder / path.name).symlink_to(path)
+    (folder / "sitecustomize.py").write_text(ALONE)
+    return folder
+
+
+@cache
+def needed(path: Path) -> frozenset[str]:
+    """The wings that a file of tests, or one that it imports, imports."""
+    found: set[str] = set()
+    seen, left = {path}, [path]
+    while left:
+        for module in imported(left.pop()):
+            parts = module.split(".")
+            if parts[0] == "torchtitan" and len(parts) > 1:
+                found |= {parts[1]} & {*WINGS}
+            file = Path(*parts).with_suffix(".py")
+            if parts[0] == "tests" and (ROOT / file).is_file() and file not in seen:
+                seen.add(file)
+                left.append(file)
+    return frozenset(found)
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield str(node.module)
+
+
+def run_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the package of a copy."""
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def pytest_in(folder: Path, *words: str) -> None:
+    """Run tests of a copy."""
+    found = run_in(folder, "-c", "import torchtitan as found; print(*found.__path__)")
+    assert found.stdout.split() == [str(folder / "torchtitan")], "another package is seen"
+    done = run_in(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_every_folder_is_named() -> None:
+    folders = {place.split(".")[0] for kind in ENTRIES.values() for place in kind.values()}
+    assert folders == {*SYSTEMS, "common"}
+
+
+@pytest.mark.gate
+def test_the_core_without_wings(tmp_path: Path) -> None:
+    folder = copy_with((), tmp_path)
+    pytest_in(folder, *CORE, "-k", LAYOUTS)
+    words = ["--nproc-per-node=2", "-m", "torchtitan.train", "--training.steps=2"]
+    recipe = "--job.config_file=train_configs/debug_model.toml"
+    layout = "--parallelism.data_parallel_shard_degree=2"
+    done = run_in(folder, "-m", "torch.distributed.run", *words, recipe, layout)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for wing, words in OF_WINGS.items():
+        assert_refused(folder, words, f"torchtitan.{wing}")
+    for flag in KEYS:
+        key = flag.removeprefix("--").partition("=")[0]
+        assert_refused(folder, ["check", "debug_model", flag], key.removesuffix(".cpus"))
+    planned = run_in(folder, "-m", "torchtitan", "check", "debug_model", "--plan")
+    assert "planned memory: unknown, as it needs torchtitan.plan" in planned.stdout
+
+
+def assert_refused(folder: Path, words: list[str], reason: str) -> None:
+    done = run_in(folder, "-m", "torchtitan", *words)
+    assert done.returncode == 2, words
+    assert done.stderr.startswith(("error: ", "note: "))
+    assert "Traceback" not in done.stderr
+    assert reason in done.stderr
+    assert "not installed" in done.stderr
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_wing_without_the_others(wing: str, tmp_path: Path) -> None:
+    folder = copy_with({wing}, tmp_path)
+    words, part = USES[wing]
+    done = run_in(folder, "-m", "torchtitan", *words)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert part in done.stdout + done.stderr
+    for other in {*WINGS} - {wing}:
+        assert_refused(folder, OF_WINGS[other], f"torchtitan.{other}")
+
+
+MISTAKES = {
+    "no list": ("plan/__init__.py", None, "torchtitan/plan/__init__.py is missing; reinstall"),
+    "no entry": (
+        "cluster/health.py",
+        None,
+        "torchtitan/cluster/__init__.py: serve of monitor needs torchtitan/cluster/health.py, "
+        "which is missing",
+    ),
+    "no module of an entry": (
+        "cluster/agent.py",
+        None,
+        "torchtitan.cluster.preflight.command: it needs torchtitan.cluster.agent, which is missing",
+    ),
+    "a name twice": (
+        "research/__init__.py",
+        'ENTRIES = {"monitor": {"serve": "galore.galore:GaLore"}}',
+        "torchtitan/research/__init__.py: serve of monitor is registered by "
+        "torchtitan.cluster.health:open_health too",
+    ),
+    "a name of the core": (
+        "research/__init__.py",
+        'ENTRIES = {"verb.Recipes": {"check": "galore.galore:GaLore"}}',
+        "torchtitan.research.galore.galore:GaLore: check of verb.Recipes is registered by the core",
+    ),
+    "no attribute": (
+        "cluster/__init__.py",
+        'ENTRIES = {"verb.Recipes": {"preflight": "health:run"}}',
+        "torchtitan.cluster.health: it has no app",
+    ),
+}
+"""A file of a wing, its content, and what is refused."""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wing_that_is_half_there_is_refused(mistake: str, tmp_path: Path) -> None:
+    file, content, message = MISTAKES[mistake]
+    folder = copy_with(WINGS, tmp_path)
+    path = folder / "torchtitan" / file
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    done = run_in(folder, "-m", "torchtitan", "preflight", "debug_model")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert message in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.parametrize("system", tiers(SYSTEMS, [], gate=["qsdp"]))
+def test_a_system_without_the_others(system: str, tmp_path: Path) -> None:
+    folder = copy_with(WINGS, tmp_path, {system})
+    there = {path.name for path in (folder / "torchtitan/research").iterdir() if path.is_dir()}
+    assert there - {"__pycache__"} == {system, "common"}
+    files = [f"tests/research/{name}" for name in SYSTEMS[system]]
+    # Those of another system, and inductor's, are in the default run or in the gate by themselves.
+    pytest_in(
+        folder, *files, "tests/research/test_recipes.py", "-k", f"{QUICK[system]} or {system}]"
+    )
+
+
+@pytest.mark.slow
+def test_the_whole_core_without_wings(tmp_path: Path) -> None:
+    folder = copy_with((), tmp_path)
+    pytest_in(folder, "tests/unit", "tests/recipes", "tests/parallel", "tests/training")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_whole_of_a_system_without_the_others(system: str, tmp_path: Path) -> None:
+    folder = copy_with(WINGS, tmp_path, {system})
+    pytest_in(
+        folder,
+        *(f"tests/research/{name}" for name in SYSTEMS[system]),
+        *("tests/research/test_layouts.py", "tests/research/test_recipes.py"),
+    )
