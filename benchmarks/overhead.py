@@ -39,18 +39,18 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from by_hand import BATCH, SEQ_LEN, make_step
 from processor_time import NoMeter, Spent, processor_of_children, processor_of_threads
 
-from torchtitan.build import Run, assemble, build
+from torchtitan.build import Run, build
 from torchtitan.checks import load_job
 from torchtitan.device import pick
 from torchtitan.logging import configure
 from torchtitan.parallel import open_world
-from torchtitan.parts import Parts
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,7 +81,7 @@ def ours(run: Run) -> Iterator[Step]:
 
 def read_batches(run: Run, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The first batches of a run, in memory; its position is put back."""
-    batches = [batch for _ in range(count) for batch in next(run.batches).microbatches]
+    batches = [batch for _ in range(count) for batch in next(run.batches)[0]]
     return [(batch.tokens, batch.targets) for batch in batches]
 
 
@@ -155,18 +155,21 @@ def reporting(arguments: argparse.Namespace) -> dict[str, Any]:
         job = load_job(RECIPE, words, 1, pick().type).config
         configure()
         world = stack.enter_context(open_world(job.degrees(1), job.comm))
-        watched, bare = (Parts(job, world) for _ in range(2))
+        watched = build(job, world)
         # Two runs cannot have one event log and one metrics.jsonl, and this one has none of them.
-        nothing: Any = NoMeter()
         silent: Any = SimpleNamespace(before_step=lambda: None, after_step=lambda step: None)
-        bare.meter, bare.startup = nothing, silent
+        with (
+            mock.patch("torchtitan.build.build_meter", return_value=NoMeter()),
+            mock.patch("torchtitan.build.Startup", return_value=silent),
+        ):
+            bare = build(job, world)
         bare.timeline._note = lambda: None  # type: ignore[method-assign]
         spent, before = Spent(), set(threading.enumerate())
         spent.watch(watched.meter, "end_step")
         spent.watch(watched.timeline, "_note")
         steps = {
-            "no meter": stack.enter_context(ours(assemble(bare))),
-            "all sinks": stack.enter_context(ours(assemble(watched))),
+            "no meter": stack.enter_context(ours(bare)),
+            "all sinks": stack.enter_context(ours(watched)),
         }
         threads = set(threading.enumerate()) - before
 

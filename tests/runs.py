@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import tests.tiny  # noqa: F401  (a spawned rank knows the model by it)
-from torchtitan.build import Run, build
+from torchtitan.build import Run, build, resume_policy
 from torchtitan.checkpoint import choose_together
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
-from torchtitan.parts import resume_policy
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.trainer import Trainer

@@ -1,32 +1,76 @@
-"""From a recipe to a run: the parts of a step, with the hooks of every feature that is on."""
+"""From a recipe to a run: its objects, then its features in the order in which they act.
+
+A feature that is off is not in the list, so no step knows of it.
+"""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
-from torch import Tensor
+import torch
 
-from torchtitan.checkpoint import Checkpointer, InMemoryState, TrainState
+from torchtitan.checkpoint import (
+    Checkpointable,
+    Checkpointer,
+    InMemoryState,
+    ResumePolicy,
+    Saver,
+    TrainState,
+)
+from torchtitan.config import Registry, local_path
 from torchtitan.data import Batch
-from torchtitan.features import Hooks, features
+from torchtitan.device import collect_garbage
+from torchtitan.expert_loads import ExpertLoads, routers
+from torchtitan.inputs import open_stream, open_task, validation_streams
 from torchtitan.job import JobConfig
-from torchtitan.metrics import Meter
-from torchtitan.parallel import Launch, Losses, ParallelModel, World
-from torchtitan.parts import Observer, Parts
+from torchtitan.logging import logger
+from torchtitan.metrics import (
+    EVENTS_FOLDER,
+    EventLog,
+    Meter,
+    Monitor,
+    Sink,
+    SinkContext,
+    StragglerWatch,
+    build_sinks,
+)
+from torchtitan.metrics.data_ledger import DataLedger
+from torchtitan.metrics.startup import Startup
+from torchtitan.metrics.statistics import Statistics
+from torchtitan.models import MODELS, attention
+from torchtitan.models.experts import parameters_in_words
+from torchtitan.models.initialize import initialize
+from torchtitan.models.spec import build_empty
+from torchtitan.optim import Compiled, Optimizers, name_parameters, open_optimizers
+from torchtitan.parallel import (
+    Launch,
+    Losses,
+    ParallelModel,
+    World,
+    async_tensor,
+    compile,
+    parallelize,
+    stages,
+)
+from torchtitan.parallel.tensor import redistribute_grads
+from torchtitan.profiling import Evidence, Profiler
+from torchtitan.provenance import about_run, record_data
+from torchtitan.resilience.divergence import Divergence
+from torchtitan.resilience.grace import outlook, planned_seconds
 from torchtitan.resilience.replica_groups import ReplicaGroup
-from torchtitan.resilience.replica_groups.replica_step import GroupGuard
+from torchtitan.resilience.replica_groups.replica_step import GroupGuard, add_up, meet
 from torchtitan.resilience.spikes import Guard
 from torchtitan.resilience.stop import StopSignal
-from torchtitan.step import (
-    Agreement,
-    Batches,
-    StepOptimizers,
-    StepStatus,
-    UpdateGuard,
-)
+from torchtitan.step import Agreement, Batches, Flag, Hooks, StepOptimizers, UpdateGuard
+from torchtitan.tasks import Task
 from torchtitan.tasks.task import previewed
+from torchtitan.timeline import Timeline
+from torchtitan.torch_private.dtensor import allocate as allocate_weights
+from torchtitan.validate import Validator
 
 # Settings that all replica groups of a run share.
 SAME_RECIPE = (
@@ -36,22 +80,185 @@ SAME_RECIPE = (
 
 
 @dataclass(frozen=True)
-class Run:
-    """The objects that the training loop and the step work with."""
+class Observer:
+    """Observer of a training run, such as `verify`."""
 
-    state: TrainState
-    batches: Batches
-    optimizers: StepOptimizers
-    schedule: Callable[[int], float]
-    model: ParallelModel
-    agree: Callable[[Losses, Tensor, Tensor], StepStatus]
-    guard: UpdateGuard
-    meter: Meter
-    checkpoint: Checkpointer
-    is_finished: Callable[[], bool]
-    after_step: Callable[[TrainState], None]
-    session: Callable[[], AbstractContextManager[None]]
-    """Context in which steps run."""
+    before_step: Callable[[int], None] = lambda step: None
+    """Called with the step that starts."""
+    on_microbatch: Callable[[Batch], Batch] = lambda batch: batch
+    """Called with each microbatch of this rank; training uses the returned one."""
+    after_step: Callable[[TrainState], None] = lambda state: None
+    sinks: Sequence[Sink] | None = None
+    """Sinks that replace those of the recipe."""
+    session: AbstractContextManager[None] | None = None
+    """Context in which steps run; entered once the run's state is loaded."""
+    monitors: Sequence[Monitor] = ()
+    """Monitors of the run, opened before it is built."""
+
+
+class Run:
+    """The objects of a run on this rank; the loop and the features work with them."""
+
+    def __init__(self, job: JobConfig, world: World, observer: Observer, stop: StopSignal) -> None:
+        """Build the objects, in the order of their dependencies."""
+        self.job, self.world, self.observer, self.stop = job, world, observer, stop
+        self.task, self.timeline, self.state = open_task(job), Timeline(world.device), TrainState()
+        self.model = build_model(job, world, self.timeline)
+        optimizers = build_optimizers(job, world, self.model)
+        self.optimizers = StepOptimizers(optimizers, job.training.max_norm, self.timeline)
+        groups, degrees = job.fault_tolerance, world.degrees
+        self.data = open_stream(
+            job,
+            self.task,
+            degrees,
+            rank=groups.group * degrees.data + world.data_rank,
+            ranks=job.data_ranks(degrees),
+            groups=groups.groups,
+            device=world.device,
+        )
+        self.batches = Batches(
+            self._microbatches(),
+            job.accumulation(degrees),
+            world,
+            self.timeline,
+            close=self.data.close,
+        )
+        runs_apart = job.communication.replicas.runs_apart and degrees.dp_replicate > 1
+        self.agree = Agreement(world, self.timeline, norms_differ=runs_apart)
+        self.contents = Checkpointable(
+            self.model.parts,
+            optimizers,
+            self.state,
+            self.data,
+            world,
+            self.model.state,
+            copies=degrees.dp_replicate if runs_apart else 1,
+            start_over=self.model.start_over,
+        )
+        context = sink_context(job, world)
+        self.ledger = DataLedger(context, self.data.sources)
+        about = about_run(job) if world.rank == 0 else {}
+        for key in self.task.unknown:
+            about.get("recipe", {}).pop(key, None)
+        self.checkpoint = Checkpointer(
+            resume_policy(job), self.contents, world, about, self.ledger.record
+        )
+        self.meter = build_meter(
+            job,
+            self.task,
+            world,
+            self.timeline,
+            self._sinks(context),
+            data=self.data_read if self.has_hash else None,
+            shares=self.data.take_shares,
+            sources=self.data.report,
+        )
+        recipe = job.flat() | {"training.local_batch_size": job.local_batch(degrees)}
+        evidence = Evidence(world.device, self.timeline, optimizers, recipe)
+        folder = local_path(job.job.dump_folder)
+        self.profiler = Profiler(
+            job.profiling, folder, world.rank, world.device, self.timeline, evidence
+        )
+        self.startup = Startup(self.meter.events, self.timeline, world, optimizers.state_bytes)
+        self.divergence = Divergence(
+            job.spikes,
+            job.training.max_skipped_steps,
+            self.state,
+            self.checkpoint,
+            self.meter,
+            self.timeline,
+            updates_in_backward=optimizers.in_backward,
+        )
+        change = "made already" if optimizers.in_backward else "skipped"
+        self.guard: UpdateGuard = Guard(job.spikes, self.state, change)
+        self.calls_after_step: Sequence[Callable[[int], object]] = ()
+        self.sessions: Sequence[AbstractContextManager[object]] = ()
+
+    def attach(self, features: Sequence[Hooks]) -> None:
+        """Call each feature in the steps from here on, in order at each point."""
+
+        def calls(point: str) -> list[Any]:
+            return [call for hooks in features if (call := getattr(hooks, point)) is not None]
+
+        self.batches.before_step = calls("before_step")
+        self.model.before_forward = calls("before_forward")
+        self.model.after_backward = calls("after_backward")
+        self.optimizers.before_update = calls("before_update")
+        self.optimizers.after_update = calls("after_update")
+        self.agree.flags = calls("flag")
+        self.calls_after_step, self.sessions = calls("after_step"), calls("session")
+
+    def schedule(self, step: int) -> float:
+        """Return the multiplier of the peak learning rate in a step."""
+        return self.job.learning_rate_factor(step - self.state.schedule_start)
+
+    def after_step(self) -> None:
+        """Make the calls after a step, until one marks it as void."""
+        for call in self.calls_after_step:
+            if call(self.state.step) is True:
+                return
+
+    def is_finished(self) -> bool:
+        """Whether no steps are left."""
+        if self.stop.is_agreed or self.divergence.is_diverged:
+            return True
+        return self.state.step >= self.job.training.steps
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Open the sessions of all features, and finish the run at the end if it did not fail."""
+        self.meter.resume(self.state.step, self.state.tokens)
+        with ExitStack() as opened:
+            for session in self.sessions:
+                opened.enter_context(session)
+            # Garbage is collected only on call: at the same step on all ranks, so that none waits.
+            opened.callback(gc.enable)
+            gc.disable()
+            if restart := Launch.read().restart:
+                self.meter.event(self.state.step, "restart", restart=restart, ranks=self.world.size)
+            yield
+            if self.job.checkpoint.enable:
+                with self.timeline.pause("checkpoint"):
+                    self.checkpoint.wait_until_idle()
+            self.checkpoint.finish()
+        self.divergence.raise_if_diverged()
+
+    @property
+    def has_hash(self) -> bool:
+        """Whether samples have a hash, which all ranks together know."""
+        return self.task.content == "text" and not self.job.fault_tolerance.enable
+
+    @property
+    def has_ledger(self) -> bool:
+        """Whether the run records the samples that it reads."""
+        return self.observer.sinks is None and self.has_hash
+
+    def data_read(self) -> tuple[int, int | None]:
+        """Return the samples that all ranks have read, and this rank's term of their hash."""
+        return self.data.samples, self.data.hash.term if self.world.is_first_of_data else 0
+
+    def _microbatches(self) -> Iterator[Batch]:
+        """Yield the microbatches of this rank, logging the first sample on rank 0."""
+        stream = map(self.observer.on_microbatch, self.data)
+        if self.world.rank:
+            return stream
+        return previewed(stream, self.task, lambda: self.state.step > 0)
+
+    def _sinks(self, context: SinkContext) -> Sequence[Sink]:
+        sinks = self.observer.sinks
+        if sinks is None:
+            ledger = [self.ledger] if self.has_ledger and self.world.rank == 0 else []
+            sinks = [*ledger, *build_sinks(self.job.metrics, context)]
+        for monitor in self.observer.monitors:
+            monitor.watch(
+                self.timeline,
+                unit=self.task.unit,
+                rate=self.task.rate,
+                total_steps=self.job.training.steps,
+                saved_step=lambda: self.checkpoint.saved_step,
+                is_finished=self.is_finished,
+            )
+        return [*sinks, *self.observer.monitors]
 
 
 def build(
@@ -62,105 +269,391 @@ def build(
     Raises:
         ConfigError: if the data, or files that the task needs, do not fit the recipe.
     """
-    return assemble(Parts(job, world, observer, stop))
+    set_determinism(job)
+    run = Run(job, world, observer or Observer(), stop or StopSignal())
+    run.attach(list(features(run)))
+    return run
 
 
-def assemble(parts: Parts) -> Run:
-    """Assemble the parts of a step, with the hooks of each feature that is on."""
-    job, world, timeline, optimizers = parts.job, parts.world, parts.timeline, parts.optimizers
-    group = open_replica_group(parts) if job.fault_tolerance.enable else None
-    guard: UpdateGuard = Guard(
-        job.spikes, parts.state, "made already" if optimizers.in_backward else "skipped"
+FEATURES = Registry[Callable[[Run], Hooks]]("feature", {})
+"""Functions that return the hooks of a feature, by the names in `OptimizerConfig.features`."""
+
+
+def features(run: Run) -> Iterator[Hooks]:
+    """Yield the hooks of all features that are on, in the order in which they act."""
+    job, model, checkpoint, stop = run.job, run.model, run.checkpoint, run.stop
+    blocks = sum(len(MODELS[job.model.name].all_blocks(part)) for part in model.parts)
+    yield Hooks(session=run.meter)
+    if job.checkpoint.saves:
+        stop.outlook = save_outlook(run)
+    yield Hooks(flag=Flag(lambda: stop.requested, stop.agree), session=stop)
+    for monitor in run.observer.monitors:
+        # A step that is void shows that the run is alive, too.
+        yield Hooks(after_step=monitor.after_step)
+    if job.fault_tolerance.enable:
+        yield replica_groups(run)
+    yield Hooks(before_step=run.startup.before_step)
+    yield observation(run)
+    if run.has_ledger:
+        yield Hooks(session=record_data(job, run.world, run.ledger, run.data, run.contents))
+    if job.auxiliary_losses:
+        yield Hooks(before_forward=lambda: model.auxiliary.begin(run.state.step + 1))
+    if loads := open_loads(run):
+        yield expert_loads(run, loads)
+    for name in job.optimizer.features:
+        yield FEATURES[name](run)
+    replicas = job.communication.replicas
+    if model.replicas and (replicas.runs_apart or replicas.steps_verified):
+        yield Hooks(after_update=model.replicas.after_update)
+    # A lost replica group leaves lanes behind the samples that others have consumed.
+    if (metric := run.task.left_out(job.data)) and not job.fault_tolerance.enable:
+        yield Hooks(before_forward=partial(count_left_out, run, metric))
+    if job.metrics.statistics_freq:
+        yield layer_statistics(run)
+    if job.checkpoint.enable:
+        yield Hooks(before_update=partial(wait_until_writable, run))
+        for saver in checkpoint.savers:
+            yield unfinished_saves(run, saver)
+    yield Hooks(after_step=lambda step: run.divergence.after_step(run.state))
+    if job.checkpoint.enable:
+        yield Hooks(after_step=partial(save_if_due, run))
+    if job.validation.enable:
+        yield validation(run)
+    yield Hooks(
+        flag=Flag(run.profiler.request, run.profiler.agree),
+        after_step=run.profiler.step,
+        session=run.profiler,
     )
-    if group:
-        guard = GroupGuard(guard, group)
-    hooks = list(features(parts, guard))
+    yield Hooks(after_step=lambda step: collect_garbage(step, job.training.gc_freq))
+    yield Hooks(after_step=once(run.world.after_first_step))
+    if job.parallelism.enable_async_tensor_parallel and blocks:
+        yield Hooks(after_step=once(async_tensor.confirm))
+    if job.layout(run.world.degrees).shards(run.world.degrees):
+        yield Hooks(after_step=once(model.sharding.confirm))
+    if job.compile.enable:
+        compiled = compile.CompileMonitor(job.compile, blocks, model.has_loss)
+        yield Hooks(after_step=lambda step: compiled.after_step(step, run.is_finished()))
+    yield Hooks(after_step=run.startup.after_step)
 
-    runs_apart = job.communication.replicas.runs_apart and world.degrees.dp_replicate > 1
-    model = parts.model
-    model.before_forward = [hook.before_forward for hook in hooks if hook.before_forward]
-    model.after_backward = [hook.after_backward for hook in hooks if hook.after_backward]
-    batches = Batches(
-        microbatches(parts),
-        job.accumulation(world.degrees),
-        world,
-        timeline,
-        close=parts.data.close,
-        before_step=[hook.before_step for hook in hooks if hook.before_step],
-        count_of_all=group.count if group else None,
+
+def save_outlook(run: Run) -> Callable[[], tuple[int, str]]:
+    """Return a function that compares the time of a save with the grace period."""
+    launch, checkpoint = Launch.read(), run.checkpoint
+    nodes = max(1, launch.size // launch.local_size)
+    of_stage = sum(p.numel() for part in run.model.parts for p in part.parameters())
+    planned = planned_seconds(of_stage * run.world.degrees.pp, nodes)
+    return lambda: outlook(checkpoint.saver.seconds, planned, checkpoint.saved_step, run.stop.grace)
+
+
+def once(action: Callable[[], None]) -> Callable[[int], None]:
+    """Return a hook that calls `action` after the first step only."""
+    left = [action]
+
+    def call(step: int) -> None:
+        while left:
+            left.pop()()
+
+    return call
+
+
+def observation(run: Run) -> Hooks:
+    """Return the hooks of an outside observer, such as `verify`."""
+    observer = run.observer
+    return Hooks(
+        before_step=lambda: observer.before_step(run.state.step + 1),
+        after_step=lambda step: observer.after_step(run.state),
+        session=observer.session,
     )
-    return Run(
-        state=parts.state,
-        batches=batches,
-        optimizers=StepOptimizers(
-            optimizers,
-            job.training.max_norm,
-            timeline,
-            norm_of_all=group.max if group else None,
-            before_update=[hook.before_update for hook in hooks if hook.before_update],
-            after_update=[hook.after_update for hook in hooks if hook.after_update],
-        ),
-        schedule=lambda step: job.learning_rate_factor(step - parts.state.schedule_start),
-        model=model,
-        agree=Agreement(
-            world, timeline, [hook.flag for hook in hooks if hook.flag], norms_differ=runs_apart
-        ),
-        guard=guard,
-        meter=parts.meter,
-        checkpoint=parts.checkpoint,
-        is_finished=parts.is_finished,
-        after_step=partial(call_until_void, [hook.after_step for hook in hooks if hook.after_step]),
-        session=partial(open_session, parts, hooks),
-    )
 
 
-def microbatches(parts: Parts) -> Iterator[Batch]:
-    """Yield the microbatches of this rank, logging the first sample on rank 0."""
-    stream = map(parts.observer.on_microbatch, parts.data)
-    if parts.world.rank:
-        return stream
-    return previewed(stream, parts.task, lambda: parts.state.step > 0)
-
-
-def call_until_void(calls: Sequence[Callable[[TrainState], object]], state: TrainState) -> None:
-    """Make each call, until one returns True."""
-    for call in calls:
-        if call(state) is True:
-            return
-
-
-@contextmanager
-def open_session(parts: Parts, hooks: Sequence[Hooks]) -> Iterator[None]:
-    """Open the sessions of all features, and finish the run at the end if it did not fail."""
-    parts.meter.resume(parts.state.step, parts.state.tokens)
-    with ExitStack() as opened:
-        for hook in hooks:
-            if hook.session is not None:
-                opened.enter_context(hook.session)
-        # Garbage is collected only on call: at the same step on all ranks, so that none waits.
-        opened.callback(gc.enable)
-        gc.disable()
-        if restart := Launch.read().restart:
-            parts.meter.event(parts.state.step, "restart", restart=restart, ranks=parts.world.size)
-        yield
-        if parts.job.checkpoint.enable:
-            with parts.timeline.pause("checkpoint"):
-                parts.checkpoint.wait_until_idle()
-        parts.checkpoint.finish()
-    parts.divergence.raise_if_diverged()
-
-
-def open_replica_group(parts: Parts) -> ReplicaGroup:
-    """Make this run one of several replica groups."""
-    job, live = parts.job, InMemoryState(parts.contents, parts.checkpoint.wait_staging)
+def replica_groups(run: Run) -> Hooks:
+    """Make this run one of several replica groups; the last step counts even if it is void."""
+    job, live = run.job, InMemoryState(run.contents, run.checkpoint.wait_staging)
     tree = job.model_dump(mode="json")
-    return ReplicaGroup(
+    group = ReplicaGroup(
         job.fault_tolerance,
-        parts.world,
-        parts.data,
+        run.world,
+        run.data,
         get=live.get,
         put=live.put,
         history=lambda: asdict(live.state),
         recipe={f"[{section}]": tree[section] for section in SAME_RECIPE}
-        | {"fault_tolerance.group_size": job.fault_tolerance.group_size, "ranks": parts.world.size},
+        | {"fault_tolerance.group_size": job.fault_tolerance.group_size, "ranks": run.world.size},
     )
+    run.guard = guard = GroupGuard(run.guard, group)
+    run.batches.count_of_all, run.optimizers.norm_of_all = group.count, group.max
+    return Hooks(
+        before_step=partial(meet, group, run.state, run.meter),
+        after_backward=partial(add_up, group, run.optimizers.inner.gradients, run.timeline),
+        after_step=lambda step: guard.is_void and not (run.is_finished() and step),
+        session=group.join(),
+    )
+
+
+def count_left_out(run: Run, metric: str) -> None:
+    """Record how many documents all ranks have left out since the run started."""
+    own = torch.tensor(run.data.left_out(), device=run.world.device.torch_device)
+    with run.timeline.phase("sync"):
+        run.meter.record(**{metric: run.world.sum(own, over="data")})
+
+
+def open_loads(run: Run) -> ExpertLoads | None:
+    """Return the counts of the loads of experts, if the model has any."""
+    job, world, spec = run.job, run.world, MODELS[run.job.model.name]
+    everyones = routers(build_empty(spec.build, job.model_args(), 1))
+    if not everyones:
+        return None
+    return ExpertLoads(
+        run.model.parts,
+        list(everyones),
+        len(next(iter(everyones.values())).weight),
+        job.experts.rate,
+        world,
+        run.timeline,
+        splits_stream=world.degrees.tp > 1 and not job.parallelism.disable_sequence_parallel,
+    )
+
+
+def expert_loads(run: Run, loads: ExpertLoads) -> Hooks:
+    """Return the hooks that count the choices of routers, and then balance these."""
+    every, last = run.job.metrics.statistics_freq, run.job.training.steps
+
+    def report(step: int) -> None:
+        if every and (step % every == 0 or step == last):
+            run.meter.measured(step, "experts", **loads.by_expert())
+
+    return Hooks(
+        before_forward=loads.begin,
+        after_backward=lambda batches, losses: run.meter.record(**loads.end()),
+        after_update=loads.update,
+        after_step=report,
+    )
+
+
+def open_statistics(run: Run) -> Statistics:
+    """Build the per-layer statistics requested by the recipe."""
+    job, world, model = run.job, run.world, run.model
+    spec, chosen = MODELS[job.model.name], job.parallelism
+
+    def copies(name: str) -> int:
+        is_logits = spec.tensor_plan.get(name) == "logits"
+        whole = chosen.disable_loss_parallel if is_logits else chosen.disable_sequence_parallel
+        return world.degrees.tp if whole else 1
+
+    units = {name for part in model.parts for unit in stages.units(spec, part) for name in unit}
+    freq = job.metrics.statistics_freq
+    return Statistics(freq, model, run.optimizers.inner, world, units, copies)
+
+
+def layer_statistics(run: Run) -> Hooks:
+    """Return the hooks that measure a step that is due before clipping, and report it after."""
+    statistics, found = open_statistics(run), dict[str, float]()
+
+    def measure(batches: Sequence[Batch], losses: Losses) -> None:
+        found.clear()
+        if statistics.is_due(run.state.step + 1):
+            with run.timeline.pause("statistics"):
+                found.update(statistics.measure(batches))
+
+    def report(step: int) -> None:
+        if found:
+            run.meter.measured(step, "statistics", **found)
+
+    return Hooks(after_backward=measure, after_step=report)
+
+
+def wait_until_writable(run: Run) -> None:
+    """Wait until no checkpoint is copying the weights."""
+    if run.checkpoint.is_staging:
+        with run.timeline.pause("checkpoint"):
+            run.checkpoint.wait_staging()
+
+
+def unfinished_saves(run: Run, saver: Saver) -> Hooks:
+    """Return hooks that advance a save after each step, by a stage, if no rank is busy with it."""
+    busy: list[float] = [0]
+
+    def advance(step: int) -> None:
+        if not (busy[0] or saver.is_idle):
+            with run.timeline.pause("checkpoint"):
+                saver.advance()
+
+    flag = Flag(lambda: saver.is_busy, lambda agreed: busy.__setitem__(0, agreed))
+    return Hooks(flag=flag, after_step=advance)
+
+
+def save_if_due(run: Run, step: int) -> None:
+    """Save this step, if it is due."""
+    is_final = run.is_finished()
+    if run.checkpoint.is_due(is_final):
+        with run.timeline.pause("checkpoint"):
+            run.checkpoint.save(step == run.job.training.steps, is_final)
+
+
+def open_validator(run: Run) -> Validator:
+    """Build the validator."""
+    job, world = run.job, run.world
+    accumulation, streams = validation_streams(job, run.task, run.data, world)
+    return Validator(job.validation, streams, accumulation, run.task, run.model, world)
+
+
+def validation(run: Run) -> Hooks:
+    """Return the hooks of validation, with a picture if the task draws one."""
+    validator, job = open_validator(run), run.job
+    draws = job.validation.picture and run.task.has_picture and job.parallelism.has_outputs
+
+    def validate(step: int) -> None:
+        if validator.is_due(step, job.training.steps) and not run.stop.is_agreed:
+            with run.timeline.pause("validation"):
+                found = validator.run()
+                picture = validator.picture() if draws else None
+            run.meter.log(step, **found)
+            if picture is not None and not run.world.rank:
+                run.meter.picture(step, picture)
+
+    return Hooks(after_step=validate)
+
+
+def resume_policy(job: JobConfig) -> ResumePolicy:
+    """Return the policy that determines the checkpoint to start from."""
+    return ResumePolicy(
+        job.checkpoint,
+        local_path(job.job.dump_folder),
+        job.in_effect(),
+        job.same_run(),
+        job.optimizer,
+        factor=job.learning_rate_factor,
+    )
+
+
+def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
+    """Build the network without memory, parallelize it, then fill in only this rank's parts."""
+    model = lay_out(job, world, timeline)
+    allocate(model, job, world)
+    spec = MODELS[job.model.name]
+    rule = partial(spec.init_std, job.model_args())
+    for part in model.parts:
+        initialize(part.named_parameters(), rule, job.debug.seed)
+    return model
+
+
+def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
+    """Return the network in the recipe's layout, still on the meta device."""
+    spec = MODELS[job.model.name]
+    args = job.model_args()
+    layout = job.layout(world.degrees)
+    network = build_empty(spec.build, args, layout.seq_len, layout.precision.parameters)
+    logger.info(
+        "%s %s: %s, computed in %s, on %d x %s",
+        job.model.name,
+        job.model.flavor,
+        parameters_in_words(network),
+        job.training.mixed_precision_param,
+        world.size,
+        world.device.name,
+    )
+    shape = spec.attention(args)
+    if mask := attention.describe(
+        *(shape.window_in(layout.seq_len) if shape else 0, world.device.type),
+        *(layout.precision.compute, shape.head_dim if shape else 0),
+        separates_documents=job.model.separates_documents,
+        is_mixed=shape is not None and shape.is_mixed,
+        has_sinks=shape is not None and shape.has_sinks,
+    ):
+        logger.info("attention: %s", mask)
+    if world.degrees.pp > 1:
+        microbatches = job.parallelism.microbatches(layout.local_batch_size)
+        logger.info("%s", stages.describe(job.parallelism, len(spec.blocks(network)), microbatches))
+    return parallelize(network, spec, args, layout, world, timeline)
+
+
+def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
+    """Allocate the parts of a model, uninitialized, and fill their buffers."""
+    device = world.device.torch_device
+    for part in model.parts:
+        allocate_weights(part, "cpu" if job.training.enable_cpu_offload else device)
+        for module in part.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        part.init_buffers()  # type: ignore[operator]
+
+
+def update_compiler(job: JobConfig) -> Compiled | None:
+    """Return a compiler for the expensive part of an update; None if nothing is compiled."""
+    return partial(compile.compiled, config=job.compile) if job.compile.enable else None
+
+
+def build_optimizers(job: JobConfig, world: World, model: ParallelModel) -> Optimizers:
+    """Build the optimizers of this rank's parts of the model."""
+    spec = MODELS[job.model.name]
+    return open_optimizers(
+        name_parameters(model.parts, spec.role, partial(spec.heads, job.model_args())),
+        job.optimizer,
+        world.groups["pp"],
+        world.device,
+        redistribute_grads,
+        update_compiler(job),
+    )
+
+
+def sink_context(job: JobConfig, world: World) -> SinkContext:
+    """Return the facts about the run that sinks write."""
+    return SinkContext(
+        folder=local_path(job.job.dump_folder),
+        rank=world.rank,
+        total_steps=job.training.steps,
+        tensorboard_folder=job.metrics.save_tb_folder,
+        color=not job.metrics.disable_color_printing,
+        run_name=job.metrics.run_name,
+        tags=job.metrics.tags,
+        recipe=job.in_effect(),
+    )
+
+
+def build_meter(
+    job: JobConfig,
+    task: Task,
+    world: World,
+    timeline: Timeline,
+    sinks: Sequence[Sink],
+    data: Callable[[], tuple[int, int | None]] | None,
+    shares: Callable[[], Mapping[str, tuple[int, int]]],
+    sources: Callable[[], Mapping[str, float]],
+) -> Meter:
+    """Build the meter."""
+    spec, folder = MODELS[job.model.name], local_path(job.job.dump_folder)
+    flops = spec.flops_per_unit(job.model_args(), job.training.seq_len)
+    return Meter(
+        sinks,
+        log_freq=job.metrics.log_freq,
+        total_steps=job.training.steps,
+        unit=task.unit,
+        rate=task.rate,
+        units_per_step=job.global_batch(world.degrees) * task.units(job.training.seq_len),
+        flops_per_unit=flops,
+        peak_flops=world.device.peak_flops(getattr(torch, job.training.mixed_precision_param)),
+        devices=world.size * job.fault_tolerance.groups,
+        device=world.device,
+        rank=world.rank,
+        data=data,
+        gather=world.table if world.size > 1 else None,
+        timeline=timeline,
+        events=EventLog(folder / EVENTS_FOLDER if job.metrics.save_events else None, world.rank),
+        stragglers=StragglerWatch(job.metrics.straggler_pct, world.degrees.pp),
+        shares=shares,
+        sources=sources,
+    )
+
+
+def set_determinism(job: JobConfig) -> None:
+    """Seed the generators and, if asked, allow only deterministic algorithms."""
+    torch.manual_seed(job.debug.seed)
+    if job.debug.deterministic:
+        # Read by cuBLAS on first use; without it torch refuses matrix products on CUDA.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Torch imports its compiler for this setting, which takes a second, so it is set only if
+    # needed.
+    if job.debug.deterministic or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(
+            job.debug.deterministic, warn_only=job.debug.deterministic_warn_only
+        )

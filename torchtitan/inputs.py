@@ -3,14 +3,15 @@
 It needs no part of the run itself, so that a check imports little.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from torchtitan.config import ConfigError, Problem, RecipeError
-from torchtitan.data import BatchStream
+from torchtitan.data import BatchStream, DataConfig
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.parallel import Degrees
+from torchtitan.parallel import Degrees, World
 from torchtitan.tasks import TASKS, Task
 
 
@@ -46,6 +47,37 @@ def open_stream(
         groups=groups,
         device=device,
     )
+
+
+def validation_streams(
+    job: JobConfig, task: Task, training: BatchStream, world: World
+) -> tuple[int, dict[str, Callable[[], BatchStream]]]:
+    """Return the microbatches in a batch of validation, and functions that open each data set.
+
+    If an earlier version drew the order of the data of `training`, it draws theirs, too.
+    """
+    config = job.validation
+    # A replica group validates alone, on the batches of all, and may fail while it does.
+    alone = job.accumulation(world.degrees) * job.fault_tolerance.groups
+    accumulation = alone if config.unit == "global" else 1
+
+    def open_held_out(data: DataConfig) -> BatchStream:
+        stream = task.open_stream(
+            data,
+            seed=job.debug.seed,
+            seq_len=config.seq_len or job.training.seq_len,
+            once=config.steps == -1,
+            local_batch_size=config.local_batch_size or job.local_batch(world.degrees),
+            accumulation=accumulation,
+            rank=world.data_rank,
+            ranks=world.degrees.data,
+        )
+        if training.earlier:
+            stream.follow(training.earlier)
+        return stream
+
+    held_out = config.data(job.data)
+    return accumulation, {name: partial(open_held_out, data) for name, data in held_out.items()}
 
 
 def problems_of_files(job: JobConfig) -> Iterator[Problem]:

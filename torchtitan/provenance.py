@@ -1,4 +1,4 @@
-"""Provenance of a run, written to its folder: recipe and versions."""
+"""Provenance of a run, written to its folder: recipe, versions, and the data that it read."""
 
 import functools
 import json
@@ -6,16 +6,24 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from torchtitan import __version__
+from torchtitan.checkpoint import Checkpointable
 from torchtitan.config import show
+from torchtitan.data import BatchStream
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
+from torchtitan.logging import logger
+from torchtitan.metrics.data_ledger import DataLedger
 from torchtitan.models import MODELS
+from torchtitan.parallel import Degrees, World
 
 RECIPE_FILE = "recipe.toml"
 ENVIRONMENT_FILE = "environment.json"
@@ -94,3 +102,37 @@ def write_provenance(folder: Path, job: JobConfig, ranks: int, device: Device) -
             path.rename(path.with_suffix(f".{launches}{path.suffix}"))
     (folder / RECIPE_FILE).write_text(to_toml(job), encoding="utf-8")
     (folder / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=1), encoding="utf-8")
+
+
+@contextmanager
+def record_data(
+    job: JobConfig, world: World, ledger: DataLedger, data: BatchStream, contents: Checkpointable
+) -> Iterator[None]:
+    """Record the position in the data at the start and, unless training fails, at the end."""
+    degrees = world.degrees
+    if not world.rank and (mixture := data.describe()):
+        logger.info("data: %s", mixture)
+    position = contents.position()
+    ledger.record(
+        "start",
+        position,
+        # Of all launches that trained, `described` keeps the recipe.
+        launch=len(list(ledger.path.parent.glob("environment*.json"))),
+        ranks=world.size,
+        layout={axis: size for axis, size in degrees._asdict().items() if size > 1},
+        seq_len=job.training.seq_len,
+        global_batch=job.global_batch(degrees),
+        identity=position["data"]["identity"] if position else {},
+        order=data_order(job, degrees, position) if position else "",
+    )
+    yield
+    ledger.record("end", contents.position())
+
+
+def data_order(job: JobConfig, degrees: Degrees, position: Mapping[str, Any]) -> str:
+    """Return a digest of all that determines the samples of a run, apart from the files."""
+    data = job.data.model_dump(mode="json", exclude={"num_workers", "prefetch_factor", "cache"})
+    known = [data, job.debug.seed, job.training.seq_len, len(position["data"].get("lanes", ()))]
+    if job.data.sources:
+        known += [job.training.steps, job.global_batch(degrees)]
+    return xxhash.xxh3_64_hexdigest(json.dumps(known).encode())

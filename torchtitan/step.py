@@ -1,10 +1,10 @@
 """The parts of a step besides the model: its batches, the update, and the one agreement.
 
-`torchtitan.build` assembles them with the hooks of `torchtitan.features`, which `Trainer.step` does
-not see.
+`torchtitan.build` attaches the hooks of features to them, which `Trainer.step` does not see.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,21 +47,19 @@ class Batches:
         world: World,
         timeline: Timeline,
         close: Callable[[], None],
-        before_step: Sequence[Callable[[], None]],
-        count_of_all: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """
         Args:
             stream: microbatches of this rank.
             accumulation: microbatches per step.
             close: closes the source of the stream.
-            before_step: calls to make before anything is read.
-            count_of_all: takes the number of targets of these ranks, and returns that of all
-                replica groups.
         """
         self.stream, self.accumulation, self.close = stream, accumulation, close
-        self.world, self.timeline, self.before_step = world, timeline, before_step
-        self.count_of_all = count_of_all
+        self.world, self.timeline = world, timeline
+        self.before_step: Sequence[Callable[[], None]] = ()
+        """Calls to make before anything is read."""
+        self.count_of_all: Callable[[Tensor], Tensor] | None = None
+        """Takes the number of targets of these ranks, and returns that of all replica groups."""
 
     def __next__(self) -> tuple[list[Batch], Tensor]:
         """Return the next step's microbatches of whole sequences, on the device.
@@ -87,20 +85,15 @@ class StepOptimizers:
         optimizers: Optimizers,
         max_norm: float,
         timeline: Timeline,
-        norm_of_all: Callable[[Tensor], Tensor] | None = None,
-        before_update: Sequence[Callable[[], None]] = (),
-        after_update: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """
-        Args:
-            max_norm: limit of the global gradient norm; 0 disables clipping.
-            norm_of_all: takes the norm of these ranks, and returns that of all replica groups.
-            before_update: calls to make before weights change.
-            after_update: calls to make after they have changed, which may change them too.
-        """
+        """`max_norm` is the limit of the global gradient norm; 0 disables clipping."""
         self.inner, self.max_norm, self.timeline = optimizers, max_norm, timeline
-        self.norm_of_all = norm_of_all
-        self.before_update, self.after_update = before_update, after_update
+        self.norm_of_all: Callable[[Tensor], Tensor] | None = None
+        """Takes the gradient norm of these ranks, and returns that of all replica groups."""
+        self.before_update: Sequence[Callable[[], None]] = ()
+        """Calls to make before weights change."""
+        self.after_update: Sequence[Callable[[], None]] = ()
+        """Calls to make after they have changed, which may change them too."""
 
     def begin(self, factor: float) -> float:
         """Drop the gradients, and set the rates to `factor` times their peak; returns the rate."""
@@ -150,6 +143,33 @@ class Flag:
     agreed: Callable[[float], None]
 
 
+@dataclass(frozen=True)
+class Hooks:
+    """Calls that a feature makes around a step; None where it makes none.
+
+    At each of these points, features are called in their order in `torchtitan.build.features`.
+    """
+
+    before_step: Callable[[], None] | None = None
+    """Before the data of a step is read."""
+    before_forward: Callable[[], None] | None = None
+    """Before the forwards and backwards of a step."""
+    after_backward: Callable[[Sequence[Batch], Losses], None] | None = None
+    """After them, with the step's microbatches and losses, when the gradients are complete and not
+    yet clipped."""
+    before_update: Callable[[], None] | None = None
+    """Before weights change."""
+    after_update: Callable[[], None] | None = None
+    """After the optimizers have updated the weights, which it may change too."""
+    after_step: Callable[[int], object] | None = None
+    """After a step was counted, with its number; True marks it as void, and no later feature is
+    called."""
+    flag: Flag | None = None
+    """Number that all ranks agree on in each step."""
+    session: AbstractContextManager[object] | None = None
+    """Context that is open while the run trains."""
+
+
 class Agreement:
     """The only wait for the device in a step.
 
@@ -157,11 +177,10 @@ class Agreement:
     whether to stop.
     """
 
-    def __init__(
-        self, world: World, timeline: Timeline, flags: Sequence[Flag], norms_differ: bool = False
-    ) -> None:
+    def __init__(self, world: World, timeline: Timeline, norms_differ: bool = False) -> None:
         """`norms_differ`: whether gradient norms may differ between ranks."""
-        self.world, self.timeline, self.flags = world, timeline, flags
+        self.world, self.timeline = world, timeline
+        self.flags: Sequence[Flag] = ()
         self.norms_differ = norms_differ
 
     def __call__(self, losses: Losses, grad_norm: Tensor, count: Tensor) -> StepStatus:

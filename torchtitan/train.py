@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from torchtitan.build import build
+from torchtitan.build import Observer, build, resume_policy
 from torchtitan.checkpoint import (
     Lock,
     ResumePoint,
@@ -54,7 +54,6 @@ from torchtitan.logging import configure, logger, use_utf8
 from torchtitan.metrics import MONITORS, Monitor
 from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
-from torchtitan.parts import Observer, resume_policy
 from torchtitan.provenance import to_toml, write_provenance
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.grace import read_grace

@@ -1,4 +1,4 @@
-"""The training loop and its step. Optional features are attached in `torchtitan.build`."""
+"""The training loop and its step. `torchtitan.build` attaches features to the step's objects."""
 
 from torchtitan.build import Run
 from torchtitan.checkpoint import ResumePoint
@@ -30,7 +30,7 @@ class Trainer:
         with run.session():
             while not run.is_finished():
                 self.step()
-                run.after_step(state)
+                run.after_step()
 
     def step(self) -> None:
         """Run one optimizer step."""

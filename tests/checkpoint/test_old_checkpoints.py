@@ -11,10 +11,10 @@ from tests.earlier import COMMITS, EARLIER
 from tests.ranks import run_ranks
 from tests.runs import rows, train, train_each
 from tests.tiers import tiers
+from torchtitan.build import resume_policy
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.job import JobConfig
-from torchtitan.parts import resume_policy
 from torchtitan.tools.checkpoint import inspection
 
 TWO = {

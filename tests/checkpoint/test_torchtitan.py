@@ -28,7 +28,7 @@ from tests.torchtitan_run import (
     save_safetensors,
     weights_only,
 )
-from torchtitan.build import build
+from torchtitan.build import Observer, build
 from torchtitan.checkpoint.dcp.items import Item
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import to_ours, to_theirs
@@ -37,7 +37,6 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.parallel import Launch, open_world
-from torchtitan.parts import Observer
 from torchtitan.provenance import to_toml
 from torchtitan.tools import cli
 from torchtitan.train import choose

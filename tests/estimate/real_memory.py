@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from torchtitan.build import build
+from torchtitan.build import Observer, build
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.estimate.expansion import expand
@@ -17,7 +17,6 @@ from torchtitan.estimate.fake_rank import record
 from torchtitan.estimate.recording import IN_PARTS
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
-from torchtitan.parts import Observer
 from torchtitan.timeline import Timeline
 from torchtitan.trainer import Trainer
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from torchtitan.build import allocate, lay_out, update_compiler
 from torchtitan.data import Batch
 from torchtitan.device import GIB, Device
 from torchtitan.estimate.hardware import Hardware, find_hardware, hardware_names
@@ -20,7 +21,6 @@ from torchtitan.optim import Optimizers, name_parameters, open_optimizers
 from torchtitan.parallel import ParallelModel
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.parallel.world import make_world
-from torchtitan.parts import allocate, lay_out, update_compiler
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.pipeline_stages import skip_shape_inference

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
-from torchtitan.build import build
+from torchtitan.build import build, resume_policy
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.device import Device
@@ -21,7 +21,6 @@ from torchtitan.models.attention import SelfAttention, causal_attention, documen
 from torchtitan.optim import AdamW, Muon, name_parameters
 from torchtitan.parallel import SHARDING, Launch, open_world
 from torchtitan.parallel.context_pieces import Cut
-from torchtitan.parts import resume_policy
 from torchtitan.research.qk_clip import attention_logits
 from torchtitan.research.qk_clip.attention_logits import attentions, largest_logits
 from torchtitan.research.qk_clip.scaling import QKClip

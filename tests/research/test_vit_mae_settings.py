@@ -10,10 +10,10 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.test_docs import ROOT
+from torchtitan.build import resume_policy
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.job import JobConfig
-from torchtitan.parts import resume_policy
 from torchtitan.provenance import to_toml
 from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
 

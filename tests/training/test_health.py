@@ -27,7 +27,6 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.metrics import MetricsConfig, parse_address
 from torchtitan.optim.optimizer_group import Optimizers
-from torchtitan.parts import Parts
 from torchtitan.provenance import to_toml
 from torchtitan.timeline import Timeline
 from torchtitan.train import main as train_main
@@ -107,7 +106,7 @@ def asked(folder: str, port: int, **sections: dict[str, Any]) -> dict[str, Any]:
 
         setattr(kind, method, call)
 
-    asks(Parts, "__init__", "starting")
+    asks(Checkpointer, "__init__", "starting")
     asks(Validator, "run", "validation")
     asks(Checkpointer, "save", "checkpoint")
     asks(Checkpointer, "finish", "finishing")

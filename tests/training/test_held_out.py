@@ -10,13 +10,11 @@ import pytest
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train, train_each
-from torchtitan.build import build
+from torchtitan.build import Observer, build, open_validator
 from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.features import open_validator
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
-from torchtitan.parts import Observer, Parts
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
 
@@ -56,7 +54,7 @@ def documents_of(job: JobConfig) -> tuple[set[str], set[str]]:
         run = build(job, world, Observer(on_microbatch=functools.partial(texts, found=trained)))
         Trainer(run).train(start)
         run.batches.close()
-        validator = open_validator(Parts(job, world))
+        validator = open_validator(build(job, world))
         (opened,) = validator.open_streams.values()
         stream = opened()
         for batch in stream:

@@ -17,13 +17,12 @@ from torch import Tensor
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train, weights
-from torchtitan.build import Run, build
+from torchtitan.build import Observer, Run, build
 from torchtitan.checkpoint import InMemoryState
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import open_world
-from torchtitan.parts import Observer
 from torchtitan.resilience.replica_groups import FaultToleranceConfig, ReplicaGroup
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.torch_private.elastic import read_stream

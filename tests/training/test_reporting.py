@@ -18,12 +18,11 @@ from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
 from tests.wandb_files import WANDB_OFFLINE, offline_run
 from torchtitan import build as assembly
-from torchtitan.build import build
+from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
-from torchtitan.parts import Observer
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
 

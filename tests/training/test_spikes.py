@@ -7,6 +7,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests import layouts
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.runs import losses, parts, rows, weights
-from torchtitan.build import assemble, build
+from torchtitan.build import Observer, build
 from torchtitan.checkpoint import TrainState, saved_steps
 from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
@@ -25,10 +26,10 @@ from torchtitan.checkpoint.store import Disk
 from torchtitan.checkpoint.tiers import read_history
 from torchtitan.data import Batch
 from torchtitan.device import Device
+from torchtitan.inputs import open_stream
 from torchtitan.job import JobConfig
 from torchtitan.losses import IGNORED
 from torchtitan.parallel import Launch, open_world
-from torchtitan.parts import Observer, Parts
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.cli import main
 from torchtitan.train import choose
@@ -102,13 +103,15 @@ def train(
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         start = world.broadcast_object(choose(job) if world.rank == 0 else None)
-        made = Parts(job, world, Observer(before_step=at_step))
-        if sees < 0:
-            batch, accumulation = job.global_batch(world.degrees), job.accumulation(world.degrees)
-            spoiled: Any = Spoiled(made.data, accumulation, batch, bad)
-            made.data = spoiled
-        roll_back = made.divergence.roll_back
-        run = assemble(made)
+        batch, accumulation = job.global_batch(world.degrees), job.accumulation(world.degrees)
+
+        def open_spoiled(*arguments: Any, **settings: Any) -> Any:
+            stream = open_stream(*arguments, **settings)
+            return Spoiled(stream, accumulation, batch, bad) if sees < 0 else stream
+
+        with mock.patch("torchtitan.build.open_stream", open_spoiled):
+            run = build(job, world, Observer(before_step=at_step))
+        roll_back = run.divergence.roll_back
         norm = run.optimizers.norm
 
         def misled() -> Tensor:
@@ -134,7 +137,7 @@ def train(
             return is_done
 
         trainer.step = watched  # type: ignore[method-assign]
-        made.divergence.roll_back = returning  # type: ignore[method-assign]
+        run.divergence.roll_back = returning  # type: ignore[method-assign]
         with closing(run.batches):
             try:
                 trainer.train(start)

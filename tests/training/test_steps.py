@@ -12,14 +12,13 @@ import torch
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import Trace, losses, rows, trace, train, weights
-from torchtitan.build import build
+from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint, saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.convert import MXFP8
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
-from torchtitan.parts import Observer
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.trainer import Trainer

@@ -5,14 +5,13 @@ from contextlib import closing
 
 from tests import tiny
 from tests.ranks import run_ranks
-from torchtitan.build import build
+from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, worked
 from torchtitan.parallel import Launch, open_world
-from torchtitan.parts import Observer
 from torchtitan.timeline import Spent
 from torchtitan.tools.verify.measure import Row, RowSink
 from torchtitan.trainer import Trainer

@@ -13,12 +13,11 @@ import pytest
 from tests import tiny
 from tests.ranks import run_ranks
 from torchtitan import train
-from torchtitan.build import build
+from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
-from torchtitan.parts import Observer
 from torchtitan.tools import cli
 from torchtitan.tools.trace_summary import read_trace
 from torchtitan.trainer import Trainer

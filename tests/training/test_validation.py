@@ -13,14 +13,13 @@ import torch
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import rows, train, train_each
+from torchtitan.build import build, open_validator
 from torchtitan.device import Device
-from torchtitan.features import open_validator
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure
 from torchtitan.losses import IGNORED
 from torchtitan.models.settings import TextConfig
 from torchtitan.parallel import Launch, open_world
-from torchtitan.parts import Parts
 from torchtitan.tasks.next_token import NextToken
 from torchtitan.validate import Sums, ValidationConfig, together
 
@@ -159,7 +158,7 @@ def measured(job: JobConfig, uniform: int) -> tuple[dict[str, Any], int, int]:
     """What the validator finds of a model that is uniform over the first tokens of its vocabulary;
     how many targets there were, and how many of them bytes of text."""
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
-        run = Parts(job, world)
+        run = build(job, world)
         with closing(run.data):
             [part] = run.model.parts
             for parameter in part.parameters():
@@ -249,7 +248,7 @@ def test_sums_over_data_sets_weigh_their_targets() -> None:
 def sums(job: JobConfig) -> Sums:
     """What two validations in a row both find of the one data set."""
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
-        run = Parts(job, world)
+        run = build(job, world)
         with closing(run.data):
             validator = open_validator(run)
             [name] = validator.open_streams

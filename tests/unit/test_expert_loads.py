@@ -78,7 +78,7 @@ def run(job: JobConfig, *, uneven: bool = False) -> Seen:
             (part,) = made.model.parts
             every = [m.bias.clone() for m in part.modules() if isinstance(m, Router)]
             rows.append(row)
-            made.after_step(made.state)  # validation, among others
+            made.after_step()  # validation, among others
             biases.append(torch.stack(every))
     return Seen(rows, torch.stack(biases), torch.stack(loads) if loads else torch.empty(0))
 

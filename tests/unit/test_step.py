@@ -55,7 +55,9 @@ class TwoRanks:
 
 def agreement(timeline: Timeline, others: tuple[float, ...], *flags: Flag) -> StepStatus:
     world: Any = TwoRanks(*others)
-    return Agreement(world, timeline, flags)({"loss": TWO}, torch.tensor(0.5), torch.tensor(7))
+    agree = Agreement(world, timeline)
+    agree.flags = flags
+    return agree({"loss": TWO}, torch.tensor(0.5), torch.tensor(7))
 
 
 def test_ranks_agree_on_the_highest(timeline: Timeline) -> None:
@@ -71,7 +73,7 @@ def test_ranks_agree_on_the_highest(timeline: Timeline) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_on_one_rank_is_infinite_on_all(timeline: Timeline, bad: float) -> None:
     world: Any = TwoRanks(3.0, 0.25, 7.0)
-    agreed = Agreement(world, timeline, ())(
+    agreed = Agreement(world, timeline)(
         {"loss": torch.tensor(bad)}, torch.tensor(bad), torch.tensor(7)
     )
     assert (agreed.highest_loss, agreed.highest_norm) == (math.inf, math.inf)
@@ -142,14 +144,10 @@ def test_weights_change_only_when_they_may(timeline: Timeline, in_backward: bool
         clip=lambda max_norm, norm: done.append(f"clip {norm:g} to {max_norm}"),
         step=lambda: done.append("step"),
     )
-    optimizers = StepOptimizers(
-        inner,
-        max_norm=0.3,
-        timeline=timeline,
-        norm_of_all=lambda norm: 2 * norm,
-        before_update=[lambda: done.append("wait")],
-        after_update=[lambda: done.append("updated")],
-    )
+    optimizers = StepOptimizers(inner, 0.3, timeline)
+    optimizers.norm_of_all = lambda norm: 2 * norm
+    optimizers.before_update = [lambda: done.append("wait")]
+    optimizers.after_update = [lambda: done.append("updated")]
     assert optimizers.begin(0.5) == 5e-4
     norm = optimizers.norm()
     assert norm == pytest.approx(0.8)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan.build import allocate
 from torchtitan.data import Batch
 from torchtitan.device import Device, DeviceType
 from torchtitan.estimate.compiled import SharedGraphs, recorded_compilation
@@ -39,7 +40,6 @@ from torchtitan.parallel.sharding.fsdp2 import FullyShard
 from torchtitan.parallel.stages import Stages, prune
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.parallel.world import make_world
-from torchtitan.parts import allocate
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.collectives import group_members

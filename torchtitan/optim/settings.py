@@ -172,7 +172,7 @@ class OptimizerConfig(UpdateRule):
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names of the features that a run with it has: keys of `torchtitan.features.FEATURES`."""
+        """Names of the features that a run with it has: keys of `torchtitan.build.FEATURES`."""
         return ()
 
     @property

@@ -50,6 +50,11 @@ class ParallelModel:
     after_backward: Sequence[Callable[[Sequence[Batch], Losses], None]] = ()
     """Calls of features with a step's microbatches and losses; its gradients are complete."""
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank computes the loss of the outputs."""
+        return not self.pipeline or self.pipeline.last in self.pipeline.parts
+
     def forward_backward(self, batches: Sequence[Batch], count: Tensor) -> Losses:
         """Run the forwards and backwards of a step; gradients accumulate.
 

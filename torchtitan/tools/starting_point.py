@@ -1,10 +1,10 @@
 """The start of a run, as `check` tells it: it imports what a run does, so only if asked."""
 
 from torchtitan import config
+from torchtitan.build import resume_policy
 from torchtitan.checkpoint import saved_steps
 from torchtitan.config import ConfigError, Problem
 from torchtitan.job import JobConfig
-from torchtitan.parts import resume_policy
 
 
 def starting_point(found: config.Recipe[JobConfig], here: bool) -> list[str]:

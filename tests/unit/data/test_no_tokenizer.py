@@ -12,11 +12,11 @@ from tests import tiny
 from tests.runs import rows, train
 from tests.token_shards import drawn_documents, saved, write_shards
 from tests.token_shards import rows as samples
+from torchtitan.build import open_task
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.config import ConfigError
 from torchtitan.data.tokens.raw import RawFormat
 from torchtitan.job import JobConfig
-from torchtitan.parts import open_task
 from torchtitan.tools.cli import main
 from torchtitan.train import problems_of_task
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests import tiny
+from torchtitan.build import build_meter
 from torchtitan.device import Device
 from torchtitan.metrics import Meter
 from torchtitan.models.settings import TextConfig
 from torchtitan.parallel import Degrees
-from torchtitan.parts import build_meter
 from torchtitan.tasks.next_token import NextToken
 from torchtitan.timeline import Timeline
 

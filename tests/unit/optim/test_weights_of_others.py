@@ -104,7 +104,8 @@ def check_after_a_write(name: str, way: str) -> None:
                 parameter.add_(FAR)
 
     network, inner = opened(name, way)
-    optimizers = StepOptimizers(inner, 0.0, Timeline(Device("cpu")), after_update=[write])
+    optimizers = StepOptimizers(inner, 0.0, Timeline(Device("cpu")))
+    optimizers.after_update = [write]
     before = weights(network)
     for _ in range(3):
         backward(network, optimizers)

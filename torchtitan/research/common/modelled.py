@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchtitan.build import Run, build
+from torchtitan.build import Run, build, lay_out
 from torchtitan.comm import Gather, Reduce, ReplicaReducer, Unit
 from torchtitan.data import Batch
 from torchtitan.device import Device
@@ -33,7 +33,6 @@ from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.parallel import Degrees, Launch, open_world
 from torchtitan.parallel.context_pieces import Cut
-from torchtitan.parts import lay_out
 from torchtitan.research.common.threads import Meeting, ThreadGroup, collectives, together
 from torchtitan.timeline import Timeline
 from torchtitan.tools.verify.measure import AtStep, Step, hide_targets

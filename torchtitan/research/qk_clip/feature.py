@@ -2,38 +2,38 @@
 
 from collections.abc import Sequence
 
+from torchtitan.build import Run
 from torchtitan.data import Batch
-from torchtitan.features import Hooks
 from torchtitan.models import MODELS
 from torchtitan.parallel import Losses
-from torchtitan.parts import Parts
 from torchtitan.research.qk_clip.attention_logits import LargestLogits, attentions
 from torchtitan.research.qk_clip.scaling import QKClip, heads_of
 from torchtitan.research.qk_clip.settings import MuonClip
+from torchtitan.step import Hooks
 
 
-def logit_limit(parts: Parts) -> Hooks:
+def logit_limit(run: Run) -> Hooks:
     """Return the hooks of the limiter."""
-    return LogitLimit(parts).hooks
+    return LogitLimit(run).hooks
 
 
 class LogitLimit:
     """Limiter of attention logits: measures them in a step, and scales heads after the update."""
 
-    def __init__(self, parts: Parts) -> None:
-        job, spec, world = parts.job, MODELS[parts.job.model.name], parts.world
+    def __init__(self, run: Run) -> None:
+        job, spec, world = run.job, MODELS[run.job.model.name], run.world
         assert isinstance(job.optimizer, MuonClip)
-        self.meter = parts.meter
-        parameters = [assigned.parameter for assigned in parts.optimizers.assignments]
+        self.meter = run.meter
+        parameters = [assigned.parameter for assigned in run.optimizers.inner.assignments]
         assert spec.queries_and_keys is not None, "the recipe was checked"
         queries = spec.queries_and_keys[0]
         own = {
             name: heads_of(parameters, f"{name}.{queries}")
-            for part in parts.model.parts
+            for part in run.model.parts
             for name, _ in attentions(part)
         }
         heads = dict(sorted(item for of_rank in world.gather(own) for item in of_rank.items()))
-        self.logits = LargestLogits(parts.model.parts, heads, world, job.parallelism)
+        self.logits = LargestLogits(run.model.parts, heads, world, job.parallelism)
         self.clip = QKClip(
             job.optimizer.qk_clip, parameters, spec.queries_and_keys, self.logits.places
         )

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from torchtitan.build import allocate
 from torchtitan.checkpoint.placement import differences, load_into
 from torchtitan.config import ConfigError
 from torchtitan.convert import ConverterConfig
@@ -27,7 +28,6 @@ from torchtitan.parallel import (
     open_world,
     parallelize,
 )
-from torchtitan.parts import allocate
 from torchtitan.timeline import Timeline
 from torchtitan.tools.evaluate.subject import Subject, check_weights
 

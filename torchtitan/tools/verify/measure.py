@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchtitan.build import Run, build
+from torchtitan.build import Observer, Run, build
 from torchtitan.checkpoint import TrainState, saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
@@ -33,7 +33,6 @@ from torchtitan.losses import IGNORED
 from torchtitan.optim import SGD
 from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, World, open_world
-from torchtitan.parts import Observer
 from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.train import choose
