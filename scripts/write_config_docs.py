@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchtitan.config import HelpEntry, HelpSection, all_sections, sections, show
+from torchtitan.config.other_names import SYNONYMS, Moved
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
-from torchtitan.legacy_recipes import TABLE, Converted, Kept, Moved, Together
-from torchtitan.legacy_recipes.synonyms import SYNONYMS
-from torchtitan.legacy_recipes.version_defaults import DEFAULTS, OUR_SECTIONS
 from torchtitan.models import MODELS
 from torchtitan.tools import reference
 from torchtitan.tools.cli import command, verbs
+from torchtitan.torchtitan_keys import DEFAULTS, OF_CONVERTER, OUR_SECTIONS, TABLE
 
 DOCS = Path(__file__).parents[1] / "docs"
 WRITTEN = "<!-- Written by scripts/write_config_docs.py; change the settings, not this page. -->\n"
@@ -73,9 +72,9 @@ fit in the memory of this machine, with such changes: all ranks share that of a 
 TOML extension of several editors, then completes and validates any recipe whose first line is
 `#:schema recipe.schema.json`.
 
-**Old recipes.** A recipe of TorchTitan v0.1 or v0.2 loads as it is, with a notice for each key that
-moved. `torchtitan migrate OLD.toml -o NEW.toml` rewrites it with the current keys and keeps the
-comments. [What moved](config/torchtitan_keys.md) lists all of them.
+**Old recipes.** `torchtitan migrate OLD.toml -o NEW.toml` rewrites a recipe of TorchTitan v0.1 or
+v0.2 with the current keys, with a notice for each, and keeps the comments. [What
+moved](config/torchtitan_keys.md) lists all of them. Other commands refuse such a recipe.
 """
 
 
@@ -193,13 +192,14 @@ def old_keys() -> Iterator[str]:
     """The translation table."""
     yield "# What moved since TorchTitan v0.1 and v0.2\n"
     yield WRITTEN
-    yield "A key without a counterpart is ignored if its value changes nothing, and refused"
+    yield "`torchtitan migrate OLD.toml -o NEW.toml` converts a recipe of TorchTitan by this table;"
+    yield "every other verb refuses one, with that command.\n"
+    yield "A key without a counterpart is dropped if its value changes nothing, and refused"
     yield "otherwise.\n"
-    yield "A recipe is TorchTitan's if it has a key that only TorchTitan has, and no section that"
-    yield f"only this project has ({', '.join(f'`[{name}]`' for name in OUR_SECTIONS)}). Where"
-    yield "recipes extend each other, the base recipe decides. It was written for the newest"
-    yield "version that has all its keys. A key that it does not set has the default of that"
-    yield "version, with a notice, where that differs from the default here:\n"
+    yield "A recipe is TorchTitan's if it has several keys that only TorchTitan has, and no section"
+    yield f"that only this project has ({', '.join(f'`[{name}]`' for name in OUR_SECTIONS)}). It"
+    yield "was written for the newest version that has all its keys. A key that it does not set"
+    yield "gets the default of that version, with a notice, where that differs from ours:\n"
     keys = dict.fromkeys(key for defaults in DEFAULTS.values() for key in defaults)
     yield f"| key | here | {' | '.join(DEFAULTS)} |\n|---|---|{'---|' * len(DEFAULTS)}"
     ours = JobConfig().flat()
@@ -211,18 +211,12 @@ def old_keys() -> Iterator[str]:
     yield "which TorchTitan draws at random, is 0.\n"
     yield "| old key | now |\n|---|---|"
     for key, row in TABLE.items():
-        if isinstance(row, Moved):
-            changed = " (in another form)" if row.convert else ""
-            yield f"| `{key}` | `{row.to}`{changed} |"
-        elif isinstance(row, Together):
-            yield f"| `{key}` | {cell(row.about)} |"
-        elif isinstance(row, Converted):
-            yield f"| `{key}` | `{row.to}` of a `[[convert]]` section |"
-        elif isinstance(row, Kept):
-            missing = "; ".join(f"not {show(value)}: {why}" for value, why in row.missing.items())
-            yield f"| `{key}` | {cell(missing)} |"
-        else:
+        if not isinstance(row, Moved):
             yield f"| `{key}` | none: {cell(row.instead)} |"
+        elif row.to.startswith(OF_CONVERTER):
+            yield f"| `{key}` | `{row.to.removeprefix(OF_CONVERTER)}` of a `[[convert]]` section |"
+        else:
+            yield f"| `{key}` | `{row.to}`{' (in another form)' if row.convert else ''} |"
     yield ""
 
 

@@ -42,7 +42,7 @@ LAYERS = [
     ["checks"],
     ["job"],
     ["resilience"],
-    ["checkpoint", "metrics", "profiling", "validate", "legacy_recipes"],
+    ["checkpoint", "metrics", "profiling", "validate", "torchtitan_keys"],
     ["flight_recorder", "step", "expert_loads"],
     ["parallel"],
     ["tasks", "convert"],
@@ -381,7 +381,7 @@ SYSTEMS = {
     for name in (entry, place.split(".")[0], place.split(":")[1])
     if name.lower() not in WORDS
 }
-OLD_KEYS = "legacy_recipes/table.py"
+OLD_KEYS = "config/other_names.py"
 """The keys of older recipes, some of which named a system."""
 
 

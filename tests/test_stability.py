@@ -16,8 +16,8 @@ from tests.ranks import run_ranks
 from tests.runs import rows, train
 from torchtitan.checks import load_job
 from torchtitan.config import json_schema
+from torchtitan.config.other_names import OLD_KEYS
 from torchtitan.job import JobConfig
-from torchtitan.legacy_recipes import TABLE
 from torchtitan.models import MODELS
 from torchtitan.tools.cli import ABSENT, main
 from torchtitan.tools.compare import read as read_study
@@ -104,13 +104,13 @@ def test_the_resolved_recipe_of_a_run_has_the_same_values(commit: str, in_earlie
     }
     found = {key: resolved[key] for key in expected if key in resolved}
     assert found == {key: expected[key] for key in found}
-    assert {key for key in expected if key not in found} <= set(TABLE)
+    assert {key for key in expected if key not in found} <= set(OLD_KEYS)
     assert len(found) > 100
 
 
 def test_every_key_is_known() -> None:
     schema = json_schema(JobConfig)
-    known = {*settings(schema, schema["$defs"]), *TABLE}
+    known = {*settings(schema, schema["$defs"]), *OLD_KEYS}
     for commit in COMMITS:
         assert set(kept(commit, "settings.json")) <= known, commit
 

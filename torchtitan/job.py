@@ -23,10 +23,10 @@ from torchtitan.config import (
     local_path,
     needs_wing,
 )
+from torchtitan.config.other_names import SYNONYMS
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DATA, DataConfig, data_class, without_idle_sections
 from torchtitan.expert_loads import ExpertsConfig
-from torchtitan.legacy_recipes.synonyms import SYNONYMS
 from torchtitan.losses import LossConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
@@ -59,6 +59,7 @@ from torchtitan.parallel.work import Work
 from torchtitan.profiling import ProfilingConfig
 from torchtitan.resilience.replica_groups import FaultToleranceConfig
 from torchtitan.resilience.spikes import SpikesConfig
+from torchtitan.torchtitan_keys import PRESENT_NAMES
 from torchtitan.validate import ValidationConfig
 
 
@@ -204,7 +205,7 @@ class DebugSection(Config):
 class JobConfig(Config):
     """A recipe."""
 
-    synonyms = SYNONYMS
+    synonyms = SYNONYMS | PRESENT_NAMES
     help_command = "torchtitan train --help"
 
     job: JobSection = JobSection()

@@ -551,7 +551,9 @@ enable = true
 initial_load_in_hf = true
 """
     )
-    job = load_job(theirs, [f"--job.dump_folder={tmp_path / 'b'}"], 1, "cpu").config
+    ours = str(tmp_path / "ours.toml")
+    assert main(["migrate", str(theirs), "-o", ours]) == 0
+    job = load_job(ours, [f"--job.dump_folder={tmp_path / 'b'}"], 1, "cpu").config
     for weight, values in trained(job).items():
         assert torch.equal(values, whole[weight]), weight
 

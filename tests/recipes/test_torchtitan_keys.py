@@ -1,13 +1,14 @@
 """Every key of three versions of TorchTitan: here it means what it meant there, or is named.
 
 `torchtitan_keys.json` has the keys of each version with type and default. Each is written into a
-recipe of that version, with its default and with every other value of its kind. Nothing but what
-the key says may change, and what changes nothing has a notice.
+recipe of that version, which is migrated, with its default and with every other value of its kind.
+Nothing but what the key says may change, and what changes nothing has a notice.
 """
 
 import ast
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ import tomlkit
 from torchtitan.checks import load_job
 from torchtitan.config import Recipe, RecipeError
 from torchtitan.job import JobConfig
+from torchtitan.tools.migrate import migrated
+from torchtitan.tools.migrate.translate import read_old
 
 FACTS: dict[str, list[dict[str, Any]]] = json.loads(
     Path(__file__).with_name("torchtitan_keys.json").read_text(encoding="utf-8")
@@ -147,10 +150,15 @@ def written(keys: dict[str, Any]) -> str:
 @cache
 def read(text: str) -> Recipe[JobConfig] | RecipeError:
     Path("r.toml").write_text(text, encoding="utf-8")
+    path, notices = Path("r.toml"), list[str]()
     try:
-        return load_job("r.toml", [], None, "cuda")
+        migration = read_old(path)
+        notices = migration.notices
+        recipe = load_job(migrated(path, migration), [], None, "cuda")
     except RecipeError as error:
+        error.notices = (*notices, *error.notices)
         return error
+    return replace(recipe, notices=[*notices, *recipe.notices])
 
 
 def recipe(case: Case, *, without: bool = False) -> Recipe[JobConfig] | RecipeError:
@@ -195,7 +203,7 @@ def test_every_key_means_what_it_meant_or_is_named(version: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_recipes_load_without_the_key_in_question() -> None:
+def test_recipes_are_migrated_without_the_key_in_question() -> None:
     """Or else nothing could be told of it."""
     refused = [case for case in ALL if isinstance(recipe(case, without=True), RecipeError)]
     assert not refused

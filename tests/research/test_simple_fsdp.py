@@ -15,7 +15,7 @@ from tests.layouts import RESHARD, ROWWISE, Case, case
 from tests.orders import Orders, noted
 from tests.parallel.test_compile import forget, logged
 from tests.ranks import run_ranks
-from tests.recipes.test_legacy_recipes import read, translations, written
+from tests.recipes.test_migrate import translations
 from tests.research.layouts import SIMPLE
 from tests.research.several import each
 from tests.runs import train
@@ -337,14 +337,17 @@ def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> N
     """Also as a run wrote them all out, with another choice."""
     text = '[parallelism]\ndata_parallel_impl = "{}"\nsimple_fsdp_bucketing = "none"\n'
     text += "simple_fsdp_bucket_mb = 20\n"
-    recipe = read(written(tmp_path / "old.toml", text.format("simple_fsdp")))
+    path = tmp_path / "old.toml"
+    path.write_text(text.format("simple_fsdp"))
+    recipe = load_job(path, [], 4, "cpu")
     sharding = {"name": "simple_fsdp", "bucketing": "none", "bucket_mb": 20}
     sharding["hardware"] = "h100"
     assert recipe.config.sharding.model_dump() == sharding
     assert [line.split(": ")[2] for line in translations(recipe)] == [
         *("is now sharding.name", "is now sharding.bucketing", "is now sharding.bucket_mb")
     ]
-    recipe = read(written(tmp_path / "old.toml", text.format("fsdp2")))
+    path.write_text(text.format("fsdp2"))
+    recipe = load_job(path, [], 4, "cpu")
     assert recipe.config.sharding == FSDP2()
     assert recipe.notices[2].endswith(
         '20 is dropped; it only has an effect with parallelism.data_parallel_impl = "simple_fsdp"'

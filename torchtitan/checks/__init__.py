@@ -14,7 +14,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from torchtitan import legacy_recipes
 from torchtitan.checks import (
     auxiliary,
     compiling,
@@ -40,12 +39,16 @@ from torchtitan.config import (
     Problem,
     Recipe,
     Setting,
+    Sources,
+    gather,
     load,
     located,
+    read_sources,
     shorten,
     show,
 )
 from torchtitan.job import JobConfig
+from torchtitan.torchtitan_keys import refuse_foreign
 
 Settings = dict[KeyPath, Setting]
 
@@ -104,7 +107,7 @@ ELSEWHERE = (
 
 
 def load_job(
-    recipe: str | Path | None,
+    recipe: str | Path | Sources | None,
     flags: Sequence[str],
     ranks: int | range | None,
     device_type: str,
@@ -118,6 +121,7 @@ def load_job(
     """Read and check a recipe for a number of ranks; None: for any number that fits it.
 
     Args:
+        recipe: a TOML file, the name of a packaged recipe, or settings that were read.
         ranks: a range is checked for each of its numbers, as the run may change between them.
         is_here: whether capabilities that this machine lacks are mistakes, too.
         may_restart: whether failed processes are restarted; with a range they are.
@@ -137,7 +141,9 @@ def load_job(
             found = problems(job, replace(world, ranks=ranks))
         return (problem for problem in found if not is_error_of(problem, exempt))
 
-    gathered = legacy_recipes.gather(JobConfig, recipe, flags, over, _import_first)
+    sources = recipe if isinstance(recipe, Sources) else read_sources(recipe)
+    refuse_foreign(sources.settings)
+    gathered = gather(JobConfig, sources, flags, over, _import_first)
     follow_tokenizer(gathered)
     return load(JobConfig, gathered, check)
 

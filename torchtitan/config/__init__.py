@@ -11,7 +11,7 @@ from torchtitan.config.help import (
     json_schema,
     sections,
 )
-from torchtitan.config.load import Gathered, Recipe, load, merge
+from torchtitan.config.load import Gathered, Recipe, Sources, gather, load, merge, read_sources
 from torchtitan.config.packaged import find_recipe, packaged_folder, packaged_name, packaged_recipes
 from torchtitan.config.problems import Context, PlannedWorld, Problem, between
 from torchtitan.config.registry import Registry, check_protocol, import_wing, load_entry, with_wings
@@ -65,6 +65,7 @@ __all__ = [
     "RecipeError",
     "Registry",
     "Setting",
+    "Sources",
     "Unreachable",
     "absent_wings",
     "all_sections",
@@ -80,6 +81,7 @@ __all__ = [
     "find",
     "find_recipe",
     "flat",
+    "gather",
     "has_wing",
     "help_sections",
     "import_wing",
@@ -101,6 +103,7 @@ __all__ = [
     "read_file",
     "read_flags",
     "read_recipe",
+    "read_sources",
     "read_text",
     "sections",
     "shorten",

@@ -9,13 +9,14 @@ append its own.
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from torchtitan.config.other_names import OLD_KEYS, Moved
 from torchtitan.config.schema import NOUNS, Kind, describe, field_schema, find, json_types
 from torchtitan.config.settings import Config, ConfigError, KeyPath, Setting
 from torchtitan.config.words import dotted, shorten
@@ -71,25 +72,24 @@ def read_flags(
     words: Sequence[str],
     schema: type[Config],
     below: Mapping[KeyPath, Setting],
-    new_name: Callable[[KeyPath], KeyPath] = lambda path: path,
 ) -> tuple[dict[KeyPath, Setting], list[str]]:
     """Return the settings that flags make, their sections included, and the errors in the flags.
 
     `below` are the settings that the flags override; they choose the class of a section unless a
-    flag does. `new_name` returns the present path of an old key, whose field then gives the type.
+    flag does. A key of an earlier version has the type of its present one.
     """
     settings: dict[KeyPath, Setting] = {}
     wrong: dict[KeyPath, str] = {}
     before, *groups = _split(words)
     flags = [_key_and_values(group) for group in groups]
-    renamed = [(new_name(path), values) for path, values in flags]
+    renamed = [(_present(path), values) for path, values in flags]
     settled = {**below, **dict(_choosing(renamed))}
 
     for path, values in flags:
-        kind, is_off = find(schema, new_name(path), settled), False
+        kind, is_off = find(schema, _present(path), settled), False
         if kind is None and (positive := _without_no(path)):
             path, is_off = positive, True
-            kind = find(schema, new_name(path), settled)
+            kind = find(schema, _present(path), settled)
         origin = f"--{dotted(path)}"
         wrong.pop(path, None)
         try:
@@ -102,6 +102,12 @@ def read_flags(
                 settings[path[:depth]] = Setting({}, origin)
         settings[path] = Setting(value, origin)
     return settings, [*map(_not_a_flag, before), *wrong.values()]
+
+
+def _present(path: KeyPath) -> KeyPath:
+    """Return the present path of a key."""
+    row = OLD_KEYS.get(dotted(path))
+    return tuple(row.to.split(".")) if isinstance(row, Moved) else path
 
 
 def _split(words: Iterable[str]) -> list[list[str]]:

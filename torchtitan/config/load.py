@@ -8,11 +8,16 @@ once, each with its location, the value and the allowed values.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchtitan.config.faults import validate_all
+from torchtitan.config.files import read_recipe
+from torchtitan.config.flags import read_flags
+from torchtitan.config.other_names import translate
+from torchtitan.config.packaged import find_recipe
 from torchtitan.config.problems import Problem
 from torchtitan.config.schema import class_at, find
 from torchtitan.config.settings import CannotRun, Config, KeyPath, RecipeError, Setting
@@ -61,6 +66,63 @@ class Gathered:
     """Location of values that no source sets: the recipe."""
     notices: list[str]
     problems: list[str]
+
+
+class Sources(NamedTuple):
+    """Settings of files as they were read, the later over the earlier."""
+
+    settings: list[Settings]
+    place: str
+    """Location of values that no source sets: the recipe."""
+    notices: list[str]
+    problems: list[str]
+
+
+def read_sources(recipe: str | Path | None) -> Sources:
+    """Read a TOML file, or the packaged recipe of that name, with what it extends."""
+    if recipe is None:
+        return Sources([], "defaults", [], [])
+    file, problems = find_recipe(recipe), list[str]()
+    is_packaged = file != Path(recipe)
+    notices = [f"{recipe}: the packaged recipe {file}"] if is_packaged else []
+    return Sources(read_recipe(file, problems), str(file), notices, problems)
+
+
+def gather(
+    schema: type[Config],
+    sources: Sources,
+    flags: Sequence[str],
+    over: Sequence[Settings],
+    prepare: Callable[[Settings], Iterable[str]],
+) -> Gathered:
+    """Merge what was read and flags, with keys of earlier versions under their present names.
+
+    Args:
+        schema: the tree of settings.
+        flags: words of the command line, which win over all.
+        over: settings of other places, which win over the sources, the later over the earlier.
+        prepare: called with all settings before the types of flags are known; returns problems.
+    """
+    problems, notices = [*sources.problems], [*sources.notices]
+
+    def renamed(source: Settings) -> Settings:
+        result = translate(source)
+        notices.extend(result.notices)
+        problems.extend(result.problems)
+        return result.settings
+
+    files = [renamed(source) for source in (*sources.settings, *over)]
+    # What is prepared may add names to choose from, and the type of a flag follows from a choice:
+    # so flags are read to learn what to prepare, and once more after it.
+    below = {path: setting for source in files for path, setting in source.items()}
+    early, _ = read_flags(flags, schema, below)
+    problems += prepare(below | translate(early).settings)
+
+    settings = merge(schema, files, notices)
+    from_flags, wrong_flags = read_flags(flags, schema, settings)
+    problems += wrong_flags
+    settings = merge(schema, [settings, renamed(from_flags)], notices)
+    return Gathered(settings, sources.place, notices, problems)
 
 
 def load(

@@ -59,7 +59,7 @@ class Config(BaseModel):
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
     synonyms: ClassVar[Mapping[str, str]] = {}
-    """Keys of a whole recipe by the names that other software has for them."""
+    """Keys of a whole recipe by the names, dotted or not, that other software has for them."""
     help_command: ClassVar[str] = ""
     """Command that, with the name of a section of the recipe, lists its keys."""
 

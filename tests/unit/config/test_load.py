@@ -135,14 +135,8 @@ def test_every_boolean_switches_both_ways() -> None:
         ),
         # A key of the optimizer that another flag chooses.
         ("--optimizer.momentum 1e-1 --optimizer.name SGD", "optimizer.momentum", 0.1),
-        # Old names.
-        ("--training.batch_size 5", "training.local_batch_size", 5),
-        ("--training.no-deterministic", "debug.deterministic", False),
-        ("--metrics.enable_color_printing", "metrics.disable_color_printing", False),
-        ("--no-metrics.enable_color_printing", "metrics.disable_color_printing", True),
-        ("--job.no-print_args", "job.print_config", False),
-        ("--optimizer.fused false", "optimizer.implementation", "foreach"),
-        ("--checkpoint.last_save_model_weights_only", "checkpoint.last_save_model_only", True),
+        # A key of an earlier version.
+        ("--parallelism.data_parallel_impl fsdp2", "sharding.name", "fsdp2"),
     ],
 )
 def test_flags(flags: str, key: str, expected: Any) -> None:
@@ -257,9 +251,8 @@ def test_imports_may_add_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     flags = "--optimizer.name Mine --optimizer.warmth 7"
     recipe = write("mine.toml", '[job]\nimports = ["my_optimizers"]\n')
-    old = write("old.toml", '[experimental]\ncustom_import = "my_optimizers"\n[data]\n')
     by_flag = f"--job.imports my_optimizers {flags}"
-    for source, words in ((recipe, flags), (old, flags), (None, by_flag)):
+    for source, words in ((recipe, flags), (None, by_flag)):
         OPTIMIZERS.pop("Mine", None)
         sys.modules.pop("my_optimizers", None)
         loaded = read(source, words)

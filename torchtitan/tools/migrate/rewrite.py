@@ -1,61 +1,47 @@
-"""Rewrites an old recipe in this version's form: `torchtitan migrate`.
+"""Rewrites the text of an old recipe in this version's form.
 
-It writes into the file what `translate` and `version_defaults` read into it, and nothing else: a
-renamed key keeps its place, a key that moves to another section takes its comments along, all other
-text stays as it is, but for gaps of several blank lines. The edits are on what tomlkit calls the
-body of a table: the list of its lines, where keys have a place among comments.
+What was translated is written into it, and nothing else: a renamed key keeps its place, a key that
+moves to another section takes its comments along, all other text stays as it is, but for gaps of
+several blank lines. The edits are on what tomlkit calls the body of a table: the list of its lines,
+where keys have a place among comments.
 """
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import tomli
 import tomlkit
 from tomlkit.items import AoT, Comment, InlineTable, Table, Whitespace
 
-from torchtitan.config import KeyPath, RecipeError, read_file, read_text
-from torchtitan.legacy_recipes.translating import translate
-from torchtitan.legacy_recipes.version_defaults import version_defaults
+from torchtitan.config import KeyPath
+from torchtitan.tools.migrate.translate import Migration
 
 Body = list[tuple[Any, Any]]
 
 
-def migrate(path: Path) -> tuple[str, list[str]]:
-    """The text of an old recipe in this version's form, and a notice for each change.
-
-    Raises:
-        RecipeError: where a key has no counterpart; with all of them, one line each.
-    """
-    problems: list[str] = []
-    settings = read_file(path, problems)
-    translated = translate(settings, {})
-    # Defaults are those of the recipe at the root of `extends`.
-    sources = [] if ("extends",) in settings else [settings]
-    rest = version_defaults(sources, {}, translated.settings)
-    notices = [*translated.notices, *rest.notices]
-    if problems := [*problems, *translated.problems, *rest.problems]:
-        raise RecipeError(problems, notices)
-    if not notices:
-        return read_text(path), []
-    document = tomlkit.parse(read_text(path).rstrip("\n") + "\n")
+def rewrite(text: str, migration: Migration) -> str:
+    """The text of a recipe in this version's form."""
+    if not migration.notices:
+        return text
+    written, settings, defaults, moved, _ = migration
+    document = tomlkit.parse(text.rstrip("\n") + "\n")
     _expand(document.body)
-    for old, setting in settings.items():
-        target = translated.moved.get(old, old)
-        new = translated.settings.get(target)
+    for old, setting in written.items():
+        target = moved.get(old, old)
+        new = settings.get(target)
         if new is None and setting.value != {}:
             _cut(document.body, old)
         elif new and (target, new.value) != (old, setting.value):
             _rewrite(document.body, old, target, new.value)
-    for target in translated.settings.keys() - settings.keys() - set(translated.moved.values()):
+    for target in settings.keys() - written.keys() - set(moved.values()):
         if len(target) > 2:  # in a list of sections; the list and its sections are made with it
-            value = tomlkit.item(translated.settings[target].value)
+            value = tomlkit.item(settings[target].value)
             _add(document.body, target, [(tomlkit.key(target[-1]), value)])
     _drop_empty(document.body)
-    for target, setting in rest.settings.items():
+    for target, setting in defaults.items():
         _add(document.body, target, [(tomlkit.key(target[-1]), tomlkit.item(setting.value))])
-    return _without_gaps(tomlkit.dumps(document)), notices
+    return _without_gaps(tomlkit.dumps(document))
 
 
 def _expand(body: Body) -> None:

@@ -1,0 +1,497 @@
+"""`torchtitan migrate` converts recipes of TorchTitan v0.1 and v0.2; other verbs name it."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.test_bad_recipes import cases
+from torchtitan.checks import load_job
+from torchtitan.config import Recipe, RecipeError
+from torchtitan.config.other_names import OLD_KEYS, Gone, Moved
+from torchtitan.config.schema import places
+from torchtitan.convert import CONVERTERS, MXFP8, Float8
+from torchtitan.job import JobConfig
+from torchtitan.models.layers import RopeScaling
+from torchtitan.tools.cli import main
+from torchtitan.tools.migrate import missing
+from torchtitan.tools.migrate.rewrite import rewrite
+from torchtitan.tools.migrate.translate import read_old
+from torchtitan.torchtitan_keys import DEFAULTS, OF_CONVERTER, OUR_SECTIONS, TABLE
+
+FOLDER = Path(__file__).parent
+OLD = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("old/*.toml"))}
+OURS = JobConfig().flat()
+V0_1 = "[job]\nprint_args = false\n"
+V0_2_0 = "[training]\nseed = 1\n[checkpoint]\nenable = false\n"
+V0_2_2 = "[model]\nprint_after_conversion = false\n"
+VERSIONS = {"v0.1": V0_1, "v0.2.0": V0_2_0, "v0.2.2": V0_2_2}
+LOAD = "[checkpoint]\nenable = true\ninitial_load_in_hf = true\n"
+
+
+@pytest.fixture(autouse=True)
+def _clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the files that TorchTitan's defaults name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("tests/assets/tokenizer", "tests/assets/c4_test", "weights"):
+        Path(name).mkdir(parents=True)
+    Path("tests/assets/c4_test/data.json").write_text('{"text": "a"}\n')
+    Path("weights/tokenizer.json").touch()
+    Path("torchtitan/datasets/tokenizer").mkdir(parents=True)
+    Path("torchtitan/datasets/tokenizer/tokenizer.model").touch()
+
+
+def migrate(text: str, name: str = "old.toml") -> tuple[str, list[str]]:
+    """The text of a recipe in its present form, and the notices."""
+    Path(name).write_text(text, encoding="utf-8")
+    migration = read_old(Path(name))
+    return rewrite(Path(name).read_text(encoding="utf-8-sig"), migration), migration.notices
+
+
+def read(text: str, *flags: str, ranks: int | None = None) -> tuple[JobConfig, list[str]]:
+    """The settings of a recipe after its migration, and the notices of that."""
+    new, notices = migrate(text)
+    Path("new.toml").write_text(new, encoding="utf-8")
+    recipe = load_job("new.toml", flags, ranks, "cuda")
+    assert translations(recipe) == []
+    assert migrate(new) == (new, []), "migrating twice changes nothing"
+    return recipe.config, notices
+
+
+def translations(recipe: Recipe[JobConfig]) -> list[str]:
+    """What was read under another name; other notices say what was got."""
+    return [line for line in recipe.notices if ": is now " in line or " is dropped; " in line]
+
+
+def read_whole(name: str) -> tuple[JobConfig, list[str]]:
+    """Without the files that a recipe of TorchTitan needs."""
+    flags = ("--model.tokenizer_path=none", "--data.dataset=c4", "--data.dataset_path=none")
+    return read(OLD[name], *flags, ranks=4)
+
+
+def keys(table: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted paths of all values."""
+    result = []
+    for key, value in table.items():
+        is_table = isinstance(value, dict)
+        result += keys(value, f"{prefix}{key}.") if is_table else [f"{prefix}{key}"]
+    return result
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_every_key_has_its_notice_and_comments_stay(name: str) -> None:
+    job, notices = read_whole(name)
+    about_keys = [
+        line
+        for line in notices
+        if "a recipe of TorchTitan" not in line and "TorchTitan would draw" not in line
+    ]
+    noticed = [line.split(": ")[1] for line in about_keys]
+    renamed = [k for k in keys(tomllib.loads(OLD[name])) if k not in OURS and k != "optimizer.name"]
+    optimizer = {f"optimizer.{key}" for key in type(job.optimizer).model_fields}
+    changed = {
+        "checkpoint.exclude_from_loading",
+        "activation_checkpoint.selective_ac_option",
+        "parallelism.context_parallel_rotate_method",
+    }
+    assert len(noticed) == len(set(noticed))
+    assert set(noticed) - changed == set(renamed) - optimizer
+    comments = [sorted(re.findall(r"#.*", text)) for text in (OLD[name], migrate(OLD[name])[0])]
+    assert comments[0] == comments[1]
+
+
+def test_values() -> None:
+    assert list(OLD) == ["converters_v0_1", "converters_v0_2", "dec_2024", "v0_1", "v0_2"]
+    job, _ = read_whole("v0_1")
+    assert job.job.print_config
+    assert job.job.imports == ("json",)
+    assert job.compile.enable
+    assert (job.debug.seed, job.debug.deterministic) == (42, True)
+    assert job.lr_scheduler.min_lr_factor == 0.1
+    assert job.checkpoint.enable
+    assert job.checkpoint.last_save_model_only
+    assert not job.checkpoint.initial_load_model_only
+    assert job.checkpoint.exclude_from_loading == ("data", "lr_scheduler")
+    assert job.activation_checkpoint.selective_ac_option == 3
+    assert job.parallelism.data_parallel_replicate_degree == 2
+    assert job.accumulation(job.degrees(4)) == 4
+    assert 'dataset = "c4"' in migrate(OLD["v0_1"])[0]
+
+    job, _ = read_whole("v0_2")
+    assert (job.data.dataset, job.data.num_workers, job.data.prefetch_factor) == ("c4", 2, 4)
+    assert (job.optimizer.name, job.lr_scheduler.total_steps) == ("Adam", 500)
+    assert job.validation.enable
+    assert job.debug.deterministic_warn_only
+
+    job, _ = read_whole("dec_2024")
+    assert job.training.local_batch_size == 4
+    assert job.lr_scheduler.warmup_steps == 2
+    assert job.flat()["optimizer.implementation"] == "fused"
+    assert not job.parallelism.disable_loss_parallel
+    assert not job.metrics.disable_color_printing
+    assert not job.metrics.save_for_all_ranks
+    assert job.parallelism.pipeline_parallel_schedule == "GPipe"
+
+    float8 = Float8(
+        emulate=True,
+        enable_fsdp_float8_all_gather=True,
+        precompute_float8_dynamic_scale_for_fsdp=True,
+        filter_fqns=("output", "attention"),
+    )
+    rest = MXFP8(filter_fqns=("output", "feed_forward"))
+    assert read_whole("converters_v0_1")[0].convert == (float8, rest)
+    # There, nothing was left out unless the recipe said so.
+    float8 = Float8(recipe="rowwise", emulate=True, filter_fqns=())
+    assert read_whole("converters_v0_2")[0].convert == (float8,)
+
+
+FLOAT8_KEYS = "[float8]\nfilter_fqns = ['output', 'wk']\nrecipe_name = 'rowwise'\n"
+OF_405B = "[quantize.linear.float8]\nenable_fsdp_float8_all_gather = true\nfilter_fqns = ['wk']\n"
+FLOAT8_405B = (Float8(enable_fsdp_float8_all_gather=True, filter_fqns=("wk",)),)
+
+
+@pytest.mark.parametrize(
+    ("old", "expected"),
+    [
+        (FLOAT8_KEYS, ()),
+        (
+            "[model]\nconverters = ['mx', 'float8']\n[mx]\nfilter_fqns = ['attention', 'output']\n"
+            "[float8]\nfilter_fqns = ['feed', 'output']\nemulate = true\n",
+            (
+                MXFP8(filter_fqns=("attention", "output")),
+                Float8(filter_fqns=("feed", "output"), emulate=True),
+            ),
+        ),
+        ("[model]\nconverters = []\n", ()),
+        # A name and a section by either of their names.
+        ("[model]\nconverters = ['float8']\n" + OF_405B, FLOAT8_405B),
+        ("[model]\nconverters = ['quantize.linear.float8']\n" + OF_405B, FLOAT8_405B),
+        (
+            "[model]\nconverters = ['float8']\n" + OF_405B.replace("quantize.linear.", ""),
+            FLOAT8_405B,
+        ),
+        # Of 2024: the output was left out, and a switch was the name.
+        ("[float8]\nenable_float8_linear = true\n", (Float8(),)),
+        ("[float8]\nenable_float8_linear = false\nemulate = true\n", ()),
+    ],
+)
+def test_converters(old: str, expected: tuple[Any, ...]) -> None:
+    assert read(old + "[data]\n")[0].convert == expected
+
+
+@pytest.mark.parametrize(
+    "case", cases(FOLDER / "bad_old_recipes.txt"), ids=lambda case: case.name.replace(" ", "-")
+)
+def test_what_is_refused(case: Any) -> None:
+    Path("bad.toml").write_text(case.recipe, encoding="utf-8")
+    with pytest.raises(RecipeError) as error:
+        missing(Path("bad.toml"), read_old(Path("bad.toml")))
+    assert error.value.lines == case.lines
+
+
+def test_text_of_a_migrated_recipe() -> None:
+    old = """\
+# My run.
+extends = "base.toml"
+debug.deterministic_warn_only = false
+
+[training]  # all of it
+steps   = 1_000  # many
+batch_size = 0x10 # renamed
+# what to learn from
+dataset = "c4"  # moved
+seed = 1
+enable_loss_parallel = true  # turned round
+
+# Leaves.
+[experimental]
+custom_import = "json"
+
+# About the last section.
+[float8]
+emulate = false
+
+[job]
+description = '''
+a   # no comment
+
+
+[training]
+batch_size = 3'''
+"""
+    text, _ = migrate(old)
+    assert (
+        text
+        == """\
+# My run.
+extends = "base.toml"
+debug.deterministic_warn_only = false
+debug.seed = 1
+
+[training]  # all of it
+steps   = 1_000  # many
+local_batch_size = 0x10 # renamed
+
+# Leaves.
+
+# About the last section.
+
+[job]
+description = '''
+a   # no comment
+
+
+[training]
+batch_size = 3'''
+imports = ["json"]
+
+[data]
+# what to learn from
+dataset = "c4"  # moved
+
+[parallelism]
+disable_loss_parallel = false  # turned round
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "expected"),
+    [
+        (
+            'training = { batch_size = 4, steps = 5, dataset = "c4", gc_debug = false }\n',
+            {"training.local_batch_size": 4, "training.steps": 5, "data.dataset": "c4"},
+        ),
+        (
+            "training.batch_size = 4\ntraining.seed = 3\n[job]\ndescription = 'x'\n",
+            {"training.local_batch_size": 4, "debug.seed": 3, "job.description": "x"},
+        ),
+        (
+            "[experimental]\ntensor_parallel_degree = 2\n"
+            "[parallelism]\ncontext_parallel_degree = 2\n",
+            {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2},
+        ),
+        (
+            "[training.dataloader]\nnum_workers = 2\n[model]\n[training]\nbatch_size = 8\n",
+            {"data.num_workers": 2, "training.local_batch_size": 8},
+        ),
+        (
+            "[training.dataloader]\nnum_workers = 2\n[training]\nbatch_size = 8\n",
+            {"data.num_workers": 2, "training.local_batch_size": 8},
+        ),
+        (
+            'data = { add_bos = true }\ntraining = { dataset = "c4" }\n',
+            {"data.add_bos": True, "data.dataset": "c4"},
+        ),
+        ("\ufeff[training]\r\nbatch_size = 4\r\n", {"training.local_batch_size": 4}),
+        ("[training]\nbatch_size = 4", {"training.local_batch_size": 4}),
+        ('["training"]\n"batch_size" = 4\n', {"training.local_batch_size": 4}),
+        (
+            "[checkpoint]\nexclude_from_loading = [\n  'dataloader', # why\n  'optimizer',\n]\n",
+            {"checkpoint.exclude_from_loading": ["data", "optimizer"]},
+        ),
+        (
+            "[mx]\nfilter_fqns = ['attention', 'output']\n[float8]\nfilter_fqns = ['feed']\n"
+            "[model]\nconverters='float8,mx'",
+            {
+                "convert.0.filter_fqns": ["feed"],
+                "convert.1.filter_fqns": ["attention", "output"],
+                "convert.1.name": "mxfp8",
+            },
+        ),
+        (
+            "[quantize]\nlinear.float8.emulate = true\n"
+            "[model]\nconverters='quantize.linear.float8'",
+            {"convert.0.emulate": True, "convert.0.name": "float8"},
+        ),
+    ],
+)
+def test_other_ways_to_write_a_recipe(old: str, expected: dict[str, Any]) -> None:
+    job, notices = read(old)
+    values = job.flat()
+    assert {key: values[key] for key in expected} == expected
+    assert notices
+
+
+def test_nothing_to_migrate() -> None:
+    text = "[training]\n\n\n\nsteps=5"
+    assert migrate(text) == (text, [])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_recipe_gets_the_defaults_of_its_version(version: str) -> None:
+    job, notices = read(VERSIONS[version])
+    values = job.flat()
+    assert {key: values[key] for key in DEFAULTS[version]} == DEFAULTS[version]
+    assert job.data.dataset_path == "tests/assets/c4_test"
+    [notice] = [line for line in notices if "a recipe of TorchTitan" in line]
+    sign = {"v0.1": "job.print_args", "v0.2.0": "training.seed"}
+    key = sign.get(version, "model.print_after_conversion")
+    assert f"a recipe of TorchTitan {version}, as it has {key}; " in notice
+    assert all(f" {key} = " in notice for key in DEFAULTS[version])
+    seeds = [line for line in notices if "debug.seed: TorchTitan would draw one" in line]
+    assert len(seeds) == (version != "v0.2.0")  # that one says it
+    # What the recipe says wins.
+    job, notices = read(VERSIONS[version] + "[validation]\nsteps = 3\n")
+    assert job.validation.steps == 3
+    [notice] = [line for line in notices if "a recipe of TorchTitan" in line]
+    assert "validation.steps" not in notice
+
+
+def test_sizes_of_models() -> None:
+    """v0.1 did not scale rotary frequencies; otherwise the published sizes are those here."""
+    ours = JobConfig().model_args()
+    assert (ours.n_heads, ours.n_kv_heads, ours.rope_scaling) == (16, 8, None)
+    theirs = read(V0_2_2)[0].model_args()
+    assert (theirs.n_heads, theirs.n_kv_heads) == (16, 16)
+    assert theirs.rope_scaling == RopeScaling(factor=8.0)
+    first = read(V0_1)[0].model_args()
+    assert (first.n_kv_heads, first.rope_scaling) == (16, None)
+    assert read(V0_2_2 + "n_heads = 8\n")[0].model_args().n_kv_heads == 8
+    for flavor in ("8B", "70B", "405B"):
+        chosen = f'flavor = "{flavor}"\n'
+        here = read(f"[model]\n{chosen}")[0].model_args()
+        assert read(V0_2_2 + chosen)[0].model_args() == here
+        first = read(f"{V0_1}[model]\n{chosen}")[0].model_args()
+        assert first.rope_scaling is None
+        assert (first.dim, first.n_kv_heads) == (here.dim, here.n_kv_heads)
+
+
+def test_a_recipe_of_ours_keeps_our_defaults() -> None:
+    for section in set(OUR_SECTIONS) - {"convert"}:
+        job, notices = read(V0_2_2 + f"[{section}]\n")
+        assert job == JobConfig()
+        assert [line for line in notices if f"of this project (it has [{section}]); " in line]
+    ours = JobConfig.model_fields.keys() - {"job", "model", "training", "optimizer", "debug"}
+    assert set(OUR_SECTIONS) < ours
+    for text in ("", "[training]\nsteps = 9\n", "[data]\nlanes = -1\n"):
+        job, notices = read(text)
+        assert job.flat() == OURS | ({"training.steps": 9} if "steps" in text else {})
+        assert notices == []
+
+
+def test_a_recipe_that_extends_another_has_its_defaults() -> None:
+    Path("ours.toml").write_text("[training]\nsteps = 1000\n")
+    job, _ = read('extends = "ours.toml"\n' + V0_2_2)
+    assert (job.data.dataset, job.training.steps) == ("python_stdlib", 1000)
+    # Recipes that extend each other are migrated one by one, the base first.
+    Path("base.toml").write_text(V0_2_2 + "[training]\nbatch_size = 2\n")
+    Path("mine.toml").write_text('extends = "base.toml"\n[training]\ncompile = true\n')
+    [note] = missing(Path("mine.toml"), read_old(Path("mine.toml")))
+    assert note.startswith("it cannot be trained yet: base.toml: has keys of TorchTitan v0.1, ")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (LOAD, "./tests/assets/tokenizer"),
+        (LOAD + '[model]\nhf_assets_path = "weights"\n', "weights"),
+        (LOAD + '[model]\nhf_assets_path = "weights/tokenizer.json"\n', "weights"),
+        (LOAD + 'initial_load_path = "weights"\n', "weights"),
+        (LOAD.replace("in_hf = true", "in_hf = false"), None),
+        (LOAD.replace("enable = true", "enable = false"), None),
+        (V0_2_2 + LOAD, "./tests/assets/tokenizer"),
+    ],
+)
+def test_weights_beside_the_tokenizer(text: str, expected: str | None) -> None:
+    job, notices = read(text)
+    assert job.checkpoint.initial_load_path == expected
+    assert len([line for line in notices if ": checkpoint.initial_load_in_hf: " in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        *(
+            (f'name = "{name}"\nflavor = "debugmodel"\n', 2, [f'3: model.name: got "{name}"\n'])
+            for name in ("llama4", "flux", "qwen3_vl")
+        ),
+        ('name = "lama3"\n', 2, ['3: model.name: got "lama3"\n', "did you mean llama3?"]),
+        (
+            'name = "qwen3"\nflavor = "debugmodel"\n',
+            0,
+            ["the debugmodel of qwen3 may have other sizes in TorchTitan"],
+        ),
+        ('name = "qwen3"\nflavor = "0.6B"\n', 0, []),
+        # What is not right there, but can be added before the recipe is trained.
+        (
+            'flavor = "671B"\n',
+            0,
+            ['it cannot be trained yet: old.toml:3: model.flavor: got "671B"'],
+        ),
+        (
+            'name = "x"\n[experimental]\ncustom_import = "no.such"\n',
+            0,
+            ["old.toml:5: job.imports: got"],
+        ),
+        (
+            "[training]\nbatch_size = 2\nseq_len = 0\n",
+            2,
+            [
+                "note: old.toml:4: training.batch_size: is now training.local_batch_size\n",
+                "error: old.toml:5: training.seq_len: got 0\n  wanted an integer >= 1\n",
+            ],
+        ),
+    ],
+)
+def test_a_recipe_that_cannot_be_trained_here(
+    text: str, status: int, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("old.toml").write_text(V0_2_2 + text)
+    assert main(["migrate", "old.toml"]) == status
+    printed = capsys.readouterr()
+    assert [line for line in said if line not in printed.err] == []
+    assert '"0.6B"' not in text or "may have other sizes" not in printed.err
+    assert bool(printed.out) == (status == 0)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *("train", "check", "plan", "verify-parallelism", "verify-resume", "preflight"),
+        *("manifest --for slurm", "data inspect", "compare --vary optimizer.lr=1,2"),
+    ],
+)
+def test_other_verbs_name_the_command(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my old.toml").write_text("[training]\nbatch_size = 4\nwarmup_steps = 5\nsteps = 0\n")
+    name, *options = verb.split(" --")
+    words = [*name.split(), "my old.toml", *(w for o in options for w in f"--{o}".split())]
+    assert main(words) == 2
+    assert capsys.readouterr().err.endswith(
+        "error: my old.toml: has keys of TorchTitan v0.1, such as training.batch_size, "
+        "training.warmup_steps\n  run torchtitan migrate 'my old.toml' -o 'my old_migrated.toml'\n"
+    )
+
+
+def test_the_table_leads_to_settings_that_exist() -> None:
+    settings = {f"{p.path}.{key}" for p in places(JobConfig) for key in p.settings.model_fields}
+    of_converters = {key for each in CONVERTERS.values() for key in each.model_fields}
+    for name, row in {**TABLE, **OLD_KEYS}.items():
+        if isinstance(row, Gone):
+            assert name not in OURS
+            assert row.instead
+        elif row.to.startswith(OF_CONVERTER):
+            assert row.to.removeprefix(OF_CONVERTER) in of_converters
+        else:
+            assert row.to in settings
+    assert {key for key in OURS if isinstance(TABLE.get(key), Moved | Gone)} == {
+        "checkpoint.exclude_from_loading",
+        "activation_checkpoint.selective_ac_option",
+        "parallelism.context_parallel_load_balancer",
+        "parallelism.context_parallel_rotate_method",
+    }
+
+
+def test_earlier_keys_of_ours_win_by_their_source() -> None:
+    Path("base.toml").write_text("[compile]\nenable = true\n")
+    Path("mine.toml").write_text(
+        'extends = "base.toml"\n[parallelism]\ndata_parallel_impl = "fsdp2"\n'
+    )
+    recipe = load_job("mine.toml", ["--metrics.precision_freq", "0"], None, "cpu")
+    assert (recipe.config.sharding.name, recipe.config.compile.enable) == ("fsdp2", True)
+    assert [line.split("; ")[0] for line in translations(recipe)] == [
+        "mine.toml:3: parallelism.data_parallel_impl: is now sharding.name",
+        "--metrics.precision_freq: 0 is dropped",
+    ]
