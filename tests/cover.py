@@ -1,10 +1,4 @@
-"""A pairwise cover of layouts: every axis, mode and family with every other, in few runs.
-
-A fault in one setting is seen by any run that has it, and one between two settings by a run that
-has both. The product of all settings has millions of runs; about sixty have every pair. Four ranks
-are enough for two axes of two. `python -m tests.cover` computes the cover and writes it to
-tests/cover.json; tests/test_tiers.py says that no pair is missing that a recipe may have.
-"""
+"""A pairwise cover of layouts: every axis, mode and family with every other, in few runs."""
 
 import dataclasses
 import itertools

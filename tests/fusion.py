@@ -1,8 +1,4 @@
-"""The tiny model's tensor-parallel blocks, with what the compiler fuses in them.
-
-The fused operators need CUDA; on a CPU each is replaced by what it replaces, so that the graphs can
-be run and compared, all but the overlap itself.
-"""
+"""The tiny model's tensor-parallel blocks, with what the compiler fuses in them."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,8 +1,4 @@
-"""A launcher as a forked child of this process, and its ranks as forked children of the launcher.
-
-Each is a process of its own, with the environment, the output and the signals that torch's agent
-gives it. Only Python does not start anew, which takes 4 s of each.
-"""
+"""A launcher as a forked child of this process, and its ranks as forked children of that."""
 
 import ctypes
 import multiprocessing

@@ -1,9 +1,4 @@
-"""Two nodes with a network between them that can be cut, lose packets and be slow.
-
-Each node is a network namespace with a name and an address of its own. Between them is a wire: two
-TAP devices, whose frames a thread here passes on, late, or not at all. It needs root and no module
-of the kernel but `tun`; where it cannot be made, tests are skipped with the reason.
-"""
+"""Two nodes with a network between them that can be cut, lose packets and be slow."""
 
 import fcntl
 import heapq

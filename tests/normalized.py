@@ -1,8 +1,4 @@
-"""An optimizer outside the tree: each matrix moves by a set length, and AdamW updates the rest.
-
-As with Muon, an update needs all of a matrix, whose elements lie on several ranks, and roles decide
-what it is for.
-"""
+"""An optimizer outside the tree: each matrix moves by a set length, and AdamW updates the rest."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

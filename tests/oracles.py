@@ -1,7 +1,4 @@
-"""Other people's code for Llama, to compare ours with: transformers' and Meta's own.
-
-Neither is a dependency of the package.
-"""
+"""Other people's code for Llama, to compare ours with: transformers' and Meta's own."""
 
 import importlib
 import sys

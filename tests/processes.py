@@ -1,5 +1,6 @@
-"""Processes by their number."""
+"""Processes by their number, and ports that are free for them."""
 
+import socket
 from pathlib import Path
 
 
@@ -9,6 +10,13 @@ def descendants(pid: int) -> list[int]:
         int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in _read(path)
     ]
     return [*children, *(child for one in children for child in descendants(one))]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _read(path: Path) -> list[str]:

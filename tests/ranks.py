@@ -15,13 +15,7 @@ Result = TypeVar("Result")
 def run_ranks(
     function: Callable[..., Result], world: int, *args: Any, device: str = "cpu"
 ) -> list[Result]:
-    """`function(*args)` on `world` ranks with a process group; the results in rank order.
-
-    A rank that dies in native code is a failure like any other, with the stacks of its threads.
-
-    Raises:
-        AssertionError: with the tracebacks of the ranks that failed.
-    """
+    """`function(*args)` on `world` ranks with a process group; the results in rank order."""
     try:
         return local_ranks.run_ranks(function, world, *args, device=device)
     except local_ranks.RanksFailed as error:

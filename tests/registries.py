@@ -1,8 +1,4 @@
-"""What a test registers is gone after it: the names, and the modules that add them.
-
-A registry is a dict of a module of the library, so it lasts as long as the process of all tests. A
-rank that is forked by a test has what the test has registered.
-"""
+"""What a test registers is gone after it: the names, and the modules that add them."""
 
 import importlib
 import sys
@@ -22,10 +18,7 @@ INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", 
 
 
 def find_registries() -> Registries:
-    """Every dict that is a constant of a module, by the shortest of its names.
-
-    Of a `Registry` the dict of its entries, so that none is imported.
-    """
+    """Every dict that is a constant of a module, by the shortest of its names."""
     found = {
         f"{module}.{name}": value._entries if isinstance(value, Registry) else value
         for module, there in sys.modules.items()

@@ -1,8 +1,4 @@
-"""Memory that reading takes: python -m tests.resident_memory FOLDER ..., in a process of its own.
-
-Counted are pages that are no file's (RssAnon). Those of mapped files, such as the arrays of an
-index, can be dropped by the kernel at any time, as they are on the disk.
-"""
+"""Memory that reading takes: python -m tests.resident_memory FOLDER ..., in its own process."""
 
 import gc
 import re

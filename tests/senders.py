@@ -55,10 +55,7 @@ class HalfGather(Gather):
 
 
 class HalfGradients(GradientsConfig):
-    """What each rank gets is rounded once, and added up in float32.
-
-    What rounding took away is added to the next (Seide et al., 2014).
-    """
+    """What each rank gets is rounded once, and added up in float32."""
 
     name: Literal["half"] = Field("half", description="Method of reduction.")
     bits: int = Field(16, description="Of each element.")

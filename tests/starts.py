@@ -1,10 +1,4 @@
-"""Counts what one rank does when it starts among ranks that do not exist.
-
-A rank of the debug model starts as `torchtitan train` starts it; collectives return at once, and
-what others would send is what this rank sends. Counted until the end of the first step are files,
-entries of folders, objects received from other ranks, and the operations of gloo that all ranks
-take part in.
-"""
+"""Counts what one rank does when it starts among ranks that do not exist."""
 
 import json
 import os

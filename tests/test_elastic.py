@@ -5,7 +5,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from tests import launched
 from tests.launched import OURS, Process
+from tests.processes import free_port
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
 from tests.test_launch import RECIPE, ROOT, SMALL, environment, wait_for_step
@@ -247,9 +247,7 @@ def test_slurm_job_is_queued_again_until_it_is_finished(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nodes_come_and_go_and_the_run_stays_the_same(tmp_path: Path) -> None:
     folder, steps = tmp_path / "run", "--training.steps=300"
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = command(
         folder,
         steps,
@@ -440,7 +438,5 @@ def asks(port: int) -> None:
 
 @pytest.mark.gate
 def test_launcher_ends_well_while_a_late_answer_comes() -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     run_ranks(asks, 2, port)

@@ -1,14 +1,9 @@
-"""Replica groups by torchft: they train one run, lose a group, go on, and take it in again.
-
-Real processes and a real lighthouse; skipped where torchft is not installed. What can be told
-without it is in tests/training/test_replicas.py.
-"""
+"""Replica groups by torchft: they train one run, lose a group, go on, and take it in again."""
 
 import json
 import os
 import pickle
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.layouts import OPTIMIZERS
+from tests.processes import free_port
 from tests.ranks import run_ranks
 from tests.runs import rows, trace
 from tests.streams import build_stream
@@ -58,9 +54,7 @@ FLAGS = [
 @pytest.fixture
 def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A lighthouse on a free port, to which a group is gone after a second of silence."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = [f"--bind=[::]:{port}", "--min_replicas=1", "--heartbeat_timeout_ms=1000"]
     script = Path(sys.executable).parent / "torchft_lighthouse"
     process = subprocess.Popen([script, *words], env=environment(RUST_LOG="warn"))

@@ -32,7 +32,7 @@ def gpu(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 QUICK = ["float32", "attention kernels", "CP 2, ring", "matrix product", "calibration"]
 QUICK += ["8B: FSDP, grad-op"]
-EACH_STAGE = [*QUICK, "trains", "toy: eager", "refresh of 4,096", "405B"]
+EACH_STAGE = [*QUICK, "trains", "toy: eager", "refresh of 4,096", "405B, TP"]
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,7 @@ def imported_units(found: Iterable[ast.AST]) -> set[str]:
 
 
 def of_its_kind(path: Path) -> bool:
-    """Whether a file has the name of its kind: sections have settings, tools a command.
-
-    A command's module has the name of the command, a folder's main module that of the folder, and
-    every family of models has the same files.
-    """
+    """Whether a file has the name of its kind: sections have settings, tools a command."""
     folder = path.parent.relative_to(PACKAGE).as_posix()
     if (
         path.stem in ("__init__", "settings", "command")
@@ -221,10 +217,7 @@ print(json.dumps(loaded))
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """The modules that are loaded by the command, by all its verbs, and by a step of one rank.
-
-    That the process ends well shows that importing needs no accelerator and changes no logging.
-    """
+    """The modules that are loaded by the command, by all its verbs, and by a step of one rank."""
     words = [f"{PACKAGE.parent}/train_configs/debug_model.toml", "--training.steps", "1"]
     words += [f"--job.dump_folder={tmp_path_factory.mktemp('run')}", "--training.seq_len=32"]
     words += ["--no-validation.enable", "--no-checkpoint.enable"]

@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from tests import launched
 from tests.launched import OURS, Process
+from tests.processes import free_port
 from tests.runs import losses
 from tests.tiers import tiers
 from torchtitan import train as training
@@ -178,9 +178,7 @@ def test_signal_to_the_script_is_passed_on_and_loses_nothing(
 
 @pytest.mark.gate
 def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nnodes=2", "--nproc_per_node=1"]
     rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=test"]
     train = ["-m", "torchtitan.train", "--job.config_file", RECIPE]

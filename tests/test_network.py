@@ -1,7 +1,4 @@
-"""Two nodes whose network is cut, lossy or slow: the run heals, and its losses are what they were.
-
-benchmarks/results/reliability.md has what came out.
-"""
+"""Two nodes whose network is cut, lossy or slow: the run heals, and its losses are the same."""
 
 import subprocess
 import time

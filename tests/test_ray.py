@@ -1,7 +1,4 @@
-"""The example for Ray: two nodes of a cluster on this machine, one of which is lost.
-
-Skipped where Ray is not installed.
-"""
+"""The example for Ray: two nodes of a cluster on this machine, one of which is lost."""
 
 import os
 import signal

@@ -1,7 +1,4 @@
-"""The tiers of the tests: each layout stands in one, and CI runs what the README says and the rest.
-
-That no test stands in two is held by tests/conftest.py whenever tests are collected.
-"""
+"""The tiers of the tests: each layout is in one, and CI runs what the README says."""
 
 import re
 from pathlib import Path

@@ -67,11 +67,7 @@ def with_offsets(items: Sequence[bytes], header: bytes = b"") -> bytes:
 
 
 def write_format(folder: Path, name: str, parts: Sequence[Documents], dtype: str) -> Path:
-    """Write shards in any of the formats that we read, without its library.
-
-    Args:
-        parts: documents of each shard, of this dtype.
-    """
+    """Write shards in any of the formats that we read, without its library."""
     folder.mkdir(parents=True)
     entries: list[Any] = []
     for number, part in enumerate(parts):

@@ -1,8 +1,4 @@
-"""A run as TorchTitan makes and saves it: a bare loop with torch's own parts, on one rank.
-
-Names and values of what it saves are those of its checkpoints; rules of the schedule are those of
-its documentation. It goes on after a save, so that the losses that follow are known.
-"""
+"""A run as TorchTitan makes and saves it: a bare loop with torch's own parts, on one rank."""
 
 import math
 import pickle
@@ -176,10 +172,7 @@ def weights_only(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_for_hugging_face(run: TorchTitanRun, folder: Path, *, whole: bool) -> None:
-    """What `last_save_in_hf` leaves: safetensors under other names, and no config.json.
-
-    They are whole tensors, put together from `sharded`, or those alone.
-    """
+    """What `last_save_in_hf` leaves: safetensors under other names, and no config.json."""
     spec, args = MODELS[run.job.model.name], run.job.model_args()
     names, rows = spec.formats["hf"].name, spec.formats["hf"].rows
     state = {}

@@ -1,9 +1,4 @@
-"""`scripts/gpu`: proves and measures the code on one GPU. docs/gpu.md says how to read its page.
-
-Stages run cheapest and most telling first. What a case gave is kept at once, in OUTPUT/STAGE.jsonl,
-and the page is written after every stage from all that is there: a later run of a case replaces an
-earlier one, so what was mended can be tried by itself.
-"""
+"""`scripts/gpu`: proves and measures the code on one GPU. docs/gpu.md says how to read its page."""
 
 import argparse
 import json

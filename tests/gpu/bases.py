@@ -1,8 +1,4 @@
-"""Time in which GaLore finds the basis of a gradient, next to functions of torch.
-
-All have as many power iterations and additional columns. The energy of a basis is the part of the
-gradient's squares that its projection has.
-"""
+"""Time in which GaLore finds the basis of a gradient, next to functions of torch."""
 
 from collections.abc import Callable
 from typing import NamedTuple

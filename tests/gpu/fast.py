@@ -1,9 +1,4 @@
-"""Stage 3: how fast one device trains, beside the shortest loop that one would write by hand.
-
-A row is trained by itself: warm-up, then rounds of steps whose median and quartiles are told, and
-two more steps under the profiler. The first row of each model is timed again at the end, so that a
-device that slows down is seen.
-"""
+"""Stage 3: how fast one device trains, beside the shortest loop that one would write by hand."""
 
 import gc
 import importlib.util
@@ -422,10 +417,7 @@ def codec(bits: int, device: Device, backend: str) -> dict[str, Any]:
 
 
 def document_attention(length: int, device: Device) -> dict[str, Any]:
-    """Milliseconds of attention forward and backward by mask, and ratios to causal attention.
-
-    Heads are those of 8B. In each round all masks take turns, and ratios are of one round.
-    """
+    """Milliseconds of attention forward and backward by mask, and ratios to causal attention."""
     on_cuda = device.type == "cuda"
     scale, rounds = (1, 20) if on_cuda else (length // 256, 3)
     length //= scale

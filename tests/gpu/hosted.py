@@ -1,10 +1,4 @@
-"""Collectives for ranks that share one GPU: NCCL refuses two ranks on a device.
-
-A test tool, and no recipe can choose it: what is to be sent is copied to the host, gloo sends it,
-and what comes is copied back. So it tells whether a layout computes the right thing with CUDA
-tensors, and nothing of how fast it would be. It serves CPU tensors too, so that a machine without
-a GPU can rehearse.
-"""
+"""Collectives for ranks that share one GPU: NCCL refuses two ranks on a device."""
 
 import os
 import tempfile

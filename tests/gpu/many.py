@@ -1,9 +1,4 @@
-"""Stage 4: what one rank of many computes, with a process group that only pretends to send.
-
-Torch's fake group has one rank and says that there are the others; a gather returns at once, and
-what it returns means nothing. So a step takes the time that this rank computes, and its memory is
-that of the real layout, which the plan of the recipe predicts.
-"""
+"""Stage 4: what one rank of many computes, with a process group that only pretends to send."""
 
 import gc
 import os

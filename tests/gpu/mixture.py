@@ -1,7 +1,4 @@
-"""One mixture of experts, timed beside a feed-forward of equal FLOPs.
-
-Both, and the parts of the mixture, take turns in each round, and ratios are of one round.
-"""
+"""One mixture of experts, timed beside a feed-forward of equal FLOPs."""
 
 import dataclasses
 import statistics
@@ -109,10 +106,7 @@ def timed(
 
 
 def _off(mixture: MixtureOfExperts, x: Tensor, rounded: RoundedProducts) -> dict[str, float]:
-    """Return how far results in 8 bits are from emulated ones, and these from plain ones.
-
-    Each is the norm of the difference relative to that of the latter, for the output and gradients.
-    """
+    """Return how far results in 8 bits are from emulated ones, and these from plain ones."""
     emulated = dataclasses.replace(rounded, is_native=False)
     experts, found = mixture.experts, []
     given = [x, *experts.parameters()]

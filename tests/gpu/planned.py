@@ -36,10 +36,7 @@ class FakeRank(NamedTuple):
 
 @contextmanager
 def fake_rank(job: JobConfig, ranks: int, rank: int, device: Device) -> Iterator[FakeRank]:
-    """Be a rank of torch's fake group, which says that there are the others.
-
-    A collective returns at once, and what it returns means nothing.
-    """
+    """Be a rank of torch's fake group, which says that there are the others."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")

@@ -1,13 +1,4 @@
-"""Stage 6: memory and speed of systems from papers, each at the size that it is meant for.
-
-One rank of many, for 8B: as in the stage `many`, torch's fake group returns at once. Steps are
-those between refreshes of GaLore, whose vectors would be of numbers that mean nothing. Memory is
-what torch's allocator reserves. `python -m tests.gpu.systems FOLDER` adds what is planned, on any
-machine, since that needs no device.
-
-Llama 7B with GaLore trains where the allocator may have as much as a card of 24 GB leaves it.
-ViT-MAE reads images that are drawn, or files, or the same batch again.
-"""
+"""Stage 6: memory and speed of systems from papers, each at the size that it is meant for."""
 
 import gc
 import json

@@ -1,8 +1,4 @@
-"""Every collective of a step is one that a formula asks for, as large and as often.
-
-What a layout sends is a part of what it costs, and nothing else shows it if more is sent than need
-be: the run is the same, only slower. So there is no tolerance.
-"""
+"""Every collective of a step is one that a formula asks for, as large and as often."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -1,9 +1,4 @@
-"""The comparisons of the main road for other decoders than Llama's.
-
-Each is what a test of the same name in another file does with Llama. Queries and keys of Qwen3 are
-normalized in each head, heads are wider than dim / heads, and the output may be tied. A window is
-shorter than the sequence.
-"""
+"""The comparisons of the main road for other decoders than Llama's."""
 
 import dataclasses
 import itertools

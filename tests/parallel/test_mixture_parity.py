@@ -7,8 +7,7 @@ import pytest
 
 from tests import layouts
 from tests.layouts import Case, case
-from tests.ranks import run_ranks
-from tests.runs import assert_complete, compare, trace
+from tests.several import are_the_runs_of_one_rank
 from tests.tiers import tiers
 from tests.token_shards import drawn_documents, write_shards
 from torchtitan.job import JobConfig
@@ -33,24 +32,14 @@ def mixture(folder: Path, packing: str) -> dict[str, Any]:
     return {"sources": sources, "stages": stages, "packing": packing}
 
 
-def traces(jobs: list[JobConfig]) -> list[Any]:
-    return [trace(job, True, "cpu") for job in jobs]
-
-
 @pytest.mark.parametrize("packing", ["join", "best_fit"])
 @pytest.mark.parametrize("name", tiers(LAYOUTS, ["FSDP 2 x PP 2"], gate=["TP 2 x CP 2"]))
 def test_a_mixture_is_the_same_run_on_every_layout(tmp_path: Path, name: str, packing: str) -> None:
     layout = LAYOUTS[name]
     data = mixture(tmp_path, packing)
 
-    def jobs(of: Case) -> list[JobConfig]:
+    def job(of: Case) -> JobConfig:
         flavor = {"flavor": layout.recipe()["model"]["flavor"]}
-        return [layouts.job(of, "SGD", data=data, model=flavor)]
+        return layouts.job(of, "SGD", data=data, model=flavor)
 
-    [alone] = run_ranks(traces, 1, jobs(layouts.alone(layout)))
-    results = run_ranks(traces, layout.ranks, jobs(layout))
-    for number, expected in enumerate(alone):
-        found = [ranks[number] for ranks in results]
-        assert_complete(found, expected)
-        for rank, each in enumerate(found):
-            compare(each, expected, f"rank {rank}", 1e-5)
+    are_the_runs_of_one_rank(layout, [job(layout)], [job(layouts.alone(layout))])

@@ -1,7 +1,6 @@
 """Muon on every layout is the run of one rank; resumed on another layout, the run never stopped."""
 
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 from tests import tiny
 from tests.layouts import AFTERWARDS, ONE, Case, case
 from tests.ranks import run_ranks
-from tests.runs import Trace, assert_complete, compare, losses, trace, train
+from tests.runs import compare, losses, trace, train
+from tests.several import are_the_runs_of_one_rank, on_one_rank
 from tests.tiers import tiers
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.storage import SavedTensors
@@ -51,16 +51,9 @@ def job(layout: Case, folder: Path | str = "unused", **sections: Any) -> JobConf
     return tiny.job(folder, **layout.recipe(model=flavor, optimizer=optimizer, **sections))
 
 
-def traces(jobs: list[JobConfig]) -> list[Trace]:
-    return [trace(job, True) for job in jobs]
-
-
-@cache
-def reference(flavor: str, **model: Any) -> list[Trace]:
+def alone(flavor: str, **model: Any) -> list[JobConfig]:
     layout, flavors = ONE.of(**model), {"flavor": flavor}
-    one = [job(layout, model=flavors, optimizer=variant) for variant in VARIANTS]
-    (found,) = run_ranks(traces, 1, one)
-    return found
+    return [job(layout, model=flavors, optimizer=variant) for variant in VARIANTS]
 
 
 @pytest.mark.parametrize(
@@ -73,19 +66,14 @@ def test_muon_trains_the_same_run_as_one_rank(name: str) -> None:
 def is_the_run_of_one_rank(layout: Case) -> None:
     """With each variant."""
     jobs = [job(layout, optimizer=variant) for variant in VARIANTS]
-    results = run_ranks(traces, layout.ranks, jobs)
-    for number, expected in enumerate(reference(jobs[0].model.flavor, **layout.model)):
-        found = [ranks[number] for ranks in results]
-        assert_complete(found, expected)
-        for rank, own in enumerate(found):
-            compare(own, expected, f"{VARIANTS[number]}, rank {rank}")
+    are_the_runs_of_one_rank(layout, jobs, alone(jobs[0].model.flavor, **layout.model))
 
 
 def test_what_the_comparison_would_find() -> None:
     """Parts of matrices that are orthogonal by themselves, as heads here, give another run."""
     (found,) = run_ranks(trace, 1, job(ONE, optimizer={"by_head": True}), True)
     with pytest.raises(AssertionError, match="attention"):
-        compare(found, reference("flat")[0], "")
+        compare(found, on_one_rank(alone("flat"))[0], "")
 
 
 def resumable(folder: Path, layout: Case, steps: int) -> JobConfig:
@@ -120,7 +108,7 @@ def test_muon_resumes_on_another_layout(other: str, tmp_path: Path) -> None:
 
 def test_in_bfloat16_a_layout_differs_by_its_rounding() -> None:
     rounded = {"ns_dtype": "bfloat16"}
-    expected = reference("flat")[0]
+    expected = on_one_rank(alone("flat"))[0]
     for own in run_ranks(trace, 2, job(LAYOUTS["FSDP 2"], optimizer=rounded), True):
         assert own.losses == pytest.approx(expected.losses, rel=1e-3)
         assert own.losses != expected.losses

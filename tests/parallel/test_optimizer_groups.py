@@ -2,19 +2,18 @@
 run of one rank, and resumed on another layout the run never stopped."""
 
 import importlib
-import shutil
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import tiny
 from tests.help_text import help_text
 from tests.layouts import ONE, Case, case
 from tests.ranks import run_ranks
-from tests.runs import Trace, compare, losses, trace, train
+from tests.runs import compare
+from tests.several import are_the_runs_of_one_rank, on_one_rank, resumes, uncompiled
 from tests.tiers import tiers
 from torchtitan.build import build
 from torchtitan.checks import load_job
@@ -26,6 +25,8 @@ from torchtitan.optim import name_parameters
 from torchtitan.optim.grouping import describe_groups
 from torchtitan.parallel import Launch, open_world
 
+__all__ = ["uncompiled"]
+pytestmark = pytest.mark.usefixtures("uncompiled")
 OUTSIDE = "tests.normalized"
 """An optimizer outside the tree."""
 
@@ -66,24 +67,14 @@ def job(
     return tiny.job(folder, **layout.recipe(model=flavor, optimizer=optimizer, **sections))
 
 
-def traces(jobs: list[JobConfig]) -> list[Trace]:
-    torch.compiler.set_stance("force_eager")
-    return [trace(job, True) for job in jobs]
-
-
-@cache
-def reference() -> list[Trace]:
-    (found,) = run_ranks(traces, 1, [job(ONE, optimizer) for optimizer in OPTIMIZERS.values()])
-    return found
+def of_each(layout: Case) -> list[JobConfig]:
+    return [job(layout, optimizer) for optimizer in OPTIMIZERS.values()]
 
 
 @pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2", "TP 2", "PP 2"], ["FSDP 2 x TP 2"]))
 def test_groups_train_the_same_run_as_one_rank(name: str) -> None:
     layout = LAYOUTS[name]
-    results = run_ranks(traces, layout.ranks, [job(layout, o) for o in OPTIMIZERS.values()])
-    for rank, found in enumerate(results):
-        for optimizer, own, expected in zip(OPTIMIZERS, found, reference(), strict=True):
-            compare(own, expected, f"{optimizer}, rank {rank}")
+    are_the_runs_of_one_rank(layout, of_each(layout), of_each(ONE))
 
 
 @pytest.mark.gate
@@ -92,24 +83,21 @@ def test_groups_matter() -> None:
     for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
         for group in range(3):
             left = [g for n, g in enumerate(optimizer["groups"]) if n != group]
-            (found,) = run_ranks(traces, 1, [job(ONE, optimizer | {"groups": left})])
+            (found,) = on_one_rank([job(ONE, optimizer | {"groups": left})])
             with pytest.raises(AssertionError):
-                compare(found[0], reference()[number], name)
+                compare(found, on_one_rank(of_each(ONE))[number], name)
 
 
 def test_groups_where_the_backward_updates() -> None:
     early = {"early_step_in_backward": True}
-    free = {"training": {"max_norm": 0.0}}
+    free: dict[str, Any] = {"training": {"max_norm": 0.0}}
     whole = case(shard=2, batch=4)
     one = [job(ONE, ADAM, **free), job(ONE, SGD, **free)]
     two = [job(whole, ADAM | early, **free), job(whole, SGD | early, **free)]
-    (one_rank,) = run_ranks(traces, 1, one)
-    for found in run_ranks(traces, 2, two):
-        for own, expected in zip(found, one_rank, strict=True):
-            compare(own, expected, "")
+    are_the_runs_of_one_rank(whole, two, one)
 
 
-def resumable(folder: Path, layout: Case, optimizer: str, steps: int) -> JobConfig:
+def resumable(optimizer: str, folder: Path, layout: Case, steps: int) -> JobConfig:
     return job(
         layout,
         OPTIMIZERS[optimizer],
@@ -122,18 +110,8 @@ def resumable(folder: Path, layout: Case, optimizer: str, steps: int) -> JobConf
 
 @pytest.mark.parametrize("optimizer", tiers(OPTIMIZERS, [], gate=["SGD"]))
 def test_groups_resume_on_another_layout(optimizer: str, tmp_path: Path) -> None:
-    expected = run_ranks(train, 2, resumable(tmp_path / "whole", LAYOUTS["FSDP 2"], optimizer, 4))
-    run_ranks(train, 2, resumable(tmp_path / "FSDP 2", LAYOUTS["FSDP 2"], optimizer, 2))
-    for name in ("TP 2", "PP 2"):
-        shutil.copytree(tmp_path / "FSDP 2", tmp_path / name)
-        weights = run_ranks(train, 2, resumable(tmp_path / name, LAYOUTS[name], optimizer, 4))
-        found, whole = losses(tmp_path / name), losses(tmp_path / "whole")
-        assert found == pytest.approx(whole, rel=1e-5)
-        for rank in weights:
-            for parameter, weight in rank.items():
-                assert (weight - expected[0][parameter]).abs().max() <= 1e-5, parameter
-    weights = run_ranks(train, 2, resumable(tmp_path / "FSDP 2", LAYOUTS["FSDP 2"], optimizer, 4))
-    assert all(torch.equal(weights[0][n], w) for n, w in expected[0].items())
+    others = {name: LAYOUTS[name] for name in ("TP 2", "PP 2")}
+    resumes(partial(resumable, optimizer), tmp_path, LAYOUTS["FSDP 2"], others, 2, 4, 1e-5)
 
 
 Seen = dict[str, tuple[str, tuple[int, ...], list[str], float]]

@@ -1,7 +1,4 @@
-"""What an optimizer stores, and when it steps, changes nothing about a run on several ranks.
-
-As tests/parallel/test_parity.py: each layout against one rank, with the same setting.
-"""
+"""What an optimizer stores, and when it steps, changes nothing about a run on several ranks."""
 
 from contextlib import closing
 from functools import cache

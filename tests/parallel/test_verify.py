@@ -1,7 +1,4 @@
-"""`torchtitan verify-parallelism`: it passes what is right, and names what is wrong.
-
-Ranks are forked, so a fault that is put into this process is in them too.
-"""
+"""`torchtitan verify-parallelism`: it passes what is right, and names what is wrong."""
 
 import math
 import os

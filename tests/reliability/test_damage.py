@@ -1,9 +1,4 @@
-"""Files that are not what was saved: they are named, and no run goes on from them.
-
-The newest of three checkpoints is harmed. A run that may choose (`resume = "auto"`) sets it aside,
-goes on from the one before, and comes to the same numbers; one that has to go on (`"must"`), or
-that starts from its weights (`initial_load_path`), refuses and changes nothing.
-"""
+"""Files that are not what was saved: they are named, and no run goes on from them."""
 
 import os
 import pickle

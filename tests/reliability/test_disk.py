@@ -1,8 +1,4 @@
-"""Disks that are full, read-only, slow or forbidden: a run goes on, says so, keeps what it has.
-
-The faults are real where a machine lets a test make them: a limit of the kernel on the length of
-files, /dev/full, a small file system that is full or mounted read-only, a user without permission.
-"""
+"""Disks that are full, read-only, slow or forbidden: a run goes on, says so, keeps what it has."""
 
 import os
 import resource

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import free_port
 from tests.reliability.conftest import Undisturbed
 from tests.reliability.test_damage import FILES, flip
 from tests.reliability.test_disk import MODES
@@ -180,9 +180,7 @@ def test_every_rank_learns_that_rank_0_was_refused(
     """On other nodes they have no launcher that sees it end."""
     run = tmp_path / "run"
     (tmp_path / "recipe.toml").write_text(to_toml(recipe(run, "FSDP 2")))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     for name, value in meeting.items():
         monkeypatch.setenv(name, value)

@@ -1,10 +1,4 @@
-"""`step-N` holds the weights of step N, to the bit, whatever the run does while it is written.
-
-What a checkpoint should hold is noted when a save begins, by this test itself: every tensor whole,
-and the digest computed from its bits with NumPy. Weights change by a lot in each step, and are
-copied as late as a save in the background allows: when the next update waits for the copy, or has
-been made. A copy of later weights would be found, as is shown by leaving out that wait.
-"""
+"""`step-N` holds the weights of step N, to the bit, whatever the run does while it is written."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,9 +1,4 @@
-"""Processes killed at any moment, and at every stage of a save: nothing is lost but the last steps.
-
-After each kill, what is on disk is looked at before anything else runs: every checkpoint that has
-its name is whole, and the newest one that the run told of is there. Then the run goes on, on the
-same layout or another, to be killed again. In the end it is the run that nothing happened to.
-"""
+"""Processes killed at any moment, at every stage of a save: only the last steps are lost."""
 
 import os
 import random

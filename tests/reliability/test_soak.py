@@ -1,7 +1,4 @@
-"""A long run ends with the memory, files, threads and processes that it had early on.
-
-It has everything on, and is watched from inside.
-"""
+"""A long run ends with the memory, files, threads and processes that it had early on."""
 
 import json
 import os

@@ -1,11 +1,4 @@
-"""Runs that are harmed, and what is found afterwards: the ground that all reliability trials share.
-
-A run is the entry point of training itself, `torchtitan.train.main`, in forked processes: a fork of
-a warm parent starts in a quarter of a second, so that hundreds of runs fit into minutes. Before it
-starts, each process may have a *trap* set: a place in the code, or a moment, at which it kills
-itself with SIGKILL, which no process can answer to. When one is gone the others are killed, as a
-launcher would. Nothing else is patched, and what is on disk afterwards is all that is known.
-"""
+"""Runs that are harmed, and what is found afterwards: what all reliability trials share."""
 
 import importlib
 import json
@@ -100,11 +93,7 @@ class Played:
 
 
 def play(job: JobConfig, ranks: int = 1, traps: Mapping[int, Trap] | None = None) -> Played:
-    """Train as from the command line, on forked ranks.
-
-    Args:
-        traps: called by the ranks before they start, by their number.
-    """
+    """Train as from the command line, on forked ranks."""
     return play_each([job], ranks, traps)[0]
 
 
@@ -169,13 +158,7 @@ def after_seconds(seconds: float) -> Trap:
 
 
 def at_call(place: str, number: int = 1, action: Callable[..., Any] | None = None) -> Trap:
-    """Dies when a function is called for the `number`-th time, or has `action` done instead.
-
-    Args:
-        place: module and name, as in `torchtitan.checkpoint.store:Disk.commit`.
-        number: 0 stands for every time.
-        action: called with the function and its arguments.
-    """
+    """Dies when a function is called for the `number`-th time, or has `action` done instead."""
 
     def set_trap() -> None:
         module, _, path = place.partition(":")
@@ -202,10 +185,7 @@ def _dead(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
 
 
 def copy_late() -> None:
-    """Copies weights for a save only when something waits for the copy, or after an update.
-
-    An update that does not wait has changed them then. Nothing here depends on time.
-    """
+    """Copies weights for a save only when something waits for the copy, or after an update."""
     gates: dict[Any, tuple[threading.Event, threading.Event]] = {}
 
     def begin(function: Callable[..., Any], staging: Staging, *rest: Any) -> Any:

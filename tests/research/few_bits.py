@@ -14,8 +14,8 @@ from torch import Tensor
 from tests import layouts
 from tests.layouts import FULL, Case, case
 from tests.ranks import run_ranks
-from tests.research.several import each, traced
 from tests.runs import Trace, parts, trace, train
+from tests.several import each, traced
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
 from torchtitan.device import Device

@@ -1,7 +1,4 @@
-"""Layouts of the systems in `torchtitan.research` that must train the run of one rank.
-
-Only those of the systems that are there: each is a folder that can be removed.
-"""
+"""Layouts of the systems in `torchtitan.research` that must train the run of one rank."""
 
 from typing import Any
 

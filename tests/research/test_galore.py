@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.research.several import uncompiled
+from tests.several import uncompiled
 from torchtitan.checks import load_job
 from torchtitan.config import Context
 from torchtitan.device import GIB

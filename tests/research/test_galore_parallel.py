@@ -1,8 +1,4 @@
-"""GaLore on several ranks: every matrix is projected as a whole, wherever its parts are.
-
-First single matrices, in every way that a mesh can split them, evenly or not; then whole runs,
-against one rank and resumed on another layout.
-"""
+"""GaLore on several ranks: every matrix is projected as a whole, wherever its parts are."""
 
 import itertools
 from functools import cache
@@ -21,8 +17,8 @@ from tests import tiny
 from tests.layouts import ONE, Case, case
 from tests.ranks import run_ranks
 from tests.research.layouts import SIMPLE, installed
-from tests.research.several import each, resumes, uncompiled
-from tests.runs import Trace, compare, off, trace
+from tests.runs import off, trace
+from tests.several import are_the_runs_of_one_rank, each, resumes, uncompiled
 from tests.tiers import tiers
 from torchtitan.estimate.fake_rank import record
 from torchtitan.estimate.recording import Kernel
@@ -166,21 +162,11 @@ def job(
     return tiny.job(folder, **layout.recipe(**sections))
 
 
-@cache
-def reference() -> list[Trace]:
-    (found,) = run_ranks(each, 1, trace, [job(ONE, **variant) for variant in VARIANTS], True)
-    return found
-
-
 @pytest.mark.parametrize("name", tiers(LAYOUTS, [], gate=["HSDP 2 x 2", "TP 2", "PP 2"]))
 @pytest.mark.usefixtures("uncompiled")
 def test_a_run_is_that_of_one_rank(name: str) -> None:
-    layout = LAYOUTS[name]
-    jobs = [job(layout, **variant) for variant in VARIANTS]
-    results = run_ranks(each, layout.ranks, trace, jobs, True)
-    for rank, found in enumerate(results):
-        for own, expected in zip(found, reference(), strict=True):
-            compare(own, expected, f"rank {rank}")
+    found, expected = ([job(where, **of) for of in VARIANTS] for where in (LAYOUTS[name], ONE))
+    are_the_runs_of_one_rank(LAYOUTS[name], found, expected)
 
 
 @pytest.mark.gate

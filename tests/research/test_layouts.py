@@ -1,7 +1,4 @@
-"""The comparisons of the main road, for the layouts of the systems that are there.
-
-Each is what a test of the same name outside of this folder does with other layouts.
-"""
+"""The comparisons of the main road, for the layouts of the systems that are there."""
 
 from pathlib import Path
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.named import named
 from tests.recipes.test_bad_recipes import lacks
-from tests.research.several import uncompiled
+from tests.several import uncompiled
 from tests.unit.optim import test_in_backward
 from torchtitan.checks import load_job
 from torchtitan.optim import Adam, AdamW, OptimizerConfig, Optimizers

@@ -1,8 +1,4 @@
-"""Moments in few bits in whole runs: on several ranks, saved, resumed and converted.
-
-They are rounded in blocks, which a layout that splits columns cuts elsewhere, so runs are compared
-as a whole: how far the weights are from those of one rank, in parts of how far they moved.
-"""
+"""Moments in few bits in whole runs: on several ranks, saved, resumed and converted."""
 
 import shutil
 import sys
@@ -20,8 +16,8 @@ from tests.layouts import ONE, Case, case
 from tests.parallel import test_optimizer_groups
 from tests.parallel.test_optimizers import SQUARE, job
 from tests.ranks import run_ranks
-from tests.research.several import each, uncompiled
 from tests.runs import Trace, losses, off, trace, train
+from tests.several import each, uncompiled
 from tests.tiers import tiers
 from tests.training.test_optimizers import ALONE, FSDP, eager, handed_over, recipe
 from torchtitan.checkpoint import saved_steps

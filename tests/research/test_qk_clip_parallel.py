@@ -11,8 +11,8 @@ from tests.parallel import test_collectives, test_compile, test_muon
 from tests.ranks import run_ranks
 from tests.research import layouts
 from tests.research.layouts import installed
-from tests.research.several import resumes
 from tests.runs import Part, Trace, assert_complete, compare, parts
+from tests.several import resumes
 from tests.tiers import tiers
 from torchtitan.device import Device
 from torchtitan.job import JobConfig

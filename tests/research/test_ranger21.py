@@ -93,11 +93,7 @@ def trained(config: OptimizerConfig, steps: int = STEPS) -> list[torch.Tensor]:
 
 
 def by_numpy(given: dict[str, Any], first_sum: float = 0.0) -> list[np.ndarray]:
-    """The same in float64, one element-wise rule after the other, with no sum that is reused.
-
-    Args:
-        first_sum: what the sum of the second moments begins with.
-    """
+    """The same in float64, one element-wise rule after the other, with no sum that is reused."""
     c: dict[str, Any] = Ranger21(**given).model_dump()
     model = network()
     weights = [p.detach().double().numpy().copy() for p in model.parameters()]

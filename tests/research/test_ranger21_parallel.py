@@ -11,8 +11,8 @@ from tests import tiny
 from tests.layouts import ONE, Case, case
 from tests.ranks import run_ranks
 from tests.research.layouts import ROTATED, SIMPLE, installed
-from tests.research.several import each, resumes
 from tests.runs import Trace, compare, trace
+from tests.several import each, resumes
 from tests.tiers import tiers
 from torchtitan.job import JobConfig
 from torchtitan.research.common.unit_sums import Reduction

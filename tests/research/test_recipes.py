@@ -1,8 +1,4 @@
-"""The recipe and the page of each system that is there are right, and its mistakes are refused.
-
-A recipe says nothing twice, and trains. What a page names is there, and its equations stand next to
-lines that exist.
-"""
+"""The recipe and the page of each system that is there are right, and its mistakes are refused."""
 
 import math
 import re

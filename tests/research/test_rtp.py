@@ -18,8 +18,8 @@ from tests.layouts import FULL, case
 from tests.parallel.test_collectives import sends_what_the_formulas_say
 from tests.ranks import run_ranks
 from tests.research.layouts import IN_PLACE, ROTATED
-from tests.research.several import each
 from tests.runs import train
+from tests.several import each
 from torchtitan.comm import CommunicationConfig
 from torchtitan.losses import cross_entropy
 from torchtitan.models.attention import SelfAttention

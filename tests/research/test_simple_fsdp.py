@@ -17,8 +17,8 @@ from tests.parallel.test_compile import forget, logged
 from tests.ranks import run_ranks
 from tests.recipes.test_migrate import translations
 from tests.research.layouts import SIMPLE
-from tests.research.several import each
 from tests.runs import train
+from tests.several import each
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, ConfigError
@@ -61,11 +61,7 @@ def pieces(job: JobConfig) -> tuple[list[float], dict[str, Piece], list[str]]:
 
 
 def assert_same(*cases: tuple[Case, float, dict[str, dict[str, Any]]]) -> list[str]:
-    """Gradients and losses of both ways are the same; what SimpleFSDP logged of the last case.
-
-    Args:
-        cases: layouts of as many ranks, what may differ relatively, and more of the recipe.
-    """
+    """Gradients and losses of both ways are the same; what SimpleFSDP logged of the last case."""
     jobs = []
     for layout, _, sections in cases:
         eager = {k: keys for k, keys in sections.items() if k not in ("compile", "sharding")}
@@ -177,10 +173,7 @@ def made(
     device_type: str = "cpu",
     backend: str = "inductor",
 ) -> Made:
-    """Gradients of this rank's share of a loss over a graph, and what stood in the graph.
-
-    `device_type`: that for which the collectives are merged.
-    """
+    """Gradients of this rank's share of a loss over a graph, and what stood in the graph."""
     forget()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))

@@ -10,8 +10,8 @@ from PIL import Image
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.research.several import each
 from tests.runs import rows, trace, train
+from tests.several import each
 from tests.wandb_files import WANDB_OFFLINE, ended, history_rows
 from torchtitan.data import DataConfig
 from torchtitan.job import JobConfig

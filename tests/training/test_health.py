@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests import tiny
+from tests.processes import free_port
 from tests.ranks import run_ranks
 from tests.reliability.trials import at_call, play
 from tests.runs import rows
@@ -35,13 +36,6 @@ from torchtitan.validate import Validator
 ROOT = Path(__file__).parents[2]
 FORK = multiprocessing.get_context("fork")
 DASHBOARD = ROOT / "docs/grafana.json"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def ask(port: int, path: str) -> tuple[int, str]:

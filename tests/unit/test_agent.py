@@ -1,8 +1,4 @@
-"""What the agent restarts, and what it does with signals, tried on shell commands as ranks.
-
-Each trial has a process of its own, as torch's agent leaves handlers and open files behind. They
-run side by side, as they wait most of the time.
-"""
+"""What the agent restarts, and what it does with signals, tried on shell commands as ranks."""
 
 import os
 import signal
@@ -25,6 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from tests import forked
+from tests.processes import free_port
 from tests.ranks import run_ranks
 from torchtitan.cluster import rendezvous
 from torchtitan.cluster.agent import Agent, describe
@@ -118,11 +115,6 @@ def unused_port() -> Iterator[int]:
     with socket.socket() as held:
         held.bind(("localhost", 0))
         yield held.getsockname()[1]
-
-
-def free_port() -> int:
-    with unused_port() as port:
-        return port
 
 
 def finds_no_store() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+from tests.processes import free_port
 from tests.ranks import freeze, run_ranks
 from torchtitan.cluster import rendezvous
 from torchtitan.cluster.rendezvous import Backend, Store, is_ours
@@ -18,10 +19,7 @@ from torchtitan.cluster.rendezvous import Backend, Store, is_ours
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        number: int = probe.getsockname()[1]
-        return number
+    return free_port()
 
 
 @pytest.fixture

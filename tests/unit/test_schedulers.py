@@ -1,6 +1,5 @@
 """Nodes of a job from the variables that schedulers set, as they set them."""
 
-import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.network import network
+from tests.processes import free_port
 from tests.runs import losses
 from tests.test_launch import ROOT, TINY, TRAIN, finish, start
 from torchtitan.cluster.schedulers import fill, local_address
@@ -186,9 +186,7 @@ def test_nodes_whose_names_do_not_resolve_meet(tmp_path: Path) -> None:
 @pytest.mark.gate
 def test_two_nodes_of_kubeflow_meet_without_flags(tmp_path: Path) -> None:
     """Two launchers on this machine as two nodes; the same command again resumes on one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = ["--checkpoint.interval", "2", "--rdzv-conf", "last_call_timeout=1"]
     flags += [*TINY, "--training.global_batch_size", "4"]
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.layouts import Case
 from tests.ranks import run_ranks
-from tests.runs import Trace, losses, trace, train
+from tests.runs import Trace, assert_complete, compare, losses, trace, train
 from torchtitan.job import JobConfig
 
 Found = TypeVar("Found")
@@ -35,6 +35,28 @@ def traced(layout: Case, jobs: Sequence[JobConfig], uneven: bool = False) -> lis
     return [list(of_job) for of_job in zip(*ranks, strict=True)]
 
 
+_ALONE: dict[str, list[Trace]] = {}
+
+
+def on_one_rank(jobs: Sequence[JobConfig]) -> list[Trace]:
+    """A run of each job, which is made once."""
+    key = "\n".join(job.model_dump_json() for job in jobs)
+    if key not in _ALONE:
+        (_ALONE[key],) = run_ranks(each, 1, trace, jobs, True)
+    return _ALONE[key]
+
+
+def are_the_runs_of_one_rank(
+    layout: Case, jobs: Sequence[JobConfig], alone: Sequence[JobConfig], allowed: float = 1e-5
+) -> None:
+    """Each job, on a layout, is the run of its fellow on one rank."""
+    found = zip(jobs, traced(layout, jobs, True), on_one_rank(alone), strict=True)
+    for number, (job, ranks, expected) in enumerate(found):
+        assert_complete(ranks, expected)
+        for rank, own in enumerate(ranks):
+            compare(own, expected, f"run {number}, {job.optimizer.name}, rank {rank}", allowed)
+
+
 def resumes(
     made: Callable[[Path, Case, int], JobConfig],
     folder: Path,
@@ -44,13 +66,7 @@ def resumes(
     steps: int,
     allowed: float,
 ) -> None:
-    """A run that stops resumes to the bit on its layout, and nearly so on others of its size.
-
-    Args:
-        made: of a folder, a layout and a number of steps, the recipe.
-        half: after how many of all steps it stops.
-        allowed: how far weights may be off that went on in another layout.
-    """
+    """A run that stops resumes to the bit on its layout, and nearly so on others of its size."""
     jobs = [made(folder / "whole", first, steps), made(folder / "same", first, half)]
     expected = run_ranks(each, first.ranks, train, jobs)[0][0]
     for name in others:
