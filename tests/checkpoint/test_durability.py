@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint import test_folder, test_frequent
-from tests.ranks import run_ranks
+from tests.checkpoint import test_folder
 from tests.runs import train
 from torchtitan.checkpoint import saved_steps, storage
 from torchtitan.checkpoint.folder import read_state, replace_state
@@ -22,7 +21,6 @@ from torchtitan.checkpoint.manifest import Damaged, read_manifest, write_json
 from torchtitan.checkpoint.storage import Piece, write_file, write_tensors
 from torchtitan.checkpoint.store import DISK, MANIFEST, NAME, Disk
 from torchtitan.digest import digest, unsigned
-from torchtitan.job import JobConfig
 
 
 class Flushes:
@@ -138,26 +136,6 @@ def test_what_is_not_flushed_is_found(
     assert "step-2, as step-1 is deleted" in flushes.lost
     assert flushes.lost.count("tensors.json") == 2
     assert flushes.at_the_end(tmp_path / "run/checkpoint")[-1] == "step-2"
-
-
-def watched(job: JobConfig, notes: Path) -> tuple[list[str], list[str]]:
-    """Train on two nodes; what a power cut would have lost, and the names that files got."""
-    with pytest.MonkeyPatch.context() as patch:
-        flushes = Flushes(notes, patch)
-        test_frequent.on_nodes(job, (0, 1))
-    folders = (Path(job.job.dump_folder) / "checkpoint", *notes.parent.glob("disk-*/*"))
-    return [each for folder in folders for each in flushes.at_the_end(folder)], flushes.names
-
-
-def test_replicas_on_other_nodes_outlive_a_power_cut(tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
-    job = test_frequent.recipe(tmp_path, "DDP 2", "async", replicas=1, keep_latest_k=1)
-    short = job.training.model_copy(update={"steps": 3})
-    for rank, (lost, names) in enumerate(
-        run_ranks(watched, 2, job.model_copy(update={"training": short}), tmp_path / "notes")
-    ):
-        assert lost == []
-        assert {"step-1.deleting", f"rank-{1 - rank}.safetensors"} <= set(names)
 
 
 def test_a_state_that_is_replaced_outlives_a_power_cut(tmp_path: Path, flushes: Flushes) -> None:

@@ -180,7 +180,7 @@ def test_features_are_called_around_the_passes_in_order(timeline: Timeline) -> N
 def saved(folder: Path, **counters: Any) -> Manifest:
     """A checkpoint without tensors."""
     what: Any = {"step": 4, "model_only": False, "ranks": 1, "layout": {}}
-    return write_manifest_of(folder, [], {"train_state": counters, "data": {}}, **what)
+    return write_manifest_of(folder, [], [], {"train_state": counters, "data": {}}, **what)
 
 
 def test_counters_of_old_checkpoints_are_read(tmp_path: Path) -> None:

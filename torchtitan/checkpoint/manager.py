@@ -11,11 +11,9 @@ from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint.contents import Checkpointable, SavedRun, open_run
 from torchtitan.checkpoint.initial import ResumePoint, open_initial, open_weights
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
-from torchtitan.checkpoint.nodes import RankZero
-from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
+from torchtitan.checkpoint.placement import Nodes, on_all_ranks, on_rank_0
 from torchtitan.checkpoint.saver import Retention, Saver
 from torchtitan.checkpoint.start import ResumePolicy, taken
-from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checkpoint.store import store_of
 from torchtitan.checkpoint.tiers import open_tier
 from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert
@@ -58,13 +56,8 @@ class Checkpointer:
         """Savers of the checkpoints that are kept for good, and of the frequent ones, if any."""
         self.frequent = open_tier(self.config, choice.dump_folder, world)
         if tier := self.frequent:
-            keep, leaders = Retention(tier.config.keep_latest_k), tier.nodes
-            self.savers.append(
-                Saver(
-                    *(self.config, tier.folder, world, keep, leaders, tier.about_save),
-                    spread=tier.spread,
-                )
-            )
+            keep = Retention(tier.config.keep_latest_k)
+            self.savers.append(Saver(self.config, tier.folder, world, keep, tier.nodes))
         self.foreign: set[int] = set()
         """Steps of checkpoints of a run that went further than `load_step`."""
         self.exports = False
@@ -91,7 +84,6 @@ class Checkpointer:
             logger.info("starting from the weights of %s (format %s)", start.path, start.format)
         elif start.path is not None:
             saved = on_all_ranks(self.world, lambda: open_initial(start, self.choice.recipe))
-            self._fetch(saved)
             self._restore(saved, self.config.exclude_from_loading)
             if saved.data is None:
                 advice = "data.skip_samples = -1 skips the samples that it was trained on"
@@ -116,8 +108,7 @@ class Checkpointer:
             self.frequent.report(self.state.step)
         if self.config.saves:
             self._make_folder()
-            if self.frequent:
-                self.frequent.begin(self.state.step)
+            self._begin_frequent()
         for path, why in start.damaged:
             self._set_aside(path, why)
         for change in filter(None, (*start.changes, start.rate)):
@@ -160,7 +151,9 @@ class Checkpointer:
         damaged: dict[Path, str] = {}
         tier = self.frequent
         while start.path and start.format == "ours" and (found := self._problems_of(start.path)):
-            if not (tier and tier.holds(start.path)):
+            if tier and tier.holds(start.path):
+                tier.damaged[step_of(start.path)] = found[0]
+            else:
                 damaged[start.path] = found[0]
             if not start.is_resume:
                 raise ConfigError(f"checkpoint.initial_load_path: {found[0]}")
@@ -170,11 +163,15 @@ class Checkpointer:
                 start = on_rank_0(self.world, lambda: self.choice.start(damaged))
         return start
 
-    def _fetch(self, saved: SavedRun) -> None:
-        """Have what ranks will read of a checkpoint on the disks of their nodes."""
-        if self.frequent and self.frequent.holds(saved.path):
-            assert isinstance(saved.tensors, SavedTensors), "a frequent checkpoint is ours"
-            self.frequent.fetch(step_of(saved.path), saved.tensors, self.contents.tensors())
+    def _begin_frequent(self) -> None:
+        """Let frequent checkpoints be of a start of the run at this step."""
+        if self.frequent:
+            self.savers[-1].start = self.frequent.begin(self.state.step)
+
+    def _nodes_of(self, path: Path) -> Nodes:
+        """Return the nodes that have a checkpoint each; one, if all ranks share it."""
+        is_frequent = self.frequent is not None and self.frequent.holds(path)
+        return self.savers[-1 if is_frequent else 0].nodes
 
     def _now_at(self, step: int) -> None:
         """Let a step that was loaded count as saved."""
@@ -193,13 +190,10 @@ class Checkpointer:
 
     def _problems_of(self, path: Path) -> list[str]:
         """Return the damages of a checkpoint; each rank verifies a part of its files."""
-        if self.frequent and self.frequent.holds(path):
-            problem = self.frequent.verify(step_of(path))
-            return [problem] if problem else []
 
         def read() -> list[str]:
             manifest = read_manifest(path)
-            mine = sorted(manifest.files)[self.world.rank :: self.world.size]
+            mine = self._nodes_of(path).part(manifest.files)
             return list(problems_of_files(path, manifest, mine))
 
         return self.world.gather_found(on_all_ranks(self.world, read))
@@ -222,16 +216,13 @@ class Checkpointer:
         path = self._newest_before(before_step)
         if path is None:
             return False
-        tier = self.frequent if self.frequent and self.frequent.holds(path) else None
-        leaders = tier.nodes if tier else RankZero(self.world)
-        data = leaders.share(position.get("data", {}))
-        leaders.lead(lambda: self._record_rollback(path, data))
+        nodes = self._nodes_of(path)
+        data = nodes.share(position.get("data", {}))
+        nodes.lead(lambda: self._record_rollback(path, data))
         on_rank_0(self.world, lambda: self._delete_skipped(before_step))
         saved = on_all_ranks(self.world, lambda: open_run(path))
-        self._fetch(saved)
         self._restore(saved)
-        if self.frequent:
-            self.frequent.begin(self.state.step)
+        self._begin_frequent()
         self._now_at(self.state.step)
         return True
 
@@ -258,18 +249,17 @@ class Checkpointer:
         saved = on_rank_0(self.world, self._own_steps)
         if tier := self.frequent:
             tier.survey()
-            saved = {n: tier.path(n) for n in tier.whole()} | saved
+            saved = {n: tier.path(n) for n in tier.steps()} | saved
         for path in [saved[n] for n in sorted(saved, reverse=True) if n < step]:
             try:
                 problems = self._problems_of(path)
             except Damaged as error:
                 problems = [str(error)]
-            is_frequent = tier is not None and tier.holds(path)
-            if not problems and tier and is_frequent:
-                tier.describe(step_of(path))
             if not problems and not read_manifest(path).model_only:
                 return path
-            if problems and not is_frequent:
+            if problems and tier and tier.holds(path):
+                tier.damaged[step_of(path)] = problems[0]
+            elif problems:
                 self._set_aside(path, problems[0])
         return None
 

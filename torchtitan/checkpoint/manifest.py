@@ -7,9 +7,9 @@ against accidents, not against forgery of both file and manifest.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,6 @@ class Manifest:
     format: int = FORMAT
     start: str = ""
     """Start of the run that saved a frequent checkpoint (see `tiers`); empty for others."""
-    nodes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Nodes that hold a file of a frequent checkpoint, if not all do."""
 
     @property
     def bytes(self) -> int:
@@ -74,9 +72,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> File:
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
     """Write the manifest with a hash of its own content."""
     content = asdict(manifest)
-    for key in ("start", "nodes"):  # which other versions do not know
-        if not content[key]:
-            del content[key]
+    if not manifest.start:  # which other versions do not know
+        del content["start"]
     write_json(checkpoint / MANIFEST, content | {HASH: _hash_of(content)})
 
 
@@ -112,6 +109,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
             f"{path}: format {content['format']}; this version reads {XOR_FORMAT} and {FORMAT}. "
             "It was written by a newer torchtitan; use that version"
         )
+    content.pop("nodes", None)  # in frequent checkpoints whose files were sent to other nodes
     files = {name: File(**file) for name, file in content.pop("files").items()}
     return Manifest(**content, files=files)
 
@@ -139,17 +137,10 @@ def read_whole(checkpoint: Path, manifest: Manifest, name: str) -> bytes:
     return data
 
 
-def elsewhere(checkpoint: Path, manifest: Manifest) -> list[str]:
-    """Return the files of a frequent checkpoint that are not here, but on other nodes."""
-    return [name for name in manifest.nodes if not (checkpoint / name).exists()]
-
-
 def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
     """Yield the files that are missing or have another size, without reading any."""
-    size_of, others = store_of(checkpoint).sizes(checkpoint), elsewhere(checkpoint, manifest)
+    size_of = store_of(checkpoint).sizes(checkpoint)
     for name, file in manifest.files.items():
-        if name in others:
-            continue
         try:
             size = size_of(name)
         except OSError as error:
@@ -163,15 +154,12 @@ def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
 def problems_of_files(
     checkpoint: Path, manifest: Manifest, names: Iterable[str] | None = None, cached: bool = True
 ) -> Iterator[str]:
-    """Yield the files, of all here or of `names`, whose size or hash differs from the manifest.
+    """Yield the files, of all or of `names`, whose size or hash differs from the manifest.
 
     Args:
         cached: whether to accept the kernel's page cache; False reads the disk.
     """
-    if names is None:
-        others = elsewhere(checkpoint, manifest)
-        names = [name for name in manifest.files if name not in others]
-    for name in names:
+    for name in manifest.files if names is None else names:
         path, file = checkpoint / name, manifest.files[name]
         try:
             size, found = hash_file(path, cached)

@@ -1,33 +1,98 @@
 """Assignment of tensor pieces to the ranks that write them, and of blocks to read: DCP's planners.
 
-A piece that several ranks hold is written by one of them, balancing the load. When loading, each
-rank reads the blocks that it holds now, however they were sharded when they were saved, without
-communication.
+A piece that several ranks hold is written by one of them, balancing the load; on disks of nodes, by
+one of each node. When loading, each rank reads the blocks that it holds now, however they were
+sharded when they were saved, without communication.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.storage import Piece, Sizes, TensorSource
+from torchtitan.checkpoint.storage import Piece, TensorSource
 from torchtitan.config import ConfigError
 from torchtitan.parallel import World
+from torchtitan.torch_private.dcp_metadata import write_once
 from torchtitan.torch_private.dtensor import stored
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, WriteItem
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 
 T = TypeVar("T")
 
 
+class Nodes:
+    """Ranks by the node whose disk has a folder; a folder that all ranks share is of one node."""
+
+    def __init__(
+        self, world: World, ranks: Sequence[Sequence[int]], names: Sequence[str] = ("",)
+    ) -> None:
+        """`ranks`: those of each node, of which the first leads; `names`: of the nodes."""
+        self.world, self.ranks, self.names = world, ranks, names
+        self.here = next(each for each in ranks if world.rank in each)
+        """Ranks of this rank's node."""
+        self.is_leader = self.here[0] == world.rank
+
+    def lead(self, work: Callable[[], T]) -> list[T]:
+        """Return on every rank the results of `work` on the leaders; all raise the first error."""
+        if len(self.ranks) == 1:
+            return [on_rank_0(self.world, work)]
+        value = on_all_ranks(self.world, lambda: work() if self.is_leader else None)
+        everyones = self.world.gather(value)
+        return [everyones[ranks[0]] for ranks in self.ranks]
+
+    def share(self, value: T) -> T:
+        """Return rank 0's value on every leader."""
+        if len(self.ranks) == 1:
+            return value
+        shared: T = self.world.broadcast_object(value)
+        return shared
+
+    def part(self, names: Iterable[str]) -> list[str]:
+        """Return this rank's part of files that its node has, which its ranks divide."""
+        return sorted(names)[self.here.index(self.world.rank) :: len(self.here)]
+
+
+def find_nodes(world: World, folder: Path, mark: str, host: str, key: str) -> Nodes:
+    """Return the nodes of a folder, which is created where it is missing.
+
+    Ranks that see the same files at a path are a node; if it is on a disk that all share, there is
+    one node.
+
+    Args:
+        mark: start of the names of files that ranks write there, for this call alone.
+        host: name of this rank's machine.
+        key: setting that names the folder, for errors.
+    """
+    own = folder / f"{mark}{world.rank}"
+
+    def write() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            own.touch()
+        except OSError as error:
+            raise ConfigError(f"{key}: {error}") from None
+
+    on_all_ranks(world, write)
+    seen = tuple(sorted(int(path.name.removeprefix(mark)) for path in folder.glob(f"{mark}*")))
+    everyones = world.gather((seen, host))
+    own.unlink()
+    ranks = sorted({each for each, _ in everyones})
+    if sorted(rank for each in ranks for rank in each) != list(range(world.size)):
+        raise ConfigError(f"{key}: ranks see different files in {folder}; use a local disk")
+    hosts = [everyones[each[0]][1] for each in ranks]
+    return Nodes(world, ranks, [f"node {n} ({name})" for n, name in enumerate(hosts)])
+
+
 class Writers:
     """Plans of who writes what, cached by kind of save, since a run's tensors keep their layout."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes, self.world = nodes, nodes.world
         self._plans: dict[str, list[WriteItem]] = {}
 
     def pieces(self, kind: str, tensors: Mapping[str, Tensor]) -> list[tuple[Piece, Tensor]]:
@@ -38,9 +103,19 @@ class Writers:
         planner.set_up_planner(dict(tensors), is_coordinator=self.world.rank == 0)
         if kind not in self._plans:
             everyones = self.world.gather_object(planner.create_local_plan())
-            plans = planner.create_global_plan(everyones)[0] if everyones else None
+            plans = self._divide(everyones, planner) if everyones else None
             self._plans[kind] = self.world.scatter_object(plans).items
         return [(_piece(item), _tensor(planner.resolve_data(item))) for item in self._plans[kind]]
+
+    def _divide(self, everyones: "list[SavePlan]", planner: "SavePlanner") -> "list[SavePlan]":
+        """Leave each piece to one rank, of each node."""
+        if len(self.nodes.ranks) == 1:
+            return planner.create_global_plan(everyones)[0]
+        plans = [*everyones]
+        for ranks in self.nodes.ranks:
+            for rank, plan in zip(ranks, write_once([plans[n] for n in ranks]), strict=True):
+                plans[rank] = plan
+        return plans
 
 
 def _piece(item: "WriteItem") -> Piece:
@@ -62,25 +137,6 @@ def _tensor(value: object) -> Tensor:
 
 def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
     """Copy the blocks of `tensors` that this rank holds from `source`, which must match."""
-    planner, items = _planned(tensors, source.shapes())
-    with torch.no_grad():
-        for item in items:
-            block = source.read(item.storage_index.fqn, item.storage_offsets, item.lengths)
-            planner.resolve_tensor(item).copy_(block)
-
-
-def blocks_to_load(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[torch.dtype, Sizes]]
-) -> Iterator[tuple[str, Sizes, Sizes]]:
-    """Yield name, offsets and sizes of the blocks of `tensors` that this rank holds."""
-    for item in _planned(tensors, shapes)[1]:
-        yield item.storage_index.fqn, tuple(item.storage_offsets), tuple(item.lengths)
-
-
-def _planned(
-    tensors: Mapping[str, Tensor], found: Mapping[str, tuple[torch.dtype, Sizes]]
-) -> "tuple[LoadPlanner, list[ReadItem]]":
-    """Plan to load the blocks of `tensors` that this rank holds from tensors of these shapes."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import (
         STORAGE_TYPES,
@@ -90,6 +146,7 @@ def _planned(
         TensorStorageMetadata,
     )
 
+    found = source.shapes()
     wholes: dict[str, STORAGE_TYPES] = {}
     for name in tensors:
         dtype, shape = found[name]
@@ -97,7 +154,10 @@ def _planned(
         wholes[name] = TensorStorageMetadata(TensorProperties(dtype), whole.sizes, [whole])
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), Metadata(wholes), is_coordinator=True)
-    return planner, planner.create_local_plan().items
+    with torch.no_grad():
+        for item in planner.create_local_plan().items:
+            block = source.read(item.storage_index.fqn, item.storage_offsets, item.lengths)
+            planner.resolve_tensor(item).copy_(block)
 
 
 class FailedOnRank(RuntimeError):

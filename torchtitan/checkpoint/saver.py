@@ -26,8 +26,7 @@ from torchtitan.checkpoint.manifest import (
     problems_of_files,
     read_manifest,
 )
-from torchtitan.checkpoint.nodes import RankZero
-from torchtitan.checkpoint.placement import Writers, on_all_ranks
+from torchtitan.checkpoint.placement import Nodes, Writers, on_all_ranks
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.staging import Pieces, SaveThread, Staging
 from torchtitan.checkpoint.storage import INDEX, Written, write_file, write_manifest_of
@@ -81,21 +80,17 @@ class Saver:
         folder: Path,
         world: World,
         retention: Retention,
-        leaders: RankZero | None = None,
-        about: Callable[[Sequence[Any]], Mapping[str, Any]] = lambda everyones: {},
-        spread: Callable[[Path, Sequence[Any]], None] = lambda checkpoint, everyones: None,
+        nodes: Nodes | None = None,
     ) -> None:
-        """
-        Args:
-            leaders: ranks that commit and delete checkpoints in `folder`; by default rank 0.
-            about: returns further fields of a manifest, given what each rank has written.
-            spread: copies files of a checkpoint to other nodes, on a thread, given the same.
+        """`nodes`: those that have a `folder` each, in which one of their ranks commits and deletes
+        checkpoints; by default all ranks share it.
         """
         self.config, self.folder, self.world = config, folder, world
-        self.retention, self.about, self.spread = retention, about, spread
-        self.leaders = leaders or RankZero(world)
+        self.retention, self.nodes = retention, nodes or Nodes(world, [range(world.size)])
+        self.start = ""
+        """Name of the start of the run, for the manifests of frequent checkpoints."""
         self.store = store_of(folder)
-        self.writers = Writers(world)
+        self.writers = Writers(self.nodes)
         self.is_async = config.async_mode != "disabled"
         pinned = config.async_mode == "async_with_pinned_mem"
         self.staging = Staging(pinned, world.device)
@@ -121,7 +116,7 @@ class Saver:
         # What this has waited for the last save, the message of that has counted.
         began, waited = max(began, self._committed), self.staging.waited
         path = self.store.saving(self.folder / f"step-{step}")
-        begun = self.leaders.lead(lambda: self._begin(path))
+        begun = self.nodes.lead(lambda: self._begin(path))
         if problems := [problem for problem in begun if problem]:
             self._failed(step, path, problems)
             return
@@ -192,9 +187,9 @@ class Saver:
         self._stage, began = None, time.perf_counter()
         mine = on_all_ranks(self.world, lambda: _outcome(save.writing))
         everyones = self.world.gather_object(mine) or ()
-        everyones, state = self.leaders.share((everyones, save.state))
-        done = self.leaders.lead(lambda: self._complete(save, everyones, state))
-        size = done[0][0]
+        everyones, state = self.nodes.share((everyones, save.state))
+        done = self.nodes.lead(lambda: self._complete(save, everyones, state))
+        size = sum(each for each, _ in done)
         if problems := [problem for _, found in done for problem in found]:
             self._failed(save.step, save.path, problems)
             return
@@ -208,15 +203,9 @@ class Saver:
         message = "saved %s: %s MB, written in %.2f s%s"
         logger.info(message, path, f"{size / 1e6:,.1f}", save.writing.seconds, waits)
         names = [mine.name] if isinstance(mine, Written) else []
-        if self.leaders.is_leader:
+        if self.nodes.is_leader:
             names += [INDEX, STATE_FILE]
-
-        def look_after() -> tuple[list[str], str | None]:
-            found = _read_back(path, names)
-            self.spread(path, everyones)
-            return found
-
-        self._stage = Check(save.step, path, SaveThread(look_after))
+        self._stage = Check(save.step, path, SaveThread(lambda: _read_back(path, names)))
 
     def _complete(
         self, save: Save, everyones: Sequence[Written | str | None], state: Mapping[str, Any]
@@ -224,16 +213,18 @@ class Saver:
         """Complete the checkpoint on a leader; return its bytes, and the errors, if any."""
         if problems := [one for one in everyones if isinstance(one, str)]:
             return 0, problems
+        written = {rank: one for rank, one in enumerate(everyones) if isinstance(one, Written)}
         try:
             manifest = write_manifest_of(
                 save.path,
-                [one for one in everyones if isinstance(one, Written)],
+                written.values(),
+                [one for rank, one in written.items() if rank in self.nodes.here],
                 state,
                 step=save.step,
                 model_only=save.model_only,
                 ranks=self.world.size,
                 layout=self.world.degrees._asdict(),
-                **self.about(everyones),
+                start=self.start,
             )
             self.store.commit(save.path)
         except OSError as error:
@@ -243,9 +234,9 @@ class Saver:
     def _failed(self, step: int, path: Path, problems: Sequence[str]) -> None:
         """Log the failure and delete the partial save; existing checkpoints stay."""
         self.failed_step = step
-        if self.leaders.is_leader:
+        if self.nodes.is_leader:
             self.store.discard(path)
-            if self.leaders.count > 1:  # one may have committed it
+            if len(self.nodes.ranks) > 1:  # one may have committed it
                 self.store.discard(self.folder / f"step-{step}")
         last = f"step-{self.saved_step}" if self.saved_step else "none"
         logger.error(
@@ -263,8 +254,8 @@ class Saver:
             logger.error(message, unread[0], check.path)
         elif problems:
             self.failed_step = check.step
-            self.saved_step = self.leaders.lead(lambda: self._set_aside(check, problems))[0]
-        elif self.leaders.is_leader and self.retention.latest:
+            self.saved_step = self.nodes.lead(lambda: self._set_aside(check, problems))[0]
+        elif self.nodes.is_leader and self.retention.latest:
             disk.forget_old(self.folder, check.step, *self.retention)
 
     def _set_aside(self, check: Check, problems: Sequence[str]) -> int | None:

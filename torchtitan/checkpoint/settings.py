@@ -24,7 +24,7 @@ NOTHING_SAVED = (
 
 class FrequentConfig(Config):
     """Frequent checkpoints, of which few are kept; a folder on a local disk of each node will do.
-    Each node holds the files that its own ranks write."""
+    Each node has the files of its own ranks."""
 
     interval: int = Field(0, ge=0)
     """Steps between saves; a step that is due in both tiers is saved in checkpoint.folder only.
@@ -34,13 +34,11 @@ class FrequentConfig(Config):
     own."""
     keep_latest_k: int = Field(2, ge=1)
     """Number of most recent checkpoints to keep."""
-    replicas: int = Field(0, ge=0)
-    """Number of further nodes that hold a copy of the files of each node."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if is_url(self.folder):
             yield Problem("folder", "wanted a folder on a disk, not a URL")
-        for key in ("folder", "keep_latest_k", "replicas"):
+        for key in ("folder", "keep_latest_k"):
             if not self.interval and getattr(self, key) != type(self).model_fields[key].default:
                 yield Problem(key, "it has no effect while self.interval is 0", ("interval",))
 

@@ -17,7 +17,7 @@ checkpoints are verified by it.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from io import RawIOBase
@@ -200,9 +200,13 @@ def _arrange(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece]]:
     ]
 
 
-def index_of(written: Iterable[Written]) -> dict[str, Any]:
-    """Return the content of tensors.json."""
+def index_of(written: Iterable[Written], here: Collection[str]) -> dict[str, Any]:
+    """Return the content of tensors.json, of whose pieces only those in the files `here` count.
+
+    Each node may have written a piece; it is in the digest of its tensor once.
+    """
     index: dict[str, Any] = {}
+    digested: set[tuple[str, Sizes]] = set()
     for one in written:
         for piece in one.pieces:
             entry = index.setdefault(
@@ -214,8 +218,11 @@ def index_of(written: Iterable[Written]) -> dict[str, Any]:
                     "pieces": [],
                 },
             )
-            entry["digest"] = unsigned(entry["digest"] + (piece.digest or 0))
-            entry["pieces"].append([one.name, piece.begin, piece.offsets, piece.sizes])
+            if (piece.name, piece.offsets) not in digested:
+                digested.add((piece.name, piece.offsets))
+                entry["digest"] = unsigned(entry["digest"] + (piece.digest or 0))
+            if one.name in here:
+                entry["pieces"].append([one.name, piece.begin, piece.offsets, piece.sizes])
     return {
         name: entry | {"digest": f"{entry['digest']:016x}"} for name, entry in sorted(index.items())
     }
@@ -261,20 +268,26 @@ def write_tensors(
     ranks = 0 if is_run else 1  # ranks with state of their own in it
     step = state["train_state"]["step"]
     write_manifest_of(
-        folder, written, state, step=step, model_only=not is_run, ranks=ranks, layout={}
+        folder, written, written, state, step=step, model_only=not is_run, ranks=ranks, layout={}
     )
 
 
 def write_manifest_of(
-    folder: Path, written: Sequence[Written], state: Mapping[str, Any], **what: Any
+    folder: Path,
+    written: Iterable[Written],
+    here: Iterable[Written],
+    state: Mapping[str, Any],
+    **what: Any,
 ) -> Manifest:
     """Write the rest of a checkpoint whose tensors are on disk: index, state, manifest.
 
     Args:
+        written: files of all ranks.
+        here: those in this folder.
         what: fields of the manifest that do not follow from the other arguments.
     """
-    index = index_of(written)
-    files = {one.name: one.file for one in written}
+    files = {one.name: one.file for one in here}
+    index = index_of(written, files)
     files[INDEX] = write_json(folder / INDEX, index)
     files[STATE_FILE] = write_json(folder / STATE_FILE, state)
     manifest = Manifest(digest=digest_of_index(index), files=files, **what)
@@ -342,8 +355,6 @@ class SavedTensors:
         self.index: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, INDEX))
         self._has_xor = manifest.format == XOR_FORMAT
         self._files = files_in(checkpoint)
-        self.moved: dict[tuple[str, int], tuple[str, int]] = {}
-        """Files and first bytes of pieces that are now elsewhere in the folder."""
 
     def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
         """Return dtype and shape by name."""
@@ -356,17 +367,6 @@ class SavedTensors:
         """Whether `tensor`, the whole tensor `name`, has the digest that was saved."""
         found = xor_digest(tensor) if self._has_xor else unsigned(int(digest(tensor).item()))
         return found == int(self.index[name]["digest"], 16)
-
-    def places(self, name: str, offsets: Sizes, sizes: Sizes) -> Iterator[tuple[str, int, int]]:
-        """Yield file, first byte and number of bytes of each piece that overlaps with a block."""
-        entry = self.index[name]
-        itemsize = getattr(torch, entry["dtype"]).itemsize
-        for file, begin, at, shape in entry["pieces"]:
-            if all(
-                max(a, b) < min(a + n, b + m)
-                for a, n, b, m in zip(offsets, sizes, at, shape, strict=True)
-            ):
-                yield file, begin, math.prod(shape) * itemsize
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -382,7 +382,6 @@ class SavedTensors:
         ]
 
         def part(block: StoredBlock[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
-            place = self.moved.get(block.place, block.place)
-            return self._files.block(place, dtype, contiguous(block.sizes), at, shape)
+            return self._files.block(block.place, dtype, contiguous(block.sizes), at, shape)
 
         return assemble(dtype, offsets, sizes, blocks, part, f"{self.checkpoint}: {name}")

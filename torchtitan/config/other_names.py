@@ -71,6 +71,10 @@ OLD_KEYS: Mapping[str, Moved | Gone] = {
     "compile.cuda_graphs": Gone(
         'they were not faster than compile.granularity = "model"; use that', falsy
     ),
+    "checkpoint.frequent.replicas": Gone(
+        "files are not sent to other nodes; without a node, the run resumes from checkpoint.folder",
+        falsy,
+    ),
     "model.expert_products": Gone("products of experts are always grouped", just(None, "grouped")),
 }
 """Keys that this project once had."""

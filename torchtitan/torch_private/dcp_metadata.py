@@ -1,6 +1,10 @@
-"""Location of an item in torch's distributed checkpoint: a class that only its pickles name."""
+"""Parts of torch's distributed checkpoint that have no public name."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
@@ -8,3 +12,10 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)
+
+
+def write_once(plans: "Sequence[SavePlan]") -> "list[SavePlan]":
+    """Leave each piece that several ranks hold in the plan of one of them, balancing the load."""
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+
+    return dedup_save_plans([*plans])

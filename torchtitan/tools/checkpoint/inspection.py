@@ -13,7 +13,7 @@ import xxhash
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import NO_WEIGHTS, STEP, TOKENS, number_in, translated
 from torchtitan.checkpoint.folder import look_at, read_state
-from torchtitan.checkpoint.manifest import Damaged, elsewhere, problems_of_files, read_manifest
+from torchtitan.checkpoint.manifest import Damaged, Manifest, problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.config import ConfigError
 from torchtitan.digest import digest
@@ -58,17 +58,14 @@ def _row(path: Path) -> list[str]:
     return [
         *(str(manifest.step), "weights" if manifest.model_only else "run"),
         *(str(manifest.ranks), ", ".join(used) or "one rank", f"{tokens:,}"),
-        *(f"{manifest.bytes / 1e6:,.1f} MB", manifest.digest, _on_others(path) or "complete"),
+        *(f"{manifest.bytes / 1e6:,.1f} MB", manifest.digest, _part(manifest) or "complete"),
     ]
 
 
-def _on_others(checkpoint: Path) -> str:
-    """Say which files of a frequent checkpoint are on other nodes; empty if none is."""
-    manifest = read_manifest(checkpoint)
-    if not (names := elsewhere(checkpoint, manifest)):
-        return ""
-    nodes = dict.fromkeys(node for name in names for node in manifest.nodes[name])
-    return f"{len(names)} of {len(manifest.files)} files are on {', '.join(nodes)}"
+def _part(manifest: Manifest) -> str:
+    """Say of how many ranks a frequent checkpoint has the files; empty if of all."""
+    here = sum(name.startswith("rank-") for name in manifest.files)
+    return f"{here} of {manifest.ranks} ranks" if manifest.start and here < manifest.ranks else ""
 
 
 def verify(checkpoint: Path) -> tuple[bool, list[str]]:
@@ -78,8 +75,8 @@ def verify(checkpoint: Path) -> tuple[bool, list[str]]:
     problems = list(damage(checkpoint))
     if problems:
         return False, problems
-    others = _on_others(checkpoint)
-    return True, [f"{checkpoint}: OK{f', as far as it is here: {others}' if others else ''}"]
+    part = _part(read_manifest(checkpoint))
+    return True, [f"{checkpoint}: OK{f', the files of {part}' if part else ''}"]
 
 
 def _verify_dcp(checkpoint: Path) -> tuple[bool, list[str]]:
@@ -107,7 +104,7 @@ def damage(checkpoint: Path) -> Iterator[str]:
     try:
         manifest = read_manifest(checkpoint)
         problems = list(problems_of_files(checkpoint, manifest))
-        if problems or not elsewhere(checkpoint, manifest):
+        if problems or not _part(manifest):
             yield from problems or _wrong_digests(checkpoint)
     except Damaged as error:
         yield str(error)
