@@ -16,7 +16,8 @@ from svg import LINE, Picture
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchtitan"
 WIDTH, ROW, HEIGHT = 1000, 52, 28
-FILLS = {"research": "#e7d9f2", "tools": "#fde3c8", "launch": "#fde3c8", "train": "#fde3c8"}
+FILLS = {"tools": "#fde3c8", "launch": "#fde3c8", "train": "#fde3c8"}
+FILLS |= dict.fromkeys(("plan", "cluster", "research"), "#e7d9f2")
 GROUND, SERVICE, RUN = "#eff2f5", "#cfdffd", "#cfecd7"
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 import pytest
 
 from tests.sources import MODULES, PACKAGE, nodes, place, text, tree
+from torchtitan.config.wings import WINGS
 from torchtitan.job import JobConfig
 from torchtitan.tools.cli import verbs
 
@@ -382,12 +383,33 @@ def test_the_main_road_names_no_system_from_a_paper() -> None:
     """So that each folder of research/ can be removed."""
     systems, found = re.compile(rf"(?i)\b({'|'.join(SYSTEMS)})\b"), []
     for path in main_road() if HAS_SYSTEMS else ():
-        if place(path) == OLD_KEYS:
-            continue
-        found += [f"{place(path)}: {match[0]}" for match in systems.finditer(text(path))]
-        if place(path) != "config/registry.py" and "torchtitan.research" in text(path):
-            found.append(f"{place(path)}: torchtitan.research")
+        if place(path) != OLD_KEYS:
+            found += [f"{place(path)}: {match[0]}" for match in systems.finditer(text(path))]
     assert found == []
+
+
+def test_the_core_names_no_module_of_a_wing() -> None:
+    wings = re.compile(rf"\btorchtitan[./]({'|'.join(WINGS)})\b")
+    core = (path for path in MODULES if path.relative_to(PACKAGE).parts[0] not in WINGS)
+    assert [(place(path), found[0]) for path in core if (found := wings.search(text(path)))] == []
+
+
+def test_every_seam_of_a_wing_is_listed() -> None:
+    """With the file or folder that owns the registry."""
+    page = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
+    listed = set()
+    for row in page.partition("| kind | owner")[2].partition("\n\n")[0].splitlines():
+        kinds, owners = (re.findall(r"`([^`]+)`", cell) for cell in row.split("|")[1:3])
+        listed |= {(kind, owner) for kind in kinds for owner in owners}
+    found = set()
+    for path in (path for path in MODULES if path.relative_to(PACKAGE).parts[0] not in WINGS):
+        for node in of_type(path, ast.Call):
+            if isinstance(node.func, ast.Subscript) and last_name(node.func.value) == "Registry":
+                [kind] = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+                owners = {owner for name, owner in listed if name == kind}
+                assert any(place(path).startswith(owner) for owner in owners), (kind, place(path))
+                found.add(kind)
+    assert found == {kind for kind, _ in listed} - {"verb.GROUP"}
 
 
 def test_the_main_road_knows_no_images() -> None:

@@ -65,8 +65,8 @@ CORE = [
     *("tests/unit/test_auxiliary.py", "tests/unit/optim/test_schedule.py"),
     *("tests/recipes/test_bad_recipes.py", "tests/parallel/test_parity.py"),
 ]
-LAYOUTS = "(not trains_the_same_run or DDP) and not compiles"
-"""Of those, the layouts that are compared, and nothing that is compiled."""
+LAYOUTS = "(not trains_the_same_run or DDP) and not compiles and not how_to_start_them"
+"""Of those, the layouts that are compared, and nothing that is compiled or launched."""
 USES = {
     "plan": (["plan", "debug_model", "--world-size", "2", "--hardware", "h100"], "GiB"),
     "cluster": (["train", "debug_model", "--processes", "2", "--training.steps", "1"], "step 1"),
@@ -85,14 +85,7 @@ KEYS = ["--metrics.serve=:9090", "--job.manifest.cpus=2"]
 
 def copy_with(wings: Collection[str], folder: Path, systems: Collection[str] = (*SYSTEMS,)) -> Path:
     """A copy of the project that has these wings, and of research these systems, alone."""
-    package = folder / "torchtitan"
-    package.mkdir()
-    left_out = shutil.ignore_patterns("__pycache__", *({*SYSTEMS} - {*systems}))
-    for path in (ROOT / "torchtitan").iterdir():
-        if path.name in wings:
-            shutil.copytree(path, package / path.name, ignore=left_out)
-        elif path.name not in WINGS and path.name != "__pycache__":
-            (package / path.name).symlink_to(path)
+    copy_package(wings, folder, systems)
     absent = {*WINGS} - {*wings}
 
     def needless(where: str, names: list[str]) -> set[str]:
@@ -106,8 +99,22 @@ def copy_with(wings: Collection[str], folder: Path, systems: Collection[str] = (
             shutil.copytree(path, folder / path.name, ignore=needless)
         elif path.name != "torchtitan" and (path.name == ".ci" or not path.name.startswith(".")):
             (folder / path.name).symlink_to(path)
-    (folder / "sitecustomize.py").write_text(ALONE)
     return folder
+
+
+def copy_package(
+    wings: Collection[str], folder: Path, systems: Collection[str] = (*SYSTEMS,)
+) -> None:
+    """Copy the wings of the package, and link to the core."""
+    package = folder / "torchtitan"
+    package.mkdir()
+    left_out = shutil.ignore_patterns("__pycache__", *({*SYSTEMS} - {*systems}))
+    for path in (ROOT / "torchtitan").iterdir():
+        if path.name in wings:
+            shutil.copytree(path, package / path.name, ignore=left_out)
+        elif path.name not in WINGS and path.name != "__pycache__":
+            (package / path.name).symlink_to(path)
+    (folder / "sitecustomize.py").write_text(ALONE)
 
 
 @cache
@@ -177,10 +184,9 @@ def test_the_core_without_wings(tmp_path: Path) -> None:
 def assert_refused(folder: Path, words: list[str], reason: str) -> None:
     done = run_in(folder, "-m", "torchtitan", *words)
     assert done.returncode == 2, words
-    assert done.stderr.startswith(("error: ", "note: "))
     assert "Traceback" not in done.stderr
     assert reason in done.stderr
-    assert "not installed" in done.stderr
+    assert "not installed: torchtitan." in done.stderr
 
 
 @pytest.mark.gate
@@ -231,13 +237,13 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wing_that_is_half_there_is_refused(mistake: str, tmp_path: Path) -> None:
     file, content, message = MISTAKES[mistake]
-    folder = copy_with(WINGS, tmp_path)
-    path = folder / "torchtitan" / file
+    copy_package(WINGS, tmp_path)
+    path = tmp_path / "torchtitan" / file
     if content is None:
         path.unlink()
     else:
         path.write_text(content)
-    done = run_in(folder, "-m", "torchtitan", "preflight", "debug_model")
+    done = run_in(tmp_path, "-m", "torchtitan", "preflight", "debug_model")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert message in " ".join(done.stderr.split()), done.stderr

@@ -23,7 +23,6 @@ from torchtitan.config.schema import (
     places,
 )
 from torchtitan.config.settings import BAD_CHOICE, Config, Discriminated, KeyPath, OneOf, Setting
-from torchtitan.config.wings import absent_wings
 from torchtitan.config.words import (
     MAX_NESTED,
     SECTION_AND_KEY,
@@ -254,8 +253,7 @@ def _unknown(schema: type[Config], path: KeyPath, settings: Settings) -> str:
     command = f"{schema.help_command} {where}".strip() if schema.help_command else ""
     fits = _keys_for(parent, above, settings[path].value)
     hint = _hint(schema, path, list(section.model_fields), fits, parent)
-    allowed = listed(section.model_fields, command)
-    return f"unknown {what}; allowed: {allowed}{hint}{absent_wings()}"
+    return f"unknown {what}; allowed: {listed(section.model_fields, command)}{hint}"
 
 
 def _hint(

@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, SerializationInfo, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from torchtitan.config.problems import Context, Problem
-from torchtitan.config.wings import absent_wings
 from torchtitan.config.words import allowed_names, docstring, show
 
 KeyPath = tuple[str, ...]
@@ -105,7 +104,7 @@ class OneOf:
         got = value.get("name", self.default)
         settings = self.choice(got, value)
         if settings is None:
-            allowed = f"{allowed_names(got, self.registry)}{absent_wings()}"
+            allowed = allowed_names(got, self.registry)
             message = f"it has no name; {allowed}" if got is None else f"got {show(got)}; {allowed}"
             kind = PydanticCustomError(BAD_CHOICE, "{message}", {"message": message})
             line = InitErrorDetails(type=kind, loc=("name",) if got is not None else (), input=got)

@@ -18,7 +18,6 @@ def needs_wing(name: str) -> str:
 
 
 def absent_wings() -> str:
-    """Return the end of a message about an unknown name, which may be that of an absent wing."""
+    """Name the wings that are not installed; empty if all are."""
     absent = [f"torchtitan.{name}" for name in WINGS if not has_wing(name)]
-    is_or_are = "is" if len(absent) == 1 else "are"
-    return f"; {' and '.join(absent)} {is_or_are} not installed" if absent else ""
+    return f"not installed: {', '.join(absent)}" if absent else ""

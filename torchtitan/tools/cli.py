@@ -22,7 +22,6 @@ from torchtitan import __version__
 from torchtitan.config import (
     ConfigError,
     Unreachable,
-    absent_wings,
     docstring,
     load_entry,
     print_error,
@@ -157,7 +156,7 @@ class Verbs(VerbGroup):
         if not ctx.resilient_parsing:  # a shell completes the words
             refuse_absent(args)
             if args[0] not in self.commands and args[0] in verb_names():
-                raise ConfigError(f"there is no `torchtitan {args[0]}`{absent_wings()}")
+                raise ConfigError(f"there is no `torchtitan {args[0]}` without its package")
         name, listed, rest = super().resolve_command(ctx, args)
         if name is None or listed is None:
             return name, listed, rest
