@@ -25,9 +25,8 @@ from quoted import quote
 
 from torchtitan.convert import CONVERTERS
 from torchtitan.data.documents import python_stdlib
-from torchtitan.tools.evaluate.inference import open_model
-from torchtitan.tools.evaluate.scoring import score_texts
-from torchtitan.tools.evaluate.subject import ModelLocation, open_subject
+from torchtitan.tools.evaluate import score_texts
+from torchtitan.tools.inference import InferenceModel, ModelLocation, find_model
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "train_configs/debug_model.toml"
@@ -64,18 +63,18 @@ def train(folder: Path, steps: int) -> None:
 def losses(run: Path, scales: tuple[float, float], rotation: str | None) -> list[float]:
     """Return the mean loss in nats of each document; with a `rotation`, in Float8."""
     made = CONVERTERS["low_precision_attention"].model_validate({"rotation": rotation or "none"})
-    subject = open_subject(ModelLocation(run, convert=(made,) if rotation else ()))
+    stored = find_model(ModelLocation(run, convert=(made,) if rotation else ()))
     documents = python_stdlib("validation", 2**16)
     count = len(documents)
     texts = [documents[number * count // DOCUMENTS] for number in range(DOCUMENTS)]
-    tokens = [subject.tokenizer.encode(text)[:TOKENS] for text in texts]
-    with open_model(subject, TOKENS, torch.bfloat16) as model:
-        for name, weight in model.network.state_dict().items():
-            for matrix, times in zip((".wq.weight", ".wk.weight"), scales, strict=True):
-                if name.endswith(matrix):
-                    heads = weight.view(-1, subject.network.args.head_size, weight.shape[-1])
-                    heads[:, -2:] *= times
-        scores = score_texts(model, [(subject.begin, each) for each in tokens], 8)
+    tokens = [stored.tokenizer.encode(text)[:TOKENS] for text in texts]
+    model = InferenceModel(stored, TOKENS, torch.bfloat16)
+    for name, weight in model.network.state_dict().items():
+        for matrix, times in zip((".wq.weight", ".wk.weight"), scales, strict=True):
+            if name.endswith(matrix):
+                heads = weight.view(-1, stored.network.args.head_size, weight.shape[-1])
+                heads[:, -2:] *= times
+    scores = score_texts(model, [(stored.begin, each) for each in tokens], 8)
     return [-score / len(each) for score, each in zip(scores, tokens, strict=True)]
 
 

@@ -25,7 +25,7 @@ import torch
 from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.probe import accuracy, data_of, encode, run_probe
 from torchtitan.research.vit_mae.spec import FLAVORS
-from torchtitan.tools.evaluate.subject import ModelLocation
+from torchtitan.tools.inference import ModelLocation
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "train_configs/vit_mae_debug.toml"

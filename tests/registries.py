@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torchtitan.build
-import torchtitan.tools.evaluate.evaluation  # noqa: F401
+import torchtitan.tools.evaluate  # noqa: F401
 from torchtitan.config import Registry
 
 Registries = dict[str, dict[str, Any]]

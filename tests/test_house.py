@@ -30,6 +30,7 @@ LAYERS = [
     ["tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer", "tools.data"],
     ["tools.evaluate"],
+    ["tools.inference"],
     ["tools.trace_summary"],
     ["tools.history", "tools.options"],
     ["tools.reference"],

@@ -48,7 +48,7 @@ from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.settings import TextConfig
 from torchtitan.tools.cli import main
-from torchtitan.tools.evaluate.subject import ModelLocation, open_subject
+from torchtitan.tools.inference import ModelLocation, find_model
 from torchtitan.train import choose
 
 
@@ -247,8 +247,8 @@ def test_weights_of_bytes_say_so_in_every_copy(tmp_path: Path) -> None:
         run(folder, tmp_path / "back"),
         run(folder, tmp_path / "again", target_format="hf"),
     ):
-        subject = open_subject(ModelLocation(path))
-        assert isinstance(subject.tokenizer, ByteTokenizer)
+        stored = find_model(ModelLocation(path))
+        assert isinstance(stored.tokenizer, ByteTokenizer)
 
 
 # --- what cannot be ---

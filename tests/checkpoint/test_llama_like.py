@@ -56,15 +56,14 @@ def convert(source: Path, destination: Path, *words: str) -> Path:
 def test_logits_are_those_of_transformers_there_and_back(case: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from torchtitan.tools.evaluate.inference import open_model
-    from torchtitan.tools.evaluate.subject import ModelLocation, open_subject
+    from torchtitan.tools.inference import InferenceModel, ModelLocation, find_model
 
     ours = convert(folder_of(tmp_path / "hf", case), tmp_path / "ours", "--from", "hf")
     with torch.no_grad():
         expected = model_of(case)(TOKENS).logits
-    subject = open_subject(ModelLocation(ours, tokenizer="bytes"))
-    with open_model(subject, 48, torch.float32) as model:
-        torch.testing.assert_close(model.logits(TOKENS), expected, atol=1e-5, rtol=0)
+    stored = find_model(ModelLocation(ours, tokenizer="bytes"))
+    model = InferenceModel(stored, 48, torch.float32)
+    torch.testing.assert_close(model.logits(TOKENS), expected, atol=1e-5, rtol=0)
     back = convert(ours, tmp_path / "back")
     theirs, report = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
     assert not any(report.values())

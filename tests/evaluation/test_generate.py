@@ -1,8 +1,10 @@
 """Samples are what the full network would give, however they are computed."""
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +14,27 @@ from tests import small_weights, tiny
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.small_weights import SEQ_LEN, SPEC
+from torchtitan.config import ConfigError
+from torchtitan.convert import CONVERTERS
+from torchtitan.convert.settings import ConversionTarget
 from torchtitan.models import MODELS
 from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.tools import cli
-from torchtitan.tools.evaluate import continuation as generating
-from torchtitan.tools.evaluate.continuation import Row, cached, generate, read
-from torchtitan.tools.evaluate.inference import InferenceModel, open_model
-from torchtitan.tools.evaluate.sampling import Sampling, choose, generator_of
-from torchtitan.tools.evaluate.subject import ModelLocation, Subject, open_subject
+from torchtitan.tools import generate as generating
+from torchtitan.tools.generate import (
+    Row,
+    Sampling,
+    cached,
+    choose,
+    continue_rows,
+    generator_of,
+    read,
+)
+from torchtitan.tools.inference import InferenceModel, ModelLocation, StoredModel, find_model
 
 GREEDY = Sampling(temperature=0)
+ROUNDED = {"name": "low_precision_attention", "rotation": "qkv"}
+FLAGS = [f"--convert.0.{key}={value}" for key, value in ROUNDED.items()]
 PROMPTS = [[256, *b"a long prompt, of many tokens"], [256], [256, *b"short"]]
 RECIPE = {"model.tokenizer_path": None}
 
@@ -35,9 +48,9 @@ def checkpoint(folder: Path, flavor: str = "plain") -> Path:
     return small_weights.saved(folder / "ours", flavor, RECIPE)
 
 
-def subject_of(path: Path) -> Subject:
+def stored_of(path: Path) -> StoredModel:
     """Nothing ends a text, so that all samples are as long as wanted."""
-    return open_subject(ModelLocation(path))._replace(ends=frozenset())
+    return find_model(ModelLocation(path))._replace(ends=frozenset())
 
 
 def rows(prompts: Sequence[Sequence[int]]) -> list[Row]:
@@ -48,7 +61,7 @@ def continued(
     model: InferenceModel, prompts: Sequence[Sequence[int]], how: Sampling = GREEDY
 ) -> list[Row]:
     asked = rows(prompts)
-    generate(model, asked, 12, how)
+    continue_rows(model, asked, 12, how)
     return asked
 
 
@@ -67,66 +80,58 @@ def test_cache_changes_nothing(
     flavor: str, at_a_time: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generating, "PREFILL_CHUNK", at_a_time)
-    with open_model(subject_of(checkpoint(tmp_path, flavor)), 64, torch.float32) as model:
-        whole = [model.logits(torch.tensor([prompt]))[0, -1] for prompt in PROMPTS]
-        with cached(model.network, 64) as cache:
-            torch.testing.assert_close(
-                read(model, cache, PROMPTS), torch.stack(whole), atol=1e-5, rtol=0
-            )
-        found = continued(model, PROMPTS)
-        for prompt, row in zip(PROMPTS, found, strict=True):
-            assert row.tokens == without_cache(model, prompt, 12)
-            assert row.ended == "length"
+    model = InferenceModel(stored_of(checkpoint(tmp_path, flavor)), 64, torch.float32)
+    whole = [model.logits(torch.tensor([prompt]))[0, -1] for prompt in PROMPTS]
+    with cached(model.network, 64) as cache:
+        torch.testing.assert_close(
+            read(model, cache, PROMPTS), torch.stack(whole), atol=1e-5, rtol=0
+        )
+    found = continued(model, PROMPTS)
+    for prompt, row in zip(PROMPTS, found, strict=True):
+        assert row.tokens == without_cache(model, prompt, 12)
+        assert row.ended == "length"
 
 
 def test_each_new_token_costs_one_position_and_has_the_logits_of_the_whole(
     tmp_path: Path,
 ) -> None:
-    with open_model(subject_of(checkpoint(tmp_path)), 64, torch.float32) as model:
-        seen: list[Tensor] = []
-        sizes: list[int] = []
+    model = InferenceModel(stored_of(checkpoint(tmp_path)), 64, torch.float32)
+    seen: list[Tensor] = []
+    sizes: list[int] = []
 
-        def note(module: object, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            sizes.append(inputs[0].shape[1])
-            seen.append(output[:, -1])
+    def note(module: object, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        sizes.append(inputs[0].shape[1])
+        seen.append(output[:, -1])
 
-        hook = model.network.register_forward_hook(note)
-        [row] = continued(model, PROMPTS[:1])
-        hook.remove()
-        assert sizes == [len(PROMPTS[0]), *[1] * 11]
-        whole = model.logits(torch.tensor([[*row.prompt, *row.tokens[:-1]]]))[0]
-        torch.testing.assert_close(torch.cat(seen), whole[-12:], atol=1e-5, rtol=0)
-        cores = [m.core for m in model.network.modules() if isinstance(m, SelfAttention)]
-        assert cores == [causal_attention] * 3  # and the cache is gone
+    hook = model.network.register_forward_hook(note)
+    [row] = continued(model, PROMPTS[:1])
+    hook.remove()
+    assert sizes == [len(PROMPTS[0]), *[1] * 11]
+    whole = model.logits(torch.tensor([[*row.prompt, *row.tokens[:-1]]]))[0]
+    torch.testing.assert_close(torch.cat(seen), whole[-12:], atol=1e-5, rtol=0)
+    cores = [m.core for m in model.network.modules() if isinstance(m, SelfAttention)]
+    assert cores == [causal_attention] * 3  # and the cache is gone
 
 
 def test_a_row_knows_nothing_of_the_others(tmp_path: Path) -> None:
     how = Sampling(temperature=0.9, top_k=40, top_p=0.9)
-    with open_model(subject_of(checkpoint(tmp_path)), 64, torch.float32) as model:
-        together = [row.tokens for row in continued(model, PROMPTS, how)]
-        for number, prompt in enumerate(PROMPTS):
-            alone = Row(prompt, generator_of(0, number))
-            generate(model, [alone], 12, how)
-            assert alone.tokens == together[number]
+    model = InferenceModel(stored_of(checkpoint(tmp_path)), 64, torch.float32)
+    together = [row.tokens for row in continued(model, PROMPTS, how)]
+    for number, prompt in enumerate(PROMPTS):
+        alone = Row(prompt, generator_of(0, number))
+        continue_rows(model, [alone], 12, how)
+        assert alone.tokens == together[number]
 
 
 def test_an_end_ends_its_row_alone(tmp_path: Path) -> None:
-    subject = subject_of(checkpoint(tmp_path))
-    with open_model(subject, 64, torch.float32) as model:
-        first, *others = (row.tokens for row in continued(model, PROMPTS))
-        end = next(token for token in first if all(token not in other for other in others))
-        model.subject = subject._replace(ends=frozenset({end}))
-        ended, *rest = continued(model, PROMPTS)
+    stored = stored_of(checkpoint(tmp_path))
+    model = InferenceModel(stored, 64, torch.float32)
+    first, *others = (row.tokens for row in continued(model, PROMPTS))
+    end = next(token for token in first if all(token not in other for other in others))
+    model.stored = stored._replace(ends=frozenset({end}))
+    ended, *rest = continued(model, PROMPTS)
     assert (ended.tokens, ended.ended) == (first[: first.index(end)], "end of text")
     assert [row.tokens for row in rest] == others
-
-
-def test_rows_stop_when_it_is_enough(tmp_path: Path) -> None:
-    with open_model(subject_of(checkpoint(tmp_path)), 64, torch.float32) as model:
-        asked = rows(PROMPTS)
-        generate(model, asked, 12, GREEDY, is_enough=lambda row: len(row.tokens) == len(row.prompt))
-    assert [len(row.tokens) for row in asked] == [12, 1, 6]
-    assert [row.ended for row in asked] == ["length", "stopped", "stopped"]
 
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
@@ -138,11 +143,11 @@ def test_likeliest_tokens_are_those_of_transformers(flavor: str, tmp_path: Path)
     folder = small_weights.run(path, tmp_path / "hf")
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     settings = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
-    with open_model(subject_of(path), 64, torch.float32) as model:
-        model.vocabulary = 300  # they draw from all of it
-        for prompt, row in zip(PROMPTS, continued(model, PROMPTS), strict=True):
-            expected = theirs.generate(torch.tensor([prompt]), **settings)[0]
-            assert row.tokens == expected[len(prompt) :].tolist()
+    model = InferenceModel(stored_of(path), 64, torch.float32)
+    model.vocabulary = 300  # they draw from all of it
+    for prompt, row in zip(PROMPTS, continued(model, PROMPTS), strict=True):
+        expected = theirs.generate(torch.tensor([prompt]), **settings)[0]
+        assert row.tokens == expected[len(prompt) :].tolist()
 
 
 # --- choosing ---
@@ -266,8 +271,8 @@ def test_longer_than_in_training_is_said(tmp_path: Path, capfd: pytest.CaptureFi
     path = checkpoint(tmp_path)
     [found] = results(capfd, str(path), "--tokens", str(SEQ_LEN), "--temperature", "0")
     assert len(found["tokens"]) == SEQ_LEN  # type: ignore[arg-type]
-    with open_model(open_subject(ModelLocation(path)), SEQ_LEN + 1, torch.float32) as model:
-        assert found["tokens"] == without_cache(model, [256], SEQ_LEN)
+    model = InferenceModel(find_model(ModelLocation(path)), SEQ_LEN + 1, torch.float32)
+    assert found["tokens"] == without_cache(model, [256], SEQ_LEN)
     cli.main(["generate", str(path), "--tokens", str(SEQ_LEN)])
     told = capfd.readouterr().err
     assert "the model was trained on sequences of 96 tokens, but these have up to 97" in told
@@ -306,3 +311,85 @@ def test_a_weight_that_is_not_what_was_saved_is_refused(
     file.write_bytes(content)
     assert cli.main(["generate", str(path)]) == 2
     assert "differs from what was saved" in capsys.readouterr().err
+
+
+# --- converters ---
+
+
+def converted_checkpoint(folder: Path, *converters: dict[str, Any]) -> Path:
+    recipe: dict[str, Any] = dict(RECIPE)
+    for number, converter in enumerate(converters):
+        recipe |= {f"convert.{number}.{key}": value for key, value in converter.items()}
+    return small_weights.saved(folder / "ours", recipe=recipe)
+
+
+def expected(rounded: bool) -> torch.Tensor:
+    """Logits of the network that a run would train."""
+    network = small_weights.network()
+    if rounded:
+        config = CONVERTERS[ROUNDED["name"]].model_validate(ROUNDED)
+        assert config.convert(network, ConversionTarget(False, False)).changed
+    with torch.no_grad():
+        return network(torch.tensor([PROMPTS[0]]))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "chosen"), [([ROUNDED], None), ([], [ROUNDED]), ([ROUNDED], []), ([], None)]
+)
+def test_model_is_converted(recorded: Any, chosen: Any, tmp_path: Path) -> None:
+    path = converted_checkpoint(tmp_path, *recorded)
+    rounded = bool(recorded if chosen is None else chosen)
+    convert = chosen and tuple(CONVERTERS[each["name"]].model_validate(each) for each in chosen)
+    place = ModelLocation(path, convert=() if chosen == [] else convert)
+    model = InferenceModel(find_model(place), SEQ_LEN, torch.float32)
+    logits = model.logits(torch.tensor([PROMPTS[0]]))
+    row = Row(PROMPTS[0], generator_of(0, 0))
+    continue_rows(model, [row], 8, Sampling(temperature=0))
+    tokens = list(PROMPTS[0])
+    for _ in range(8):
+        tokens.append(int(model.logits(torch.tensor([tokens]))[0, -1, :258].argmax()))
+    torch.testing.assert_close(logits, expected(rounded), atol=1e-4, rtol=0)
+    assert (logits - expected(not rounded)).abs().max() > 1e-2
+    assert row.tokens == tokens[len(PROMPTS[0]) :], "keys are rounded once, as without the cache"
+
+
+def test_converters_for_training_are_left_out_in_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = converted_checkpoint(tmp_path, {"name": "float8", "recipe": "rowwise"}, ROUNDED)
+    with caplog.at_level(logging.WARNING):
+        stored = find_model(ModelLocation(path))
+    assert [each.name for each in stored.convert] == ["low_precision_attention"]
+    assert "float8, of the recipe, is not applied: it serves training" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--convert.0.name=float8"], "--convert.0.name: got float8; it serves training"),
+        ([*FLAGS, "--convert.0.scale=head"], "of a token depends on the texts"),
+        ([*FLAGS, "--convert.0.filter_fqns", "layers"], "leaves all attention of small as it is"),
+        ([*FLAGS, "--convert.0.rotate=qk"], "--convert.0.rotate: unknown key of low_precision"),
+        ([*FLAGS, "--no-convert"], "--no-convert: --convert.0.name=low_precision_attention asks"),
+    ],
+)
+def test_other_converters_are_refused(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["generate", str(converted_checkpoint(tmp_path)), *flags]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_flags_replace_those_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, found = converted_checkpoint(tmp_path, ROUNDED), []
+
+    def stop(stored: StoredModel, *_: object) -> None:
+        found.append(stored.convert)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(generating, "InferenceModel", stop)
+    for flags in ([], [FLAGS[0], "--convert.0.dtype", "int8"], ["--no-convert"]):
+        assert cli.main(["generate", str(path), *flags]) == 2
+    (recorded,), (chosen,), none = found
+    assert (recorded.rotation, chosen.rotation, chosen.dtype) == ("qkv", "none", "int8")
+    assert none == ()

@@ -27,7 +27,7 @@ from torchtitan.research.vit_mae.masked_autoencoder import (
 )
 from torchtitan.research.vit_mae.model import ViTMAE, ViTMAEArgs, patchify, take, unpatchify
 from torchtitan.research.vit_mae.spec import VIT_MAE, flops_per_unit
-from torchtitan.tools.evaluate.subject import of_text
+from torchtitan.tools.inference import of_text
 
 PUBLISHED = {"base": 87, "huge": 635, "1B": 914, "3B": 3067, "5B": 5349, "15B": 14720}
 """Millions of parameters of the encoder, arXiv:2404.11706."""

@@ -55,7 +55,7 @@ VERBS: Final = {
     "Weights, checkpoints": {
         "checkpoint": "checkpoint",
         "generate": "generate",
-        "evaluate": "evaluate.command",
+        "evaluate": "evaluate",
     },
 }
 """The module of each verb of the core, in the groups that `torchtitan --help` shows."""

@@ -20,7 +20,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.attention import causal_attention, dense_attention
 from torchtitan.models.gpt_oss.block import OssArgs
 from torchtitan.models.layers import Yarn
-from torchtitan.tools.evaluate.continuation import cached
+from torchtitan.tools.generate import cached
 
 SPEC = MODELS["gpt_oss"]
 HUGGING_FACE = SPEC.formats["hf"]

@@ -34,9 +34,8 @@ from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.images.settings import ImageData
 from torchtitan.research.vit_mae.images.source import ImageSample, ImageView
 from torchtitan.research.vit_mae.model import ViTMAE, normalize
-from torchtitan.tools.evaluate.chosen_converters import converters_in_use, converters_of_recipe
-from torchtitan.tools.evaluate.evaluation import EvaluationRequest, Result
-from torchtitan.tools.evaluate.subject import ModelLocation
+from torchtitan.tools.evaluate import EvaluationRequest, Result
+from torchtitan.tools.inference import ModelLocation, converters_in_use, converters_of_recipe
 
 PROBE = "linear_probe"
 """Name of the task."""
