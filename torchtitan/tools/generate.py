@@ -92,15 +92,7 @@ def generate(
     convert = converters_of_flags(context.args, no_convert)
     place = ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()), convert)
     stored = find_model(place)
-    named = list(prompts(prompt or [], prompts_file))
-    texts = []
-    for n, each in enumerate(named, 1):
-        for sample in range(1, samples + 1):
-            row = Row(encoded(stored, each), generator_of(seed, n, sample))
-            heading = f"prompt {n}, sample {sample}" if samples > 1 else f"prompt {n}"
-            texts.append(
-                GeneratedText(each, n, sample, heading * (samples > 1 or len(named) > 1), row)
-            )
+    texts = requested(stored, list(prompts(prompt or [], prompts_file)), samples, seed)
     longest = max(len(text.row.prompt) for text in texts) + tokens
     loaded = InferenceModel(stored, longest, getattr(torch, dtype) if dtype else stored.dtype)
     sampling = Sampling(temperature, top_k or 0, top_p)
@@ -130,6 +122,20 @@ def prompts(given: list[str], path: Path | None) -> Iterator[str]:
     if not lines:
         raise ConfigError(f"--prompts-file: got {path}; it is empty; write one prompt per line")
     yield from lines
+
+
+def requested(
+    stored: StoredModel, prompts: Sequence[str], samples: int, seed: int
+) -> list["GeneratedText"]:
+    """Return the texts to generate, with their prompts encoded."""
+    texts = []
+    for place, prompt in enumerate(prompts, 1):
+        for sample in range(1, samples + 1):
+            heading = f"prompt {place}" * (len(prompts) > 1 or samples > 1)
+            heading += f", sample {sample}" * (samples > 1)
+            row = Row(encoded(stored, prompt), generator_of(seed, place, sample))
+            texts.append(GeneratedText(prompt, place, sample, heading, row))
+    return texts
 
 
 def encoded(stored: StoredModel, prompt: str) -> list[int]:
