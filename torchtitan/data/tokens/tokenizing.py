@@ -418,7 +418,8 @@ class _Progress:
         ):
             return
         self._shown = now
-        documents, tokens, new = self._counts.get_obj()  # a process may have died with the lock
+        counts: Any = self._counts.get_obj()  # a process may have died with the lock
+        documents, tokens, new = counts
         about = f"{tokens:,} tokens, {new / max(now - self._start, 1e-9):,.0f} tokens/s"
         if self._bar:
             self._bar.update(self._task, completed=documents, about=about, refresh=True)

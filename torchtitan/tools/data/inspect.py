@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -138,7 +138,7 @@ def inspect(job: JobConfig, global_batch: int, first: int, count: int) -> Inspec
     found = Inspection(iter(()), task.tokenizer, job.training.seq_len)
     sources = open_token_sources(config, task.tokenizer, task.vocab_size)
     numbers = range(first, first + count)
-    one_rank = {"local_batch_size": 1, "accumulation": global_batch, "rank": 0, "ranks": 1}
+    one_rank: Any = {"local_batch_size": 1, "accumulation": global_batch, "rank": 0, "ranks": 1}
     if sources is None:
         source, name = task.open_source(config, job.debug.seed), config.dataset
         found.fingerprints[name] = str(source.identity.get("files", source.identity["dataset"]))
