@@ -13,14 +13,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.checkpoint import (
-    Checkpointable,
-    Checkpointer,
-    InMemoryState,
-    ResumePolicy,
-    Saver,
-    TrainState,
-)
+from torchtitan.checkpoint import Checkpointable, Checkpointer, ResumePolicy, Saver, TrainState
 from torchtitan.config import Registry, local_path
 from torchtitan.data import Batch
 from torchtitan.device import collect_garbage
@@ -61,7 +54,7 @@ from torchtitan.profiling import Evidence, Profiler
 from torchtitan.provenance import about_run, record_data
 from torchtitan.resilience.divergence import Divergence
 from torchtitan.resilience.grace import outlook, planned_seconds
-from torchtitan.resilience.replica_groups import ReplicaGroup
+from torchtitan.resilience.replica_groups import InMemoryState, ReplicaGroup
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard, add_up, meet
 from torchtitan.resilience.spikes import Guard
 from torchtitan.resilience.stop import StopSignal

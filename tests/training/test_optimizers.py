@@ -16,13 +16,14 @@ from tests.ranks import run_ranks
 from tests.reliability.trials import copy_late
 from tests.runs import train
 from torchtitan.build import Run, build
-from torchtitan.checkpoint import InMemoryState, saved_steps
+from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
+from torchtitan.resilience.replica_groups import InMemoryState
 from torchtitan.tools.verify.measure import training
 from torchtitan.trainer import Trainer
 

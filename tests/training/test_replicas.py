@@ -18,12 +18,15 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train, weights
 from torchtitan.build import Observer, Run, build
-from torchtitan.checkpoint import InMemoryState
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel import open_world
-from torchtitan.resilience.replica_groups import FaultToleranceConfig, ReplicaGroup
+from torchtitan.resilience.replica_groups import (
+    FaultToleranceConfig,
+    InMemoryState,
+    ReplicaGroup,
+)
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.torch_private.elastic import read_stream
 from torchtitan.trainer import Trainer

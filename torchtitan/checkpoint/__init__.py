@@ -6,15 +6,13 @@ from torchtitan.packages import on_first_use
 
 if TYPE_CHECKING:
     from torchtitan.checkpoint.contents import Checkpointable
-    from torchtitan.checkpoint.folder import Lock, lock, saved_steps
+    from torchtitan.checkpoint.folder import Lock, TrainState, lock, saved_steps
     from torchtitan.checkpoint.initial import ResumePoint
-    from torchtitan.checkpoint.live import InMemoryState
     from torchtitan.checkpoint.manager import Checkpointer, SaveFailed
     from torchtitan.checkpoint.placement import on_rank_0
     from torchtitan.checkpoint.saver import Saver
     from torchtitan.checkpoint.settings import CheckpointConfig
     from torchtitan.checkpoint.start import ResumePolicy
-    from torchtitan.checkpoint.state import TrainState
     from torchtitan.checkpoint.tiers import choose_together
 else:
     __getattr__ = on_first_use(__name__, __file__)
@@ -23,7 +21,6 @@ __all__ = [
     "CheckpointConfig",
     "Checkpointable",
     "Checkpointer",
-    "InMemoryState",
     "Lock",
     "ResumePoint",
     "ResumePolicy",

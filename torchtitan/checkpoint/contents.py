@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.checkpoint.folder import read_state
+from torchtitan.checkpoint.folder import TrainState, read_state
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.placement import differences, load_into, on_all_ranks
-from torchtitan.checkpoint.state import TrainState
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.config import ConfigError
 from torchtitan.data import BatchStream, merge_states

@@ -1,4 +1,5 @@
-"""Folder of a run's checkpoints: complete, unfinished, damaged and old ones, and its lock.
+"""Folder of a run's checkpoints: complete, unfinished, damaged and old ones, and its lock; and the
+counters of the run in them.
 
     <dump_folder>/lock                         held by the run that writes here
     <dump_folder>/checkpoint/step-500          a complete checkpoint
@@ -17,7 +18,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ from torchtitan.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
-from torchtitan.checkpoint.state import OLD_COUNTERS
 from torchtitan.checkpoint.store import MANIFEST, NAME, store_of
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
+from torchtitan.step import StepStatus
 
 LOCK_FILE = "lock"
 LOCK_SECONDS = 2.0
@@ -44,6 +45,39 @@ ENDING = ", which is ending"
 """End of the lock's text while its holder saves for the last time."""
 ENDING_SECONDS = 600.0
 """Time to wait for such a holder."""
+OLD_COUNTERS = {"skipped_in_a_row": "consecutive_skips", "stepped_over": "skipped_samples"}
+"""Names of counters in checkpoints of version 0.1, mapped to the current names."""
+
+
+@dataclass
+class TrainState:
+    """Progress of a run: all of its counters."""
+
+    step: int = 0
+    """Number of steps taken, including skipped ones."""
+    tokens: int = 0
+    """Number of targets trained on, over all ranks."""
+    skipped: int = 0
+    """Number of steps whose update was skipped because of a spike in loss or gradient norm."""
+    consecutive_skips: int = 0
+    """Number of skipped steps since the last good one."""
+    rollbacks: int = 0
+    """Number of rollbacks to an earlier checkpoint because of too many skipped steps in a row."""
+    skipped_samples: int = 0
+    """Number of samples that were read but, because of this, are not in the weights."""
+    history: dict[str, list[float]] = field(default_factory=dict)
+    """Loss and gradient norm of the last good steps, used to detect spikes."""
+    schedule_start: int = 0
+    """Step after which the learning rate schedule started."""
+
+    def advance(self, status: StepStatus) -> None:
+        """Count a step, unless it is void."""
+        if status.is_void:
+            return
+        self.step += 1
+        self.tokens += status.count
+        self.skipped += status.is_skipped
+        self.consecutive_skips = self.consecutive_skips + 1 if status.is_skipped else 0
 
 
 def saved_steps(folder: Path) -> dict[int, Path]:

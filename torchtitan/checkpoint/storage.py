@@ -28,6 +28,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from torchtitan.checkpoint.folder import TrainState
 from torchtitan.checkpoint.manifest import (
     STATE_FILE,
     XOR_FORMAT,
@@ -40,7 +41,6 @@ from torchtitan.checkpoint.manifest import (
     write_manifest,
 )
 from torchtitan.checkpoint.ranges import contiguous, files_in
-from torchtitan.checkpoint.state import TrainState
 from torchtitan.checkpoint.store import store_of
 from torchtitan.digest import digest, unsigned
 

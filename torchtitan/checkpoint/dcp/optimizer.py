@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchtitan.checkpoint.dcp.torchtitan import OPTION, STATE, TorchTitanCheckpoint
-from torchtitan.checkpoint.state import TrainState
+from torchtitan.checkpoint.folder import TrainState
 from torchtitan.config import ConfigError, RecipeError
 from torchtitan.optim import OPTIMIZERS, NamedParameter, OptimizerConfig, UpdateRule
 from torchtitan.optim.grouping import assign

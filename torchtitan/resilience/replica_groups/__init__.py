@@ -2,5 +2,6 @@
 
 from torchtitan.resilience.replica_groups.group import ReplicaGroup
 from torchtitan.resilience.replica_groups.settings import FaultToleranceConfig
+from torchtitan.resilience.replica_groups.transport import InMemoryState
 
-__all__ = ["FaultToleranceConfig", "ReplicaGroup"]
+__all__ = ["FaultToleranceConfig", "InMemoryState", "ReplicaGroup"]
