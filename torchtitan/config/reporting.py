@@ -7,8 +7,6 @@ imperative`. When it is printed, it is divided where its first clause begins wit
 import re
 from typing import Final, Literal
 
-from torchtitan.config.settings import ConfigError
-from torchtitan.config.wings import absent_wings
 from torchtitan.logging import has_color, tell
 
 Level = Literal["error", "warning", "note"]
@@ -35,8 +33,6 @@ def print_error(error: Exception | str) -> None:
             messages.append(line)
     for message in messages:
         print_message("error", message)
-    if isinstance(error, ConfigError) and (absent := absent_wings()):
-        print_message("note", absent)  # it may be a name or a key of theirs
 
 
 def print_message(level: Level, message: str) -> None:

@@ -22,9 +22,11 @@ from torchtitan import __version__
 from torchtitan.config import (
     ConfigError,
     Unreachable,
+    absent_wings,
     docstring,
     load_entry,
     print_error,
+    print_message,
     with_wings,
 )
 from torchtitan.logging import configure
@@ -110,7 +112,14 @@ def run(argv: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # as `python -m` has it: job.imports may name modules there
     configure()
-    words = list(argv)
+    status = call(list(argv))
+    if status == 2 and (absent := absent_wings()):
+        print_message("note", absent)  # it may be a name or a key of theirs
+    return status
+
+
+def call(words: list[str]) -> int:
+    """Call the verb that `words` name, and print why it refuses them; returns the exit status."""
     try:
         status: int | None = get_command(app).main(words, "torchtitan", standalone_mode=False)
     except typer.TyperException as error:
