@@ -169,7 +169,7 @@ def test_features_are_called_around_the_passes_in_order(timeline: Timeline) -> N
 
     alone: Any = SimpleNamespace(sum=lambda shares, over: 3 * shares)
     nothing: Any = None
-    model = OneRank([], nothing, nothing, nothing, nothing, alone, timeline)
+    model = OneRank([], nothing, nothing, nothing, alone, timeline)
     model.before_forward = [lambda: done.append("first"), lambda: done.append("second")]
     model.after_backward = [lambda batches, losses: done.append((batches, losses["loss"].item()))]
     batches: Any = ["batch"]

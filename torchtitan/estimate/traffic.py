@@ -19,7 +19,7 @@ from torchtitan.models.attention import SelfAttention
 from torchtitan.models.experts import MixtureOfExperts, Router
 from torchtitan.models.spec import TensorRole
 from torchtitan.optim import OptimizerConfig, name_parameters
-from torchtitan.parallel.layout import Layout
+from torchtitan.parallel import Layout
 from torchtitan.parallel.sharding import ShardingConfig
 from torchtitan.parallel.work import Part, Traffic, Work
 from torchtitan.tasks import TASKS

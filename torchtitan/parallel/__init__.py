@@ -1,11 +1,19 @@
 """Turns a single-device model into this rank's part of a parallel run, in one explicit order."""
 
+import math
+from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan import convert
+from torchtitan.auxiliary_losses import AuxiliaryLossConfig
+from torchtitan.comm import CommunicationConfig
+from torchtitan.convert import ConverterConfig
+from torchtitan.losses import LossConfig
 from torchtitan.models.output import auxiliary_losses
 from torchtitan.models.spec import Args, ModelSpec
 from torchtitan.parallel import (
@@ -20,22 +28,24 @@ from torchtitan.parallel import (
 )
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.layout import Layout
 from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.parallel.parallel_model import Losses, ParallelModel
-from torchtitan.parallel.pipeline import Pipeline
-from torchtitan.parallel.replication import LocallyUpdatedModel
-from torchtitan.parallel.settings import ParallelismConfig
+from torchtitan.parallel.pipeline import Pipeline, Shapes
+from torchtitan.parallel.replication import LocallyUpdatedModel, open_replicas
+from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
 from torchtitan.parallel.sharding import (
     FSDP2,
     SHARDING,
     Precision,
     Sharding,
     ShardingConfig,
+    ShardingTarget,
     casting,
 )
 from torchtitan.parallel.stages import Stages
+from torchtitan.parallel.work import Work
 from torchtitan.parallel.world import RANK_ROLE, CommConfig, Degrees, Launch, World, open_world
+from torchtitan.tasks import TASKS
 from torchtitan.timeline import Timeline
 
 __all__ = [
@@ -59,6 +69,54 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class Layout:
+    """All settings of how a model is distributed and computed."""
+
+    parallelism: ParallelismConfig
+    precision: Precision
+    cpu_offload: bool
+    activation_checkpoint: ActivationCheckpointConfig
+    compile: CompileConfig
+    loss: LossConfig
+    seq_len: int
+    local_batch_size: int
+    convert: tuple[ConverterConfig, ...] = ()
+    auxiliary_losses: tuple[AuxiliaryLossConfig, ...] = ()
+    sharding: ShardingConfig = field(default_factory=FSDP2)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+
+    @property
+    def reshard(self) -> ReshardPolicy:
+        """Policy in effect: a pipeline stage stays gathered, since microbatches use it in turn."""
+        chosen = self.parallelism
+        default = chosen.fsdp_reshard_after_forward == "default"
+        in_pipeline = chosen.pipeline_parallel_degree > 1
+        return "never" if in_pipeline and default else chosen.fsdp_reshard_after_forward
+
+    def shards(self, degrees: Degrees) -> bool:
+        """Whether parameters are gathered and reduced: over data ranks, or from host memory."""
+        return degrees.dp_replicate * degrees.fsdp > 1 or self.cpu_offload
+
+    def work(self, spec: ModelSpec[Args], args: Args, degrees: Degrees, passes: int) -> Work:
+        """Return the work of a step with this number of `passes`, for estimates."""
+        return Work(
+            spec=spec,
+            args=args,
+            degrees=degrees,
+            passes=passes,
+            local_batch_size=self.local_batch_size,
+            seq_len=self.seq_len,
+            parallelism=self.parallelism,
+            precision=self.precision,
+            communication=self.communication,
+            recomputation=self.activation_checkpoint,
+            reshard=self.reshard,
+            shards=self.shards(degrees),
+            logits_in_chunks=bool(self.loss.vocabulary_chunk),
+        )
+
+
 def parallelize(
     model: nn.Module,
     spec: ModelSpec[Args],
@@ -68,7 +126,7 @@ def parallelize(
     timeline: Timeline,
     plan: Stages | None = None,
 ) -> ParallelModel:
-    """Apply every technique to `model`, in order; `timeline` measures forward and backward.
+    """Apply every technique of the layout to `model`; `timeline` measures forward and backward.
 
     `plan` cuts the model into stages, by default as the recipe says.
 
@@ -77,33 +135,32 @@ def parallelize(
     gathers and reductions.
     """
     chosen, degrees, shards = layout.parallelism, world.degrees, layout.shards(world.degrees)
-    tensor_mesh = world.parameter_mesh["tp"] if degrees.tp > 1 else None
     splits_stream = degrees.tp > 1 and not chosen.disable_sequence_parallel
     stream = world.groups["tp"] if splits_stream else None
     compile.prepare(layout.compile)
-    shared = {axis: world.groups[axis] for axis in ("cp", "tp") if getattr(degrees, axis) > 1}
-    convert.apply(model, layout.convert, world.device.capability, shards, shared)
+    if layout.convert:
+        shared = {axis: world.groups[axis] for axis in ("cp", "tp") if getattr(degrees, axis) > 1}
+        convert.apply(model, layout.convert, world.device.capability, shards, shared)
     if degrees.cp > 1:
         rotation = chosen.context_parallel_rotate_method
         context.apply(model, world.groups["cp"], rotation, chosen.balancing)
     if chosen.enable_async_tensor_parallel:
         async_tensor.enable(world.groups["tp"])
-    expert_mesh = None
-    if (degree := chosen.expert_parallel_degree) > 1:
-        expert_mesh = world.expert_mesh(degree)
+    degree = chosen.expert_parallel_degree
+    expert_mesh = world.expert_mesh(degree) if degree > 1 else None
     order = list(spec.all_blocks(model))
     names = [each.name for each in auxiliary_losses(model)]
     auxiliary = AuxiliaryLosses(names, [each for each in layout.auxiliary_losses if each.reported])
-    sharding = layout.open_sharding(world, spec, args, order[-1], expert_mesh)
+    sharding = open_sharding(spec, args, layout, world, order[-1], expert_mesh)
     plan = plan or stages.plan(chosen, spec, args, model, layout.seq_len)
     parts = [stages.build(model, plan, stage) for stage in plan.of(world.stage_rank)]
     for part in parts:
         blocks = spec.all_blocks(part)
-        if tensor_mesh is not None:
+        if degrees.tp > 1:
             tensor.apply(
                 part,
                 spec.tensor_plan,
-                tensor_mesh,
+                world.parameter_mesh["tp"],
                 sequence_parallel=not chosen.disable_sequence_parallel,
                 loss_parallel=not chosen.disable_loss_parallel,
             )
@@ -113,8 +170,8 @@ def parallelize(
             loss.apply(
                 part,
                 layout.loss,
-                layout.sample(spec, args).outputs[-1],
-                tensor_mesh,
+                spec.shapes(args, layout.seq_len).outputs[-1],
+                world.parameter_mesh["tp"] if degrees.tp > 1 else None,
                 sequence_parallel=not chosen.disable_sequence_parallel,
                 compile_config=layout.compile,
                 auxiliary=auxiliary,
@@ -126,9 +183,10 @@ def parallelize(
         activation_checkpoint.apply(
             blocks, order, layout.activation_checkpoint, is_compiled=is_compiled
         )
-        options = sharding.compile_options(blocks, stages.units(spec, part))
-        in_one = layout.compile.granularity == "model"
-        compile.apply([part] if in_one else blocks.values(), layout.compile, options)
+        if is_compiled:
+            options = sharding.compile_options(blocks, stages.units(spec, part))
+            in_one = layout.compile.granularity == "model"
+            compile.apply([part] if in_one else blocks.values(), layout.compile, options)
         if shards:
             sharding.apply(part, blocks)
         elif layout.precision.casts:
@@ -136,6 +194,44 @@ def parallelize(
     blocks_of_parts = [block for part in parts for block in spec.blocks(part).values()]
     auxiliary.attach(parts, blocks_of_parts, stream)
     return _model(parts, plan, auxiliary, spec, args, layout, world, sharding, timeline)
+
+
+def open_sharding(
+    spec: ModelSpec[Args],
+    args: Args,
+    layout: Layout,
+    world: World,
+    last_block: str,
+    expert_mesh: DeviceMesh | None,
+) -> Sharding:
+    """Open the sharding of a model on `world`.
+
+    Args:
+        last_block: name of the model's last block.
+        expert_mesh: mesh of experts (`World.expert_mesh`), if ranks have different ones.
+    """
+    # Context parallelism sends all heads together, so they cannot be divided.
+    has_heads = bool(spec.tensor_plan) and world.degrees.cp == 1
+    in_backward = layout.communication.replicas.in_backward
+    mesh = world.data_mesh if in_backward else world.parameter_mesh["fsdp"]
+    *copies, _ = mesh.mesh_dim_names or ()
+    target = ShardingTarget(
+        mesh=mesh,
+        expert_mesh=expert_mesh[*copies, "efsdp"] if expert_mesh is not None else None,
+        tensor_mesh=world.parameter_mesh["tp"],
+        precision=layout.precision,
+        reshard=layout.reshard,
+        last_block=last_block,
+        ends=spec.ends(args),
+        compile=layout.compile,
+        communication=layout.communication,
+        cpu_offload=layout.cpu_offload,
+        device_type=world.device.type,
+        tensor_plan=spec.tensor_plan,
+        heads=math.gcd(*spec.tensor_splits(args).heads.values()) or 1 if has_heads else 1,
+        vocabulary_chunk=layout.loss.vocabulary_chunk,
+    )
+    return layout.sharding.open(target)
 
 
 def _model(
@@ -150,33 +246,42 @@ def _model(
     timeline: Timeline,
 ) -> ParallelModel:
     """Return the model of these parts, with the calls around its passes in order."""
-    degrees, replicas = world.degrees, layout.open_replicas(world, parts)
-    runs_apart = layout.communication.replicas.runs_apart and degrees.dp_replicate > 1
-    loss_of_outputs = layout.loss_of_outputs(world, spec, args, auxiliary)
+    chosen, degrees, replicated = layout.parallelism, world.degrees, layout.communication.replicas
+    sample, computes_loss = spec.shapes(args, layout.seq_len), bool(layout.loss.vocabulary_chunk)
+    is_split = degrees.tp > 1 and not chosen.disable_loss_parallel
+    group = world.groups["tp"] if is_split else None
+    loss_of_outputs = None
+    if not computes_loss:
+        loss_of_outputs = loss.of_outputs(
+            TASKS[spec.task], group, sample.outputs[-1], layout.compile, auxiliary
+        )
+    runs_apart = replicated.runs_apart and degrees.dp_replicate > 1
     model = (LocallyUpdatedModel if runs_apart else ParallelModel)(
-        parts,
-        loss_of_outputs,
-        partial(
+        parts, loss_of_outputs, sharding, auxiliary, world, timeline
+    )
+    if degrees.cp > 1:
+        model.shard_batch = partial(
             context.shard,
             rank=dist.get_rank(world.groups["cp"]),
             size=degrees.cp,
-            balancing=layout.parallelism.balancing,
+            balancing=chosen.balancing,
             window=shape.window if (shape := spec.attention(args)) else 0,
-        ),
-        sharding,
-        auxiliary,
-        world,
-        timeline,
-        replicas=replicas,
-    )
+        )
     if degrees.pp > 1:
         model.pipeline = Pipeline(
             parts,
             plan,
             world.groups["pp"],
-            layout.parallelism,
-            microbatches=layout.parallelism.microbatches(layout.local_batch_size),
-            shapes=layout.shapes(world, spec, args, plan),
+            chosen,
+            microbatches=chosen.microbatches(layout.local_batch_size),
+            shapes=Shapes.of(
+                chosen,
+                sample,
+                plan,
+                layout.precision.compute,
+                world,
+                has_outputs=not computes_loss,
+            ),
             loss=loss_of_outputs,
             device=world.device.torch_device,
             timeline=timeline,
@@ -187,7 +292,11 @@ def _model(
         model.complete_gradients.append(partial(tensor.complete_gradients, parts))
     if layout.shards(degrees):
         model.complete_gradients.append(sharding.complete_gradients)
-    if replicas:
-        model.before_pass.append(replicas.before_pass)
-        model.complete_gradients.append(replicas.complete_gradients)
+    if degrees.dp_replicate > 1:
+        device = torch.device("cpu") if layout.cpu_offload else world.device.torch_device
+        replicas = open_replicas(replicated, parts, world.groups["dp_replicate"], device)
+        if replicas:
+            model.replicas = replicas
+            model.before_pass.append(replicas.before_pass)
+            model.complete_gradients.append(replicas.complete_gradients)
     return model

@@ -7,6 +7,7 @@ must run inside that forward: `apply` sets the core of the model's `LinearLoss`.
 from functools import partial
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.losses import LossConfig, linear_losses, squared_normalizer, summed_squares
@@ -22,15 +23,14 @@ Z_LOSS = "z_loss"
 
 def of_outputs(
     task: type[Task],
-    mesh: DeviceMesh | None,
+    group: ProcessGroup | None,
     size: int,
     config: CompileConfig,
     auxiliary: AuxiliaryLosses,
 ) -> LossFunction:
-    """Return the task's loss, of outputs that are whole, or split over `mesh` (tp) on a dim of
+    """Return the task's loss, of outputs that are whole, or split over `group` (tp) on a dim of
     `size`; the z-loss is added if `auxiliary` has one.
     """
-    group = None if mesh is None else mesh.get_group()
     loss: LossFunction = task.loss if group is None else task.split_loss(group, size)
     z_loss: LossFunction = partial(squared_normalizer, group=group)
     if config.compiles("loss"):

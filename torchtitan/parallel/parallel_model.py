@@ -32,12 +32,12 @@ class ParallelModel:
     """The whole model, or this rank's stages of a pipeline."""
     loss: LossFunction | None
     """Loss of the outputs; None: the model computes its own."""
-    shard_batch: Callable[[Batch], Batch]
-    """Returns this rank's shard of a batch of whole sequences."""
     sharding: Sharding
     auxiliary: AuxiliaryLosses
     world: World
     timeline: Timeline
+    shard_batch: Callable[[Batch], Batch] = lambda batch: batch
+    """Returns this rank's shard of a batch of whole sequences."""
     pipeline: Pipeline | None = None
     replicas: "Replicas | None" = None
     """Synchronization of replicas outside the sharding, if any."""

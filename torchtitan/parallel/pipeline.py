@@ -5,16 +5,18 @@ fills and drains once for each batch of `training.local_batch_size` sequences.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.config import local_path
+from torchtitan.models.spec import SampleShapes
 from torchtitan.parallel.schedules import SCHEDULES, forward_steps
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.stages import Stages
+from torchtitan.parallel.world import World
 from torchtitan.tasks import Batch
 from torchtitan.tasks.task import LossFunction
 from torchtitan.timeline import Timeline
@@ -39,6 +41,45 @@ class Shapes(NamedTuple):
     def trained(self) -> list[tuple[int, ...]]:
         """Outputs of each stage in training."""
         return [((1 + self.extra_hidden) * size, *rest) for size, *rest in self.hidden]
+
+    @classmethod
+    def of(
+        cls,
+        config: ParallelismConfig,
+        sample: SampleShapes,
+        stages: Stages,
+        dtype: torch.dtype,
+        world: World,
+        *,
+        has_outputs: bool,
+    ) -> Self:
+        """Return the shapes of this rank's part of a microbatch.
+
+        Args:
+            sample: shapes of a whole sample.
+            dtype: dtype of the computation.
+            has_outputs: whether the last stage returns outputs instead of the loss.
+        """
+        size, tp, cp = config.pipeline_parallel_microbatch_size, world.degrees.tp, world.degrees.cp
+        stream = cp if config.disable_sequence_parallel else cp * tp
+        *outputs, last = sample.outputs
+        if tp > 1 and not config.disable_loss_parallel:
+            part = -(-last // tp)  # the last rank may have fewer
+            first = part * dist.get_rank(world.groups["tp"])
+            last = min(first + part, last) - first
+        return cls(
+            inputs=(size, *_part(sample.inputs, cp)),
+            input_dtype=sample.input_dtype,
+            hidden=tuple((size, *_part(sample.after(unit[-1]), stream)) for unit in stages.units),
+            outputs=(size, *_part((*outputs, last), cp)) if has_outputs else None,
+            dtype=dtype,
+            extra_hidden=sample.extra_hidden,
+        )
+
+
+def _part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Return the shape of a sample whose positions, its first dim, are split over `ranks`."""
+    return (shape[0] // ranks, *shape[1:])
 
 
 class Pipeline:
