@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generat
 
 
 @pytest.fixture(autouse=True)
-def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_state(monkeypatch):
     """Seeds set, no launcher and no network in the environment; what is changed is put back."""
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)

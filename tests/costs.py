@@ -60,10 +60,10 @@ class Costs:
 
     def __init__(self) -> None:
         self.start = datetime.datetime.now(datetime.UTC)
-        self.processor: dict[str, tuple[float, float]] = {}
-        self.minutes: defaultdict[str, float] = defaultdict(float)
-        self.outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self.skipped: Counter[str] = Counter()
+        self.processor = {}
+        self.minutes = defaultdict(float)
+        self.outcomes = defaultdict(Counter)
+        self.skipped = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         folder = folder_of(report.nodeid)

@@ -40,7 +40,7 @@ MOST_RANKS = 4
 
 PLAIN = Case()
 DENSE = ("Llama", "Llama, window", "Qwen3", "Qwen3, tied")
-FACTORS: dict[str, dict[str, Case]] = {
+FACTORS = {
     "family": {
         "Llama": PLAIN,
         "Llama, window": PLAIN.of(**WINDOW),
@@ -96,7 +96,7 @@ FACTORS: dict[str, dict[str, Case]] = {
 SETTINGS = {name: each for levels in FACTORS.values() for name, each in levels.items()}
 FACTOR_OF = {name: factor for factor, levels in FACTORS.items() for name in levels}
 MIXTURES = [name for name in FACTORS["family"] if name not in DENSE]
-NEEDS: dict[str, list[tuple[str, ...]]] = {
+NEEDS = {
     **{name: [("FSDP 2",)] for name in FACTORS["reshard"]},
     "copies added up afterwards": [("DDP 2",)],
     "EP 2": [("FSDP 2",), tuple(MIXTURES)],

@@ -68,6 +68,6 @@ def break_down(run: Run) -> None:
             run.agree.world.max(torch.zeros(7))
 
 
-Trainer.step = step  # type: ignore[method-assign]
+Trainer.step = step
 if KIND == "save":
-    saver.write_file = write_slowly  # type: ignore[attr-defined]
+    saver.write_file = write_slowly

@@ -8,7 +8,7 @@ It needs megatron-core, mosaicml-streaming, datatrove and litdata, each only for
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +94,7 @@ def litdata(folder: Path, count: int, dtype: str, kind: str) -> None:
     writer.merge()
 
 
-CASES: dict[str, Callable[[Path, int], None]] = {
+CASES = {
     "megatron-uint16": lambda *at: megatron(*at, np.uint16),
     "megatron-int32": lambda *at: megatron(*at, np.int32, in_pieces=True),
     "mds-int32": lambda *at: mds(*at, "ndarray:int32", "int32"),

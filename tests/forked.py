@@ -65,7 +65,7 @@ def child(action: Callable[[], int | None], folder: Path, out: Path, err: Path) 
         os.close(file)
     # Those of the parent may be captured by pytest, and are not of this process.
     sys.stdout, sys.stderr = (os.fdopen(os.dup(n), "w", buffering=1) for n in (1, 2))
-    status: int | None = 1
+    status = 1
     try:
         status = action()
     except SystemExit as leaving:

@@ -90,12 +90,12 @@ def start(
     """
     stderr = stderr or stdout
     if [*words[:3]] != OURS:
-        own: dict[str, Any] = {"env": environment, "text": True, "start_new_session": True}
+        own = {"env": environment, "text": True, "start_new_session": True}
         with stdout.open("a") as output, stderr.open("a") as errors:
             return subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=errors, **own)
 
     def command() -> int:
-        SubprocessHandler._popen = _start_rank  # type: ignore[method-assign, assignment]
+        SubprocessHandler._popen = _start_rank
         before()
         return act(words[3:])
 

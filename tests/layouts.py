@@ -65,7 +65,7 @@ class Case:
         # Stages need layers; other layouts take less time with few.
         flavor = "even" if self.converts_linears else "deep" if self.pp > 1 else "flat"
         model = {"flavor": flavor}
-        merged: dict[str, dict[str, Any]] = {"model": model, "parallelism": degrees}
+        merged = {"model": model, "parallelism": degrees}
         for changes in (self.sections, sections):
             for name, keys in changes.items():
                 merged[name] = merged.get(name, {}) | keys
@@ -119,7 +119,7 @@ SECOND = {"mode": "selective", "selective_ac_option": 2}
 ULYSSES = {"context_parallel_rotate_method": "ulysses"}
 RING = {"context_parallel_rotate_method": "ring"}
 UNBALANCED = {"context_parallel_load_balancer": "none"}
-BY_DOCUMENTS: dict[str, Any] = {"documents": True, "context_parallel_load_balancer": "documents"}
+BY_DOCUMENTS = {"documents": True, "context_parallel_load_balancer": "documents"}
 NO_SEQUENCE = {"disable_sequence_parallel": True}
 NO_LOSS = {"disable_loss_parallel": True}
 AFTERWARDS = {"replicas": {"overlap": False}}
@@ -148,9 +148,9 @@ MICROSCALED = (MXFP8(emulate=True),)
 BESIDE = (ZLoss(weight=0.01),)
 ALL_LOSSES = (*BESIDE, MultiToken(depth=2, final_weight=0.1, final_step=4))
 
-ALL_BESIDE: dict[str, Any] = {"chunk": 100, "auxiliary": ALL_LOSSES}
+ALL_BESIDE = {"chunk": 100, "auxiliary": ALL_LOSSES}
 
-LAYOUTS: dict[str, Case] = {
+LAYOUTS = {
     # Data parallelism.
     "DDP 2": case(replicate=2),
     "DDP 4": case(replicate=4),
@@ -448,7 +448,7 @@ OSS_APART = (
     *("EP 2", "EP 2 of 4", "EP 2, full recomputation", "EP 2, FSDP 2 x TP 2"),
     *("EP 2, FSDP 2 x TP 2, operators recomputed", "EP 2 of 4, FSDP 4 x TP 2"),
 )
-FAMILIES: dict[str, dict[str, Case]] = {
+FAMILIES = {
     "Llama": LAYOUTS,
     "Qwen3": {name: layout.of(**QWEN3) for name, layout in LAYOUTS.items()},
     "Qwen3, tied output": {

@@ -21,7 +21,7 @@ from torchtitan.trainer import Trainer
 FOLDER = Path(os.environ["MEETING"])
 FAULT, GROUP, STEP = os.environ.get("FAULT", "none 9 9").split()
 healthy_step = Trainer.step
-PREPARED: list[Trainer] = []
+PREPARED = []
 
 
 def step(trainer: Trainer) -> None:
@@ -37,7 +37,7 @@ def step(trainer: Trainer) -> None:
         time.sleep(0.05)
         is_last = launch.rank == launch.size - 1
         if group == int(GROUP) and is_last and not launch.restart and done + 1 == int(STEP):
-            run.guard.group.sum = die  # type: ignore[method-assign]
+            run.guard.group.sum = die
         if group != int(GROUP) and done == int(STEP) + 3:
             wait_for(f"{GROUP} {launch.rank} 1")
     healthy_step(trainer)
@@ -54,4 +54,4 @@ def wait_for(name: str) -> None:
         time.sleep(0.02)
 
 
-Trainer.step = step  # type: ignore[method-assign]
+Trainer.step = step

@@ -41,7 +41,7 @@ class Wire:
         self._thread.join()
 
     def _forward(self) -> None:
-        late: list[tuple[float, int, int, bytes]] = []
+        late = []
         number = 0
         while not self._over:
             wait = max(0.0, min(0.1, late[0][0] - time.monotonic())) if late else 0.1

@@ -43,7 +43,7 @@ class Normalized(OptimizerConfig):
 
 class _Normalized(torch.optim.Optimizer):
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:

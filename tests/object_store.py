@@ -15,7 +15,7 @@ class ClientError(Exception):
     """What a client library raises."""
 
 
-class ObjectStore(MemoryFileSystem):  # type: ignore[misc]
+class ObjectStore(MemoryFileSystem):
     """In the memory of this process."""
 
     protocol = "store"
@@ -29,8 +29,7 @@ class ObjectStore(MemoryFileSystem):  # type: ignore[misc]
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        stripped: str = super()._strip_protocol(str(path).removeprefix("store://"))
-        return stripped
+        return super()._strip_protocol(str(path).removeprefix("store://"))
 
     @classmethod
     def reset(cls) -> None:
@@ -90,7 +89,7 @@ class ObjectStore(MemoryFileSystem):  # type: ignore[misc]
         self, path: str, start: int | None = None, end: int | None = None, **named: Any
     ) -> bytes:
         path = self._strip_protocol(path)
-        data: bytes = super().cat_file(path, start, end, **named)
+        data = super().cat_file(path, start, end, **named)
         self._asked("cat_file", path, len(data))
         return data
 

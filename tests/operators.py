@@ -11,7 +11,7 @@ class Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None

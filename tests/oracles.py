@@ -27,7 +27,7 @@ def code_of_meta() -> Iterator[Any]:
         def __init__(self, rows: int, dim: int, **_: Any) -> None:
             super().__init__(rows, dim)
 
-    contents: dict[str, dict[str, Any]] = {
+    contents = {
         "fairscale": {},
         "fairscale.nn": {},
         "fairscale.nn.model_parallel": {},

@@ -18,5 +18,5 @@ def leave_out(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_plan(monkeypatch):
     leave_out(monkeypatch)

@@ -15,8 +15,7 @@ def descendants(pid: int) -> list[int]:
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]
 
 
 def _read(path: Path) -> list[str]:

@@ -23,9 +23,9 @@ from torchtitan.comm import (
     WeightsConfig,
 )
 
-USED: Counter[str] = Counter()
+USED = Counter()
 """By way and unit, in this process."""
-BUFFERS: dict[str, tuple[int, int]] = {}
+BUFFERS = {}
 """Of each unit, elements of a part as its parameters have them, and as they were sent."""
 
 

@@ -1,7 +1,7 @@
 """Several runs in one set of ranks, which costs much less than a set for each."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ Found = TypeVar("Found")
 
 
 @pytest.fixture
-def uncompiled() -> Iterator[None]:
+def uncompiled():
     """Nothing is compiled here, and in ranks that are forked."""
     torch.compiler.set_stance("force_eager")
     yield
@@ -35,7 +35,7 @@ def traced(layout: Case, jobs: Sequence[JobConfig], uneven: bool = False) -> lis
     return [list(of_job) for of_job in zip(*ranks, strict=True)]
 
 
-_ALONE: dict[str, list[Trace]] = {}
+_ALONE = {}
 
 
 def on_one_rank(jobs: Sequence[JobConfig]) -> list[Trace]:

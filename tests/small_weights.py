@@ -48,7 +48,7 @@ def weights(flavor: str = "plain") -> Weights:
 def write_run(folder: Path, name: str, sizes: Mapping[str, Any], network: nn.Module) -> Path:
     """A checkpoint of a run of the debug model of a family, with these sizes."""
     folder.mkdir()
-    recipe: dict[str, Any] = {f"model.{key}": value for key, value in sizes.items()}
+    recipe = {f"model.{key}": value for key, value in sizes.items()}
     recipe |= {"model.name": name, "model.flavor": "debugmodel", "training.seq_len": SEQ_LEN}
     weights = ((f"model.{n}", w) for n, w in network.state_dict().items())
     write_tensors(folder, weights, {"recipe": recipe}, 10**9)

@@ -47,5 +47,5 @@ def write_slowly(*arguments: Any, write: Callable[..., Any] = write_fast) -> Any
     return write(*arguments)
 
 
-Trainer.step = step  # type: ignore[method-assign]
+Trainer.step = step
 saver.write_file = write_slowly

@@ -29,8 +29,8 @@ class Counts:
     """What a rank has done so far."""
 
     def __init__(self) -> None:
-        self.found: Counter[str] = Counter()
-        self.paths: list[str] = []
+        self.found = Counter()
+        self.paths = []
         self._is_ours = False
 
     def watch_files(self) -> None:
@@ -65,7 +65,7 @@ def among_others(counts: Counts, ranks: int, sent: Path) -> Iterator[None]:
 
     rank, found, replace = int(os.environ["RANK"]), counts.found, mock.patch.object
     start, group_of, reduce = dist.init_process_group, dist.new_group, dist.all_reduce
-    kept: list[bytes] = [] if rank == 0 else pickle.loads(sent.read_bytes())
+    kept = [] if rank == 0 else pickle.loads(sent.read_bytes())
 
     def join(*args: Any, **settings: Any) -> None:
         start("fake", store=FakeStore(), rank=rank, world_size=ranks)

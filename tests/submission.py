@@ -6,7 +6,6 @@ Runs in an environment that has that software, and needs nothing of this project
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 
 def read_kubernetes(text: str) -> None:
@@ -20,7 +19,7 @@ def read_kubernetes(text: str) -> None:
 
 def read_skypilot(text: str) -> None:
     """By SkyPilot's own schema, then as a task."""
-    found: dict[str, Any] = import_module("yaml").safe_load(text)
+    found = import_module("yaml").safe_load(text)
     validate, schemas = import_module("jsonschema").validate, import_module("sky.utils.schemas")
     validate(found, schemas.get_task_schema())
     validate(found["resources"], schemas.get_resources_schema())
@@ -32,7 +31,7 @@ def read_skypilot(text: str) -> None:
 
 def read_torchx(text: str) -> None:
     """As a component, by TorchX's own check and the scheduler of this machine."""
-    component: dict[str, Any] = {}
+    component = {}
     exec(compile(text, "component", "exec"), component)
     validate = import_module("torchx.specs.file_linter").validate
     file = Path(sys.argv[2])

@@ -8,7 +8,7 @@ BUDGET = tomllib.loads((ROOT / "tests/budget.toml").read_text())
 PATTERNS = {"lines": ("*.py", str.splitlines), "words": ("*.md", str.split)}
 
 
-def test_no_folder_exceeds_its_budget() -> None:
+def test_no_folder_exceeds_its_budget():
     found = {}
     for unit, (pattern, parts) in PATTERNS.items():
         for folder, limit in BUDGET[unit].items():

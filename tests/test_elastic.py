@@ -86,7 +86,7 @@ def notes(folder: Path) -> list[dict[str, int]]:
 
 
 @pytest.mark.gate
-def test_killed_rank_is_started_again_from_the_checkpoint(tmp_path: Path) -> None:
+def test_killed_rank_is_started_again_from_the_checkpoint(tmp_path):
     words = command(tmp_path / "run", "--training.steps=5", processes="2")
     with started(words, tmp_path / "log", FAULT="kill 1 4") as process:
         status = process.wait(timeout=300)
@@ -118,9 +118,7 @@ def test_killed_rank_is_started_again_from_the_checkpoint(tmp_path: Path) -> Non
         (signal.SIGTERM, ["--no-checkpoint.enable"], 1, "stopped at step 3 of 100, and nothing is"),
     ],
 )
-def test_status_of_one_process_that_is_stopped(
-    number: int, flags: list[str], status: int, told: str, tmp_path: Path
-) -> None:
+def test_status_of_one_process_that_is_stopped(number, flags, status, told, tmp_path):
     words = [RECIPE, *FLAGS, f"--job.dump_folder={tmp_path / 'run'}", *flags]
     run_ranks(stop_at_step_3, 1, words, number, status, tmp_path / "log")
     assert told in (tmp_path / "log").read_text()
@@ -144,22 +142,20 @@ IF_KILLED = r"s, but the run may be killed after 1e-09 s \(TORCHTITAN_GRACE_SECO
         ("async", 3, "900", r"a save is expected to take \S+ s; none is finished yet"),
     ],
 )
-def test_stopped_run_compares_a_save_with_the_grace_period(
-    mode: str, at_step: int, grace: str, told: str, tmp_path: Path
-) -> None:
+def test_stopped_run_compares_a_save_with_the_grace_period(mode, at_step, grace, told, tmp_path):
     words = [RECIPE, *FLAGS, f"--job.dump_folder={tmp_path / 'run'}"]
     words += [f"--checkpoint.async_mode={mode}"]
     run_ranks(stop_at, 1, at_step, words, signal.SIGTERM, 75, tmp_path / "log", grace)
     assert re.search(rf"SIGTERM: finishing this step.*\n.*{told}", (tmp_path / "log").read_text())
 
 
-def test_status_of_one_process_that_diverges(tmp_path: Path) -> None:
+def test_status_of_one_process_that_diverges(tmp_path):
     words = [RECIPE, *FLAGS, f"--job.dump_folder={tmp_path / 'run'}"]
     words += ["--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0"]
     run_ranks(ends_with, 1, [*words, "--training.max_skipped_steps=1"], DIVERGED)
 
 
-def test_run_says_that_its_last_steps_were_skipped(tmp_path: Path) -> None:
+def test_run_says_that_its_last_steps_were_skipped(tmp_path):
     words = [RECIPE, *FLAGS, f"--job.dump_folder={tmp_path / 'run'}", "--training.steps=3"]
     words += ["--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0"]
     run_ranks(logged, 1, words, 0, tmp_path / "log")
@@ -187,7 +183,7 @@ def stop_at(
             os.kill(os.getpid(), number)
         return step(trainer)
 
-    Trainer.step = interrupted  # type: ignore[method-assign]
+    Trainer.step = interrupted
     os.environ["TORCHTITAN_GRACE_SECONDS"] = grace
     logged(words, status, log)
 
@@ -224,7 +220,7 @@ def slurm(tmp_path: Path, *flags: str, gpus: int) -> list[str]:
 
 
 @pytest.mark.gate
-def test_slurm_job_is_queued_again_until_it_is_finished(tmp_path: Path) -> None:
+def test_slurm_job_is_queued_again_until_it_is_finished(tmp_path):
     with started(slurm(tmp_path, "--training.steps=9999", gpus=2), tmp_path / "log") as job:
         wait_for_step(tmp_path / "run", 3, job)
         # Slurm may signal every process of a job step, and the launcher passes it on as well.
@@ -245,7 +241,7 @@ def test_slurm_job_is_queued_again_until_it_is_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nodes_come_and_go_and_the_run_stays_the_same(tmp_path: Path) -> None:
+def test_nodes_come_and_go_and_the_run_stays_the_same(tmp_path):
     folder, steps = tmp_path / "run", "--training.steps=300"
     port = free_port()
     words = command(
@@ -291,7 +287,7 @@ def refused(capsys: pytest.CaptureFixture[str], words: str) -> list[str]:
     return capsys.readouterr().err.splitlines()
 
 
-def test_recipe_is_checked_for_every_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_is_checked_for_every_number_of_ranks(capsys):
     several = "--rdzv-endpoint=localhost:1 --nnodes"
     enabled = "--training.local_batch_size=2"
     assert refused(capsys, f"--processes=2 {several}=1:3 --training.local_batch_size=2") == [
@@ -324,9 +320,7 @@ def test_recipe_is_checked_for_every_number_of_ranks(capsys: pytest.CaptureFixtu
         ("--checkpoint.load_step=3", "checkpoint.load_step: got 3; {}\n  use -1"),
     ],
 )
-def test_restarts_that_could_not_go_on_are_refused(
-    flag: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_restarts_that_could_not_go_on_are_refused(flag, told, tmp_path, capsys):
     words = f"--processes=2 --max-restarts=1 {ROOT / RECIPE} --job.dump_folder={tmp_path} {flag}"
     assert "\n".join(refused(capsys, words)).endswith(
         told.format("a restart continues from the newest checkpoint")
@@ -349,9 +343,7 @@ def test_restarts_that_could_not_go_on_are_refused(
         ("--rejoin-minutes=soon", "got soon\n  wanted minutes, a number > 0"),
     ],
 )
-def test_launcher_says_what_it_wants(
-    words: str, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_launcher_says_what_it_wants(words, told, capsys):
     assert main(["train", "--processes=1", words]) == 2
     assert told in capsys.readouterr().err
 
@@ -373,13 +365,7 @@ OUT_OF_REACH = "the rendezvous at a:1 cannot be reached: Connection refused"
         ),
     ],
 )
-def test_nodes_that_do_not_meet_say_what_can_be_done(
-    error: Exception,
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_nodes_that_do_not_meet_say_what_can_be_done(error, told, tmp_path, monkeypatch, capsys):
     def work(*arguments: object) -> None:
         raise error
 
@@ -390,9 +376,7 @@ def test_nodes_that_do_not_meet_say_what_can_be_done(
 
 
 @pytest.mark.parametrize(("saved", "status"), [(10, 1), (10_000, 0)])
-def test_node_that_comes_back_after_the_end(
-    saved: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_that_comes_back_after_the_end(saved, status, tmp_path, monkeypatch):
     def work(agent: launcher.Agent) -> None:
         raise RendezvousClosedError
 
@@ -424,7 +408,7 @@ except rendezvous.RendezvousConnectionError:
 
 
 def asks(port: int) -> None:
-    pids: list[int] = [0, 0]
+    pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == 0:
         held = rendezvous.Store("127.0.0.2", port)
@@ -437,6 +421,6 @@ def asks(port: int) -> None:
 
 
 @pytest.mark.gate
-def test_launcher_ends_well_while_a_late_answer_comes() -> None:
+def test_launcher_ends_well_while_a_late_answer_comes():
     port = free_port()
     run_ranks(asks, 2, port)

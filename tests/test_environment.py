@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Path:
+def clone(tmp_path):
     """What a second clone has of it, and the package's name."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -35,7 +35,7 @@ def sourced(clone: Path, command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_second_clone_uses_the_active_environment_and_its_own_code(clone: Path) -> None:
+def test_a_second_clone_uses_the_active_environment_and_its_own_code(clone):
     where = 'import sys, torchtitan; print(sys.executable, torchtitan.__file__, sep="\\n")'
     done = sourced(clone, f"cd /; python -c '{where}'")
     assert done.returncode == 0, done.stderr
@@ -43,7 +43,7 @@ def test_a_second_clone_uses_the_active_environment_and_its_own_code(clone: Path
     assert not (clone / ".venv").exists()
 
 
-def test_an_environment_without_pip_is_used(clone: Path, tmp_path: Path) -> None:
+def test_an_environment_without_pip_is_used(clone, tmp_path):
     """Such as one that uv made."""
     fresh = tmp_path / "fresh"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", fresh], check=True)
@@ -58,7 +58,7 @@ def test_an_environment_without_pip_is_used(clone: Path, tmp_path: Path) -> None
     assert done.returncode == 0
 
 
-def test_an_environment_without_our_command_is_not_used(clone: Path) -> None:
+def test_an_environment_without_our_command_is_not_used(clone):
     """Such as one with Meta's distribution `torchtitan`."""
     code = "import runpy, sys, importlib.metadata as m; m.entry_points = lambda **_: (); "
     code += "sys.argv = ['satisfied.py', '']; runpy.run_path('scripts/satisfied.py')"
@@ -67,7 +67,7 @@ def test_an_environment_without_our_command_is_not_used(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("requirement", ["torch >= 99", "no-such-package-anywhere"])
-def test_an_environment_that_lacks_something_is_not_used(requirement: str, clone: Path) -> None:
+def test_an_environment_that_lacks_something_is_not_used(requirement, clone):
     project = clone / "pyproject.toml"
     text = project.read_text(encoding="utf-8")
     assert "\ndependencies = [\n" in text

@@ -70,9 +70,7 @@ def run(fault: str, folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("fault", tiers(FAULTS, ["raise"], gate=["kill"]))
-def test_failure_ends_the_run_and_is_explained(
-    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failure_ends_the_run_and_is_explained(fault, tmp_path, capsys):
     status, output = run(fault, tmp_path)
     assert status == 1, output
     assert FAULTS[fault] in output

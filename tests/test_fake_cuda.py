@@ -1,6 +1,5 @@
 """CUDA where there is no device: a fake `torch.cuda` that notes who asks what."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ class Joined(Exception):
 
 
 @pytest.fixture
-def contexts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+def contexts(monkeypatch, tmp_path):
     """The indices of the devices on which this process makes a context, on a machine with two."""
     current, made = [0], list[int]()
 
@@ -53,9 +52,7 @@ RECIPE = ["--training.steps", "1", "--job.dump_folder", "run", "--model.n_layers
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_touches_its_own_device_alone(
-    rank: int, contexts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_touches_its_own_device_alone(rank, contexts, monkeypatch):
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
@@ -69,25 +66,21 @@ def test_a_rank_touches_its_own_device_alone(
     assert contexts == [rank]
 
 
-def test_who_only_looks_at_a_recipe_touches_no_device(
-    contexts: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_only_looks_at_a_recipe_touches_no_device(contexts, capsys):
     launcher.check(launcher.LaunchOptions(processes=2), RECIPE)
     assert main(["check", "--here", "--world-size", "2", *RECIPE]) == 0
     assert "valid on 2 ranks" in capsys.readouterr().out
     assert contexts == []
 
 
-def test_the_smallest_of_the_devices_of_a_run_is_its_limit(
-    contexts: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_smallest_of_the_devices_of_a_run_is_its_limit(contexts, capsys):
     large = ["check", "--here", "--model.flavor", "405B", "--training.steps", "1"]
     assert main([*large, "--world-size", "2"]) == 2
     assert "GiB, and H100 has 16.0" in capsys.readouterr().err
     assert contexts == []
 
 
-def test_a_thread_that_saves_uses_the_device_of_its_rank(contexts: list[int]) -> None:
+def test_a_thread_that_saves_uses_the_device_of_its_rank(contexts):
     """A new thread has the first device of the machine."""
 
     class OnHost(Device):

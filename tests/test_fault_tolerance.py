@@ -6,7 +6,6 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ FLAGS = [
 
 
 @pytest.fixture
-def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def lighthouse(monkeypatch):
     """A lighthouse on a free port, to which a group is gone after a second of silence."""
     port = free_port()
     words = [f"--bind=[::]:{port}", "--min_replicas=1", "--heartbeat_timeout_ms=1000"]
@@ -113,7 +112,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.usefixtures("lighthouse")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_groups_train_the_run_of_ddp(name: str, tmp_path: Path) -> None:
+def test_two_groups_train_the_run_of_ddp(name, tmp_path):
     optimizer = {"name": name, **OPTIMIZERS[name]}
     words = [f"--optimizer.{key}={value}" for key, value in optimizer.items()]
     words.append("--training.steps=5")
@@ -139,7 +138,7 @@ def test_two_groups_train_the_run_of_ddp(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("lighthouse")
 @pytest.mark.parametrize(("ranks", "dies"), [(1, 0), (2, 1)])
-def test_a_group_dies_and_comes_back(ranks: int, dies: int, tmp_path: Path) -> None:
+def test_a_group_dies_and_comes_back(ranks, dies, tmp_path):
     steps, stays = 40, 1 - dies
     outputs = groups(tmp_path, ranks, f"--training.steps={steps}", FAULT=f"kill {dies} 3")
     assert "a step of 2 replica groups is discarded and repeated" in outputs[stays]
@@ -207,5 +206,5 @@ def fetch() -> None:
         ours.recv_checkpoint(0, server.metadata(), 3, patience)
 
 
-def test_what_a_group_fetches_is_tensors_and_plain_values() -> None:
+def test_what_a_group_fetches_is_tensors_and_plain_values():
     run_ranks(fetch, 1)  # a process of its own, as torchft leaves its sockets open

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,9 +47,7 @@ EACH_STAGE = [*QUICK, "trains", "toy: eager", "refresh of 4,096", "405B, TP"]
     ],
     ids=["quick", "each stage"],
 )
-def test_cases_are_rehearsed_with_few_packages(
-    cases: list[str], counts: dict[str, int], tmp_path: Path
-) -> None:
+def test_cases_are_rehearsed_with_few_packages(cases, counts, tmp_path):
     done = gpu(tmp_path, "--rehearse", "--workers", "2", "--only", *cases)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "page.md").read_text()
@@ -61,12 +58,12 @@ def test_cases_are_rehearsed_with_few_packages(
 
 
 @pytest.mark.slow
-def test_all_is_rehearsed(tmp_path: Path) -> None:
+def test_all_is_rehearsed(tmp_path):
     done = gpu(tmp_path, "--rehearse")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_without_a_device_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     query = tmp_path / "nvidia-smi"
     query.write_text("#!/bin/sh\nexit 9\n")
@@ -76,7 +73,7 @@ def test_without_a_device_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "there is no CUDA device here; --rehearse" in done.stderr
 
 
-def test_a_later_result_replaces_an_earlier_one(tmp_path: Path) -> None:
+def test_a_later_result_replaces_an_earlier_one(tmp_path):
     """And a figure of a table is that of the file."""
     row = {"case": "8B: compiled", "seconds": 1.0, "traceback": "", "error": None}
     figures = {"tokens/s": 100.0, "quartiles": [90.0, 110.0], "GiB": 1.0, "warm-up s": 2.0}
@@ -90,9 +87,9 @@ def test_a_later_result_replaces_an_earlier_one(tmp_path: Path) -> None:
     assert "RuntimeError" not in text
 
 
-def test_systems_have_tables(tmp_path: Path) -> None:
+def test_systems_have_tables(tmp_path):
     """A rank that ran out of memory is in them, as is what is planned of it."""
-    figures: dict[str, dict[str, Any]] = {
+    figures = {
         "8B: RTP": {"ranks": 8, "GiB": 20.0, "planned GiB": 19.0, "ms": 10, "spread": [9, 12]},
         "8B: FSDP 1, full shard": {"out of memory": "CUDA", "planned GiB": 130.0},
         "7B in 24 GB: GaLore": {
@@ -126,7 +123,7 @@ def test_systems_have_tables(tmp_path: Path) -> None:
         assert line in text, text
 
 
-def test_no_recipe_can_choose_the_hosted_group() -> None:
+def test_no_recipe_can_choose_the_hosted_group():
     """It is for tests: the package knows nothing of it."""
     assert HostedGroup.__module__ == "tests.gpu.hosted"
     files = (ROOT / "torchtitan").rglob("*.py")

@@ -113,7 +113,7 @@ def repeated(named: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
     return {name: found for name, found in places.items() if len(found) > 1}
 
 
-def test_names_of_modules_are_unique() -> None:
+def test_names_of_modules_are_unique():
     files = [path for path in MODULES if not of_its_kind(path)]
     folders = [path.parent for path in MODULES if path.name == "__init__.py"][1:]
     commands = [path for path in folders if path.parent.name == "tools" or path.name == "plan"]
@@ -121,7 +121,7 @@ def test_names_of_modules_are_unique() -> None:
 
 
 @pytest.mark.costs("parses every module")
-def test_names_of_classes_are_unique() -> None:
+def test_names_of_classes_are_unique():
     found = []
     for path in MODULES:
         if path.name == "model.py" and of_its_kind(path):
@@ -130,12 +130,12 @@ def test_names_of_classes_are_unique() -> None:
     assert repeated(found) == {}
 
 
-def test_every_module_has_a_layer() -> None:
+def test_every_module_has_a_layer():
     units = {unit(path) for path in MODULES} - {"__init__", "tools.__init__"}
     assert units | {"research"} == LEVEL.keys()  # which can be removed
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down():
     found = [
         f"{place(path)} imports {other}, which is not below {unit(path)}"
         for path in MODULES
@@ -145,7 +145,7 @@ def test_imports_point_down() -> None:
     assert found == []
 
 
-def test_own_modules_are_imported_at_the_top() -> None:
+def test_own_modules_are_imported_at_the_top():
     found = [
         f"{place(path)}: {function.name} hides an import"
         for path in MODULES
@@ -156,7 +156,7 @@ def test_own_modules_are_imported_at_the_top() -> None:
 
 
 @pytest.mark.costs("parses every module")
-def test_no_failure_is_swallowed_and_nothing_is_global() -> None:
+def test_no_failure_is_swallowed_and_nothing_is_global():
     found = []
     for path in MODULES:
         for node in nodes(path):
@@ -172,7 +172,7 @@ def test_no_failure_is_swallowed_and_nothing_is_global() -> None:
     assert found == []
 
 
-def test_a_part_says_what_is_wrong_with_its_own_section_alone() -> None:
+def test_a_part_says_what_is_wrong_with_its_own_section_alone():
     """What cannot work between sections is for `checks`, which knows the whole recipe."""
     keys, found = re.compile(rf"\b({'|'.join(JobConfig.model_fields)})\.[a-z_]+\b"), []
     for path in (path for path in MODULES if LEVEL.get(unit(path), 0) > LEVEL["job"]):
@@ -191,7 +191,7 @@ def test_a_part_says_what_is_wrong_with_its_own_section_alone() -> None:
     assert found == []
 
 
-def test_rules_ask_for_a_model_that_may_not_be() -> None:
+def test_rules_ask_for_a_model_that_may_not_be():
     """Another rule says that there is no such flavor; `model_of` is then None."""
     rules = (path for path in (PACKAGE / "checks").glob("*.py") if path.name != "model.py")
     assert [place(path) for path in rules if "model_args(" in text(path)] == []
@@ -218,7 +218,7 @@ print(json.dumps(loaded))
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+def loaded(tmp_path_factory):
     """The modules that are loaded by the command, by all its verbs, and by a step of one rank."""
     words = [f"{PACKAGE.parent}/train_configs/debug_model.toml", "--training.steps", "1"]
     words += [f"--job.dump_folder={tmp_path_factory.mktemp('run')}", "--training.seq_len=32"]
@@ -234,16 +234,16 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 
 
 @pytest.mark.costs("a process of its own")
-def test_reading_a_recipe_imports_nothing_heavy(loaded: dict[str, set[str]]) -> None:
+def test_reading_a_recipe_imports_nothing_heavy(loaded):
     assert not loaded["verbs"] & {*HEAVY, *SLOW_TORCH}
 
 
-def test_the_command_imports_no_verb_and_no_torch(loaded: dict[str, set[str]]) -> None:
+def test_the_command_imports_no_verb_and_no_torch(loaded):
     """So that `--help` and the completion of a shell are quick."""
     assert not loaded["command"] & {*HEAVY, *modules_of_verbs(), "torch"}
 
 
-def test_a_step_of_one_rank_imports_only_what_it_needs(loaded: dict[str, set[str]]) -> None:
+def test_a_step_of_one_rank_imports_only_what_it_needs(loaded):
     """Each of these takes as long to import as a step."""
     slow = {"sympy", "torch.distributed.tensor", "torch._dynamo", "datasets", "wandb"}
     assert "torchtitan.trainer" in loaded["step"]
@@ -256,7 +256,7 @@ PURE |= {"rank", "size"}
 
 
 @pytest.mark.costs("parses every module")
-def test_nothing_depends_on_what_python_drops() -> None:
+def test_nothing_depends_on_what_python_drops():
     """`python -O` drops asserts, and `-OO` docstrings."""
     found = []
     for path in MODULES:
@@ -289,7 +289,7 @@ MARKUP = {
 
 
 @pytest.mark.costs("parses every module")
-def test_rich_gets_text_in_one_place() -> None:
+def test_rich_gets_text_in_one_place():
     """Elsewhere a name with brackets would be markup."""
     found = [
         f"{place(path)}:{node.lineno}: {ast.unparse(node.func)}"
@@ -302,7 +302,7 @@ def test_rich_gets_text_in_one_place() -> None:
 
 
 @pytest.mark.costs("parses every module")
-def test_text_files_have_an_encoding() -> None:
+def test_text_files_have_an_encoding():
     found = []
     for path in MODULES:
         for node in of_type(path, ast.Call):
@@ -345,7 +345,7 @@ def imported_by(words: str, folder: Path) -> set[str]:
 
 
 @pytest.mark.gate
-def test_commands_import_what_their_answer_needs(tmp_path: Path) -> None:
+def test_commands_import_what_their_answer_needs(tmp_path):
     """How fast they are is measured by benchmarks/commands.py."""
     for words in (
         *("--help", "train --help", "--help optimizer", "check --help all", "data --help"),
@@ -380,7 +380,7 @@ OLD_KEYS = "config/other_names.py"
 """The keys of older recipes, some of which named a system."""
 
 
-def test_the_main_road_names_no_system_from_a_paper() -> None:
+def test_the_main_road_names_no_system_from_a_paper():
     """So that each folder of research/ can be removed."""
     systems, found = re.compile(rf"(?i)\b({'|'.join(SYSTEMS)})\b"), []
     for path in main_road() if HAS_SYSTEMS else ():
@@ -389,13 +389,13 @@ def test_the_main_road_names_no_system_from_a_paper() -> None:
     assert found == []
 
 
-def test_the_core_names_no_module_of_a_wing() -> None:
+def test_the_core_names_no_module_of_a_wing():
     wings = re.compile(rf"\btorchtitan[./]({'|'.join(WINGS)})\b")
     core = (path for path in MODULES if path.relative_to(PACKAGE).parts[0] not in WINGS)
     assert [(place(path), found[0]) for path in core if (found := wings.search(text(path)))] == []
 
 
-def test_every_seam_of_a_wing_is_listed() -> None:
+def test_every_seam_of_a_wing_is_listed():
     """With the file or folder that owns the registry."""
     page = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
     listed = set()
@@ -413,7 +413,7 @@ def test_every_seam_of_a_wing_is_listed() -> None:
     assert found == {kind for kind, _ in listed} - {"verb.GROUP"}
 
 
-def test_the_main_road_knows_no_images() -> None:
+def test_the_main_road_knows_no_images():
     """They belong to a system of research/: its data sets, settings, pictures and counts."""
     words = re.compile(
         r"images\b|\bvit_|ViT|masked_autoencoder|corrupt_|linear_probe|\bscenes|raster|photograph"

@@ -11,7 +11,6 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ BUILD = (
 NOT_IN_SDIST = {".gitignore", ".dockerignore"}
 
 
-def test_the_long_description_has_no_relative_link() -> None:
+def test_the_long_description_has_no_relative_link():
     texts = re.findall(r"\[([^\]]+)\]\((?!https://)", README)
     assert texts
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -37,7 +36,7 @@ def test_the_long_description_has_no_relative_link() -> None:
         assert [words for words in texts if words not in text] == []
 
 
-def test_its_links_are_absolute_with_a_home() -> None:
+def test_its_links_are_absolute_with_a_home():
     home = "https://example.org/owner/repository"
     relative = [target for target in LINK.findall(README) if not target.startswith("https://")]
     absolute = [
@@ -81,7 +80,7 @@ def copy_of_files(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Callable[[str], Path]:
+def build(tmp_path):
     """Builds what `build_meta` calls so, and returns the file."""
     source, dist = tmp_path / "source", tmp_path / "dist"
     copy_of_files(source)
@@ -96,7 +95,7 @@ def build(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.gate
-def test_a_wheel_trains_outside_the_clone(build: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_wheel_trains_outside_the_clone(build, tmp_path):
     fresh, folder = tmp_path / "fresh", tmp_path / "folder"
     folder.mkdir()
     run(sys.executable, "-m", "venv", "--without-pip", fresh, cwd=tmp_path)
@@ -146,9 +145,7 @@ def test_a_wheel_trains_outside_the_clone(build: Callable[[str], Path], tmp_path
 
 
 @pytest.mark.slow
-def test_an_sdist_has_all_files_and_passes_its_own_tests(
-    build: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_sdist_has_all_files_and_passes_its_own_tests(build, tmp_path):
     with tarfile.open(build("sdist")) as archive:
         archive.extractall(tmp_path, filter="data")
     [unpacked] = tmp_path.glob("torchtitan_pretrain-*")
@@ -176,7 +173,7 @@ def docker_lacks() -> str:
 
 
 @pytest.mark.gate
-def test_the_image_has_the_command(tmp_path: Path) -> None:
+def test_the_image_has_the_command(tmp_path):
     if lack := docker_lacks():
         pytest.skip(lack)
     index = ("--build-arg", "TORCH_INDEX=https://download.pytorch.org/whl/cpu")

@@ -76,9 +76,7 @@ def wait_for_step(folder: Path, step: int, process: Process) -> None:
         time.sleep(0.05)
 
 
-def test_launcher_shows_the_first_rank_and_does_not_restart_without_checkpoints(
-    tmp_path: Path,
-) -> None:
+def test_launcher_shows_the_first_rank_and_does_not_restart_without_checkpoints(tmp_path):
     words = [*TRAIN, *TINY, "--processes=2"]
     one = finish(start(words, tmp_path, "--training.steps", "2", "--no-checkpoint.enable"))
     assert "Automatic restarts are off because checkpoint.enable = false.\n" in one
@@ -88,7 +86,7 @@ def test_launcher_shows_the_first_rank_and_does_not_restart_without_checkpoints(
 
 
 @pytest.mark.parametrize("processes", tiers(["1", "2"], ["2"], ["1"]))
-def test_script_tells_a_mistake_once_without_a_traceback(processes: str, tmp_path: Path) -> None:
+def test_script_tells_a_mistake_once_without_a_traceback(processes, tmp_path):
     process = start(["./run_train.sh"], tmp_path / "a", "--training.stps=2", NGPU=processes)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 2
@@ -103,9 +101,7 @@ STOPS = [(signal.SIGINT, 0), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
 
 
 @pytest.mark.parametrize(("number", "status"), tiers(STOPS, [], [STOPS[0]]))
-def test_one_process_is_stopped_and_goes_on_to_the_same_numbers(
-    number: int, status: int, tmp_path: Path
-) -> None:
+def test_one_process_is_stopped_and_goes_on_to_the_same_numbers(number, status, tmp_path):
     command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", RECIPE]
     flags = (*TINY, "--training.steps=40")
     # With a Python of its own, and with time in which to stop it.
@@ -121,7 +117,7 @@ def test_one_process_is_stopped_and_goes_on_to_the_same_numbers(
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
-def test_signal_to_the_launcher_is_passed_on_and_loses_nothing(tmp_path: Path) -> None:
+def test_signal_to_the_launcher_is_passed_on_and_loses_nothing(tmp_path):
     process = start([*TRAIN, *TINY, "--processes=2"], tmp_path, "--training.steps=1000")
     wait_for_step(tmp_path, 3, process)
     process.send_signal(signal.SIGTERM)
@@ -133,9 +129,7 @@ def test_signal_to_the_launcher_is_passed_on_and_loses_nothing(tmp_path: Path) -
 @pytest.mark.parametrize(
     "words", [[], pytest.param(["--processes=2"], marks=pytest.mark.gate)], ids=["one", "launcher"]
 )
-def test_a_signal_after_the_last_save_leaves_a_finished_run(
-    words: list[str], tmp_path: Path
-) -> None:
+def test_a_signal_after_the_last_save_leaves_a_finished_run(words, tmp_path):
     """Ranks take their time to leave; the launcher passes the signal on to them."""
     status, signalled = training.exit_status, tmp_path / "signalled"
 
@@ -161,9 +155,7 @@ def test_a_signal_after_the_last_save_leaves_a_finished_run(
 
 
 @pytest.mark.parametrize(("number", "status"), tiers(STOPS, [], [STOPS[0]]))
-def test_signal_to_the_script_is_passed_on_and_loses_nothing(
-    number: int, status: int, tmp_path: Path
-) -> None:
+def test_signal_to_the_script_is_passed_on_and_loses_nothing(number, status, tmp_path):
     """And the script shows the ranks asked for."""
     two = {"NGPU": "2", "CONFIG_FILE": RECIPE, "LOG_RANK": "0,1"}
     process = start(["./run_train.sh"], tmp_path, *TINY, "--training.steps=1000", **two)
@@ -177,7 +169,7 @@ def test_signal_to_the_script_is_passed_on_and_loses_nothing(
 
 
 @pytest.mark.gate
-def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
+def test_torchrun_on_two_nodes(tmp_path):
     port = free_port()
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nnodes=2", "--nproc_per_node=1"]
     rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=test"]

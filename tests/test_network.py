@@ -1,8 +1,7 @@
 """Two nodes whose network is cut, lossy or slow: the run heals, and its losses are the same."""
 
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,7 +24,7 @@ class Trial:
 
     def __init__(self, net: Network, folder: Path, stack: ExitStack) -> None:
         self.net, self.folder, self.stack = net, folder, stack
-        self.nodes: dict[int, subprocess.Popen[str]] = {}
+        self.nodes = {}
         self.options = {"nnodes": "2", "rejoin_minutes": "15"}
         self.options["rdzv_endpoint"] = f"{net.addresses[0]}:{PORT}"
         self.fault, self.steps = "slow 0 0", 60
@@ -74,7 +73,7 @@ class Trial:
 
 
 @pytest.fixture
-def trial(tmp_path: Path) -> Iterator[Trial]:
+def trial(tmp_path):
     with ExitStack() as stack:
         yield Trial(stack.enter_context(network()), tmp_path, stack)
 
@@ -102,7 +101,7 @@ def healed(trial: Trial, ranks: int = 2) -> None:
 
 @pytest.mark.parametrize("seconds", [10, 90, 600])
 @pytest.mark.parametrize("how", CUTS)
-def test_cut_while_training(how: str, seconds: int, trial: Trial) -> None:
+def test_cut_while_training(how, seconds, trial):
     trial.start(0)
     trial.start(1)
     trial.wait_for_steps(12)
@@ -114,7 +113,7 @@ def test_cut_while_training(how: str, seconds: int, trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("seconds", [10, 90, 600])
-def test_cut_while_nodes_meet(seconds: int, trial: Trial) -> None:
+def test_cut_while_nodes_meet(seconds, trial):
     trial.start(0)
     cut_wire(trial, True)
     trial.start(1)
@@ -125,7 +124,7 @@ def test_cut_while_nodes_meet(seconds: int, trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("seconds", [10, 90, 600])
-def test_cut_while_a_checkpoint_is_written(seconds: int, trial: Trial) -> None:
+def test_cut_while_a_checkpoint_is_written(seconds, trial):
     trial.fault = "save 0 0"
     trial.start(0)
     trial.start(1)
@@ -144,7 +143,7 @@ def start_on_one_or_two(trial: Trial) -> None:
     cut_wire(trial, True)
 
 
-def test_run_goes_on_with_one_node_until_the_other_is_back(trial: Trial) -> None:
+def test_run_goes_on_with_one_node_until_the_other_is_back(trial):
     trial.steps = 90
     start_on_one_or_two(trial)
     trial.wait_for_steps(10, ranks=1)
@@ -153,7 +152,7 @@ def test_run_goes_on_with_one_node_until_the_other_is_back(trial: Trial) -> None
     assert "another node joined" in trial.log(0)
 
 
-def test_run_ends_while_a_node_is_away(trial: Trial) -> None:
+def test_run_ends_while_a_node_is_away(trial):
     start_on_one_or_two(trial)
     assert trial.nodes[0].wait(timeout=300) == 0, trial.log(0)
     cut_wire(trial, False)
@@ -161,7 +160,7 @@ def test_run_ends_while_a_node_is_away(trial: Trial) -> None:
     assert "the other nodes finished the run" in trial.log(1)
 
 
-def test_node_of_the_rendezvous_is_started_again(trial: Trial) -> None:
+def test_node_of_the_rendezvous_is_started_again(trial):
     trial.start(0)
     trial.start(1)
     trial.wait_for_steps(12)
@@ -170,7 +169,7 @@ def test_node_of_the_rendezvous_is_started_again(trial: Trial) -> None:
     healed(trial)
 
 
-def test_address_of_the_rendezvous_moves_to_the_other_node(trial: Trial) -> None:
+def test_address_of_the_rendezvous_moves_to_the_other_node(trial):
     moving = "10.97.0.9"
     trial.options["rdzv_endpoint"] = f"{moving}:{PORT}"
     trial.net.address(0, "add", moving)
@@ -184,7 +183,7 @@ def test_address_of_the_rendezvous_moves_to_the_other_node(trial: Trial) -> None
     healed(trial)
 
 
-def test_loss_and_delay_change_nothing_but_time(trial: Trial) -> None:
+def test_loss_and_delay_change_nothing_but_time(trial):
     trial.net.wire.loss, trial.net.wire.delay = 0.02, 0.02
     trial.start(0)
     trial.start(1)

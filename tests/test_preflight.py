@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from torchtitan.tools.cli import main
 
 LOOSE = 0.001
 """Least rate at which a rank that is slow only by chance is not a fault."""
-PORTS: Iterator[int] = iter(range(11_000 + os.getpid() % 5000, 20_000))
+PORTS = iter(range(11_000 + os.getpid() % 5000, 20_000))
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -66,7 +66,7 @@ def found(verdict: Verdict) -> list[tuple[str, tuple[int, ...]]]:
     return [(fault.what, fault.ranks) for fault in verdict.faults]
 
 
-def test_healthy_ranks_pass_and_leave_nothing(tmp_path: Path) -> None:
+def test_healthy_ranks_pass_and_leave_nothing(tmp_path):
     verdict = checked(3, tmp_path / "run")
     assert verdict.faults == []
     assert verdict.status == 0
@@ -77,7 +77,7 @@ def test_healthy_ranks_pass_and_leave_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_one_rank_has_none_to_compare_with(tmp_path: Path) -> None:
+def test_one_rank_has_none_to_compare_with(tmp_path):
     verdict = checked(1, tmp_path)
     assert verdict.status == 0
     assert "  one rank: there is none to compare it with" in verdict.lines()
@@ -149,9 +149,7 @@ def wrong_messages(patch: pytest.MonkeyPatch) -> None:
         (slow_clock, "clock", "s behind the others"),
     ],
 )
-def test_planted_fault_is_found_on_its_rank(
-    plant: Plant, what: str, message: str, tmp_path: Path
-) -> None:
+def test_planted_fault_is_found_on_its_rank(plant, what, message, tmp_path):
     verdict = checked(3, tmp_path, plant)
     assert found(verdict) == [(what, (1,))]
     (fault,) = verdict.faults
@@ -160,19 +158,19 @@ def test_planted_fault_is_found_on_its_rank(
     assert verdict.status == 1
 
 
-def test_slow_link_is_not_held_against_partners(tmp_path: Path) -> None:
+def test_slow_link_is_not_held_against_partners(tmp_path):
     verdict = checked(4, tmp_path, slowed("batch_isend_irecv"), at=3)
     assert found(verdict) == [("pairs inside a node", (3,))]
 
 
-def test_message_that_does_not_arrive_whole_is_found_by_its_partners(tmp_path: Path) -> None:
+def test_message_that_does_not_arrive_whole_is_found_by_its_partners(tmp_path):
     verdict = checked(2, tmp_path, wrong_messages)
     (fault,) = verdict.faults
     assert fault.message.endswith("what rank 1 sent is not what arrived")
     assert fault.ranks == (0,)
 
 
-def test_folder_that_is_not_shared(tmp_path: Path) -> None:
+def test_folder_that_is_not_shared(tmp_path):
     def plant(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(one_rank, "local_path", lambda name: tmp_path / "another")
 
@@ -192,7 +190,7 @@ def test_folder_that_is_not_shared(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
-def test_locks_and_renames_that_other_nodes_do_not_see(tmp_path: Path) -> None:
+def test_locks_and_renames_that_other_nodes_do_not_see(tmp_path):
     def without_locks(patch: pytest.MonkeyPatch) -> None:
         patch.setenv("LOCAL_RANK", "0")
         patch.setattr(measurements.fcntl, "flock", lambda file, how: None)
@@ -209,14 +207,14 @@ def test_locks_and_renames_that_other_nodes_do_not_see(tmp_path: Path) -> None:
     assert "has its old name here" in fault.message
 
 
-def test_mistake_that_one_node_finds_is_a_fault_of_that_node(tmp_path: Path) -> None:
+def test_mistake_that_one_node_finds_is_a_fault_of_that_node(tmp_path):
     verdict = checked(2, tmp_path, problem="data.dataset_path: there is no such folder")
     (fault,) = verdict.faults
     assert (fault.what, fault.ranks, verdict.status) == ("recipe", (1,), 1)
     assert fault.message.endswith(": data.dataset_path: there is no such folder")
 
 
-def test_recipe_that_no_rank_accepts_ends_with_2() -> None:
+def test_recipe_that_no_rank_accepts_ends_with_2():
     reports = [RankReport(rank, 0, "a", "cpu:0", problem="model.flavor: no") for rank in range(4)]
     verdict = judge(reports, 1.0)
     assert verdict.status == 2
@@ -225,7 +223,7 @@ def test_recipe_that_no_rank_accepts_ends_with_2() -> None:
     assert judge(reports, 1.0).status == 1
 
 
-def test_rates_are_compared_with_the_median() -> None:
+def test_rates_are_compared_with_the_median():
     rates = [100.0, 101.0, 99.0, 79.0]
     reports = [
         RankReport(n, 0, "a", f"cuda:{n}", rates={"products": r}) for n, r in enumerate(rates)
@@ -245,7 +243,7 @@ def command(folder: Path, *flags: str) -> list[str]:
 
 
 @pytest.mark.gate
-def test_command_prints_what_it_found(tmp_path: Path) -> None:
+def test_command_prints_what_it_found(tmp_path):
     words = command(tmp_path / "run", "--json", "--processes=2")
     done = launched.start(words, environment(), tmp_path / "out", tmp_path / "log")
     assert done.wait() == 0, (tmp_path / "log").read_text()
@@ -254,7 +252,7 @@ def test_command_prints_what_it_found(tmp_path: Path) -> None:
     assert verdict["rates"]["products"]["median"] > 0
 
 
-def test_wrong_recipe_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_recipe_is_refused_at_once(capsys):
     assert main(["preflight", RECIPE, "--training.stps=2"]) == 2
     assert "did you mean training.steps?" in capsys.readouterr().err
     assert main(["preflight", RECIPE, "--least-rate=2"]) == 2
@@ -269,7 +267,7 @@ def two_nodes() -> dict[str, str]:
 
 
 @pytest.mark.gate
-def test_node_without_the_shared_folder_ends_the_job_on_both(tmp_path: Path) -> None:
+def test_node_without_the_shared_folder_ends_the_job_on_both(tmp_path):
     if os.getuid():
         pytest.skip("needs root")
     (tmp_path / "run").mkdir()
@@ -302,7 +300,7 @@ def wait_for_rendezvous(port: int) -> None:
 
 @pytest.mark.gate
 @pytest.mark.parametrize("first", ["preflight", "train"])
-def test_node_that_comes_back_is_not_checked_without_the_others(first: str, tmp_path: Path) -> None:
+def test_node_that_comes_back_is_not_checked_without_the_others(first, tmp_path):
     """The others train or wait for it; the command of each node is the preflight, then the run."""
     folder, variables = tmp_path / "run", two_nodes()
     words = {"preflight": command(folder)}

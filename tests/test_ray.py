@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ pytest.importorskip("ray", reason="needs ray: pip install ray")
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def cluster(monkeypatch):
     """The address of a cluster of two nodes, with one CPU each."""
     from ray.cluster_utils import Cluster
 
@@ -64,9 +63,7 @@ def launchers(folder: Path) -> dict[int, int]:
     return found
 
 
-def test_a_lost_node_and_a_stopped_one_start_again_and_the_run_stays_the_same(
-    cluster: str, tmp_path: Path
-) -> None:
+def test_a_lost_node_and_a_stopped_one_start_again_and_the_run_stays_the_same(cluster, tmp_path):
     folder, log = tmp_path / "run", tmp_path / "log"
     steps = "--training.steps=150"
     process = job(cluster, folder, steps, log=log)
@@ -95,7 +92,7 @@ def test_a_lost_node_and_a_stopped_one_start_again_and_the_run_stays_the_same(
     assert losses(folder) == pytest.approx(undisturbed(tmp_path / "whole", steps), rel=1e-5)
 
 
-def test_a_mistake_ends_the_job(cluster: str, tmp_path: Path) -> None:
+def test_a_mistake_ends_the_job(cluster, tmp_path):
     log = tmp_path / "log"
     process = job(cluster, tmp_path / "run", "--training.stps=2", log=log)
     assert process.wait(timeout=200) == 2, log.read_text()

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -57,7 +56,7 @@ STUBS = {
     },
 }
 """Variables that a scheduler sets for a node of several, with one process each."""
-PORTS: Iterator[int] = iter(range(21_000 + os.getpid() % 5000, 30_000))
+PORTS = iter(range(21_000 + os.getpid() % 5000, 30_000))
 
 
 def nodes_of(
@@ -77,7 +76,7 @@ def nodes_of(
 
 
 @pytest.mark.parametrize("scheduler", tiers(STUBS, [], gate=["Kubeflow"]))
-def test_same_command_resumes_on_two_nodes_and_on_one(scheduler: str, tmp_path: Path) -> None:
+def test_same_command_resumes_on_two_nodes_and_on_one(scheduler, tmp_path):
     folder = tmp_path / "run"
     words = command(folder, "--training.steps=8")
     logs = [tmp_path / "log0", tmp_path / "log1"]
@@ -98,7 +97,7 @@ def test_same_command_resumes_on_two_nodes_and_on_one(scheduler: str, tmp_path: 
 
 
 @pytest.mark.gate
-def test_nodes_resume_from_their_own_disks(tmp_path: Path) -> None:
+def test_nodes_resume_from_their_own_disks(tmp_path):
     if os.getuid():
         pytest.skip("needs root")
     folder, shared = tmp_path / "run", tmp_path / "disk"
@@ -141,7 +140,7 @@ def test_nodes_resume_from_their_own_disks(tmp_path: Path) -> None:
 
 
 @pytest.mark.gate
-def test_launcher_as_first_process_forwards_signals_and_reaps(tmp_path: Path) -> None:
+def test_launcher_as_first_process_forwards_signals_and_reaps(tmp_path):
     if os.getuid() or shutil.which("unshare") is None:
         pytest.skip("needs root, and unshare")
     folder = tmp_path / "run"

@@ -27,7 +27,7 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -41,8 +41,8 @@ class Elements(HTMLParser):
 
     def __init__(self, page: Path) -> None:
         super().__init__()
-        self.loaded: list[str] = []
-        self.headings: list[str] = []
+        self.loaded = []
+        self.headings = []
         self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -54,7 +54,7 @@ class Elements(HTMLParser):
 
 
 @pytest.mark.gate
-def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+def test_pages_load_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 40
     for page in pages:
@@ -65,7 +65,7 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.gate
-def test_headings_of_a_page_can_be_linked(site: Path) -> None:
+def test_headings_of_a_page_can_be_linked(site):
     for page in site.rglob("*.html"):
         # mkdocs numbers the anchors of equal headings, and the numbers change with their order.
         names = Counter(re.sub(r"_\d+$", "", each) for each in Elements(page).headings)
@@ -75,16 +75,16 @@ def test_headings_of_a_page_can_be_linked(site: Path) -> None:
 @pytest.mark.gate
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read_and_search_finds_a_page(scheme: str, site: Path) -> None:
+def test_text_can_be_read_and_search_finds_a_page(scheme, site):
     from axe_playwright_python.sync_playwright import Axe
 
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with opened_browser() as browser:
-            page = browser.new_page(color_scheme=scheme)  # type: ignore[arg-type]
+            page = browser.new_page(color_scheme=scheme)
             page.set_default_timeout(120_000)
-            requested: list[str] = []
+            requested = []
             page.on("request", lambda request: requested.append(request.url))
             home = f"http://127.0.0.1:{server.server_port}/"
             page.goto(home)
@@ -102,7 +102,7 @@ def test_text_can_be_read_and_search_finds_a_page(scheme: str, site: Path) -> No
     }
 
 
-def test_navigation_has_every_page() -> None:
+def test_navigation_has_every_page():
     """A build of the site would refuse a missing page too, but only in the gate."""
     added = runpy.run_path(str(ROOT / "scripts/site_hooks.py"))["ADDED"].values()
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
@@ -113,7 +113,7 @@ def test_navigation_has_every_page() -> None:
     assert (sorted(pages - set(named)), len(named)) == ([], len(pages))
 
 
-def test_exit_codes_are_those_of_the_code() -> None:
+def test_exit_codes_are_those_of_the_code():
     page = (ROOT / "docs/exit_codes.md").read_text(encoding="utf-8")
     run = page.partition("## A run")[2].partition("## Other verbs")[0]
     codes = re.findall(r"^\| ([\d]+|128 \+ n) \|", run, re.MULTILINE)
@@ -132,7 +132,7 @@ def registries() -> Iterator[str]:
                 yield ast.unparse(node.targets[0])
 
 
-def test_every_registry_has_a_row_in_the_python_api() -> None:
+def test_every_registry_has_a_row_in_the_python_api():
     page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `torchtitan\.([\w.]+)\.(\w+)` \|", page, re.MULTILINE)
     assert {name for _, name in listed} == {*registries(), "SINKS"}
@@ -141,14 +141,14 @@ def test_every_registry_has_a_row_in_the_python_api() -> None:
 
 
 @pytest.mark.slow
-def test_table_of_sizes_is_as_computed() -> None:
+def test_table_of_sizes_is_as_computed():
     script = runpy.run_path(str(ROOT / "scripts/write_layout_table.py"))
     page = (ROOT / "docs/layouts.md").read_text(encoding="utf-8")
     assert page == script["written"](page), "run python scripts/write_layout_table.py"
 
 
 @pytest.mark.gate
-def test_every_verb_and_module_is_listed(site: Path) -> None:
+def test_every_verb_and_module_is_listed(site):
     commands = (site / "commands/index.html").read_text(encoding="utf-8")
     for name in (verb for group in verbs().values() for verb in group):
         assert f'id="torchtitan-{name}"' in commands
@@ -172,7 +172,7 @@ def texts_of_the_package() -> str:
     return "\n".join(text.replace("\n", " ") for text in found)
 
 
-def test_quoted_messages_exist() -> None:
+def test_quoted_messages_exist():
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     said, missing = texts_of_the_package(), []
     for message in (quoted := re.findall(r'^### "(.+)"$', page, re.MULTILINE)):
@@ -182,7 +182,7 @@ def test_quoted_messages_exist() -> None:
     assert missing == [], "mend docs/troubleshooting.md"
 
 
-def test_tests_that_are_named_exist() -> None:
+def test_tests_that_are_named_exist():
     page = (ROOT / "docs/failures_elsewhere.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
     assert len(named) == page.count("*Here*:")

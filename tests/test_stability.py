@@ -38,7 +38,7 @@ every_commit = pytest.mark.parametrize("commit", COMMITS)
 
 
 @pytest.fixture
-def in_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_earlier(monkeypatch):
     """The recipe of the checkpoints names its text and its model as they are there."""
     monkeypatch.chdir(EARLIER)
     monkeypatch.syspath_prepend(str(EARLIER))
@@ -56,7 +56,7 @@ def written(path: Path) -> dict[str, Any]:
     }
 
 
-def test_the_page_names_every_state() -> None:
+def test_the_page_names_every_state():
     assert {"6ebf193", "38f6c66", "ff7c037", "c54eb56"} <= set(COMMITS)
     assert set(re.findall(r"`([0-9a-f]{7})`", PAGE)) == set(COMMITS)
     for names in UNTIL_38F6C66.values():
@@ -64,7 +64,7 @@ def test_the_page_names_every_state() -> None:
 
 
 @pytest.fixture
-def in_clone(commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def in_clone(commit, tmp_path, monkeypatch):
     """A folder with the recipes of a commit, and the data they name; returns their paths."""
     (tmp_path / "train_configs").symlink_to(EARLIER / commit / "train_configs")
     (tmp_path / "assets/images").mkdir(parents=True)
@@ -74,7 +74,7 @@ def in_clone(commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
 
 
 @every_commit
-def test_recipes_load(in_clone: list[str]) -> None:
+def test_recipes_load(in_clone):
     elsewhere = ["model.tokenizer_path", *(f"data.sources.{n}.path" for n in range(7))]
     for name in in_clone:
         if "studies" not in name:
@@ -83,7 +83,7 @@ def test_recipes_load(in_clone: list[str]) -> None:
 
 
 @every_commit
-def test_studies_load(in_clone: list[str]) -> None:
+def test_studies_load(in_clone):
     unset = ("ranks", "baseline", "rounds", "warmup_steps", "steps", "seeds", "launcher", "trace")
     for name in (name for name in in_clone if "studies" in name):
         found = read_study([Path(name)], [], [], **dict.fromkeys((*unset, "output")))
@@ -91,7 +91,7 @@ def test_studies_load(in_clone: list[str]) -> None:
 
 
 @every_commit
-def test_the_resolved_recipe_of_a_run_has_the_same_values(commit: str, in_earlier: None) -> None:
+def test_the_resolved_recipe_of_a_run_has_the_same_values(commit, in_earlier):
     path = f"{commit}/run/recipe.toml"
     resolved = load_job(path, [], 2, "cpu").config.flat()
     text = (EARLIER / path).read_text()
@@ -108,16 +108,14 @@ def test_the_resolved_recipe_of_a_run_has_the_same_values(commit: str, in_earlie
     assert len(found) > 100
 
 
-def test_every_key_is_known() -> None:
+def test_every_key_is_known():
     schema = json_schema(JobConfig)
     known = {*settings(schema, schema["$defs"]), *OLD_KEYS}
     for commit in COMMITS:
         assert set(kept(commit, "settings.json")) <= known, commit
 
 
-def test_every_option_is_known(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_option_is_known(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     expected = {commit: kept(commit, "command_line.json") for commit in COMMITS}
     for verb in {verb for options in expected.values() for verb in options} - {*ABSENT}:
@@ -136,9 +134,7 @@ def test_every_option_is_known(
 
 
 @pytest.mark.parametrize("absent", ABSENT)
-def test_what_does_not_exist_is_refused_with_advice(
-    absent: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_exist_is_refused_with_advice(absent, capsys):
     option = absent.split()[-1].startswith("--")
     words = f"{absent.replace(' --', ' outputs/run --')}=2" if option else f"{absent} outputs/run"
     assert main(words.split()) == 2
@@ -147,7 +143,7 @@ def test_what_does_not_exist_is_refused_with_advice(
     assert ABSENT[absent].split("; ")[0] in error
 
 
-def test_metrics_keep_their_names(in_earlier: None, tmp_path: Path) -> None:
+def test_metrics_keep_their_names(in_earlier, tmp_path):
     job = load_job("recipe.toml", [f"--job.dump_folder={tmp_path}"], 2, "cpu").config
     run_ranks(train, 2, job)
     found = {key for row in rows(tmp_path) for key in row}
@@ -158,7 +154,7 @@ def test_metrics_keep_their_names(in_earlier: None, tmp_path: Path) -> None:
 
 @every_commit
 @pytest.mark.usefixtures("no_plan")
-def test_runs_are_read(commit: str, in_earlier: None, tmp_path: Path) -> None:
+def test_runs_are_read(commit, in_earlier, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(EARLIER / commit / "run", run)
     shutil.copytree(EARLIER / commit / "checkpoint", run / "checkpoint")
@@ -167,7 +163,7 @@ def test_runs_are_read(commit: str, in_earlier: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_plan")
-def test_runs_of_all_states_are_compared(in_earlier: None, tmp_path: Path) -> None:
+def test_runs_of_all_states_are_compared(in_earlier, tmp_path):
     runs = []
     for commit in COMMITS:
         shutil.copytree(EARLIER / commit / "run", tmp_path / commit)
@@ -179,7 +175,7 @@ def test_runs_of_all_states_are_compared(in_earlier: None, tmp_path: Path) -> No
 
 
 @pytest.mark.gate
-def test_reports_keep_their_fields(in_earlier: None, tmp_path: Path) -> None:
+def test_reports_keep_their_fields(in_earlier, tmp_path):
     variants = ["--vary", "optimizer.lr=1e-2,3e-2", "--rounds=1", "--warmup-steps=1"]
     alone = ["--ranks=1", "--steps=2", f"--output={tmp_path}"]
     assert main(["compare", "recipe.toml", *variants, *alone]) == 0

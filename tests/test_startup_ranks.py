@@ -1,7 +1,5 @@
 """What a rank does at start does not grow with the number of ranks, where it need not."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.starts import count
@@ -14,7 +12,7 @@ STEADY = (
 
 
 @pytest.mark.gate
-def test_a_start_among_more_ranks_does_no_more(tmp_path: Path) -> None:
+def test_a_start_among_more_ranks_does_no_more(tmp_path):
     """A resumed one, which reads all that a start reads."""
     found = count((FEW, MANY), tmp_path)
     for is_first in (True, False):

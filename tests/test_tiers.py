@@ -16,7 +16,7 @@ from torchtitan.parallel.sharding import SHARDING
 ROOT = Path(__file__).parent.parent
 
 
-def test_every_layout_stands_in_one_tier() -> None:
+def test_every_layout_stands_in_one_tier():
     cases = {param.values[0]: [mark.name for mark in param.marks] for param in marked()}
     assert list(cases) == list(LAYOUTS)
     assert {name for name, marks in cases.items() if not marks} == set(DAILY)
@@ -28,7 +28,7 @@ def marked() -> list[pytest.param]:
     return tiers(LAYOUTS, DAILY, gate=GATE)
 
 
-def test_a_tier_names_only_what_there_is() -> None:
+def test_a_tier_names_only_what_there_is():
     with pytest.raises(AssertionError, match="a case that there is not"):
         tiers(["one", "two"], ["three"])
     with pytest.raises(AssertionError, match="in one tier"):
@@ -37,7 +37,7 @@ def test_a_tier_names_only_what_there_is() -> None:
     assert [[mark.name for mark in each] for each in marks] == [[], ["gate"], ["slow"]]
 
 
-def test_every_axis_converter_and_way_to_shard_is_compared_daily() -> None:
+def test_every_axis_converter_and_way_to_shard_is_compared_daily():
     daily = [LAYOUTS[name] for name in DAILY]
     for axis in ("pp", "replicate", "shard", "cp", "tp"):
         assert max(getattr(layout, axis) for layout in daily) > 1, axis
@@ -52,7 +52,7 @@ def converters(layouts: object) -> set[str]:
     return {type(converter).__name__ for layout in layouts for converter in layout.convert}
 
 
-def test_ci_runs_the_commands_of_the_readme_and_then_the_rest() -> None:
+def test_ci_runs_the_commands_of_the_readme_and_then_the_rest():
     """Each without arguments that change what is tested."""
     readme = [
         line
@@ -68,7 +68,7 @@ def test_ci_runs_the_commands_of_the_readme_and_then_the_rest() -> None:
     assert {"./run_train.sh", "./scripts/test"} <= set(readme)
 
 
-def test_the_page_counts_the_changes_of_layout_and_the_cover() -> None:
+def test_the_page_counts_the_changes_of_layout_and_the_cover():
     page = (ROOT / "docs/parallelism.md").read_text()
     assert f"the tests do so for {len(PAIRS) + len(CHANGES)} pairs" in page
     assert f"{len(COVER)} more that together have every pair" in page

@@ -120,7 +120,7 @@ def copy_package(
 @cache
 def needed(path: Path) -> frozenset[str]:
     """The wings that a file of tests, or one that it imports, imports."""
-    found: set[str] = set()
+    found = set()
     seen, left = {path}, [path]
     while left:
         for module in imported(left.pop()):
@@ -158,13 +158,13 @@ def pytest_in(folder: Path, *words: str) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def test_every_folder_is_named() -> None:
+def test_every_folder_is_named():
     folders = {place.split(".")[0] for kind in ENTRIES.values() for place in kind.values()}
     assert folders == {*SYSTEMS, "common"}
 
 
 @pytest.mark.gate
-def test_the_core_without_wings(tmp_path: Path) -> None:
+def test_the_core_without_wings(tmp_path):
     folder = copy_with((), tmp_path)
     pytest_in(folder, *CORE, "-k", LAYOUTS)
     words = ["--nproc-per-node=2", "-m", "torchtitan.train", "--training.steps=2"]
@@ -191,7 +191,7 @@ def assert_refused(folder: Path, words: list[str], reason: str) -> None:
 
 @pytest.mark.gate
 @pytest.mark.parametrize("wing", WINGS)
-def test_a_wing_without_the_others(wing: str, tmp_path: Path) -> None:
+def test_a_wing_without_the_others(wing, tmp_path):
     folder = copy_with({wing}, tmp_path)
     words, part = USES[wing]
     done = run_in(folder, "-m", "torchtitan", *words)
@@ -235,7 +235,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_wing_that_is_half_there_is_refused(mistake: str, tmp_path: Path) -> None:
+def test_a_wing_that_is_half_there_is_refused(mistake, tmp_path):
     file, content, message = MISTAKES[mistake]
     copy_package(WINGS, tmp_path)
     path = tmp_path / "torchtitan" / file
@@ -250,7 +250,7 @@ def test_a_wing_that_is_half_there_is_refused(mistake: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("system", tiers(SYSTEMS, [], gate=["qsdp"]))
-def test_a_system_without_the_others(system: str, tmp_path: Path) -> None:
+def test_a_system_without_the_others(system, tmp_path):
     folder = copy_with(WINGS, tmp_path, {system})
     there = {path.name for path in (folder / "torchtitan/research").iterdir() if path.is_dir()}
     assert there - {"__pycache__"} == {system, "common"}
@@ -262,14 +262,14 @@ def test_a_system_without_the_others(system: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_core_without_wings(tmp_path: Path) -> None:
+def test_the_whole_core_without_wings(tmp_path):
     folder = copy_with((), tmp_path)
     pytest_in(folder, "tests/unit", "tests/recipes", "tests/parallel", "tests/training")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_whole_of_a_system_without_the_others(system: str, tmp_path: Path) -> None:
+def test_the_whole_of_a_system_without_the_others(system, tmp_path):
     folder = copy_with(WINGS, tmp_path, {system})
     pytest_in(
         folder,

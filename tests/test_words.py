@@ -58,11 +58,11 @@ def faults(path: Path) -> Iterator[str]:
                 yield f"{place(path)}:{line}: {found[0]!r} in {first!r}"
 
 
-def test_docstrings_are_plain_english() -> None:
+def test_docstrings_are_plain_english():
     assert [fault for path in MODULES for fault in faults(path)] == []
 
 
-def test_pages_use_the_terms_of_the_field() -> None:
+def test_pages_use_the_terms_of_the_field():
     found = []
     for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
         prose = re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
@@ -71,7 +71,7 @@ def test_pages_use_the_terms_of_the_field() -> None:
     assert found == []
 
 
-def test_terms_that_are_searched_are_headings() -> None:
+def test_terms_that_are_searched_are_headings():
     pages = "\n".join(text(page) for page in PAGES if page.name != "CHANGELOG.md")
     headings = "\n".join(re.findall(r"^#+ (.+)$", pages, re.MULTILINE)).lower()
     terms = (" ".join(term.split()) for term in SEARCHED.split(","))

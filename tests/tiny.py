@@ -25,7 +25,7 @@ from torchtitan.models.sparse_decoder import SparseArgs
 
 ARGS = DecoderArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=300)
 
-SECTIONS: dict[str, dict[str, Any]] = {
+SECTIONS = {
     "model": {"name": "tiny", "flavor": "tiny"},
     "training": {
         "local_batch_size": 2,
@@ -41,7 +41,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "checkpoint": {"enable": False},
 }
 
-VIT_MAE: dict[str, Any] = {
+VIT_MAE = {
     "name": "vit_mae",
     "flavor": "debugmodel",
     "dim": 32,
@@ -85,11 +85,11 @@ SOURCES["python_stdlib"] = open_text
 # Known by name in every process that imports this, as a model outside the tree would be.
 MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=FLAVORS)
 # Norms in heads that are wider than dim / heads.
-FACTS: dict[str, Any] = {"head_norms": True, "head_dim": 16}
+FACTS = {"head_norms": True, "head_dim": 16}
 NORMED = {name: dataclasses.replace(args, **FACTS) for name, args in FLAVORS.items()}
 MODELS["tiny_qwen3"] = dataclasses.replace(QWEN3, name="tiny_qwen3", flavors=NORMED)
 # Experts that four shards do not divide, and a first block without.
-ROUTED: dict[str, Any] = {"n_experts": 6, "top_k": 2, "expert_dim": 48, "dense_layers": 1}
+ROUTED = {"n_experts": 6, "top_k": 2, "expert_dim": 48, "dense_layers": 1}
 SPARSE = {
     name: SparseArgs(**vars(args), **ROUTED) for name, args in NORMED.items() if args.n_layers > 1
 }
@@ -97,7 +97,7 @@ MODELS["tiny_sparse"] = dataclasses.replace(QWEN3_MOE, name="tiny_sparse", flavo
 # Each width another, and groups of experts, one of them shared.
 WIDTHS = {"query_rank": 24, "latent_rank": 16, "plain_dim": 8, "rotated_dim": 4, "value_dim": 10}
 GROUPED = {"shared_dim": 32, "router_scale": 2.5, "expert_groups": 3, "top_groups": 2}
-LATENT: dict[str, Any] = {
+LATENT = {
     **ROUTED,
     **WIDTHS,
     **GROUPED,
@@ -112,7 +112,7 @@ LATENTS = {
 }
 MODELS["tiny_latent"] = dataclasses.replace(DEEPSEEK_V3, name="tiny_latent", flavors=LATENTS)
 # Every second block with a window, and a limit of experts that many rows reach.
-OSS: dict[str, Any] = {
+OSS = {
     **{key: value for key, value in ROUTED.items() if key != "dense_layers"},
     "ffn_dim": 48,
     "head_dim": 16,

@@ -42,7 +42,7 @@ def write_shards(folder: Path, documents: Sequence[np.ndarray], shards: int = 3)
 
 def mds_shard(file: Path, dtype: str, documents: Documents) -> dict[str, Any]:
     """Write a shard of MDS; return its entry in the index."""
-    about: dict[str, Any] = {"column_encodings": [f"ndarray:{dtype}"], "column_names": ["tokens"]}
+    about = {"column_encodings": [f"ndarray:{dtype}"], "column_names": ["tokens"]}
     about |= {"column_sizes": [None], "compression": None, "format": "mds", "hashes": ["xxh3_64"]}
     about |= {"size_limit": 2**26, "version": 2}
     samples = []
@@ -69,7 +69,7 @@ def with_offsets(items: Sequence[bytes], header: bytes = b"") -> bytes:
 def write_format(folder: Path, name: str, parts: Sequence[Documents], dtype: str) -> Path:
     """Write shards in any of the formats that we read, without its library."""
     folder.mkdir(parents=True)
-    entries: list[Any] = []
+    entries = []
     for number, part in enumerate(parts):
         stem, content = folder / f"{number:05d}", b"".join(tokens.tobytes() for tokens in part)
         lengths = [len(tokens) for tokens in part]
@@ -148,7 +148,7 @@ def token_streams(
 
 def rows(streams: Sequence[TokenStream], steps: int) -> list[list[int]]:
     """Take steps from all ranks; return the samples, inputs and last target, in their order."""
-    found: list[Any] = []
+    found = []
     for _ in range(steps):
         for stream in streams:
             batch = next(stream)

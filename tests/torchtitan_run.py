@@ -38,7 +38,7 @@ class TorchTitanRun:
         for parameter in self.model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.02)
-        o: Any = job.optimizer
+        o = job.optimizer
         kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[o.name]
         self.optimizer = kind(
             self.model.parameters(),
@@ -112,7 +112,7 @@ def samples(job: JobConfig) -> Iterator[TokenBatch]:
         rank=0,
         ranks=1,
     )
-    return iter(stream)  # type: ignore[arg-type]
+    return iter(stream)
 
 
 def rule(job: JobConfig) -> Callable[[int], float]:
@@ -139,7 +139,7 @@ def rule(job: JobConfig) -> Callable[[int], float]:
 
 def as_v01(state: dict[str, Any]) -> dict[str, Any]:
     """What TorchTitan v0.1 saves: the schedule and the counters are one value each."""
-    old: dict[str, Any] = {}
+    old = {}
     for name, value in state.items():
         part, _, key = name.partition(".")
         if part in ("lr_scheduler", "train_state"):
@@ -151,7 +151,7 @@ def as_v01(state: dict[str, Any]) -> dict[str, Any]:
 
 def as_v03(state: dict[str, Any]) -> dict[str, Any]:
     """What TorchTitan v0.3 saves: other names, and queries, keys and values with one moment."""
-    new: dict[str, Any] = {}
+    new = {}
     for name, value in state.items():
         name = re.sub(r"\boutput\.weight", "lm_head.weight", name)
         if not name.startswith("optimizer."):

@@ -55,7 +55,7 @@ def history_rows(records: list[Any]) -> Iterator[dict[str, Any]]:
     """What was logged; the parts of a value that is no number are joined again."""
     for record in records:
         if record.HasField("history"):
-            row: dict[str, Any] = {}
+            row = {}
             for item in record.history.item:
                 name, *rest = item.nested_key
                 value = json.loads(item.value_json)

@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -83,7 +82,7 @@ def run(name: str, arguments: argparse.Namespace, until: float) -> int:
         for case in import_module(f"tests.gpu.{name}").names(rehearsed)
         if not arguments.only or any(text in case for text in arguments.only)
     ]
-    results: list[pool.Result] = []
+    results = []
     with open(arguments.output / f"{name}.jsonl", "a") as kept:
 
         def tell(result: pool.Result) -> None:
@@ -114,7 +113,7 @@ def line(result: pool.Result) -> str:
 
 def about(rehearsed: bool) -> dict[str, str | None]:
     """Device, driver, versions and command."""
-    smi: Callable[..., str] = subprocess.check_output
+    smi = subprocess.check_output
     try:
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         device, driver = smi(query, text=True).splitlines()[0].split(", ")

@@ -65,7 +65,7 @@ def refresh_times(
 ) -> dict[str, Refresh]:
     """Measure each method, in turns."""
     gradient = decaying(rows, columns, device.torch_device)
-    found: dict[str, Refresh] = {}
+    found = {}
     for number in range(rounds + 1):
         for name, find in methods(rank).items():
             begin = device.stamp()

@@ -185,7 +185,7 @@ def extended(row: str, model: Model, folder: str, backend: str) -> str:
     """The whole recipe of a row: sections may be named twice, as the parts are."""
     import tomlkit
 
-    found: dict[str, Any] = {}
+    found = {}
     texts = [BASE.format(folder=folder, **model._asdict()), row.format(**model._asdict())]
     for text in texts:
         for section, keys in tomlkit.parse(text).unwrap().items():
@@ -222,7 +222,7 @@ def measured(step: Callable[[], object], model: Model, device: Device) -> dict[s
         seconds.append((time.perf_counter() - begin) / steps)
     tokens = model.batch * model.seq_len
     low, middle, high = statistics.quantiles((tokens / s for s in seconds), n=4)
-    found: dict[str, Any] = {
+    found = {
         "tokens/s": middle,
         "quartiles": [low, high],
         "GiB": device.memory_peak(),
@@ -272,9 +272,9 @@ def by_hand(model: Model, granularity: str, device: Device, backend: str) -> Cal
     args = arguments(model)
     network = build_empty(LLAMA3.build, args, model.seq_len)
     network.to_empty(device=device.torch_device)
-    network.init_buffers()  # type: ignore[operator]
+    network.init_buffers()
     initialize(network.named_parameters(), partial(LLAMA3.init_std, args), 0)
-    forward: Callable[..., Any] = network
+    forward = network
     if granularity == "model":
         forward = torch.compile(network, backend=backend)
     else:
@@ -372,7 +372,7 @@ def hadamard_transform(size: int, device: Device, backend: str) -> dict[str, Any
     assert errors["error"] < (2**-20 if size <= STEP else 2**-15), errors
     assert errors["error in float32"] < 2**-15, errors
     compiled, out = torch.compile(rotated, backend=backend), torch.empty_like(x)
-    ways: dict[str, Callable[[], object]] = {
+    ways = {
         "transform": lambda: rotated(x),
         "transform, compiled": lambda: compiled(x),
         "float32, compiled": lambda: compiled(wide),
@@ -395,7 +395,7 @@ def codec(bits: int, device: Device, backend: str) -> dict[str, Any]:
     encode = torch.compile(this.encode, backend=backend, dynamic=False)
     decode = torch.compile(this.decode, backend=backend, dynamic=False)
     size, out = numbers.numel() * numbers.itemsize, torch.empty_like(numbers)
-    ways: dict[str, Callable[[], object]] = {
+    ways = {
         "copy": lambda: out.copy_(numbers),
         "encode": lambda: this.encode(numbers),
         "encode, stochastic": lambda: this.encode(numbers, noise=noise),
@@ -430,13 +430,13 @@ def document_attention(length: int, device: Device) -> dict[str, Any]:
     def forward_backward(core: Core, documents: torch.Tensor | None, window: int) -> None:
         torch.autograd.grad(core(*given, documents, window), given, q.detach())
 
-    ways: dict[str, Callable[[], None]] = {}
+    ways = {}
     for name, (size, window) in MASKS.items():
         documents = torch.arange(length)[None] // max(size // scale, 1) if size else None
         ways[name] = partial(forward_backward, causal_attention, documents, window // scale)
     dense = torch.arange(length, device=device.torch_device)[None] // max(1000 // scale, 1)
     ways[DENSE] = partial(forward_backward, dense_attention, dense, 0)
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    taken = {name: [] for name in ways}
     memory = {}
     for number in range(rounds + 3):
         for name, way in ways.items():

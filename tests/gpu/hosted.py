@@ -18,7 +18,7 @@ NAME = "hosted"
 Result = TypeVar("Result")
 
 
-class HostedWork(dist._Work):  # type: ignore[name-defined, misc]
+class HostedWork(dist._Work):
     """A collective that gloo was given; `after` copies what came to where it belongs."""
 
     def __init__(self, work: Any, after: Callable[[], None], result: list[Tensor]) -> None:
@@ -41,7 +41,7 @@ class HostedWork(dist._Work):  # type: ignore[name-defined, misc]
 
     def get_future(self) -> Any:
         self.wait()
-        future: Any = torch.futures.Future()
+        future = torch.futures.Future()
         future.set_result(self.result_of)
         return future
 
@@ -52,7 +52,7 @@ class HostedGroup(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.named = self.described = ""
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[attr-defined]
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:
         return NAME
@@ -234,7 +234,7 @@ def _share(
     register()
     dist.init_process_group(
         NAME,
-        store=dist.FileStore(store, size),  # type: ignore[attr-defined]
+        store=dist.FileStore(store, size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=100),

@@ -128,7 +128,7 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
         tokens = job.training.local_batch_size * job.training.seq_len
         parts = job.degrees(layout.ranks).tp * job.degrees(layout.ranks).pp
         flops = MODELS[job.model.name].flops_per_unit(args, job.training.seq_len) * tokens / parts
-        found: dict[str, Any] = {
+        found = {
             "forward and backward s": compute,
             "spread": [min(seconds[1:]), max(seconds[1:])],
             "update s": statistics.median(updates[1:]),

@@ -78,7 +78,7 @@ def timed(
         return run
 
     by_products = ["grouped", *([EIGHT_BITS] if in_eight_bits else [])]
-    ways: dict[str, Callable[[], None]] = {
+    ways = {
         "feed-forward": lambda: dense(x).backward(x.detach()),
         **{products: of(products) for products in by_products},
         **_parts(mixture, x),
@@ -93,7 +93,7 @@ def timed(
         }
         for name, taken in found.items()
     }
-    figures: dict[str, Any] = {"ways": quartiles}
+    figures = {"ways": quartiles}
     if peak := device.peak_flops(dtype):
         for name in ("feed-forward", *by_products):
             figures[f"MFU, {name}"] = layer.flops / statistics.median(found[name]) / peak
@@ -166,7 +166,7 @@ def _parts(mixture: MixtureOfExperts, x: Tensor) -> dict[str, Callable[[], None]
 def _in_turns(
     ways: dict[str, Callable[[], None]], device: Device, rounds: int, given: list[Tensor]
 ) -> dict[str, list[float]]:
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    taken = {name: [] for name in ways}
     for number in range(rounds + 2):  # two to warm up
         for name in [*ways][:: 1 if number % 2 else -1]:
             begin = device.stamp()

@@ -121,7 +121,7 @@ def fast(rows: Rows) -> str:
         parts += ["### Codec, GB/s of float32 numbers", table(heads, cells)]
     parts += attention(rows)
     parts += experts(rows)
-    models: dict[str, Rows] = {}
+    models = {}
     for case, row in rows.items():
         if ": " in case and "tokens/s" in row["figures"]:
             model, name = case.split(": ")

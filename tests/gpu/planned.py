@@ -83,10 +83,7 @@ def calibration(job: JobConfig, device: Device) -> dict[str, Any]:
     """Return what `torchtitan plan --calibrate` finds, beside the numbers of the file."""
     with tempfile.TemporaryDirectory() as folder:
         found = calibrate(job, 1, Path(folder) / "measured.toml")
-    figures: dict[str, Any] = {
-        "memory, GB/s": found.memory_bandwidth,
-        "launch, us": found.launch_us,
-    }
+    figures = {"memory, GB/s": found.memory_bandwidth, "launch, us": found.launch_us}
     for each in found.products:
         figures[f"{each.dtype} {each.m} x {each.n} x {each.k}, TFLOP/s"] = each.tflops
     for rate in found.attention:

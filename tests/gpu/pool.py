@@ -105,13 +105,13 @@ def run(
     tell: Callable[[Result], None],
 ) -> None:
     """Check all `cases`, `workers` at once, each within `limit` seconds, until that moment."""
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    waiting = queue.SimpleQueue()
     for case in cases:
         waiting.put(case)
     lock = threading.Lock()
 
     def work() -> None:
-        worker: Worker | None = None
+        worker = None
         while True:
             try:
                 case = waiting.get_nowait()

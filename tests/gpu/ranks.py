@@ -23,7 +23,7 @@ from torchtitan.research.common.modelled import places, write_modelled_steps
 from torchtitan.tools.verify.recipe import in_float64
 
 LAYOUTS = MAIN | research_layouts.LAYOUTS
-OTHERS: dict[str, dict[str, Any]] = {
+OTHERS = {
     "Muon": {"ns_dtype": "float32", "adamw": {"eps": 1e-6}},
     "GaLore": {"rank": 8},
     "Ranger21": {},

@@ -8,7 +8,7 @@ and a weight is judged by how far it is off in parts of how far it has moved.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, get_args
 
@@ -28,17 +28,17 @@ from torchtitan.torch_private.attention_kernels import attention_backward, atten
 
 Sections = Mapping[str, dict[str, Any]]
 
-COMPILE: Sections = {"compile": {"enable": True}}
-WHOLE: Sections = {"compile": {"enable": True, "granularity": "model"}}
-BF16: Sections = {"training": {"mixed_precision_param": "bfloat16"}}
-DOCUMENTS: Sections = {"model": {"attn_mask_type": "block_causal"}}
-WINDOW: Sections = {"model": {"sliding_window": 12}}
-CHUNKS: Sections = {"loss": {"vocabulary_chunk": 100}}
+COMPILE = {"compile": {"enable": True}}
+WHOLE = {"compile": {"enable": True, "granularity": "model"}}
+BF16 = {"training": {"mixed_precision_param": "bfloat16"}}
+DOCUMENTS = {"model": {"attn_mask_type": "block_causal"}}
+WINDOW = {"model": {"sliding_window": 12}}
+CHUNKS = {"loss": {"vocabulary_chunk": 100}}
 
 
 def merged(*sections: Sections) -> dict[str, dict[str, Any]]:
     """Sections of a recipe, key by key; the later win."""
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for part in sections:
         for name, keys in part.items():
             found[name] = found.get(name, {}) | keys
@@ -89,9 +89,9 @@ def case(*sections: Sections, **rest: Any) -> Case:
 
 
 MUON = {"name": "Muon", "ns_dtype": "float32", "adamw": {"eps": 1e-6}}
-PICTURES: Sections = {"model": tiny.VIT_MAE, "data": {"dataset": "scenes"}}
+PICTURES = {"model": tiny.VIT_MAE, "data": {"dataset": "scenes"}}
 FLOAT8 = {name: (Float8(recipe=name),) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
-CASES: dict[str, Case] = {
+CASES = {
     "float32": case(),
     "bf16": case(BF16, bounds=HALF),
     "bf16, compiled": case(BF16, COMPILE, bounds=HALF),
@@ -288,7 +288,7 @@ def attention(device: Device) -> dict[str, float]:
                 results = []
                 for where in ("cpu", device.torch_device):
                     given = [x.to(where, dtype) for x in (q, k, v)]
-                    options: dict[str, Any] = {"causal": kind == "causal", "bias": None}
+                    options = {"causal": kind == "causal", "bias": None}
                     if kind == "biased":
                         options["bias"] = bias.to(where, dtype)
                     out, lse = attention_forward(*given, **options)
@@ -388,7 +388,7 @@ def attention_memory(device: Device) -> dict[str, float]:
     return worst
 
 
-FUNCTIONS: dict[str, Callable[[Device], dict[str, float]]] = {
+FUNCTIONS = {
     "attention kernels": attention,
     "attention holds no scores": attention_memory,
     "document attention": document_attention,

@@ -132,7 +132,7 @@ def preflight(folder: str) -> dict[str, Any]:
 
 
 COMPILED = ("--compile.enable", "true")
-CASES: dict[str, Callable[[str], dict[str, Any]]] = {
+CASES = {
     "trains": learns,
     "the debug recipe": debug_recipe,
     "resumes": resumes("disabled"),

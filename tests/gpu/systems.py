@@ -10,7 +10,7 @@ import tempfile
 import time
 import tomllib
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ SYSTEMS = {
 }
 RANKS = {f"8B: {name}": rank for name, rank in SYSTEMS.items()}
 
-SMALL_CARD: dict[str, dict[str, Any]] = {
+SMALL_CARD = {
     "7B in 24 GB: GaLore, bases in 8 bits": {},
     "7B in 24 GB: AdamW, 8 bits": {"name": "AdamW"},
     "7B in 24 GB: GaLore, bases in bf16": {"basis_dtype": "bfloat16"},
@@ -188,7 +188,7 @@ def small_card(name: str, device: Device, backend: str) -> dict[str, Any]:
     import tomlkit
 
     recipe = tomlkit.parse((ROOT / "train_configs/research/galore_7b.toml").read_text()).unwrap()
-    optimizer: dict[str, Any] = recipe["optimizer"]
+    optimizer = recipe["optimizer"]
     recipe["optimizer"] = optimizer | SMALL_CARD[name] | {"refresh_period": 3}
     if "AdamW" in name:
         for key in ("rank", "refresh_period", "basis_dtype", "svd_dtype"):
@@ -203,7 +203,7 @@ def small_card(name: str, device: Device, backend: str) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(allowed / device.memory_capacity())
     try:
         with opened(recipe, device) as run:
-            statuses: list[StepStatus] = []
+            statuses = []
             seconds = []
 
             def agree(*given: Any) -> StepStatus:
@@ -211,7 +211,7 @@ def small_card(name: str, device: Device, backend: str) -> dict[str, Any]:
                 return statuses[-1]
 
             trainer, agree_as_usual = Trainer(run), run.agree
-            run.agree = agree  # type: ignore[assignment]
+            run.agree = agree
             for _ in range(7):
                 begin = time.perf_counter()
                 trainer.step()
@@ -293,7 +293,7 @@ def images(name: str, device: Device, backend: str) -> dict[str, Any]:
             recipe["data"] = {"dataset": "image_folder", "dataset_path": folder}
         run = stack.enter_context(opened(recipe, device))
         if how == "the same batch":
-            run.batches = Same(next(run.batches))  # type: ignore[assignment]
+            run.batches = Same(next(run.batches))
         found = timed(Trainer(run).step, device, rounds=10)
         count = recipe["training"]["local_batch_size"]
         return found | {"images": count, "images/s": 1000 * count / found["ms"]}
@@ -324,12 +324,7 @@ def write_images(folder: Path, count: int) -> None:
         Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(folder / f"{number}.{form}")
 
 
-WAYS: tuple[tuple[Collection[str], Callable[[str, Device, str], dict[str, Any]]], ...] = (
-    (RANKS, one_of_many),
-    (SMALL_CARD, small_card),
-    (REFRESH, refresh),
-    (IMAGES, images),
-)
+WAYS = ((RANKS, one_of_many), (SMALL_CARD, small_card), (REFRESH, refresh), (IMAGES, images))
 
 
 def main() -> None:

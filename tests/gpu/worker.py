@@ -52,7 +52,7 @@ def main() -> None:
     with os.fdopen(3, "w") as answers:
         for line in sys.stdin:
             begin = time.monotonic()
-            answer: dict[str, Any] = {"case": line.strip()}
+            answer = {"case": line.strip()}
             try:
                 answer["figures"] = check(line.strip(), device)
             except BaseException as error:

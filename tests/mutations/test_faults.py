@@ -6,7 +6,7 @@ import re
 from tests.mutations.faults import ROOT, TIERS, read_faults
 
 
-def test_every_fault_can_be_planted() -> None:
+def test_every_fault_can_be_planted():
     faults = read_faults()
     assert len(faults) >= 60
     assert len({fault.name for fault in faults}) == len(faults)
@@ -18,7 +18,7 @@ def test_every_fault_can_be_planted() -> None:
         assert fault.breaks.endswith("."), fault.name
 
 
-def test_the_tests_that_found_a_fault_exist() -> None:
+def test_the_tests_that_found_a_fault_exist():
     gone = []
     for name in (test for fault in read_faults() for test in fault.found_by):
         file, _, function = name.partition("[")[0].partition("::")
@@ -28,7 +28,7 @@ def test_the_tests_that_found_a_fault_exist() -> None:
     assert gone == []
 
 
-def test_the_page_lists_the_bugs_of_others() -> None:
+def test_the_page_lists_the_bugs_of_others():
     page = (ROOT / "docs/experts.md").read_text(encoding="utf-8")
     table = page.partition("| bug | was in |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in table.splitlines()[2:]]

@@ -1,7 +1,5 @@
 """What the compiler fuses in a tensor-parallel block, read off its graphs."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,26 +15,26 @@ from torchtitan.parallel.async_tensor import Fused
 
 # Of one sequence torch gathers by a view, which the compiler's own patterns do not know.
 @pytest.mark.parametrize("batch", tiers([1, 2], [2]))
-def test_every_gather_and_scatter_of_a_block_is_fused(batch: int) -> None:
+def test_every_gather_and_scatter_of_a_block_is_fused(batch):
     for fused in run_ranks(compare, 2, batch, None, WITHOUT_CODE):
         # Forward: before wq, wk, wv; after wo; before w1, w3; after w2. Backward: before wo, w2.
         assert fused == Fused(gathers=4, scatters=2)
 
 
 @pytest.mark.gate
-def test_recomputation_is_fused_too() -> None:
+def test_recomputation_is_fused_too():
     for fused in run_ranks(compare, 2, 2, OPERATORS, WITHOUT_CODE):
         assert fused == Fused(gathers=6, scatters=2)  # what is added up is not sent again
 
 
 @pytest.mark.slow
-def test_inductor_compiles_what_it_fused() -> None:
+def test_inductor_compiles_what_it_fused():
     for fused in run_ranks(compare, 2, 1, None, "inductor"):
         assert fused == Fused(gathers=4, scatters=2)
 
 
 @pytest.mark.gpu
-def test_on_cuda() -> None:
+def test_on_cuda():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     for fused in run_ranks(compare, 2, 2, None, "inductor", "cuda", device="cuda"):
@@ -52,7 +50,7 @@ def refuse(fuse: bool, sequence_parallel: bool) -> str:
 
 @pytest.mark.gate
 @pytest.mark.parametrize(("fuse", "sequence_parallel"), [(False, True), (True, False)])
-def test_it_does_not_pretend(fuse: bool, sequence_parallel: bool) -> None:
+def test_it_does_not_pretend(fuse, sequence_parallel):
     for message in run_ranks(refuse, 2, fuse, sequence_parallel):
         assert message.startswith(
             "parallelism.enable_async_tensor_parallel did not take effect: 0 all-gather-matmul and "
@@ -79,9 +77,7 @@ COMPILED = {"enable": True}
         (ASYNC, {}, "cpu", ["compile.enable", "CPU"]),
     ],
 )
-def test_refusals(
-    parallelism: dict[str, Any], compiled: dict[str, Any], device: str | None, words: list[str]
-) -> None:
+def test_refusals(parallelism, compiled, device, words):
     key = "parallelism.enable_async_tensor_parallel"
     job = JobConfig.model_validate({"parallelism": parallelism, "compile": compiled})
     world = PlannedWorld(device_type=device or "cpu", is_here=device is not None)

@@ -1,7 +1,6 @@
 """What a recipe names in [communication] is what carries weights and gradients."""
 
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -53,7 +52,7 @@ def job(layout: Case, communication: dict[str, Any]) -> JobConfig:
     return recipe
 
 
-def test_weights_and_gradients_are_sent_as_named() -> None:
+def test_weights_and_gradients_are_sent_as_named():
     plain = run_ranks(used, 2, job(case(shard=2), {}))
     half = run_ranks(used, 2, job(case(shard=2), HALF))
     for rank, (found, expected) in enumerate(zip(half, plain, strict=True)):
@@ -77,7 +76,7 @@ def all_used(jobs: list[JobConfig]) -> list[Used]:
     return [used(job) for job in jobs]
 
 
-def test_copies_and_parts_are_sent_as_named() -> None:
+def test_copies_and_parts_are_sent_as_named():
     layout, ways = case(replicate=2, shard=2, batch=1), (HALF, COUNTED, HALF | COUNTED)
     ranks = run_ranks(all_used, 4, [job(layout, way) for way in ({}, *ways)])
     for plain, *others in ranks:
@@ -110,7 +109,7 @@ def both(folder: str) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def test_checkpoints_do_not_depend_on_how_copies_agree(tmp_path: Path) -> None:
+def test_checkpoints_do_not_depend_on_how_copies_agree(tmp_path):
     for _, resumed, loaded in run_ranks(both, 4, str(tmp_path)):
         assert all(torch.equal(loaded[name], weight) for name, weight in resumed.items())
 
@@ -138,7 +137,7 @@ def stopped(folder: str) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.gate
-def test_what_a_way_keeps_is_in_a_checkpoint(tmp_path: Path) -> None:
+def test_what_a_way_keeps_is_in_a_checkpoint(tmp_path):
     load_job(None, ["--job.imports", "tests.senders"], 1, "cpu")
     for at_once, _, resumed, *_ in run_ranks(stopped, 2, str(tmp_path)):
         assert all(torch.equal(at_once[name], weight) for name, weight in resumed.items())
@@ -160,16 +159,14 @@ def apart(folder: str, layout: Case, steps: int) -> dict[str, torch.Tensor]:
     return train(recipe)
 
 
-def test_replicas_that_were_apart_agree_on_another_layout(tmp_path: Path) -> None:
+def test_replicas_that_were_apart_agree_on_another_layout(tmp_path):
     run_ranks(apart, 4, str(tmp_path), case(replicate=2, shard=2, batch=1), 3)
     one, other = run_ranks(apart, 2, str(tmp_path), case(replicate=2, batch=2), 4)
     assert all(torch.equal(other[name], weight) for name, weight in one.items())
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("example.toml", 2e-2), ("whole.toml", 1e-6)])
-def test_example_of_the_documentation(
-    name: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example_of_the_documentation(name, tolerance, tmp_path, monkeypatch):
     """On two ranks it is the run of FSDP2, up to what it rounds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -193,7 +190,7 @@ def having_bits() -> str:
     return f"{', '.join(others)} and {last} have bits" if others else f"{last} has bits"
 
 
-def test_settings_belong_to_the_way_that_has_them(tmp_path: Path) -> None:
+def test_settings_belong_to_the_way_that_has_them(tmp_path):
     recipe = tmp_path / "bad.toml"
     recipe.write_text('[job]\nimports = ["tests.senders"]\n[communication.gradients]\nbits = 8\n')
     with pytest.raises(RecipeError) as error:

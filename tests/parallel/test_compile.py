@@ -4,7 +4,6 @@ import itertools
 import logging
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from torchtitan.torch_private.compiler import compiler_counts, keeps_nodes_of_fu
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiler() -> None:
+def compiler():
     """Imported once for all ranks, which are forked."""
     import torch._functorch.aot_autograd
     import torch._inductor.compile_fx  # noqa: F401
@@ -34,7 +33,7 @@ class Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: list[str] = []
+        self.lines = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
@@ -92,7 +91,7 @@ FULL, SECOND, OPERATORS = layouts.FULL, layouts.SECOND, layouts.OPERATORS
 NO_SEQUENCE, NO_LOSS = layouts.NO_SEQUENCE, layouts.NO_LOSS
 
 # A layout, and how many graphs it takes.
-CASES: dict[str, tuple[Case, int]] = {
+CASES = {
     "FSDP 2, every second block recomputed": (case(shard=2, recompute=SECOND), 3),
     "TP 2, operators recomputed": (case(tp=2, recompute=OPERATORS), 2),
     "TP 2, neither sequence nor loss, within a budget": (
@@ -108,7 +107,7 @@ CASES: dict[str, tuple[Case, int]] = {
 
 @pytest.mark.gate
 @pytest.mark.parametrize("recompute", [{}, OPERATORS], ids=["", "operators recomputed"])
-def test_muon_is_compiled_with_the_rest(recompute: dict[str, Any]) -> None:
+def test_muon_is_compiled_with_the_rest(recompute):
     """Its iteration."""
     muon_is_compiled_with_the_rest(recompute)
 
@@ -137,7 +136,7 @@ def muon_is_compiled_with_the_rest(recompute: dict[str, Any], **more: Any) -> No
 @pytest.mark.parametrize(
     "name", tiers(CASES, ["FSDP 2, every second block recomputed"], ["FSDP 2 x TP 2"])
 )
-def test_it_is_the_same_run(name: str) -> None:
+def test_it_is_the_same_run(name):
     is_the_same_run(*CASES[name])
 
 
@@ -159,7 +158,7 @@ MASKS = {
 }
 
 
-RECOMPUTATIONS: dict[str, dict[str, Any]] = {"none": {}, "full": FULL, "operators": OPERATORS}
+RECOMPUTATIONS = {"none": {}, "full": FULL, "operators": OPERATORS}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +168,7 @@ RECOMPUTATIONS: dict[str, dict[str, Any]] = {"none": {}, "full": FULL, "operator
         [("documents, a window", "none"), ("documents", "operators")],
     ),
 )
-def test_documents_and_windows_are_in_the_graph(mask: str, recomputation: str) -> None:
+def test_documents_and_windows_are_in_the_graph(mask, recomputation):
     """Batches with other documents need no other graphs."""
     model = {"flavor": "deep", **MASKS[mask]}
     training = {"steps": 3, "seq_len": 64}
@@ -185,7 +184,7 @@ def test_documents_and_windows_are_in_the_graph(mask: str, recomputation: str) -
     )
 
 
-def test_stages_share_no_loss() -> None:
+def test_stages_share_no_loss():
     job = recipe(case(2), enable=True, backend="aot_eager")
     graphs = []
     for found, (line,) in run_ranks(compiled, 2, job):
@@ -195,7 +194,7 @@ def test_stages_share_no_loss() -> None:
 
 
 @pytest.mark.skipif(not keeps_nodes_of_functions(), reason="it is refused")
-def test_a_loss_in_chunks_is_compiled_where_backwards_are_split() -> None:
+def test_a_loss_in_chunks_is_compiled_where_backwards_are_split():
     layout = layouts.schedule("ZBVZeroBubble", chunk=100)
     job = recipe(layout, enable=True, components=["loss"], backend="aot_eager")
     for found, _ in run_ranks(compiled, 2, job):
@@ -204,7 +203,7 @@ def test_a_loss_in_chunks_is_compiled_where_backwards_are_split() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [{}, OPERATORS])
-def test_inductor_is_the_same_run(recompute: dict[str, Any]) -> None:
+def test_inductor_is_the_same_run(recompute):
     job = recipe(case(shard=2, tp=2, recompute=recompute), enable=True)
     for found, (line,) in run_ranks(compiled, 4, job):
         compare(found, reference())
@@ -231,7 +230,7 @@ def break_and_report(fullgraph: bool) -> list[str]:
     return reported(config, 1)
 
 
-def test_breaks_and_recompilations_are_counted_and_shown() -> None:
+def test_breaks_and_recompilations_are_counted_and_shown():
     ((first, *others),) = run_ranks(break_and_report, 1, False)
     assert first == ("compile: 4 graphs of 1 block and the loss, 2 graph breaks, 2 recompilations")
     breaks, *again = others
@@ -243,7 +242,7 @@ def test_breaks_and_recompilations_are_counted_and_shown() -> None:
         assert "dtype mismatch" in line
 
 
-def test_a_break_is_refused_unless_it_is_allowed() -> None:
+def test_a_break_is_refused_unless_it_is_allowed():
     with pytest.raises(AssertionError, match=r"torch\._dynamo\.exc\.Unsupported"):
         run_ranks(break_and_report, 1, True)
 
@@ -253,7 +252,7 @@ def lines_of(configs: list[CompileConfig]) -> list[list[str]]:
     return [reported(config, 3) for config in configs]
 
 
-def test_the_line_names_what_was_to_be_compiled() -> None:
+def test_the_line_names_what_was_to_be_compiled():
     named = {
         "3 blocks and the loss": CompileConfig(enable=True),
         "3 blocks": CompileConfig(enable=True, components=("model",)),
@@ -279,7 +278,7 @@ def watched(steps: int, config: CompileConfig) -> list[list[str]]:
     return said
 
 
-def test_a_report_after_two_steps_and_a_warning_whenever_it_compiles_again() -> None:
+def test_a_report_after_two_steps_and_a_warning_whenever_it_compiles_again():
     config = CompileConfig(enable=True, backend="eager", fullgraph=False, components=("model",))
     ((first, second, third, fourth, fifth),) = run_ranks(watched, 1, 5, config)
     assert first == third == fifth == []
@@ -301,7 +300,7 @@ def graphs_for_lengths(config: CompileConfig) -> int:
     return int(compiler_counts()["stats"]["unique_graphs"])
 
 
-def test_shapes_are_never_dynamic() -> None:
+def test_shapes_are_never_dynamic():
     config = CompileConfig(enable=True, backend="eager")
     assert run_ranks(graphs_for_lengths, 1, config) == [3]
 
@@ -311,7 +310,7 @@ def said_while_training(job: JobConfig) -> list[str]:
     return [line for line in logged(partial(train, job)) if line.startswith("compile: ")]
 
 
-def test_a_run_says_what_was_compiled_and_when_again(tmp_path: Path) -> None:
+def test_a_run_says_what_was_compiled_and_when_again(tmp_path):
     job = tiny.job(
         tmp_path,
         training={"steps": 3, "global_batch_size": -1},
@@ -329,7 +328,7 @@ def test_a_run_says_what_was_compiled_and_when_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_graphs_are_kept_for_the_next_process(tmp_path: Path) -> None:
+def test_graphs_are_kept_for_the_next_process(tmp_path):
     job = recipe(layouts.ONE, enable=True, cache_folder=str(tmp_path))
     ((cold, (said,)),) = run_ranks(compiled, 1, job)
     rest = "0 graph breaks, 0 recompilations"

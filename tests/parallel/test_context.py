@@ -19,7 +19,6 @@ from torchtitan.models.attention import SelfAttention, causal_attention, dense_a
 from torchtitan.parallel import context, context_pieces, context_rotation
 from torchtitan.parallel.context import context_attention, context_attention_backward, shard
 from torchtitan.parallel.context_pieces import Cut, segments
-from torchtitan.parallel.settings import Balancing
 from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
 from torchtitan.torch_private.collectives import all_gather, reduce_scatter
@@ -27,7 +26,7 @@ from torchtitan.torch_private.segment_kernels import segments_backward, segments
 
 LENGTH = 48  # divides in two chunks a rank for 2, 3 and 4 ranks
 ROTATIONS = ("allgather", "ring")
-BALANCINGS: tuple[Balancing, ...] = ("headtail", "none")
+BALANCINGS = ("headtail", "none")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -84,7 +83,7 @@ def split(
 
 @pytest.mark.parametrize("balancing", BALANCINGS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_each_position_is_on_one_rank_once(size: int, balancing: Balancing) -> None:
+def test_each_position_is_on_one_rank_once(size, balancing):
     positions = torch.arange(24).repeat(2, 1)
     batch = TokenBatch(positions + 100, positions + 101, positions, positions // 5)
     parts = [shard(batch, rank, size, balancing) for rank in range(size)]
@@ -97,7 +96,7 @@ def test_each_position_is_on_one_rank_once(size: int, balancing: Balancing) -> N
     assert torch.equal(found.sort(dim=1).values, positions)
 
 
-def test_headtail_is_a_piece_and_its_mirror() -> None:
+def test_headtail_is_a_piece_and_its_mirror():
     positions = torch.arange(12).repeat(1, 1)
     batch = TokenBatch(positions, positions, positions, positions)
     found = [shard(batch, rank, 3, "headtail").positions[0].tolist() for rank in range(3)]
@@ -105,7 +104,7 @@ def test_headtail_is_a_piece_and_its_mirror() -> None:
     assert shard(batch, 1, 3, "none").positions[0].tolist() == [4, 5, 6, 7]
 
 
-def test_a_sequence_must_divide() -> None:
+def test_a_sequence_must_divide():
     assert [Cut(size, "headtail").chunks for size in (1, 2, 4)] == [1, 4, 8]
     assert [Cut(size, "none").chunks for size in (1, 2, 4)] == [1, 2, 4]
     odd = torch.zeros(1, 6, dtype=torch.int64)
@@ -115,7 +114,7 @@ def test_a_sequence_must_divide() -> None:
 
 @pytest.mark.parametrize("balancing", BALANCINGS)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_tiles_are_the_causal_mask(size: int, balancing: Balancing) -> None:
+def test_tiles_are_the_causal_mask(size, balancing):
     """Together they hold every visible pair once; with headtail each rank the same number."""
     cut = Cut(size, balancing)
     length = 24 // size
@@ -205,7 +204,7 @@ def largest_tensors() -> list[list[int]]:
     return [[largest_tensor(n, window) for n in (4096, 8192, 16384)] for window in (0, 700)]
 
 
-def test_memory_is_linear_in_the_length() -> None:
+def test_memory_is_linear_in_the_length():
     for found in run_ranks(largest_tensors, 2):
         for sizes in found:
             assert sizes == [sizes[0], 2 * sizes[0], 4 * sizes[0]]
@@ -214,7 +213,7 @@ def test_memory_is_linear_in_the_length() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_split_attention_equals_whole_attention(ranks: int, device: str) -> None:
+def test_split_attention_equals_whole_attention(ranks, device):
     if device == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     run_ranks(compare_with_whole, ranks, device, device=device)
@@ -233,12 +232,12 @@ def attend_in_pairs() -> None:
             torch.testing.assert_close(value, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_ranks_of_a_group_need_not_be_neighbours() -> None:
+def test_ranks_of_a_group_need_not_be_neighbours():
     run_ranks(attend_in_pairs, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_query_that_sees_nothing_in_a_tile_takes_nothing_from_it(dtype: torch.dtype) -> None:
+def test_a_query_that_sees_nothing_in_a_tile_takes_nothing_from_it(dtype):
     """Merged with what it sees elsewhere, its share of output and gradients is exactly zero."""
     rows = Cut(2, "none").rows(torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]]), 0)
     (tile,) = segments(rows, 1, 0, 0)
@@ -275,7 +274,7 @@ def both_rotations() -> tuple[Any, Any]:
     return count_communication("allgather"), count_communication("ring")
 
 
-def test_the_rotation_named_is_the_one_that_runs() -> None:
+def test_the_rotation_named_is_the_one_that_runs():
     for gathered, ring in run_ranks(both_rotations, 3):
         assert gathered == {"gather": [1, 1], "scatter": [0, 1], "exchange": [0, 0]}
         # Backward: keys and values travel as before, and as often their gradients.
@@ -293,7 +292,7 @@ def wrong_settings() -> None:
     assert torch.equal(gathered["out"], right["out"])
 
 
-def test_another_balancing_or_mask_is_another_result() -> None:
+def test_another_balancing_or_mask_is_another_result():
     """So the comparison with whole attention can fail; another rotation is the same to the bit."""
     run_ranks(wrong_settings, 2)
 
@@ -340,7 +339,7 @@ def compile_tiny() -> None:
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
-def test_it_compiles_as_one_graph() -> None:
+def test_it_compiles_as_one_graph():
     run_ranks(compile_tiny, 2)
 
 
@@ -353,7 +352,7 @@ def check_operator() -> None:
         )
 
 
-def test_it_keeps_the_contract_of_an_operator() -> None:
+def test_it_keeps_the_contract_of_an_operator():
     run_ranks(check_operator, 2)
 
 
@@ -373,7 +372,7 @@ def without_data(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_data_it_needs_no_group(dtype: torch.dtype) -> None:
+def test_without_data_it_needs_no_group(dtype):
     # A process that has run a backward cannot fork ranks that do (torch built for CUDA).
     run_ranks(without_data, 1, dtype)
 
@@ -383,7 +382,7 @@ def test_without_data_it_needs_no_group(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
-def test_kernels_of_cuda_accept_what_they_are_given(masked: bool, dtype: torch.dtype) -> None:
+def test_kernels_of_cuda_accept_what_they_are_given(masked, dtype):
     """Their shapes and argument lists; their results need a GPU."""
     q, grad = (torch.empty(2, 4, 40, 16, dtype=dtype, device="meta") for _ in range(2))
     k, v = (torch.empty(2, 2, 24, 16, dtype=dtype, device="meta") for _ in range(2))
@@ -443,5 +442,5 @@ def compare_kernels(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_parts_of_attention_merge(device: str) -> None:
+def test_parts_of_attention_merge(device):
     run_ranks(compare_kernels, 1, device, device=device)

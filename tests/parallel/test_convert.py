@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from tests import layouts, tiny
-from tests.collectives import Message, formulas, message
+from tests.collectives import formulas, message
 from tests.layouts import GATHERED, MICROSCALED, ROUNDED_EXPERTS, ROWWISE, TENSORWISE, Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace, train
 from torchtitan import convert
 from torchtitan.config import Context, PlannedWorld
-from torchtitan.convert import MXFP8, ConverterConfig, Float8
+from torchtitan.convert import MXFP8, Float8
 from torchtitan.convert.rounded_experts import RoundedProducts
 from torchtitan.device import Device
 from torchtitan.flight_recorder.records import recorded
@@ -35,7 +35,7 @@ def network() -> nn.Module:
     return build_empty(Decoder, tiny.FLAVORS["even"], 32)
 
 
-def test_a_converter_says_what_it_changed_and_why_not_the_others() -> None:
+def test_a_converter_says_what_it_changed_and_why_not_the_others():
     config = Float8(recipe="rowwise", filter_fqns=("output", "wk"))
     (done,) = convert.apply(network(), [config], capability=(9, 0), has_fsdp=False)
     assert convert.describe(config, done) == (
@@ -51,7 +51,7 @@ def test_a_converter_says_what_it_changed_and_why_not_the_others() -> None:
     assert done.skipped["layers.0.attention.wk"] == "16 x 32, not multiples of 32"
 
 
-def test_converters_are_applied_in_order() -> None:
+def test_converters_are_applied_in_order():
     first, rest = Float8(filter_fqns=("output", "feed_forward")), MXFP8()
     model = network()
     done = convert.apply(model, [first, rest], capability=(10, 0), has_fsdp=False)
@@ -80,12 +80,7 @@ def test_converters_are_applied_in_order() -> None:
         (MXFP8(experts=True), (10, 0), "products of experts in MXFP8 are emulated on every device"),
     ],
 )
-def test_what_a_device_lacks(
-    config: ConverterConfig,
-    capability: tuple[int, int] | None,
-    lack: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_device_lacks(config, capability, lack, monkeypatch):
     assert config.lacks(capability) == lack
     monkeypatch.setattr(Device, "capability", capability)
     here = Context(world=PlannedWorld(1, "cuda" if capability else "cpu", is_here=True))
@@ -94,7 +89,7 @@ def test_what_a_device_lacks(
     assert not list(emulated.problems(here))
 
 
-def test_a_recipe_is_refused_where_the_device_lacks_it() -> None:
+def test_a_recipe_is_refused_where_the_device_lacks_it():
     emulated = Float8(emulate=True, filter_fqns=("layers.1", "output"))
     real = MXFP8(filter_fqns=("layers.0",))
     job = recipe(case(convert=(emulated, real)))
@@ -104,13 +99,11 @@ def test_a_recipe_is_refused_where_the_device_lacks_it() -> None:
 
 
 @pytest.mark.parametrize("capability", [None, (9, 0)])
-def test_it_is_emulated_only_where_the_device_lacks_it(
-    capability: tuple[int, int] | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_is_emulated_only_where_the_device_lacks_it(capability, caplog):
     caplog.set_level("INFO", "torchtitan")
     model = network()
     convert.apply(model, [Float8(emulate=True)], capability, has_fsdp=False)
-    linear: Any = model.get_submodule("layers.0.attention.wq")
+    linear = model.get_submodule("layers.0.attention.wq")
     assert linear.config.emulate == (capability is None)
     assert ("emulated: a CPU has no" in caplog.text) == (capability is None)
 
@@ -125,7 +118,7 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, axis: int | None) -> torch.Tens
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_products_are_of_rounded_factors(recipe: Any) -> None:
+def test_products_are_of_rounded_factors(recipe):
     """Forward and both gradients, against the formula by hand."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48, bias=False))
@@ -180,11 +173,11 @@ def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("block", [0, 32])
-def test_products_of_experts_are_of_rounded_factors(block: int) -> None:
+def test_products_of_experts_are_of_rounded_factors(block):
     x, weight, ends = operands()
     *expected, gradient = of_experts(x.detach(), weight.detach(), block)
     y = RoundedProducts(block)(x, weight, ends, 1)
-    y.backward(gradient)  # type: ignore[no-untyped-call]
+    y.backward(gradient)
     for found, value in zip((y, x.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(found, value)
     plain = expert_products(x, weight, ends)
@@ -194,7 +187,7 @@ def test_products_of_experts_are_of_rounded_factors(block: int) -> None:
     torch.testing.assert_close(found, torch.autograd.grad(plain, weight, gradient)[0])
 
 
-def test_products_on_a_gpu_have_the_same_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_on_a_gpu_have_the_same_factors(monkeypatch):
     """Torch's product of Float8 is replaced by its definition, as a CPU lacks it."""
 
     def product(
@@ -218,12 +211,12 @@ def test_products_on_a_gpu_have_the_same_factors(monkeypatch: pytest.MonkeyPatch
     x, weight, ends = operands()
     *expected, gradient = of_experts(x.detach(), weight.detach(), 0)
     y = RoundedProducts(is_native=True)(x, weight, ends, 1)
-    y.backward(gradient)  # type: ignore[no-untyped-call]
+    y.backward(gradient)
     for found, value in zip((y, x.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(found, value)
 
 
-def test_experts_are_converted_if_asked_for() -> None:
+def test_experts_are_converted_if_asked_for():
     build = MODELS["tiny_sparse"].build
     for asked, said in ((False, "(experts = false)"), (True, "12 of 13 linears and experts")):
         config = Float8(recipe="rowwise", experts=asked)
@@ -242,7 +235,7 @@ def recipe(layout: Case, folder: Path | str = "unused", **sections: dict[str, An
 
 
 @pytest.mark.gate
-def test_tensor_ranks_scale_by_the_whole_tensor() -> None:
+def test_tensor_ranks_scale_by_the_whole_tensor():
     """One scale over all tensor ranks, whether the activations are sent in Float8 or not.
 
     The run is then that of one rank but for the last bit, which now and then rounds otherwise.
@@ -264,7 +257,7 @@ def traced_scales(job: JobConfig) -> tuple[Trace, set[float]]:
     from torch.distributed.tensor import DTensor
     from torchao.float8 import float8_linear
 
-    scales: list[float] = []
+    scales = []
     cast = float8_linear.hp_tensor_to_float8_dynamic
 
     def noted(x: Any, *args: Any, **named: Any) -> Any:
@@ -285,7 +278,7 @@ def gathered(job: JobConfig, axis: str) -> int:
         ranks = tuple(torch.distributed.get_process_group_ranks(run.agree.world.groups[axis]))
         if row["step"] == job.training.steps - 1:
             last = recorded()[-1].number
-    counts: Counter[Message] = Counter(message(c) for c in recorded() if c.number > last)
+    counts = Counter(message(c) for c in recorded() if c.number > last)
     assert counts
     found = [m.bytes * n for m, n in counts.items() if m.operation == "all_gather"]
     assert all(m.ranks == ranks for m in counts if m.operation == "all_gather")
@@ -300,12 +293,8 @@ def gathered(job: JobConfig, axis: str) -> int:
     ],
 )
 def test_what_is_gathered_in_float8_is_a_quarter_of_float32(
-    layout: Case,
-    plain: tuple[ConverterConfig, ...],
-    shrunk: tuple[ConverterConfig, ...],
-    axis: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    layout, plain, shrunk, axis, monkeypatch
+):
     """Of FSDP, the weights of the converted linears; of tensor parallelism, what goes into them."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
     sizes = []
@@ -323,7 +312,7 @@ def test_what_is_gathered_in_float8_is_a_quarter_of_float32(
     assert sizes[0] - sizes[1] == saved
 
 
-def test_formulas_of_traffic_do_not_guess() -> None:
+def test_formulas_of_traffic_do_not_guess():
     with pytest.raises(NotImplementedError, match="converters"):
         formulas(recipe(case(shard=2, convert=ROWWISE)), 2)
 
@@ -335,7 +324,7 @@ def test_formulas_of_traffic_do_not_guess() -> None:
         pytest.param(MICROSCALED, marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_is_the_same(converters: tuple[ConverterConfig, ...], tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_same(converters, tmp_path):
     """Bitwise; and without converters it goes on from the same checkpoint, and the other way."""
     layout = case(shard=2, convert=converters)
     saved = {"checkpoint": {"enable": True, "interval": 2}, "lr_scheduler": {"total_steps": 8}}
@@ -367,7 +356,7 @@ def test_a_resumed_run_is_the_same(converters: tuple[ConverterConfig, ...], tmp_
         (ROUNDED_EXPERTS["TP 2, rowwise"], {"backend": "aot_eager"}),
     ],
 )
-def test_what_is_compiled_is_the_same_run(layout: Case, compiler: dict[str, Any]) -> None:
+def test_what_is_compiled_is_the_same_run(layout, compiler):
     is_compiled_to_the_same_run(layout, compiler)
 
 

@@ -11,11 +11,11 @@ COVER = cover.cover()
 @pytest.mark.gate
 @pytest.mark.costs("ranks")
 @pytest.mark.parametrize("name", COVER)
-def test_layout_trains_the_same_run_as_one_rank(name: str) -> None:
+def test_layout_trains_the_same_run_as_one_rank(name):
     test_parity.is_the_run_of_one_rank(COVER[name], "cpu")
 
 
-def test_no_pair_of_settings_is_missing() -> None:
+def test_no_pair_of_settings_is_missing():
     """A pair that no run has is refused as a recipe, and no run of the cover is."""
     found = set[frozenset[str]]()
     for name in COVER:
@@ -26,7 +26,7 @@ def test_no_pair_of_settings_is_missing() -> None:
     assert missing == [], "run python -m tests.cover"
 
 
-def test_every_axis_and_mode_is_a_setting() -> None:
+def test_every_axis_and_mode_is_a_setting():
     layouts = COVER.values()
     for axis in ("pp", "replicate", "shard", "cp", "tp"):
         assert max(getattr(layout, axis) for layout in layouts) > 1

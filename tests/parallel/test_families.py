@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,21 +69,19 @@ GATE = [(family, name) for family, names in IN_GATE.items() for name in names]
 @pytest.mark.parametrize(
     ("family", "name"), tiers(ALL, DAILY, [each for each in ALL if each not in DAILY + GATE])
 )
-def test_layout_trains_the_same_run_as_one_rank(family: str, name: str) -> None:
+def test_layout_trains_the_same_run_as_one_rank(family, name):
     test_parity.is_the_run_of_one_rank(FAMILIES[family][name], "cpu")
 
 
 @pytest.mark.parametrize(
     "name", tiers(["TP 2", "FSDP 2 x TP 2 x PP 2"], ["TP 2"], ["FSDP 2 x TP 2 x PP 2"])
 )
-def test_layouts_without_norms(name: str) -> None:
+def test_layouts_without_norms(name):
     test_parity.is_the_run_of_one_rank(LAYOUTS[name].of(norm="none"), "cpu")
 
 
 @pytest.mark.gate
-def test_a_recomputed_forward_with_other_logits_has_the_same_choice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_recomputed_forward_with_other_logits_has_the_same_choice(monkeypatch):
     """The gradient norm would differ if a row had changed its expert."""
     choose = experts.choose_experts
 
@@ -96,7 +93,7 @@ def test_a_recomputed_forward_with_other_logits_has_the_same_choice(
 
 
 @pytest.mark.gate
-def test_the_run_of_each_family_is_another() -> None:
+def test_the_run_of_each_family_is_another():
     norms = [
         test_parity.reference("cpu", family["TP 2"], "flat")[0].grad_norms
         for family in FAMILIES.values()
@@ -116,7 +113,7 @@ SENDING = {
 
 
 @pytest.mark.parametrize("name", tiers(SENDING, ["TP 2, neither"]))
-def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_sends_what_the_formulas_say(name, monkeypatch):
     test_collectives.sends_what_the_formulas_say(SENDING[name].of(**QWEN3), monkeypatch)
 
 
@@ -126,7 +123,7 @@ EXPERTS_SEND["TP 2, operators recomputed"] = LAYOUTS["TP 2, operators recomputed
 
 
 @pytest.mark.parametrize("name", tiers(EXPERTS_SEND, ["TP 2"]))
-def test_experts_send_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_send_what_the_formulas_say(name, monkeypatch):
     test_collectives.sends_what_the_formulas_say(EXPERTS_SEND[name].of(**SPARSE), monkeypatch)
 
 
@@ -140,9 +137,7 @@ APART_SEND = {
 
 
 @pytest.mark.parametrize("name", tiers(APART_SEND, ["EP 2"]))
-def test_experts_apart_send_what_the_formulas_say(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_apart_send_what_the_formulas_say(name, monkeypatch):
     test_collectives.sends_what_the_formulas_say(APART_SEND[name], monkeypatch)
 
 
@@ -155,9 +150,7 @@ LATENTS_SEND = {
 
 
 @pytest.mark.parametrize("name", tiers(LATENTS_SEND, [], ["CP 2 x TP 2, Ulysses"]))
-def test_latent_attention_sends_what_the_formulas_say(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latent_attention_sends_what_the_formulas_say(name, monkeypatch):
     test_collectives.sends_what_the_formulas_say(LATENTS_SEND[name].of(**LATENT), monkeypatch)
 
 
@@ -169,29 +162,25 @@ OSS_SEND = {
 
 
 @pytest.mark.parametrize("name", tiers(OSS_SEND, [], ["EP 2, FSDP 2 x TP 2"]))
-def test_biases_and_sinks_send_what_the_formulas_say(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_biases_and_sinks_send_what_the_formulas_say(name, monkeypatch):
     """Of 8 experts, so that the bias of a router is more than a few single numbers."""
     layout = OSS_SEND[name].of(**OSS, **EIGHT)
     test_collectives.sends_what_the_formulas_say(layout, monkeypatch)
 
 
 @pytest.mark.gate
-def test_latent_attention_sends_as_much_without_a_latent_vector_of_queries(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_latent_attention_sends_as_much_without_a_latent_vector_of_queries(monkeypatch):
     layout = LAYOUTS["TP 2"].of(**LATENT, query_rank=0)
     test_collectives.sends_what_the_formulas_say(layout, monkeypatch)
 
 
 @pytest.mark.gate
-def test_a_window_sends_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_sends_as_much(monkeypatch):
     test_collectives.sends_what_the_formulas_say(LAYOUTS["CP 2, ring"].of(**WINDOW), monkeypatch)
 
 
 @pytest.mark.gate
-def test_muon_trains_the_same_run_as_one_rank() -> None:
+def test_muon_trains_the_same_run_as_one_rank():
     test_muon.is_the_run_of_one_rank(case(shard=2, tp=2).of(**QWEN3))
 
 
@@ -200,18 +189,18 @@ MUON["HSDP 2 x 2 x TP 2"] = case(replicate=2, shard=2, tp=2)
 
 
 @pytest.mark.parametrize("name", tiers(MUON, [], ["HSDP 2 x 2 x TP 2"]))
-def test_muon_takes_each_expert_as_a_matrix(name: str) -> None:
+def test_muon_takes_each_expert_as_a_matrix(name):
     test_muon.is_the_run_of_one_rank(MUON[name].of(**SPARSE))
 
 
 @pytest.mark.gate
-def test_steps_in_the_backward() -> None:
+def test_steps_in_the_backward():
     # AdamW's first update of a weight whose gradient is nearly eps is rounding in part.
     test_optimizers.is_updated_in_the_backward(case(tp=2, batch=8).of(**QWEN3), 2e-5)
 
 
 @pytest.mark.gate
-def test_it_is_the_same_run_compiled() -> None:
+def test_it_is_the_same_run_compiled():
     layout, graphs = test_compile.CASES["TP 2, loss in chunks"]
     test_compile.is_the_same_run(layout.of(**QWEN3), graphs)
 
@@ -220,11 +209,11 @@ def held(run: Run) -> tuple[list[int], list[int], list[int]]:
     """Shapes of the whole of an expert matrix, and of this rank's part; its share of the first."""
     name = "layers.1.mixture.experts.w1"
     weight = dict(run.model.parts[0].named_parameters())[name]
-    shape, first = local_extent(weight)  # type: ignore[arg-type]
+    shape, first = local_extent(weight)
     return list(weight.shape), list(shape), list(first)
 
 
-def test_each_rank_has_its_experts_and_the_whole_has_the_shape_of_all(tmp_path: Path) -> None:
+def test_each_rank_has_its_experts_and_the_whole_has_the_shape_of_all(tmp_path):
     job = test_resume.recipe(tmp_path, EXPERT_PARALLEL["EP 2 of 4"], 1)
     off = {"checkpoint": job.checkpoint.model_copy(update={"enable": False})}
     ranks = run_ranks(partial(train, look=held), 4, job.model_copy(update=off))
@@ -246,7 +235,7 @@ APART_REFUSED = {
 
 
 @pytest.mark.parametrize("message", APART_REFUSED)
-def test_experts_that_cannot_be_on_these_ranks_are_refused(message: str) -> None:
+def test_experts_that_cannot_be_on_these_ranks_are_refused(message):
     layout, ranks = APART_REFUSED[message]
     if "loco" in message and "loco" not in GRADIENTS:
         pytest.skip("research is not installed")
@@ -257,14 +246,14 @@ def test_experts_that_cannot_be_on_these_ranks_are_refused(message: str) -> None
 @pytest.mark.parametrize(
     "name", tiers(["EP 2", "EP 2 of 4, FSDP 4 x TP 2"], [], ["EP 2 of 4, FSDP 4 x TP 2"])
 )
-def test_muon_takes_experts_of_all_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_takes_experts_of_all_ranks(name, monkeypatch):
     layout = dataclasses.replace(EXPERT_PARALLEL[name], auxiliary=())
     test_muon.is_the_run_of_one_rank(layout)
     test_collectives.muon_sends_what_the_formulas_say(layout, monkeypatch)
 
 
 @pytest.mark.parametrize("name", tiers(["EP 2", "EP 2, operators recomputed"], [], gate=["EP 2"]))
-def test_experts_of_other_ranks_are_the_same_run_compiled(name: str) -> None:
+def test_experts_of_other_ranks_are_the_same_run_compiled(name):
     layout = dataclasses.replace(EXPERT_PARALLEL[name], auxiliary=()).of(dense_layers=0)
     test_compile.is_the_same_run(layout, 2)
 
@@ -277,7 +266,7 @@ def test_experts_of_other_ranks_are_the_same_run_compiled(name: str) -> None:
         gate=["CP 2, full recomputation"],
     ),
 )
-def test_experts_are_the_same_run_compiled(name: str) -> None:
+def test_experts_are_the_same_run_compiled(name):
     """A first block without them would be a graph of its own, as would one without a window."""
     layout, graphs = test_compile.CASES[name]
     test_compile.is_the_same_run(layout.of(**SPARSE, dense_layers=0), graphs)
@@ -286,7 +275,7 @@ def test_experts_are_the_same_run_compiled(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_sinks_that_some_ranks_have_none_of_go_on_in_another_layout(tmp_path: Path) -> None:
+def test_sinks_that_some_ranks_have_none_of_go_on_in_another_layout(tmp_path):
     few = FAMILIES[OSSES]["FSDP 4 x TP 2, few heads"]
     for folder, layout, steps in (
         ("whole", case(batch=1), 6),
@@ -301,7 +290,7 @@ def test_sinks_that_some_ranks_have_none_of_go_on_in_another_layout(tmp_path: Pa
 
 @pytest.mark.parametrize("is_balanced", [False, True], ids=["Qwen3", BALANCED])
 @pytest.mark.gate
-def test_another_layout_goes_on_with_the_same_run(is_balanced: bool, tmp_path: Path) -> None:
+def test_another_layout_goes_on_with_the_same_run(is_balanced, tmp_path):
     for folder, name, steps in (
         ("whole", test_resume.ALONE, 6),
         ("halves", "FSDP 2 x TP 2", 2),

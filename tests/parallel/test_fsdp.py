@@ -23,7 +23,7 @@ from torchtitan.models.spec import build_empty
 from torchtitan.parallel.sharding import fsdp2
 
 ALWAYS, NEVER = {RESHARD: "always"}, {RESHARD: "never"}
-STRATEGIES: dict[str, tuple[Case, float, float]] = {
+STRATEGIES = {
     "no shard": (case(replicate=4, batch=2), 2 * 3 / 4, 0),
     "grad-op": (case(shard=4, **NEVER), 2 * 3 / 4, 0),
     "full shard": (case(shard=4, **ALWAYS), 2 * 3 / 4, 3 / 4),
@@ -41,7 +41,7 @@ def recipe(layout: Case, **sections: dict[str, Any]) -> JobConfig:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_strategy_sends_what_the_paper_says(name: str) -> None:
+def test_a_strategy_sends_what_the_paper_says(name):
     layout, once, again = STRATEGIES[name]
     job = recipe(layout)
     spec, degrees = MODELS[job.model.name], job.degrees(layout.ranks)
@@ -54,7 +54,7 @@ def test_a_strategy_sends_what_the_paper_says(name: str) -> None:
     assert found == pytest.approx(expected, rel=5e-3)  # rows of the tables are filled up
 
 
-def test_accumulating_whole_reduces_once() -> None:
+def test_accumulating_whole_reduces_once():
     """With 4 microbatches, gathers are the same, and there is one reduction in place of 4."""
     parts, whole = (
         {
@@ -70,7 +70,7 @@ def test_accumulating_whole_reduces_once() -> None:
 
 
 @pytest.mark.parametrize("flavor", ["tiny", "tied"])
-def test_embedding_and_output_are_gathered_only_while_they_are_used(flavor: str) -> None:
+def test_embedding_and_output_are_gathered_only_while_they_are_used(flavor):
     """Of a large vocabulary each is most of the model; one matrix for both is used all the time."""
     job = layouts.job(case(shard=2).of(flavor=flavor, vocab_size=8192), "AdamW")
     model = build_empty(MODELS[job.model.name].build, job.model_args(), job.training.seq_len)
@@ -90,7 +90,7 @@ def overlapped(job: JobConfig) -> Trace:
 
 
 @pytest.mark.gate
-def test_gathering_ahead_changes_nothing() -> None:
+def test_gathering_ahead_changes_nothing():
     ahead = {"name": "fsdp2", "forward_prefetch": 2, "backward_prefetch": 2}
     plain = recipe(case(shard=2, **ALWAYS))
     (expected, _), (found, _) = (
@@ -117,7 +117,7 @@ class Noted(Communicator):
 
 def order_of_issue(job: JobConfig, *, prefetches: bool = True) -> list[tuple[str, str]]:
     """What a step as on CUDA does with which unit: "gather", "compute" (forward) or "reduce"."""
-    order: list[tuple[str, str]] = []
+    order = []
     apply = fsdp2.FullyShard.apply
 
     def noting(what: str, unit: str) -> Callable[..., None]:
@@ -155,7 +155,7 @@ def gathered_ahead(order: list[tuple[str, str]], blocks: list[str], event: str) 
 @pytest.mark.parametrize(
     ("forward", "backward", "prefetches"), [(0, 1, True), (2, 3, True), (2, 1, False)]
 )
-def test_blocks_are_gathered_ahead(forward: int, backward: int, prefetches: bool) -> None:
+def test_blocks_are_gathered_ahead(forward, backward, prefetches):
     """The next gathers are issued before a block is computed, or its gradients are reduced."""
     sharding = {"name": "fsdp2", "forward_prefetch": forward, "backward_prefetch": backward}
     layout = case(shard=2, batch=4, sharding=sharding, **ALWAYS)
@@ -187,12 +187,12 @@ def inputs_of_fsdp(job: JobConfig) -> set[str]:
         seen.update(inputs)
         return shown(self, module, args, inputs)
 
-    FSDPState._root_pre_forward = watched  # type: ignore[method-assign]
+    FSDPState._root_pre_forward = watched
     trace(job, True, "cpu")
     return seen
 
 
-def test_tensors_on_the_host_stay_there() -> None:
+def test_tensors_on_the_host_stay_there():
     """FSDP2 moves the inputs of a model to its device; attention reads documents on the host."""
     job = recipe(case(shard=2, documents=True), training={"steps": 1})
     assert not set().union(*run_ranks(inputs_of_fsdp, 2, job)) & {"documents", "positions"}

@@ -34,7 +34,7 @@ def mixture(folder: Path, packing: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("packing", ["join", "best_fit"])
 @pytest.mark.parametrize("name", tiers(LAYOUTS, ["FSDP 2 x PP 2"], gate=["TP 2 x CP 2"]))
-def test_a_mixture_is_the_same_run_on_every_layout(tmp_path: Path, name: str, packing: str) -> None:
+def test_a_mixture_is_the_same_run_on_every_layout(tmp_path, name, packing):
     layout = LAYOUTS[name]
     data = mixture(tmp_path, packing)
 

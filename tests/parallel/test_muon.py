@@ -16,7 +16,7 @@ from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.job import JobConfig
 
-MUON: dict[str, Any] = {
+MUON = {
     "name": "Muon",
     "lr": 1e-3,
     # In bfloat16, layouts differ by its rounding.
@@ -40,7 +40,7 @@ LAYOUTS = {
     "FSDP 2 x CP 2 x TP 2": case(shard=2, cp=2, tp=2),
     "HSDP 2 x 2 x TP 2": case(replicate=2, shard=2, tp=2),
 }
-VARIANTS: list[dict[str, Any]] = [{}, {"by_head": True, "nesterov": False, "scale": "original"}]
+VARIANTS = [{}, {"by_head": True, "nesterov": False, "scale": "original"}]
 
 
 def job(layout: Case, folder: Path | str = "unused", **sections: Any) -> JobConfig:
@@ -59,7 +59,7 @@ def alone(flavor: str, **model: Any) -> list[JobConfig]:
 @pytest.mark.parametrize(
     "name", tiers(LAYOUTS, ["FSDP 2"], [name for name in LAYOUTS if name.count(" x ") > 1])
 )
-def test_muon_trains_the_same_run_as_one_rank(name: str) -> None:
+def test_muon_trains_the_same_run_as_one_rank(name):
     is_the_run_of_one_rank(LAYOUTS[name])
 
 
@@ -69,7 +69,7 @@ def is_the_run_of_one_rank(layout: Case) -> None:
     are_the_runs_of_one_rank(layout, jobs, alone(jobs[0].model.flavor, **layout.model))
 
 
-def test_what_the_comparison_would_find() -> None:
+def test_what_the_comparison_would_find():
     """Parts of matrices that are orthogonal by themselves, as heads here, give another run."""
     (found,) = run_ranks(trace, 1, job(ONE, optimizer={"by_head": True}), True)
     with pytest.raises(AssertionError, match="attention"):
@@ -88,7 +88,7 @@ def resumable(folder: Path, layout: Case, steps: int) -> JobConfig:
 
 
 @pytest.mark.parametrize("other", tiers(["TP 2", "PP 2", "HSDP 2 x 2"], [], gate=["PP 2"]))
-def test_muon_resumes_on_another_layout(other: str, tmp_path: Path) -> None:
+def test_muon_resumes_on_another_layout(other, tmp_path):
     first, folder = LAYOUTS["FSDP 2"], tmp_path / other[:2]
     expected = run_ranks(train, 2, resumable(folder / "whole", first, 4))[0]
     run_ranks(train, 2, resumable(folder / "halves", first, 2))
@@ -106,7 +106,7 @@ def test_muon_resumes_on_another_layout(other: str, tmp_path: Path) -> None:
     assert losses(folder / "other") == pytest.approx(whole, rel=1e-5)
 
 
-def test_in_bfloat16_a_layout_differs_by_its_rounding() -> None:
+def test_in_bfloat16_a_layout_differs_by_its_rounding():
     rounded = {"ns_dtype": "bfloat16"}
     expected = on_one_rank(alone("flat"))[0]
     for own in run_ranks(trace, 2, job(LAYOUTS["FSDP 2"], optimizer=rounded), True):

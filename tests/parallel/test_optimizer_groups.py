@@ -32,7 +32,7 @@ OUTSIDE = "tests.normalized"
 
 
 @pytest.fixture(autouse=True)
-def registered() -> None:
+def registered():
     """It is known by its name."""
     importlib.import_module(OUTSIDE)
 
@@ -47,7 +47,7 @@ SGD |= {"groups": [EMBEDDING, QUERIES | {"momentum": 0.5, "weight_decay": 1e-3},
 ADAMW = {"lr": 2e-3, "beta2": 0.9, "eps": 1e-6}
 NORMALIZED = {"name": "Normalized", "lr": 0.02, "adamw": ADAMW}
 NORMALIZED |= {"groups": [EMBEDDING | {"beta1": 0.5}, QUERIES | {"momentum": 0.5}, HEAD]}
-OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": ADAM, "SGD": SGD, "Normalized": NORMALIZED}
+OPTIMIZERS = {"AdamW": ADAM, "SGD": SGD, "Normalized": NORMALIZED}
 
 LAYOUTS = {
     "DDP 2": case(replicate=2),
@@ -72,13 +72,13 @@ def of_each(layout: Case) -> list[JobConfig]:
 
 
 @pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2", "TP 2", "PP 2"], ["FSDP 2 x TP 2"]))
-def test_groups_train_the_same_run_as_one_rank(name: str) -> None:
+def test_groups_train_the_same_run_as_one_rank(name):
     layout = LAYOUTS[name]
     are_the_runs_of_one_rank(layout, of_each(layout), of_each(ONE))
 
 
 @pytest.mark.gate
-def test_groups_matter() -> None:
+def test_groups_matter():
     """The comparison means something: without any one group the run is another."""
     for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
         for group in range(3):
@@ -88,9 +88,9 @@ def test_groups_matter() -> None:
                 compare(found, on_one_rank(of_each(ONE))[number], name)
 
 
-def test_groups_where_the_backward_updates() -> None:
+def test_groups_where_the_backward_updates():
     early = {"early_step_in_backward": True}
-    free: dict[str, Any] = {"training": {"max_norm": 0.0}}
+    free = {"training": {"max_norm": 0.0}}
     whole = case(shard=2, batch=4)
     one = [job(ONE, ADAM, **free), job(ONE, SGD, **free)]
     two = [job(whole, ADAM | early, **free), job(whole, SGD | early, **free)]
@@ -109,7 +109,7 @@ def resumable(optimizer: str, folder: Path, layout: Case, steps: int) -> JobConf
 
 
 @pytest.mark.parametrize("optimizer", tiers(OPTIMIZERS, [], gate=["SGD"]))
-def test_groups_resume_on_another_layout(optimizer: str, tmp_path: Path) -> None:
+def test_groups_resume_on_another_layout(optimizer, tmp_path):
     others = {name: LAYOUTS[name] for name in ("TP 2", "PP 2")}
     resumes(partial(resumable, optimizer), tmp_path, LAYOUTS["FSDP 2"], others, 2, 4, 1e-5)
 
@@ -136,7 +136,7 @@ def seen(job: JobConfig) -> tuple[Seen, list[str]]:
         return found, list(describe_groups(job.optimizer, assignments, stages, world.device))
 
 
-def test_what_an_optimizer_is_told_of_parameters() -> None:
+def test_what_an_optimizer_is_told_of_parameters():
     ((one, lines),) = run_ranks(seen, 1, job(ONE, ADAM))
     assert lines[0] == (
         "optimizer.groups.0: roles embedding: 1 tensors, 40,960 parameters, with lr_factor 0.5, "
@@ -182,11 +182,11 @@ eps = 1e-6
 """
 
 
-def test_an_optimizer_outside_the_tree_has_a_section_within_its_own(tmp_path: Path) -> None:
+def test_an_optimizer_outside_the_tree_has_a_section_within_its_own(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     flags = ["--optimizer.adamw.beta2", "0.9", "--optimizer.groups.0.lr_factor", "0.5"]
-    made: Any = load_job(recipe, flags, 1, "cpu").config.optimizer
+    made = load_job(recipe, flags, 1, "cpu").config.optimizer
     assert (made.adamw.lr, made.adamw.beta1, made.adamw.beta2) == (2e-3, 0.8, 0.9)
     assert (made.groups[0].eps, made.groups[0].lr_factor) == (1e-6, 0.5)
     for key in ("adamw.state_dtype", "groups.0.momentum", "momentum"):

@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def unclipped(**model: Any) -> list[Trace]:
 @pytest.mark.parametrize(
     "name", tiers(IN_BACKWARD, ["one rank", "FSDP 2", "TP 2"], list(IN_BACKWARD)[-1:])
 )
-def test_steps_in_the_backward(name: str) -> None:
+def test_steps_in_the_backward(name):
     is_updated_in_the_backward(IN_BACKWARD[name])
 
 
@@ -107,9 +106,7 @@ def alive(job: JobConfig) -> list[int]:
         return [found[0], sum(local(p).nbytes for p in everything)]
 
 
-def test_few_gradients_are_alive_at_a_time_under_fsdp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_gradients_are_alive_at_a_time_under_fsdp(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a meter writes there
     for early, least, most in ((False, 0.9, 1.0), (True, 0.0, 0.4)):
         made = job(case(shard=2, batch=4), 0, early_step_in_backward=early)

@@ -49,7 +49,7 @@ def bound(layout: Case) -> float:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY, gate=GATE))
-def test_layout_trains_the_same_run_as_one_rank(name: str, device: str) -> None:
+def test_layout_trains_the_same_run_as_one_rank(name, device):
     is_the_run_of_one_rank(LAYOUTS[name], device)
 
 
@@ -72,7 +72,7 @@ def is_the_run_of_one_rank(layout: Case, device: str) -> None:
                     compare_routers(trace_of_rank, expected, where)
 
 
-def test_reference_learns_and_is_uneven() -> None:
+def test_reference_learns_and_is_uneven():
     """The comparison means something: weights move, norms are clipped, counts differ by rank."""
     expected = reference("cpu", ONE, "deep")[0]
     first, last = expected.weights[0], expected.weights[-1]
@@ -80,7 +80,7 @@ def test_reference_learns_and_is_uneven() -> None:
     assert min(expected.grad_norms) > 0.3
 
 
-def test_a_gradient_of_another_scale_is_seen_where_layers_are_converted() -> None:
+def test_a_gradient_of_another_scale_is_seen_where_layers_are_converted():
     layout = LAYOUTS["FSDP 2, Float8 rowwise"]
     expected = reference("cpu", layout, "even")[0]
     job = layouts.job(alone(layout), "SGD", model={"flavor": "even"})
@@ -93,7 +93,7 @@ def test_a_gradient_of_another_scale_is_seen_where_layers_are_converted() -> Non
         compare_converted(found, expected, "SGD")
 
 
-def test_start_is_bit_identical() -> None:
+def test_start_is_bit_identical():
     job = tiny.job(training={"steps": 1}, optimizer={"name": "SGD", "lr": 1e-30})
     (one,) = run_ranks(trace, 1, job)
     for found in run_ranks(trace, 4, job):
@@ -103,7 +103,7 @@ def test_start_is_bit_identical() -> None:
 
 @pytest.mark.gate
 @pytest.mark.parametrize("name", ["FSDP 2 x TP 2 x PP 2", "PP 2, ZBVZeroBubble"])
-def test_bf16_stays_close(name: str) -> None:
+def test_bf16_stays_close(name):
     """In bf16 sums round in another order on each layout; the run is the same but for that."""
     layout = LAYOUTS[name]
     job = layouts.job(layout, "SGD", training={"mixed_precision_param": "bfloat16"})

@@ -40,7 +40,7 @@ def in_backward(axis: str, mode: str) -> Counter[str]:
 @pytest.mark.parametrize(
     ("axis", "operator"), tiers([("cp", ATTENTION), ("tp", SCATTER)], [("cp", ATTENTION)])
 )
-def test_what_ranks_wait_for_is_kept(axis: str, operator: str) -> None:
+def test_what_ranks_wait_for_is_kept(axis, operator):
     none, full, selective = (
         run_ranks(in_backward, 2, axis, mode)[0][operator] for mode in ("none", "full", "selective")
     )

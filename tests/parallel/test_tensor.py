@@ -24,8 +24,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.q_norm(self.wq(x).unflatten(-1, (-1, FEATURES)))
-        output: Tensor = self.wo(found.square().flatten(2))
-        return output
+        return self.wo(found.square().flatten(2))
 
 
 class Block(nn.Module):
@@ -37,8 +36,7 @@ class Block(nn.Module):
         self.end = nn.RMSNorm(DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.end(self.attention(self.norm(x)))
-        return output
+        return self.end(self.attention(self.norm(x)))
 
 
 def trained(sequence_parallel: bool, role: TensorRole, ranks: int) -> list[Tensor]:
@@ -47,7 +45,7 @@ def trained(sequence_parallel: bool, role: TensorRole, ranks: int) -> list[Tenso
     block, x, target = Block(), *torch.randn(2, 2, 6, DIM)
     if ranks > 1:
         mesh = init_device_mesh("cpu", (ranks,))
-        plan: dict[str, TensorRole] = {
+        plan = {
             "norm": "norm",
             "attention": "input_gather",
             "attention.wq": "colwise",
@@ -61,7 +59,7 @@ def trained(sequence_parallel: bool, role: TensorRole, ranks: int) -> list[Tenso
             from torch.distributed.tensor import distribute_tensor
 
             for parameter, value in zip(block.parameters(), whole, strict=True):
-                placements = parameter.placements  # type: ignore[attr-defined]
+                placements = parameter.placements
                 parameter.copy_(distribute_tensor(value, mesh, placements))
         if sequence_parallel:
             x, target = (t.chunk(ranks, 1)[mesh.get_local_rank()] for t in (x, target))
@@ -76,12 +74,11 @@ def trained(sequence_parallel: bool, role: TensorRole, ranks: int) -> list[Tenso
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    found: Tensor = getattr(tensor, "full_tensor", tensor.clone)()
-    return found
+    return getattr(tensor, "full_tensor", tensor.clone)()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_gradient_of_a_norm_in_heads_is_that_of_one_rank(sequence_parallel: bool) -> None:
+def test_the_gradient_of_a_norm_in_heads_is_that_of_one_rank(sequence_parallel):
     (expected,) = run_ranks(trained, 1, sequence_parallel, "head_norm", 1)
     for found in run_ranks(trained, 2, sequence_parallel, "head_norm", 2):
         for mine, one in zip(found, expected, strict=True):
@@ -89,7 +86,7 @@ def test_the_gradient_of_a_norm_in_heads_is_that_of_one_rank(sequence_parallel: 
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_norm_of_the_stream_is_not_taken_for_one_in_heads(sequence_parallel: bool) -> None:
+def test_a_norm_of_the_stream_is_not_taken_for_one_in_heads(sequence_parallel):
     with pytest.raises(AssertionError, match=r"RMSNorm.* has the role norm, .* received 4"):
         run_ranks(trained, 2, sequence_parallel, "norm", 2)
 
@@ -110,5 +107,5 @@ def redistributed() -> tuple[int, list[float]]:
     return len(calls), [float(weight.grad.to_local()[0]) for weight in weights]
 
 
-def test_gradients_that_are_placed_like_their_weights_stay() -> None:
+def test_gradients_that_are_placed_like_their_weights_stay():
     assert run_ranks(redistributed, 2) == [(1, [1.0, 2.0])] * 2

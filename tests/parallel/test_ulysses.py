@@ -49,7 +49,7 @@ def compare_with_whole(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_attention_with_exchanged_heads_equals_attention(ranks: int, device: str) -> None:
+def test_attention_with_exchanged_heads_equals_attention(ranks, device):
     """With as many key/value heads as ranks, more, and fewer."""
     if device == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
@@ -80,7 +80,7 @@ def run_as_operator() -> list[list[int]]:
     return counts
 
 
-def test_it_compiles_as_one_graph_and_recomputation_can_spare_it() -> None:
+def test_it_compiles_as_one_graph_and_recomputation_can_spare_it():
     for counts in run_ranks(run_as_operator, 2):
         assert counts == [4, 5, 4]  # no weight needs the output, which is not recomputed
 
@@ -92,7 +92,7 @@ def without_data() -> None:
         assert rows.grad is not None
 
 
-def test_without_data_it_needs_no_group() -> None:
+def test_without_data_it_needs_no_group():
     run_ranks(without_data, 1)
 
 
@@ -111,7 +111,7 @@ def test_without_data_it_needs_no_group() -> None:
         ),
     ],
 )
-def test_ranks_need_whole_heads(sections: dict[str, Any], expected: tuple[str, ...] | None) -> None:
+def test_ranks_need_whole_heads(sections, expected):
     job = tiny.job(parallelism={"context_parallel_rotate_method": "ulysses", **sections})
     found = [one for one in tiny.problems(job) if one.path == DEGREE]
     assert len(found) == bool(expected)
@@ -120,7 +120,7 @@ def test_ranks_need_whole_heads(sections: dict[str, Any], expected: tuple[str, .
         assert all(part in one.message for part in expected[1:])
 
 
-def test_heads_in_the_ratio_of_three_to_two_cannot_be_shared_by_three() -> None:
+def test_heads_in_the_ratio_of_three_to_two_cannot_be_shared_by_three():
     """Repeated whole, 2 key/value heads are not 3."""
     model = {"dim": 96, "n_heads": 6, "n_kv_heads": 2}
     ranks = {"context_parallel_rotate_method": "ulysses", "context_parallel_degree": 3}
@@ -129,7 +129,7 @@ def test_heads_in_the_ratio_of_three_to_two_cannot_be_shared_by_three() -> None:
 
 
 @pytest.mark.skipif("rotated" not in SHARDING, reason="the system is not there")
-def test_rotated_weights_have_no_heads_to_exchange() -> None:
+def test_rotated_weights_have_no_heads_to_exchange():
     ranks = {"context_parallel_rotate_method": "ulysses", "context_parallel_degree": 2}
     job = tiny.job(parallelism=ranks, sharding={"name": "rotated"})
     assert (
@@ -138,7 +138,7 @@ def test_rotated_weights_have_no_heads_to_exchange() -> None:
     )
 
 
-def test_parts_are_contiguous_whatever_the_load_balancer() -> None:
+def test_parts_are_contiguous_whatever_the_load_balancer():
     ranks = {"context_parallel_rotate_method": "ulysses", "context_parallel_degree": 2}
     plain = tiny.job(parallelism=ranks)
     assert plain.parallelism.balancing == "none"

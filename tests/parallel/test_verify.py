@@ -49,7 +49,7 @@ SHARD = "data_parallel_shard_degree = 2"
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
 
@@ -59,7 +59,7 @@ def verify(parallelism: str, *words: str) -> int:
     return main(["verify-parallelism", "r.toml", "--steps", "2", *words])
 
 
-def test_a_layout_that_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_is_right(capsys):
     assert verify(f'{SHARD}\n[[auxiliary_losses]]\nname = "z_loss"\n') == 0
     said = capsys.readouterr()
     assert said.out.startswith("r.toml on 2 ranks: pp 1, dp_replicate 1, dp_shard 2, cp 1, tp 1\n")
@@ -75,9 +75,7 @@ def test_a_layout_that_is_right(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.gate
-def test_a_gradient_that_no_rank_sums_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_no_rank_sums_is_named(capsys, monkeypatch):
     monkeypatch.setattr(tensor, "redistribute_grads", lambda parameters: None)
     assert verify("tensor_parallel_degree = 2", "--world-size", "2") == 1
     last = capsys.readouterr().out.splitlines()[-1]
@@ -88,9 +86,7 @@ def test_a_gradient_that_no_rank_sums_is_named(
 
 
 @pytest.mark.gate
-def test_gradients_that_are_averaged_are_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_are_averaged_are_named(capsys, monkeypatch):
     from torch.distributed.fsdp import FSDPModule
 
     divide = FSDPModule.set_gradient_divide_factor
@@ -104,9 +100,7 @@ def test_gradients_that_are_averaged_are_named(
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["SGD", "AdamW"])
-def test_a_gradient_that_is_off_by_a_thousandth_is_named(
-    number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_is_off_by_a_thousandth_is_named(number, capsys, monkeypatch):
     whole, optimizers = ParallelModel.forward_backward, tools_verify._optimizers
 
     def spoiled(model: ParallelModel, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
@@ -126,7 +120,7 @@ def test_a_gradient_that_is_off_by_a_thousandth_is_named(
     assert number or last.endswith("; 1 of 21 parameters differ")
 
 
-def test_gradients_near_eps_are_allowed_what_adam_makes_of_their_rounding() -> None:
+def test_gradients_near_eps_are_allowed_what_adam_makes_of_their_rounding():
     """And no more: an update that does not follow from its gradient is a fault."""
     expected = torch.tensor([3e-9, 0.1, 0.1])
     found = expected + torch.tensor([5e-9, 1e-9, 0.0])
@@ -148,7 +142,7 @@ def test_gradients_near_eps_are_allowed_what_adam_makes_of_their_rounding() -> N
 
 @pytest.mark.gate
 @pytest.mark.parametrize("entries", [1024, 2048])
-def test_a_right_layout_with_small_gradients_passes(entries: int) -> None:
+def test_a_right_layout_with_small_gradients_passes(entries):
     """Some of half a million elements have a gradient of rounding, also with the recipe's eps."""
     assert main(["tokenizer", "train", "--vocab-size", str(entries), "--output", "own.json"]) == 0
     sizes = {"dim": 192, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "vocab_size": entries}
@@ -159,9 +153,7 @@ def test_a_right_layout_with_small_gradients_passes(entries: int) -> None:
     assert main([*words, "--optimizer.eps", "1e-8"]) == 0
 
 
-def test_a_rank_that_fails_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_is_told(capsys, monkeypatch):
     whole = ParallelModel.forward_backward
 
     def fail(model: ParallelModel, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
@@ -178,14 +170,14 @@ def test_a_rank_that_fails_is_told(
 
 
 @pytest.mark.gate
-def test_a_recipe_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_is_wrong(capsys):
     assert verify(SHARD, "--world-size", "3") == 2
     assert "r.toml:16: parallelism.data_parallel_shard_degree: got 2; " in capsys.readouterr().err
     assert verify(SHARD, "--data.dataset", "pyton_stdlib") == 2
     assert "did you mean python_stdlib?" in capsys.readouterr().err
 
 
-def test_a_model_that_is_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_too_large(capsys):
     Path("r.toml").write_text('[model]\nflavor = "405B"\n')
     assert main(["verify-parallelism", "r.toml"]) == 2
     error = capsys.readouterr().err
@@ -202,7 +194,7 @@ def shrunk(path: Path, *flags: str, world_size: int | None = None) -> Checked:
 
 @pytest.mark.gate
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_can_be_shrunk(path: Path) -> None:
+def test_every_recipe_can_be_shrunk(path):
     can_be_shrunk(path)
 
 
@@ -217,7 +209,7 @@ def can_be_shrunk(path: Path) -> None:
     assert batch == checked.one.global_batch(checked.one.degrees(1))
 
 
-def test_a_shrunk_recipe_has_the_structure_of_the_large_one() -> None:
+def test_a_shrunk_recipe_has_the_structure_of_the_large_one():
     Path("r.toml").write_text(
         '[model]\nflavor = "405B"\n[training]\nseq_len = 8192\n[parallelism]\n'
         "tensor_parallel_degree = 8\npipeline_parallel_degree = 4\ncontext_parallel_degree = 2\n"
@@ -240,7 +232,7 @@ def test_a_shrunk_recipe_has_the_structure_of_the_large_one() -> None:
     assert (small.n_layers, small.n_kv_heads) == (8, 8)  # two stages on each of four ranks
 
 
-def test_the_flavor_of_a_flag_is_shrunk() -> None:
+def test_the_flavor_of_a_flag_is_shrunk():
     Path("r.toml").write_text("[training]\nglobal_batch_size = 8\n")
     checked = shrunk(Path("r.toml"), "--model.flavor=8B")
     assert checked.job.model.flavor == "8B"
@@ -250,7 +242,7 @@ def test_the_flavor_of_a_flag_is_shrunk() -> None:
     assert checked.job.training.global_batch_size == 4
 
 
-def test_what_is_not_there_is_replaced() -> None:
+def test_what_is_not_there_is_replaced():
     Path("r.toml").write_text(
         '[model]\ntokenizer_path = "none"\n[data]\ndataset = "text"\ndataset_path = "none"\n'
     )
@@ -262,7 +254,7 @@ def test_what_is_not_there_is_replaced() -> None:
     assert job.model == recipe.config.model.model_copy(update={"tokenizer_path": None})
 
 
-def test_what_a_flag_says_stays() -> None:
+def test_what_a_flag_says_stays():
     Path("r.toml").write_text("[training]\nsteps = 50\n")
     flags = [
         "--training.seq_len=128",
@@ -277,7 +269,7 @@ def test_what_a_flag_says_stays() -> None:
 
 
 @pytest.mark.gate
-def test_a_pipeline_with_context_parallelism() -> None:
+def test_a_pipeline_with_context_parallelism():
     degrees = "pipeline_parallel_degree = 4\ncontext_parallel_degree = 4\n"
     assert verify(degrees, "--shrink", "--model.flavor", "deep", "--world-size", "4") == 2
     degrees += "data_parallel_shard_degree = 1"
@@ -303,13 +295,13 @@ def step(
         (step(off=math.nan), "rank 1: a[3, 4] is nan, on one rank 1; 1 of 1 parameters differ"),
     ],
 )
-def test_what_is_a_fault(found: Step, fault: str | None) -> None:
+def test_what_is_a_fault(found, fault):
     comparison = Comparison([step(1), step()], [[step(1), step()], [step(1), found]])
     said = comparison.fault()
     assert said is None if fault is None else said and said.startswith(f"step 2, {fault}")
     assert comparison.table("x").row_count == 2
 
 
-def test_a_parameter_that_no_rank_has_is_a_fault() -> None:
+def test_a_parameter_that_no_rank_has_is_a_fault():
     comparison = Comparison([step(1, names=("a", "b"))], [[step(1)], [step(1)]])
     assert comparison.fault() == "step 1, all ranks: none has b"

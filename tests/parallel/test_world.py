@@ -38,9 +38,7 @@ def look(degrees: Degrees) -> dict[str, Any]:
         (Degrees(pp=2, dp_shard=2), ["alone", "dp_shard", "pp"], (2,)),
     ],
 )
-def test_groups_are_made_for_axes_in_use(
-    degrees: Degrees, made: list[str], data_mesh: tuple[int, ...]
-) -> None:
+def test_groups_are_made_for_axes_in_use(degrees, made, data_mesh):
     size = degrees.pp * degrees.dp_replicate * degrees.dp_shard * degrees.cp * degrees.tp
     for rank, seen in enumerate(run_ranks(look, size, degrees)):
         assert seen["axes"] == degrees._asdict()
@@ -52,7 +50,7 @@ def test_groups_are_made_for_axes_in_use(
         assert seen["sum"] == size / degrees.tp
 
 
-def test_ranks_of_a_sample_read_the_same_data() -> None:
+def test_ranks_of_a_sample_read_the_same_data():
     found = run_ranks(look, 8, Degrees(pp=2, dp_shard=2, tp=2))
     assert [seen["data_rank"] for seen in found] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert found[0]["members"]["tp"] == [0, 1]  # the innermost axis: the nearest ranks
@@ -66,7 +64,7 @@ def ask() -> tuple[list[bool], list[str], list[str]]:
         return flags, world.gather_found(found), world.gather_found([])
 
 
-def test_what_some_ranks_have_found_is_known_on_all() -> None:
+def test_what_some_ranks_have_found_is_known_on_all():
     found = ["of rank 1", "of rank 2", "of rank 2"]
     assert run_ranks(ask, 3) == [([True, False, True], found, [])] * 3
 
@@ -87,7 +85,7 @@ def uneven(level: str | None) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("level", [None, "off", "info", "detail"])
-def test_the_level_of_checks_takes_effect(level: str | None) -> None:
+def test_the_level_of_checks_takes_effect(level):
     for found, error in run_ranks(uneven, 2, level):
         assert found == f"DebugLevel.{(level or 'off').upper()}"
         assert ("Detected mismatch between collectives" in error) == (level == "detail")

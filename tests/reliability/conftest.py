@@ -11,7 +11,7 @@ Undisturbed = Callable[[str], tuple[End, float]]
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(tmp_path_factory):
     """How a run of a layout ends that nothing happens to, and the seconds that it takes."""
 
     @cache

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.conftest import Undisturbed
 from tests.reliability.trials import End, checkpoints, play, play_each, ranks_of, recipe
 
 Saved = Callable[[str], Path]
@@ -23,7 +22,7 @@ FILES = {
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(tmp_path_factory):
     """Six steps under a layout, saved at 2, 4 and 6."""
 
     @cache
@@ -111,15 +110,7 @@ def harms() -> list[Any]:
 
 
 @pytest.mark.parametrize(("layout", "harm", "name", "seed"), harms())
-def test_a_harmed_file(
-    layout: str,
-    harm: str,
-    name: str,
-    seed: int,
-    tmp_path: Path,
-    saved: Saved,
-    undisturbed: Undisturbed,
-) -> None:
+def test_a_harmed_file(layout, harm, name, seed, tmp_path, saved, undisturbed):
     run = tmp_path / "run"
     shutil.copytree(saved(layout), run)
     HARMS[harm](random.Random(f"{layout} {harm} {name} {seed}"), run / "checkpoint/step-6" / name)
@@ -169,9 +160,7 @@ def exchange(one: Path, two: Path) -> None:
         for name in ("", *FILES["one rank"])
     ],
 )
-def test_files_exchanged_between_two_checkpoints(
-    name: str, tmp_path: Path, saved: Saved, undisturbed: Undisturbed
-) -> None:
+def test_files_exchanged_between_two_checkpoints(name, tmp_path, saved, undisturbed):
     """Both are harmed, even where each is whole and has the other's name (no file is named)."""
     run = tmp_path / "run"
     shutil.copytree(saved("one rank"), run)
@@ -186,7 +175,7 @@ def test_files_exchanged_between_two_checkpoints(
 
 
 @pytest.mark.parametrize("harm", [pytest.param(h, marks=pytest.mark.slow) for h in HARMS])
-def test_every_checkpoint_harmed(harm: str, tmp_path: Path, saved: Saved) -> None:
+def test_every_checkpoint_harmed(harm, tmp_path, saved):
     run, draw = tmp_path / "run", random.Random(harm)
     shutil.copytree(saved("one rank"), run)
     for step in (2, 4, 6):
@@ -240,9 +229,7 @@ MALICE = {
         for names in each
     ],
 )
-def test_malicious_pickles_are_not_run(
-    where: str, names: tuple[str, ...], tmp_path: Path, saved: Saved, undisturbed: Undisturbed
-) -> None:
+def test_malicious_pickles_are_not_run(where, names, tmp_path, saved, undisturbed):
     run, mark = tmp_path / "run", tmp_path / "mark"
     shutil.copytree(saved("one rank"), run)
     newest = run / "checkpoint/step-6"
@@ -275,7 +262,7 @@ def test_malicious_pickles_are_not_run(
         End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
 
 
-def test_malicious_weights_of_others_are_not_run(tmp_path: Path) -> None:
+def test_malicious_weights_of_others_are_not_run(tmp_path):
     mark = tmp_path / "mark"
     for name in ("meta", "hf"):
         (tmp_path / name).mkdir()

@@ -5,13 +5,12 @@ import resource
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.reliability.conftest import Undisturbed
 from tests.reliability.trials import End, Trap, at_call, checkpoints, leftovers, play, recipe
 from torchtitan.checkpoint import saver
 from torchtitan.checkpoint.manifest import read_manifest
@@ -27,9 +26,9 @@ Mount = Callable[[Path], Path]
 
 
 @pytest.fixture
-def small_disk() -> Iterator[Mount]:
+def small_disk():
     """Makes a folder a disk with 3 MB, where this is allowed."""
-    mounted: list[Path] = []
+    mounted = []
 
     def mount(folder: Path) -> Path:
         folder.mkdir(parents=True)
@@ -118,9 +117,7 @@ def daily(kind: str, mode: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "mode"), [daily(kind, mode) for kind in WHAT for mode in ("disabled", "async")]
 )
-def test_a_disk_that_fails_and_recovers(
-    kind: str, mode: str, tmp_path: Path, small_disk: Mount, undisturbed: Undisturbed
-) -> None:
+def test_a_disk_that_fails_and_recovers(kind, mode, tmp_path, small_disk, undisturbed):
     if kind == "no permission" and os.geteuid():
         pytest.skip("only root can become somebody else")
     run = tmp_path / "run"
@@ -145,9 +142,7 @@ def test_a_disk_that_fails_and_recovers(
     ("kind", "mode"),
     [daily(k, mode) for k in WHAT if k != "no permission" for mode in ("disabled", "async")],
 )
-def test_a_disk_that_fails_at_the_last_save(
-    kind: str, mode: str, tmp_path: Path, small_disk: Mount, undisturbed: Undisturbed
-) -> None:
+def test_a_disk_that_fails_at_the_last_save(kind, mode, tmp_path, small_disk, undisturbed):
     run = tmp_path / "run"
     run.mkdir(exist_ok=True)
     if kind.endswith("on it"):
@@ -175,9 +170,7 @@ FILES = ("rank-0.safetensors", "tensors.json.new", "train_state.json.new", "mani
 @pytest.mark.parametrize(
     "name", [FILES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in FILES[1:])]
 )
-def test_a_file_for_which_there_is_no_room(
-    name: str, mode: str, tmp_path: Path, undisturbed: Undisturbed
-) -> None:
+def test_a_file_for_which_there_is_no_room(name, mode, tmp_path, undisturbed):
     run = tmp_path / "run"
 
     def full(begin: Begin, *arguments: Any) -> Any:
@@ -199,9 +192,7 @@ def test_a_file_for_which_there_is_no_room(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_disk_of_one_of_two_ranks_fails(
-    rank: int, mode: str, tmp_path: Path, undisturbed: Undisturbed
-) -> None:
+def test_the_disk_of_one_of_two_ranks_fails(rank, mode, tmp_path, undisturbed):
     run = tmp_path / "run"
     trap = faults("files that may not grow (RLIMIT_FSIZE)", run, SECOND, THIRD, Path)
     quick = {0: traps(), 1: traps(), rank: trap}
@@ -214,7 +205,7 @@ def test_the_disk_of_one_of_two_ranks_fails(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_second_attempt_that_works(mode: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_second_attempt_that_works(mode, tmp_path, undisturbed):
     run = tmp_path / "run"
 
     def room_again(write: Callable[..., Any], *arguments: Any) -> Any:
@@ -233,7 +224,7 @@ def test_a_second_attempt_that_works(mode: str, tmp_path: Path, undisturbed: Und
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
 
 
-def test_a_slow_disk(tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_slow_disk(tmp_path, undisturbed):
     """Training goes on; and what is written late is still the step it is named after."""
     run = tmp_path / "run"
 
@@ -265,7 +256,7 @@ def test_a_slow_disk(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_may_write_nowhere(tmp_path: Path, small_disk: Mount) -> None:
+def test_a_run_that_may_write_nowhere(tmp_path, small_disk):
     run = small_disk(tmp_path / "run")
     remount(run, "ro")
     played = play(recipe(run))

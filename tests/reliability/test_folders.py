@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tests.processes import free_port
-from tests.reliability.conftest import Undisturbed
 from tests.reliability.test_damage import FILES, flip
 from tests.reliability.test_disk import MODES
 from tests.reliability.trials import (
@@ -48,7 +47,7 @@ def state_of(folder: Path) -> Each:
 # --- two runs ---
 
 
-def test_a_second_run_on_a_folder_is_refused(tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_second_run_on_a_folder_is_refused(tmp_path, undisturbed):
     """It comes while the first is in its fifth step."""
     run, found = tmp_path / "run", tmp_path / "found.json"
     (tmp_path / "second.toml").write_text(to_toml(recipe(run)))
@@ -81,9 +80,7 @@ def test_a_second_run_on_a_folder_is_refused(tmp_path: Path, undisturbed: Undist
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
 
 
-def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(
-    tmp_path: Path, undisturbed: Undisturbed
-) -> None:
+def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(tmp_path, undisturbed):
     """It comes while the first is in its sixth step, and waits until that has finished.
 
     The first goes on when the second has found the folder locked; it would have chosen step 4.
@@ -96,7 +93,7 @@ def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(
             while not (run / "checkpoint/step-4").exists():
                 time.sleep(0.01)
             sleep = time.sleep
-            time.sleep = lambda seconds: (started.touch(), sleep(seconds))  # type: ignore[assignment]
+            time.sleep = lambda seconds: (started.touch(), sleep(seconds))
             os._exit(train.main(["--job.config_file", str(tmp_path / "second.toml")]))
 
     def meanwhile(step: Callable[..., bool], *arguments: Any) -> bool:
@@ -114,7 +111,7 @@ def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
 
 
-REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+REFUSED = {
     "other sizes": ({"model": {"flavor": "flat", "n_layers": 1}}, "belongs to another run"),
     "other sizes, told to resume": (
         {"model": {"flavor": "flat", "n_layers": 1}, "checkpoint": {"resume": "must"}},
@@ -140,7 +137,7 @@ def wait_for_no_lock() -> None:
 
 
 @pytest.mark.parametrize("layout", ["one rank", pytest.param("FSDP 2", marks=pytest.mark.gate)])
-def test_a_refused_start_leaves_the_folder_as_it_was(layout: str, tmp_path: Path) -> None:
+def test_a_refused_start_leaves_the_folder_as_it_was(layout, tmp_path):
     """Some are refused when the recipe is read, others when a checkpoint is loaded."""
     run, ranks = tmp_path / "run", ranks_of(layout)
     assert play(recipe(run, layout), ranks).status == 0
@@ -165,7 +162,7 @@ def test_a_refused_start_leaves_the_folder_as_it_was(layout: str, tmp_path: Path
     assert (run / "lock").read_text() == "of a run that was killed\n"
 
 
-def test_a_refused_start_makes_no_folder(tmp_path: Path) -> None:
+def test_a_refused_start_makes_no_folder(tmp_path):
     assert play(recipe(tmp_path / "other", training={"steps": 2})).status == 0
     initial = {"initial_load_path": str(tmp_path / "other/checkpoint")}
     model = {"flavor": "flat", "n_layers": 1}
@@ -174,9 +171,7 @@ def test_a_refused_start_makes_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_every_rank_learns_that_rank_0_was_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_learns_that_rank_0_was_refused(tmp_path, monkeypatch):
     """On other nodes they have no launcher that sees it end."""
     run = tmp_path / "run"
     (tmp_path / "recipe.toml").write_text(to_toml(recipe(run, "FSDP 2")))
@@ -221,7 +216,7 @@ def refused(run: Path, tmp_path: Path) -> Iterator[Played]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_the_first_format(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_first_format(tmp_path):
     import torch.distributed.checkpoint as dcp
 
     path = tmp_path / "run/checkpoint/step-500"
@@ -237,7 +232,7 @@ def test_a_checkpoint_of_the_first_format(tmp_path: Path) -> None:
         assert "Traceback" not in played.log
 
 
-def test_a_checkpoint_of_a_later_format(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_later_format(tmp_path):
     run = tmp_path / "run"
     assert play(recipe(run, training={"steps": 2})).status == 0
     path = run / "checkpoint/step-2/manifest.json"
@@ -262,7 +257,7 @@ def backwards() -> None:
         setattr(__import__("time"), name, read)
 
 
-def test_a_clock_that_goes_backwards(tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_clock_that_goes_backwards(tmp_path, undisturbed):
     run = tmp_path / "run"
     played = play(recipe(run), traps={0: at_call(f"{CHECKPOINT}.store:Disk.commit", 3)})
     assert played.was_killed
@@ -306,9 +301,7 @@ def note_what_is_there(number: int, run: Path, note: Path) -> Trap:
         for name in FILES["one rank"]
     ],
 )
-def test_nothing_is_deleted_for_what_is_harmed_at_once(
-    name: str, mode: str, tmp_path: Path, undisturbed: Undisturbed
-) -> None:
+def test_nothing_is_deleted_for_what_is_harmed_at_once(name, mode, tmp_path, undisturbed):
     run, note = tmp_path / "run", tmp_path / "note"
     saves = {"keep_latest_k": 1, "async_mode": mode}
     harm, look = harm_when_named(2, name), note_what_is_there(3, run, note)
@@ -327,9 +320,7 @@ def test_nothing_is_deleted_for_what_is_harmed_at_once(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_last_checkpoint_that_is_harmed_at_once(
-    mode: str, tmp_path: Path, undisturbed: Undisturbed
-) -> None:
+def test_a_last_checkpoint_that_is_harmed_at_once(mode, tmp_path, undisturbed):
     run, saves = tmp_path / "run", {"keep_latest_k": 1, "async_mode": mode}
     trap = harm_when_named(4, "rank-0.safetensors")
     played = play(recipe(run, checkpoint=saves), traps={0: trap})
@@ -340,7 +331,7 @@ def test_a_last_checkpoint_that_is_harmed_at_once(
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
 
 
-def test_checkpoints_of_a_run_that_went_further_are_left_alone(tmp_path: Path) -> None:
+def test_checkpoints_of_a_run_that_went_further_are_left_alone(tmp_path):
     run = tmp_path / "run"
     assert play(recipe(run, checkpoint={"keep_latest_k": 0})).status == 0
     assert list(checkpoints(run)) == [2, 4, 6, 8]

@@ -93,7 +93,7 @@ def train(folder: Path, layout: str, mode: str, *more: Trap) -> tuple[Played, di
     )
     ranks = range(ranks_of(layout))
     played = play(job, len(ranks), {rank: traps(rank) for rank in ranks})
-    found: dict[int, Noted] = {}
+    found = {}
     for path in notes.iterdir():
         found.setdefault(int(path.name.split(".")[0]), {}).update(torch.load(path))
     return played, found
@@ -128,9 +128,7 @@ DAILY = [("one rank", "async_with_pinned_mem"), ("FSDP 2", "async")]
         if (pair := (layout, mode))
     ],
 )
-def test_a_checkpoint_holds_the_step_it_is_named_after(
-    layout: str, mode: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_holds_the_step_it_is_named_after(layout, mode, tmp_path):
     played, noted = train(tmp_path, layout, mode)
     assert played.status == 0, played.log
     assert wrong_steps(tmp_path, noted) == []
@@ -138,7 +136,7 @@ def test_a_checkpoint_holds_the_step_it_is_named_after(
 
 
 @pytest.mark.parametrize("layout", ["one rank", pytest.param("FSDP 2", marks=pytest.mark.slow)])
-def test_without_the_wait_it_would_be_found(layout: str, tmp_path: Path) -> None:
+def test_without_the_wait_it_would_be_found(layout, tmp_path):
     played, noted = train(tmp_path, layout, "async", no_wait)
     assert played.status == 0, played.log
     assert sorted(wrong_steps(tmp_path, noted)) == [1, 2, 3]  # after the last there is no update

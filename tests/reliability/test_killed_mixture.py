@@ -71,7 +71,7 @@ def last_row(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["join", "best_fit"])
-def test_a_killed_mixture_reads_each_sample_once(tmp_path: Path, packing: str) -> None:
+def test_a_killed_mixture_reads_each_sample_once(tmp_path, packing):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.format(packing=packing))
     assert run(recipe, tmp_path / "whole", 1, None) == 0

@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.conftest import Undisturbed
 from tests.reliability.trials import (
     CASES,
     STEPS,
     End,
     Played,
-    Trap,
     after_seconds,
     at_call,
     checkpoints,
@@ -87,7 +85,7 @@ def done_and_dead(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 CHECKPOINT = "torchtitan.checkpoint"
-STAGES: dict[str, tuple[Trap, str, int]] = {
+STAGES = {
     "while weights are copied": (at_call(f"{CHECKPOINT}.staging:Staging._copy", 2), "any", 2),
     "before its folder is made": (at_call(f"{CHECKPOINT}.store:Disk.begin", 2), "first", 2),
     "before a byte is written": (at_call(f"{CHECKPOINT}.saver:write_file", 2), "any", 2),
@@ -141,9 +139,7 @@ DAILY = ("halfway through the data", "halfway through the manifest", "after it i
 
 
 @pytest.mark.parametrize(("layout", "mode", "stage", "rank"), stages())
-def test_a_kill_at_a_stage_of_a_save(
-    layout: str, mode: str, stage: str, rank: int, tmp_path: Path, undisturbed: Undisturbed
-) -> None:
+def test_a_kill_at_a_stage_of_a_save(layout, mode, stage, rank, tmp_path, undisturbed):
     trap, _, expected = STAGES[stage]
     folder, saves = tmp_path / "run", {"keep_latest_k": 1, "async_mode": mode}
     played = play(recipe(folder, layout, checkpoint=saves), ranks_of(layout), {rank: trap})
@@ -166,9 +162,7 @@ def test_a_kill_at_a_stage_of_a_save(
     }.items(),
 )
 @pytest.mark.parametrize("layout", ["one rank", "FSDP 2"])
-def test_a_kill_while_resuming(
-    layout: str, what: str, trap: Trap, tmp_path: Path, undisturbed: Undisturbed
-) -> None:
+def test_a_kill_while_resuming(layout, what, trap, tmp_path, undisturbed):
     folder, saves = tmp_path / "run", {"keep_latest_k": 1, "async_mode": "async"}
     stages = (STAGES["before it is renamed"][0], trap)
     for stage in stages:
@@ -196,9 +190,7 @@ def chains() -> list[Any]:
 
 
 @pytest.mark.parametrize(("layout", "mode", "seed", "kills"), chains())
-def test_kills_at_random_moments(
-    layout: str, mode: str, seed: int, kills: int, tmp_path: Path, undisturbed: Undisturbed
-) -> None:
+def test_kills_at_random_moments(layout, mode, seed, kills, tmp_path, undisturbed):
     """Run, be killed, go on, be killed; sometimes on another layout."""
     draw = random.Random(f"{layout} {mode} {seed}")
     end, seconds = undisturbed(layout)
@@ -231,7 +223,7 @@ def test_kills_at_random_moments(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_processes_killed_from_outside(seed: int, tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_processes_killed_from_outside(seed, tmp_path, undisturbed):
     """Not forked and not trapped: a process as from a shell, and `kill -9`, two times."""
     draw, run, recipe_file = random.Random(seed), tmp_path / "run", tmp_path / "recipe.toml"
     recipe_file.write_text(to_toml(recipe(run, checkpoint={"interval": 1, "async_mode": "async"})))

@@ -80,7 +80,7 @@ def soak(layout: str, folder: Path, steps: int = STEPS) -> list[Soaked]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_long_run_holds_no_more_at_its_end(layout: str, tmp_path: Path) -> None:
+def test_a_long_run_holds_no_more_at_its_end(layout, tmp_path):
     for rank in soak(layout, tmp_path):
         for kind in ("files", "threads", "processes"):
             first, last = rank.ends(kind)

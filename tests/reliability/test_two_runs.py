@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.conftest import Undisturbed
 from tests.reliability.trials import STEPS, End, at_call, checkpoints, damage, leftovers, recipe
 from tests.runs import rows
 from torchtitan import train
@@ -112,9 +111,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "seed"), cases())
-def test_two_runs_on_one_folder_lose_nothing(
-    kind: str, seed: int, tmp_path: Path, undisturbed: Undisturbed
-) -> None:
+def test_two_runs_on_one_folder_lose_nothing(kind, seed, tmp_path, undisturbed):
     run = tmp_path / "run"
     job = recipe(run, checkpoint={"keep_latest_k": 0})
     (tmp_path / "recipe.toml").write_text(to_toml(job))

@@ -52,7 +52,7 @@ def recipe(
     folder: Path, layout: str = "one rank", by: str = "AdamW", **sections: dict[str, Any]
 ) -> JobConfig:
     """Eight steps of the tiny model, saved at every second one; `sections` win."""
-    defaults: dict[str, dict[str, Any]] = {
+    defaults = {
         "job": {"dump_folder": str(folder)},
         "model": {"flavor": "flat"},
         "data": {"report_unigram_loss": False},
@@ -112,7 +112,7 @@ def play_each(
     failed = ""
     try:
         found = run_ranks(_enter, ranks, scratch, len(jobs), dict(traps or {}))
-        statuses: list[tuple[int | None, ...]] = list(zip(*found, strict=True))
+        statuses = list(zip(*found, strict=True))
     except RanksFailed as error:
         statuses, failed = [error.codes] * len(jobs), str(error)
     seconds = time.perf_counter() - began
@@ -162,7 +162,7 @@ def at_call(place: str, number: int = 1, action: Callable[..., Any] | None = Non
 
     def set_trap() -> None:
         module, _, path = place.partition(":")
-        owner: Any = importlib.import_module(module)
+        owner = importlib.import_module(module)
         *parents, name = path.split(".")
         for parent in parents:
             owner = getattr(owner, parent)
@@ -186,7 +186,7 @@ def _dead(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
 
 def copy_late() -> None:
     """Copies weights for a save only when something waits for the copy, or after an update."""
-    gates: dict[Any, tuple[threading.Event, threading.Event]] = {}
+    gates = {}
 
     def begin(function: Callable[..., Any], staging: Staging, *rest: Any) -> Any:
         gates[staging] = threading.Event(), threading.Event()

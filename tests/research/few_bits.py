@@ -74,7 +74,7 @@ def reduced(config: Any, calls: int) -> Reduced:
     return Reduced(expected, arrived, part, errors)
 
 
-LAYOUTS: dict[str, Case] = {
+LAYOUTS = {
     "FSDP 2, accumulating 4, full recomputation": case(shard=2, batch=1, recompute=FULL),
     "FSDP 2 x TP 2": case(shard=2, tp=2),
     "FSDP 2 x PP 2": case(2, shard=2, batch=4),

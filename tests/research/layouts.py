@@ -55,9 +55,9 @@ BY_TENSOR = chosen(
 LATENT = chosen(AUXILIARY_LOSSES, "next_latent", warmup_steps=4)
 BESIDE_LATENT = (ALL_LOSSES[0], *LATENT)
 LATENT_LOSSES = (ALL_LOSSES[0], *LATENT, *ALL_LOSSES[1:])
-LATENT_BESIDE: dict[str, Any] = {"chunk": 100, "auxiliary": LATENT_LOSSES}
+LATENT_BESIDE = {"chunk": 100, "auxiliary": LATENT_LOSSES}
 
-ALL: dict[str, Case] = {
+ALL = {
     "SimpleFSDP 2, loss in chunks": case(shard=2, chunk=100, sharding=SIMPLE),
     "FSDP 2 x CP 2, attention in Float8": case(shard=2, cp=2, batch=1, convert=BY_TOKEN),
     "CP 2, attention in Float8, documents": case(cp=2, documents=True, convert=BY_HEAD),
@@ -137,7 +137,7 @@ def exchanged(name: str, **settings: Any) -> dict[str, Any]:
 LOCO = {"gradients": few_bits("loco")}
 TWO_HOPS = LOCO | {"replicas": few_bits("loco")}
 QSDP = {"weights": few_bits("qsdp"), "gradients": few_bits("qsdp")}
-LEARNED: dict[str, Any] = {"bits": 4, "levels": "learned", "learn_steps": 1}
+LEARNED = {"bits": 4, "levels": "learned", "learn_steps": 1}
 QSDP_LEARNED = {"weights": few_bits("qsdp", **LEARNED), "gradients": few_bits("qsdp", **LEARNED)}
 LOCAL_STEPS = {"replicas": {"name": "all_reduce", "every": 2}}
 COMPRESSED = installed(

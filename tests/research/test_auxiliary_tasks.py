@@ -1,7 +1,5 @@
 """The next latent: its sum by hand, what is trained on, and what is refused."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,9 +19,9 @@ from torchtitan.research.auxiliary_tasks.next_latent import HEAD, LatentPredicto
 needs_simple_fsdp = pytest.mark.skipif("simple_fsdp" not in SHARDING, reason="it is not there")
 
 
-def test_sum_by_hand() -> None:
+def test_sum_by_hand():
     module = LatentPredictor(4)
-    seen: list[torch.Tensor] = []
+    seen = []
     module.loss.core = lambda loss, x, total: seen.append(total) or x
     x = torch.randn(1, 3, 4, requires_grad=True)
     module(x, torch.tensor([[[1], [2], [-100]]]))
@@ -33,16 +31,16 @@ def test_sum_by_hand() -> None:
     assert torch.equal(own[:, 2], torch.zeros(1, 4)), "the next state gets no gradient"
 
 
-def test_what_is_trained_on_is_their_sum(tmp_path: Any) -> None:
+def test_what_is_trained_on_is_their_sum(tmp_path):
     names = {"z_loss", "next_latent", "multi_token_1", "multi_token_2"}
     test_auxiliary.their_sum_is_trained_on(LATENT_LOSSES, names, tmp_path)
 
 
-def test_without_weight_the_run_is_the_same_to_the_bit() -> None:
+def test_without_weight_the_run_is_the_same_to_the_bit():
     test_auxiliary.without_weight_the_run_is_the_same(LATENT_LOSSES)
 
 
-def test_it_takes_a_head_and_a_target_more() -> None:
+def test_it_takes_a_head_and_a_target_more():
     args, loss = MODELS["tiny"].flavors["tiny"], NextLatentLoss()
     with_head = loss.over(args)
     assert (with_head.auxiliary_heads, with_head.ahead) == ((HEAD,), 1)
@@ -55,7 +53,7 @@ def test_it_takes_a_head_and_a_target_more() -> None:
     assert flops(with_head, 32) - flops(args, 32) == 6 * args.dim**2
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_what_cannot_be_is_refused_by_name():
     job = recipe(
         *(MultiToken(depth=8), NextLatentLoss(warmup_steps=2), ZLoss(), ZLoss()),
         layout=case(2, batch=4),
@@ -69,7 +67,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     assert "a weight that changes at once: warmup_steps = 0" in said
 
 
-def test_rows_that_are_cut_differently_are_refused() -> None:
+def test_rows_that_are_cut_differently_are_refused():
     """A rank would not know where the successor of a position is."""
     key = "parallelism.context_parallel_load_balancer"
     for layout, count in ((case(cp=2, **BY_DOCUMENTS), 1), (case(cp=2, documents=True), 0)):
@@ -79,7 +77,7 @@ def test_rows_that_are_cut_differently_are_refused() -> None:
 
 
 @pytest.mark.slow  # with other losses in the gate
-def test_a_run_resumes_on_another_layout(tmp_path: Any) -> None:
+def test_a_run_resumes_on_another_layout(tmp_path):
     test_auxiliary.resumes_on_another_layout(LATENT_LOSSES, tmp_path)
 
 
@@ -89,13 +87,13 @@ def test_a_run_resumes_on_another_layout(tmp_path: Any) -> None:
     [(BESIDE_LATENT, case(batch=8)), (LATENT_LOSSES, CHUNKED)],
     ids=["beside", "all"],
 )
-def test_compiled_blocks_train_the_same(losses: Any, layout: Any) -> None:
+def test_compiled_blocks_train_the_same(losses, layout):
     test_auxiliary.compiled_blocks_train_the_same(losses, layout)
 
 
 @needs_simple_fsdp
 @pytest.mark.slow
-def test_losses_of_blocks_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_blocks_in_one_graph(monkeypatch):
     test_auxiliary.losses_of_blocks_are_those_of_one_rank(
         case(shard=2, sharding=SIMPLE), IN_ONE, monkeypatch
     )
@@ -103,7 +101,7 @@ def test_losses_of_blocks_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_simple_fsdp
 @pytest.mark.slow
-def test_all_in_one_graph() -> None:
+def test_all_in_one_graph():
     losses = [loss.model_copy(update={"warmup_steps": 0}) for loss in LATENT_LOSSES]
     (expected,) = run_ranks(trace, 1, recipe(*losses))
     layout = case(shard=2, chunk=100, sharding=SIMPLE)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchtitan.comm.unit import Unit
-from torchtitan.research.common.codec import Codec, Form, WireFormat
+from torchtitan.research.common.codec import Codec, WireFormat
 
-FORMS: list[Form] = ["symmetric", "minmax"]
+FORMS = ["symmetric", "minmax"]
 SCALES = [torch.float32, torch.bfloat16]
 FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
 
@@ -26,9 +26,7 @@ def unit_of(codec: Codec, rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("scales", SCALES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @given(bits=st.integers(2, 8), values=st.lists(FINITE, min_size=1, max_size=40))
-def test_a_number_is_off_by_half_a_unit_at_most(
-    form: Form, scales: torch.dtype, bits: int, values: list[float]
-) -> None:
+def test_a_number_is_off_by_half_a_unit_at_most(form, scales, bits, values):
     codec, rows = Codec(bits, 16, form, scales), torch.tensor([values, values[::-1]])
     message = codec.encode(rows)
     assert message.dtype == torch.uint8
@@ -40,14 +38,14 @@ def test_a_number_is_off_by_half_a_unit_at_most(
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_codes_are_packed_without_gaps(bits: int) -> None:
+def test_codes_are_packed_without_gaps(bits):
     codec = Codec(bits, 64)
     assert codec.bytes_of(64 * 10) == 64 * 10 * bits // 8 + 10 * 4
     assert Codec(bits, 64, "minmax", torch.bfloat16).bytes_of(65) == 9 * bits + 2 * 2 * 2
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_whole_codes_come_back_exactly(bits: int) -> None:
+def test_whole_codes_come_back_exactly(bits):
     last = 2 ** (bits - 1) - 1
     rows = torch.arange(-last, last + 1).float()[None]
     codec = Codec(bits, 256)
@@ -56,7 +54,7 @@ def test_whole_codes_come_back_exactly(bits: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("value", [0.0, 3.3, -1e-42, 1e30])
-def test_a_bucket_of_one_value_is_exact(form: Form, value: float) -> None:
+def test_a_bucket_of_one_value_is_exact(form, value):
     rows, codec = torch.full((1, 64), value), Codec(8, 64, form)
     assert codec.decode(codec.encode(rows), 64) == pytest.approx(rows, rel=1e-6, abs=0)
 
@@ -64,7 +62,7 @@ def test_a_bucket_of_one_value_is_exact(form: Form, value: float) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("scales", SCALES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_not_hidden(form: Form, scales: torch.dtype, bad: float) -> None:
+def test_what_is_not_finite_is_not_hidden(form, scales, bad):
     codec, rows = Codec(4, 32, form, scales), torch.ones(1, 96)
     rows[0, 40] = bad
     finite = codec.decode(codec.encode(rows), 96).isfinite().view(3, 32)
@@ -73,7 +71,7 @@ def test_what_is_not_finite_is_not_hidden(form: Form, scales: torch.dtype, bad: 
     assert not finite[1].all()
 
 
-def test_zeros_are_read_as_zeros() -> None:
+def test_zeros_are_read_as_zeros():
     """What is kept in few bits begins so."""
     codec = Codec(8, 64)
     nothing = torch.zeros(2, codec.bytes_of(100), dtype=torch.uint8)
@@ -94,7 +92,7 @@ def mean_error(codec: Codec, rows: Tensor, **how: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("shift", [True, False], ids=["shifted", "random"])
-def test_rounding_is_right_in_the_mean(shift: bool) -> None:
+def test_rounding_is_right_in_the_mean(shift):
     rows, codec = torch.linspace(-1, 1, 64)[None] ** 3, Codec(3, 64, "minmax")
     # The error of one draw is at most half a unit (shifted), or one (random): by the central limit
     # theorem the mean of 2,000 is within five of these for each of 64 numbers.
@@ -108,7 +106,7 @@ LEVELS = torch.tensor([[0.0, 0.2, 0.3, 0.45, 0.55, 0.7, 0.8, 1.0]])
 
 
 @pytest.mark.parametrize("shift", [True, False], ids=["shifted", "random"])
-def test_levels_at_unequal_distances_are_right_in_the_mean(shift: bool) -> None:
+def test_levels_at_unequal_distances_are_right_in_the_mean(shift):
     rows, codec = torch.linspace(-1, 1, 64)[None] ** 3, Codec(3, 64, "minmax")
     noise, total = torch.Generator().manual_seed(0), torch.zeros_like(rows)
     for _ in range(2000):
@@ -124,7 +122,7 @@ def test_levels_at_unequal_distances_are_right_in_the_mean(shift: bool) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_not_hidden_by_levels(bad: float) -> None:
+def test_what_is_not_finite_is_not_hidden_by_levels(bad):
     codec, rows = Codec(3, 32, "minmax"), torch.ones(1, 96)
     rows[0, 40] = bad
     levels = LEVELS.expand(3, -1)
@@ -132,7 +130,7 @@ def test_what_is_not_finite_is_not_hidden_by_levels(bad: float) -> None:
     assert finite.view(3, 32).all(1).tolist() == [True, False, True]
 
 
-def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is() -> None:
+def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is():
     shapes = {"norm": (24,), "w": (4, 16), "tiny": (2, 3), "w2": (80, 2)}
     unit = Unit("", {n: torch.Size(s) for n, s in shapes.items()}, torch.device("cpu"))
     wire_format = WireFormat(unit, Codec(4, 32))
@@ -148,7 +146,7 @@ def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is() -> None:
     assert float((found - coarse).abs().max()) < 0.3
 
 
-def test_a_unit_without_matrices_is_sent_as_it_is() -> None:
+def test_a_unit_without_matrices_is_sent_as_it_is():
     unit = Unit("", {"norm": torch.Size([24])}, torch.device("cpu"))
     wire_format, rows = WireFormat(unit, Codec(4, 32)), torch.randn(2, 24)
     codes, rest = wire_format.unpack(
@@ -158,7 +156,7 @@ def test_a_unit_without_matrices_is_sent_as_it_is() -> None:
     assert torch.equal(wire_format.join(wire_format.codec.decode(codes, 0), rest), rows)
 
 
-def test_the_codec_compiles_as_one_graph() -> None:
+def test_the_codec_compiles_as_one_graph():
     codec, rows = Codec(4, 32, "minmax"), torch.randn(2, 100)
 
     def there_and_back(rows: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -24,9 +23,8 @@ from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.parallel.replication import replicas
+from torchtitan.parallel.replication import open_replicas
 from torchtitan.research.demo.demo import (
-    Chosen,
     DecoupledConfig,
     Demo,
     Random,
@@ -43,7 +41,7 @@ Parts = dict[str, Part]
 
 
 @pytest.mark.parametrize("shape", [(12, 40), (30,), (7, 11), (64, 64), (6, 4, 10)])
-def test_the_transform_is_that_of_scipy_and_is_undone(shape: tuple[int, ...]) -> None:
+def test_the_transform_is_that_of_scipy_and_is_undone(shape):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     tiles = Tiles(tensor.shape, 10)
     found = tiles.transform(tensor)
@@ -55,7 +53,7 @@ def test_the_transform_is_that_of_scipy_and_is_undone(shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize(("size", "side"), [(40, 10), (64, 8), (7, 7), (11, 1), (12, 6)])
-def test_a_tile_is_the_largest_divisor(size: int, side: int) -> None:
+def test_a_tile_is_the_largest_divisor(size, side):
     assert Tiles(torch.Size([size, size]), {64: 8}.get(size, 10)).height == side
 
 
@@ -80,7 +78,7 @@ def agreed(config: DecoupledConfig, calls: int) -> Agreed:
     return Agreed(gradients, dict(way.momentum))
 
 
-def test_what_is_sent_and_what_is_kept_is_all_that_there_was() -> None:
+def test_what_is_sent_and_what_is_kept_is_all_that_there_was():
     """With a decay of (nearly) 1: the momentum of all replicas, and the sum of what they agreed on,
     are the sum of all gradients. `demo` gives each coefficient the weight of all replicas, so there
     the identity is that of a single replica.
@@ -101,7 +99,7 @@ def test_what_is_sent_and_what_is_kept_is_all_that_there_was() -> None:
                 assert float(kept.abs().max()) > 0, config.name
 
 
-def test_all_coefficients_are_sign_sgd_on_the_exact_mean() -> None:
+def test_all_coefficients_are_sign_sgd_on_the_exact_mean():
     for (found,) in run_ranks(each, 2, agreed, [Demo(chunk=10, top_k=100)], 3):
         for call, gradients in enumerate(found.gradients):
             for name in ("w", "b"):
@@ -111,7 +109,7 @@ def test_all_coefficients_are_sign_sgd_on_the_exact_mean() -> None:
         assert all(float(found.momentum[name].abs().max()) < 1e-4 for name in ("w", "b"))
 
 
-def test_a_coefficient_is_the_mean_over_those_who_sent_it() -> None:
+def test_a_coefficient_is_the_mean_over_those_who_sent_it():
     """Two replicas of one tile of two numbers; each sends its larger coefficient."""
 
     def pair(first: float, second: float) -> Tensor:
@@ -133,7 +131,7 @@ def alone(pair: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [Random, Striding, Slicing])
-def test_every_number_has_its_turn(kind: type[Chosen]) -> None:
+def test_every_number_has_its_turn(kind):
     config = kind(rate=0.1)
     seen = torch.zeros(57)
     for step in range(60):
@@ -143,7 +141,7 @@ def test_every_number_has_its_turn(kind: type[Chosen]) -> None:
     assert seen.min() > 0
 
 
-def test_random_numbers_are_drawn_alike_of_all_parts() -> None:
+def test_random_numbers_are_drawn_alike_of_all_parts():
     """As often as each other, and neither by the step nor by the name in the same places."""
     config, cpu = Random(rate=0.1), torch.device("cpu")
     drawn = torch.stack([config.places(100_000, step, "w", cpu) for step in range(20)])
@@ -156,7 +154,7 @@ def test_random_numbers_are_drawn_alike_of_all_parts() -> None:
     assert 800 < (other == drawn[0]).sum() < 1200
 
 
-def test_random_integers_are_those_of_splitmix() -> None:
+def test_random_integers_are_those_of_splitmix():
     """The first of the generator's authors, of seed 1234567, without their two highest bits."""
     found = _mixed(torch.arange(3), 1234567).tolist()
     published = (6457827717110365317, 3203168211198807973, 9817491932198370423)
@@ -171,7 +169,7 @@ def spoiled(setting: tuple[int, bool]) -> str:
     model.weight.data = torch.arange(16.0).view(4, 4)
     torch.nn.init.ones_(model.bias)
     config = Demo(chunk=4, top_k=1, sign=False, verify_steps=3, every=every)
-    (technique,) = replicas(config, [model], group, torch.device("cpu"))
+    technique = open_replicas(config, [model], group, torch.device("cpu"))
     try:
         for update in range(8):
             technique.before_pass()
@@ -187,7 +185,7 @@ def spoiled(setting: tuple[int, bool]) -> str:
     return "nothing"
 
 
-def test_replicas_that_differ_are_found() -> None:
+def test_replicas_that_differ_are_found():
     """In a value, or in nothing but the order of rows; by the check that follows."""
     at = {1: 5, 2: 7}
     settings = list(itertools.product(at, [False, True]))
@@ -197,7 +195,7 @@ def test_replicas_that_differ_are_found() -> None:
             assert found.startswith(expected)
 
 
-LAYOUTS: dict[str, Case] = {
+LAYOUTS = {
     "HSDP 2 x 2": case(replicate=2, shard=2, batch=1),
     "DDP 2": case(replicate=2, batch=2),
     "DDP 2 x TP 2": case(replicate=2, tp=2, batch=2),
@@ -218,7 +216,7 @@ def copy_of(layout: Case) -> int:
 
 
 @pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2"], gate=["DDP 2"]))
-def test_replicas_have_the_same_weights_to_the_bit(name: str) -> None:
+def test_replicas_have_the_same_weights_to_the_bit(name):
     layout = LAYOUTS[name]
     names = NAMES if name == "DDP 2" else ["demo"]
     jobs = [
@@ -244,7 +242,7 @@ APART = {
 }
 
 
-def test_all_of_the_momentum_is_the_run_of_all_reduce() -> None:
+def test_all_of_the_momentum_is_the_run_of_all_reduce():
     """With nothing kept and no sign."""
     layout = LAYOUTS["HSDP 2 x 2"]
     jobs = [job(layout, ways, 3) for ways in (EVERYTHING, AFTERWARDS)]
@@ -254,7 +252,7 @@ def test_all_of_the_momentum_is_the_run_of_all_reduce() -> None:
 
 
 @pytest.mark.parametrize("name", tiers(LAYOUTS, ["HSDP 2 x 2"], gate=["DDP 2 x PP 2"]))
-def test_replicas_that_run_apart_meet_in_the_mean_of_their_weights(name: str) -> None:
+def test_replicas_that_run_apart_meet_in_the_mean_of_their_weights(name):
     layout = LAYOUTS[name]
     never, local = traced(layout, [job(layout, NEVER, 2), job(layout, LOCAL)], uneven=True)
     other = copy_of(layout)
@@ -270,11 +268,11 @@ def test_replicas_that_run_apart_meet_in_the_mean_of_their_weights(name: str) ->
     assert never[0].grad_norms == never[other].grad_norms
 
 
-def test_each_replica_trains_on_the_mean_of_its_own_targets() -> None:
+def test_each_replica_trains_on_the_mean_of_its_own_targets():
     """One update apart from each other, with SGD, is the update by the mean of their gradients;
     where both have as many targets, that is the mean over all."""
     layout = case(replicate=2, batch=4)
-    ways: tuple[dict[str, Any], ...] = ({"replicas": {"name": "all_reduce"}}, NEVER)
+    ways = ({"replicas": {"name": "all_reduce"}}, NEVER)
     together, alone_ = traced(layout, [job(layout, way, 1, max_norm=0.0) for way in ways])
     for weight, found in together[0].weights[0].items():
         both = [alone_[rank].weights[0][weight].local for rank in range(2)]
@@ -307,7 +305,7 @@ KEPT = {"demo in each step": {"replicas": {"name": "demo", "sign": False}}, **AP
 
 
 @pytest.mark.parametrize("way", tiers(KEPT, [], gate=["demo in each step", "demo"]))
-def test_a_run_that_resumes_is_the_same_to_the_bit(way: str, tmp_path: Path) -> None:
+def test_a_run_that_resumes_is_the_same_to_the_bit(way, tmp_path):
     """Also where it was stopped between two agreements."""
     for at_once, _, resumed in run_ranks(stopped, 4, str(tmp_path), KEPT[way]):
         assert all(torch.equal(at_once[name].local, p.local) for name, p in resumed.items())
@@ -322,7 +320,7 @@ def resumed(folder: str, layout: Case, ways: dict[str, Any]) -> tuple[Parts, lis
     return found, [str(call.args[0]) for call in warned.call_args_list]
 
 
-def test_replicas_that_ran_apart_resume_on_other_layouts(tmp_path: Path) -> None:
+def test_replicas_that_ran_apart_resume_on_other_layouts(tmp_path):
     """Each where it was, with as many replicas; else all with the weights of the first."""
     two = case(replicate=2, batch=4)
     at_once = [found for found, _ in run_ranks(resumed, 2, str(tmp_path / "b"), two, LOCAL)]
@@ -338,5 +336,5 @@ def test_replicas_that_ran_apart_resume_on_other_layouts(tmp_path: Path) -> None
     assert ["starts with those of the first" in " ".join(line.split()) for line in said] == [True]
 
 
-def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind() -> None:
+def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind():
     is_skipped_and_leaves_nothing({"replicas": {"name": "slicing", "sign": False}})

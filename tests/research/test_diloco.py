@@ -1,7 +1,5 @@
 """Replicas that train independently, and an outer optimizer for the mean of their changes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,7 +33,7 @@ def agreed(config: DiLoCo) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0)])
-def test_weights_are_those_of_torchs_sgd_with_nesterov_momentum(lr: float, momentum: float) -> None:
+def test_weights_are_those_of_torchs_sgd_with_nesterov_momentum(lr, momentum):
     """Whose gradient is the mean of the changes; without momentum, and with rate 1, their mean."""
     found = run_ranks(agreed, 2, DiLoCo(outer_lr=lr, outer_momentum=momentum))
     for name, shape in SHAPES.items():
@@ -50,6 +48,6 @@ def test_weights_are_those_of_torchs_sgd_with_nesterov_momentum(lr: float, momen
 
 
 @pytest.mark.gate
-def test_a_run_that_resumes_is_the_same_to_the_bit(tmp_path: Path) -> None:
+def test_a_run_that_resumes_is_the_same_to_the_bit(tmp_path):
     """The momentum of the first agreement moves the weights in the second."""
     resumes_to_the_bit({"replicas": {"name": "diloco", "every": 2}}, tmp_path, steps=4)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +52,7 @@ EXACT = Method(exact=True)
 
 
 @pytest.mark.parametrize("projected", [0, 1])
-def test_exact_vectors_are_those_of_numpy_with_fixed_signs(projected: int) -> None:
+def test_exact_vectors_are_those_of_numpy_with_fixed_signs(projected):
     gradient = decaying(40, 24)
     u, _, v = np.linalg.svd(gradient.double().numpy())
     expected = (v.T if projected else u)[:, :6]
@@ -66,7 +65,7 @@ def energy(gradient: Tensor, found: Tensor) -> float:
     return ((gradient @ found).square().sum() / gradient.square().sum()).item()
 
 
-def test_random_vectors_are_exact_where_the_gradient_is_of_low_rank() -> None:
+def test_random_vectors_are_exact_where_the_gradient_is_of_low_rank():
     generator = torch.Generator().manual_seed(1)
     left, right = (torch.randn(size, 5, generator=generator) for size in (60, 40))
     gradient = left @ right.T
@@ -76,7 +75,7 @@ def test_random_vectors_are_exact_where_the_gradient_is_of_low_rank() -> None:
         torch.testing.assert_close(found, exact, atol=2e-6, rtol=0)
 
 
-def test_power_iterations_find_as_much_as_exact_vectors() -> None:
+def test_power_iterations_find_as_much_as_exact_vectors():
     gradient = decaying(256, 128)
     exact = energy(gradient, basis(gradient, 16, EXACT))
     shares = [
@@ -88,7 +87,7 @@ def test_power_iterations_find_as_much_as_exact_vectors() -> None:
     assert energy(gradient, basis(gradient, 16, Method(False, 0, 0))) < shares[0] * exact
 
 
-def test_float32_finds_what_float64_does() -> None:
+def test_float32_finds_what_float64_does():
     gradient = decaying(256, 128)
     wide, narrow = (
         basis(gradient, 16, Method(False, 2, 8, dtype)) for dtype in (torch.float64, torch.float32)
@@ -98,7 +97,7 @@ def test_float32_finds_what_float64_does() -> None:
 
 
 @pytest.mark.parametrize("method", [EXACT, Method(False, 1, 4)], ids=["exact", "random"])
-def test_a_basis_is_whole_where_the_gradient_has_fewer_directions(method: Method) -> None:
+def test_a_basis_is_whole_where_the_gradient_has_fewer_directions(method):
     left = torch.randn(30, 2, generator=torch.Generator().manual_seed(2))
     found = basis(left @ left.T[:, :20], 6, method)
     torch.testing.assert_close(found.T @ found, torch.eye(6), atol=1e-6, rtol=0)
@@ -106,7 +105,7 @@ def test_a_basis_is_whole_where_the_gradient_has_fewer_directions(method: Method
     torch.testing.assert_close(nothing.T @ nothing, torch.eye(6), atol=1e-6, rtol=0)
 
 
-def test_the_largest_component_of_each_column_is_positive() -> None:
+def test_the_largest_component_of_each_column_is_positive():
     vectors = torch.linalg.qr(torch.randn(9, 4, generator=torch.Generator().manual_seed(3))).Q
     found = complete(vectors, 4)
     assert torch.equal(found, complete(-vectors, 4))
@@ -122,9 +121,9 @@ class Oracle:
         self.weight, self.config = weight.double().numpy().copy(), config
         self.rank, self.step = config.rank_of(weight.shape), 0
         self.on_columns = config.projected_dim(weight.shape) == 1
-        self.first: Any = 0.0
-        self.second: Any = 0.0
-        self.rounded: Any = None
+        self.first = 0.0
+        self.second = 0.0
+        self.rounded = None
         """Basis as it is stored, if that is rounded."""
 
     def update(self, gradient: Tensor) -> None:
@@ -149,7 +148,7 @@ class Oracle:
 
 @pytest.mark.parametrize("project", ["shorter", "longer", "rows", "columns"])
 @pytest.mark.parametrize("moments", ["keep", "rotate"])
-def test_updates_are_those_of_numpy(project: Any, moments: Any) -> None:
+def test_updates_are_those_of_numpy(project, moments):
     config = GaLore(lr=0.1, rank=4, refresh_period=2, project=project, moments=moments, svd="exact")
     for shape in ((12, 8), (8, 12), (8, 8)):
         one = NamedParameter(torch.nn.Parameter(decaying(*shape, seed=9)), "w", "matrix")
@@ -167,7 +166,7 @@ def test_updates_are_those_of_numpy(project: Any, moments: Any) -> None:
     ("project", "theirs"),
     [("shorter", "std"), ("longer", "reverse_std"), ("rows", "left"), ("columns", "right")],
 )
-def test_a_period_is_that_of_pytorch_optimizer(project: Any, theirs: str) -> None:
+def test_a_period_is_that_of_pytorch_optimizer(project, theirs):
     """Without decay, which it applies after the update, and eps, which it adds to another root.
 
     Beyond a period it differs: it does not fix signs, while it keeps the moments, and its second
@@ -193,7 +192,7 @@ def test_a_period_is_that_of_pytorch_optimizer(project: Any, theirs: str) -> Non
         torch.testing.assert_close(one.tensor, other.tensor, atol=2e-6, rtol=0)
 
 
-def test_a_full_rank_in_the_basis_of_the_weights_is_adamw() -> None:
+def test_a_full_rank_in_the_basis_of_the_weights_is_adamw():
     """Where the first gradient is diagonal, its singular vectors are those of the weights."""
     gradients = [torch.diag(torch.arange(6.0, 0, -1)), *(decaying(6, 6, seed) for seed in (1, 2))]
     one, other = parameter(gradients[0]), parameter(gradients[0])
@@ -206,12 +205,12 @@ def test_a_full_rank_in_the_basis_of_the_weights_is_adamw() -> None:
     torch.testing.assert_close(one.tensor, other.tensor, atol=1e-6, rtol=0)
 
 
-def test_state_elements_are_those_of_the_formula() -> None:
+def test_state_elements_are_those_of_the_formula():
     spec = MODELS["llama3"]
     network = build_empty(spec.build, spec.flavors["debugmodel"], 8).to_empty(device="cpu")
     parameters = name_parameters([network], spec.role)
     for project in ("shorter", "longer", "rows", "columns"):
-        config = GaLore(rank=16, project=project)  # type: ignore[arg-type]
+        config = GaLore(rank=16, project=project)
         states = dict(Optimizers(parameters, config).states())
         count = 0
         for one in parameters:
@@ -238,7 +237,7 @@ def messages(config: GaLore) -> list[str]:
     return [f"{problem.path}: {problem.message}" for problem in own]
 
 
-def test_settings_that_conflict_are_refused() -> None:
+def test_settings_that_conflict_are_refused():
     assert messages(GaLore()) == messages(GaLore(svd="exact")) == []
     found = messages(
         GaLore(svd="exact", oversampling=4, svd_dtype="float32", moments="rotate", beta1=0, beta2=0)
@@ -246,13 +245,13 @@ def test_settings_that_conflict_are_refused() -> None:
     assert [line.partition(":")[0] for line in found] == ["oversampling", "svd_dtype", "moments"]
 
 
-def test_ranks_and_shapes_that_cannot_be_are_refused_by_name() -> None:
+def test_ranks_and_shapes_that_cannot_be_are_refused_by_name():
     shapes = {"a.0.w": (8, 6), "a.1.w": (8, 6), "b": (20, 20), "experts": (2, 8, 8)}
     parameters = [
         NamedParameter(torch.empty(shape, device="meta"), name, "matrix")
         for name, shape in shapes.items()
     ]
-    config = GaLore(rank=7, groups=({"names": ["b"], "rank": 30},))  # type: ignore[arg-type]
+    config = GaLore(rank=7, groups=({"names": ["b"], "rank": 30},))
     found = [f"{p.path}: {p.message}" for p in config.parameter_problems(parameters)]
     assert found == [
         "name: only matrices of two dims are projected, and experts have others",
@@ -266,10 +265,10 @@ HAS_FEW_BITS = pytest.mark.skipif("8bit" not in STATE_DTYPES, reason="the system
 
 @HAS_FEW_BITS
 @pytest.mark.parametrize(("dtype", "apart"), [("bfloat16", 2**-8), ("8bit", 0.05), ("4bit", 0.3)])
-def test_bases_in_few_bits(dtype: str, apart: float) -> None:
+def test_bases_in_few_bits(dtype, apart):
     """They are near to what float32 has, and updates are those of numpy with what is stored."""
     settings = {"lr": 0.1, "rank": 32, "refresh_period": 2, "svd": "exact"}
-    config = GaLore(moments="rotate", basis_dtype=dtype, **settings)  # type: ignore[arg-type]
+    config = GaLore(moments="rotate", basis_dtype=dtype, **settings)
     one = parameter(decaying(256, 128))
     optimizer, oracle = Optimizers([one], config), Oracle(one.tensor.detach(), config)
     for step in range(4):
@@ -299,7 +298,7 @@ def test_bases_in_few_bits(dtype: str, apart: float) -> None:
 
 @HAS_FEW_BITS
 @pytest.mark.usefixtures("uncompiled")
-def test_moments_in_few_bits() -> None:
+def test_moments_in_few_bits():
     """Of the moments only: what few bits leave of the update is near to what all leave."""
     weights = {}
     for dtype in ("parameter", "8bit", "bfloat16"):
@@ -319,17 +318,17 @@ def test_moments_in_few_bits() -> None:
         assert 0 < (weights[dtype] - weights["parameter"]).norm() / moved < allowed
 
 
-def test_groups_have_a_rank_and_a_scale_of_their_own() -> None:
+def test_groups_have_a_rank_and_a_scale_of_their_own():
     parameters = [parameter(decaying(8, 8), name) for name in ("a", "b")]
     group = {"names": ["b"], "rank": 3, "scale": 0.5}
-    config = GaLore(lr=0.1, rank=2, groups=(group,))  # type: ignore[arg-type]
+    config = GaLore(lr=0.1, rank=2, groups=(group,))
     states = dict(Optimizers(parameters, config).states())
     assert [states[f"{name}.exp_avg"].shape for name in "ab"] == [(8, 2), (8, 3)]
 
 
 @pytest.mark.slow
 @HAS_FEW_BITS
-def test_the_recipe_of_7b_fits_a_card_of_24_gb() -> None:
+def test_the_recipe_of_7b_fits_a_card_of_24_gb():
     """As much as a card reports, with its bases in 8 bits; and these are in the plan."""
     path = Path(__file__).parents[2] / "train_configs/research/galore_7b.toml"
     states = {}
@@ -348,7 +347,7 @@ def test_the_recipe_of_7b_fits_a_card_of_24_gb() -> None:
 LLAMA_7B = DecoderArgs(
     dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008, vocab_size=32_000
 )
-OPTIMIZERS_OF_7B: dict[str, tuple[type[OptimizerConfig], dict[str, Any]]] = {
+OPTIMIZERS_OF_7B = {
     "AdamW": (AdamW, {}),
     "AdamW, 8bit": (AdamW, {"state_dtype": "8bit"}),
     "Muon": (Muon, {}),
@@ -378,7 +377,7 @@ def bytes_of_rank(config: OptimizerConfig, parameters: list[NamedParameter], lay
         role = tensor_role(one.parameter.name)
         rows = fsdp * (tp if role in ("embedding", "colwise", "logits") else 1)
         columns = tp if role == "rowwise" else 1
-        rule: Any = one.rule
+        rule = one.rule
         if one.parameter.role == "embedding":  # its moments are never in few bits
             rule = rule.model_copy(update={"state_dtype": "parameter"})
         total += rule.bytes_of(one.parameter.shape, 4, rows, columns)
@@ -392,7 +391,7 @@ def tensor_role(name: str) -> str | None:
 
 
 @HAS_FEW_BITS
-def test_the_table_of_the_docs_is_the_formula() -> None:
+def test_the_table_of_the_docs_is_the_formula():
     spec = MODELS["llama3"]
     parameters = name_parameters([build_empty(spec.build, LLAMA_7B, 8)], spec.role)
     assert sum(one.shape.numel() for one in parameters) == 6_738_415_616

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -29,7 +29,7 @@ from torchtitan.research.galore.galore import GaLore
 from torchtitan.torch_private.dtensor import placed
 
 __all__ = ["uncompiled"]
-SPLIT: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
+SPLIT = {
     "rows": ((4,), (Shard(0),)),
     "columns": ((4,), (Shard(1),)),
     "rows, columns": ((2, 2), (Shard(0), Shard(1))),
@@ -108,7 +108,7 @@ def is_possible(split: str, shape: str) -> bool:
 
 @pytest.mark.gate
 @pytest.mark.costs("every way to split on four ranks")
-def test_a_matrix_is_projected_as_a_whole() -> None:
+def test_a_matrix_is_projected_as_a_whole():
     names = [name for name in itertools.product(SPLIT, SHAPES) if is_possible(*name)]
     ranks = run_ranks(updated, 4, names)
     for split, shape in names:
@@ -146,10 +146,7 @@ LAYOUTS = installed(
         "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
     }
 )
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {},
-    {"project": "longer", "svd": "exact", "rank": 5, "moments": "rotate"},
-)
+VARIANTS = ({}, {"project": "longer", "svd": "exact", "rank": 5, "moments": "rotate"})
 
 
 def job(
@@ -164,13 +161,13 @@ def job(
 
 @pytest.mark.parametrize("name", tiers(LAYOUTS, [], gate=["HSDP 2 x 2", "TP 2", "PP 2"]))
 @pytest.mark.usefixtures("uncompiled")
-def test_a_run_is_that_of_one_rank(name: str) -> None:
+def test_a_run_is_that_of_one_rank(name):
     found, expected = ([job(where, **of) for of in VARIANTS] for where in (LAYOUTS[name], ONE))
     are_the_runs_of_one_rank(LAYOUTS[name], found, expected)
 
 
 @pytest.mark.gate
-def test_a_run_resumes_within_a_period_on_another_layout(tmp_path: Path) -> None:
+def test_a_run_resumes_within_a_period_on_another_layout(tmp_path):
     def made(folder: Path, layout: Case, steps: int) -> JobConfig:
         base = job(layout, folder, refresh_period=2, moments="rotate")
         sections = {
@@ -185,7 +182,7 @@ def test_a_run_resumes_within_a_period_on_another_layout(tmp_path: Path) -> None
 
 @pytest.mark.gate
 @pytest.mark.usefixtures("uncompiled")
-def test_updates_in_the_backward() -> None:
+def test_updates_in_the_backward():
     layout, early = case(shard=2, batch=4), {"early_step_in_backward": True}
     jobs = [job(layout, max_norm=0, **early), job(layout, max_norm=0)]
     for found, late in run_ranks(each, 2, trace, jobs, True):
@@ -197,7 +194,7 @@ def test_updates_in_the_backward() -> None:
 @pytest.mark.gate
 @pytest.mark.skipif("8bit" not in STATE_DTYPES, reason="the system is not there")
 @pytest.mark.usefixtures("uncompiled")
-def test_moments_in_few_bits() -> None:
+def test_moments_in_few_bits():
     """At this rank each part is large enough for codes, whose blocks are then those of one rank."""
     few = {"state_dtype": "8bit", "rank": 64}
     wide = {"flavor": "square"}
@@ -211,7 +208,7 @@ def test_moments_in_few_bits() -> None:
 
 
 @pytest.mark.parametrize("name", tiers(["FSDP 2 x TP 2", "TP 2 x PP 2"], [], ["TP 2 x PP 2"]))
-def test_a_plan_is_of_a_step_between_refreshes(name: str) -> None:
+def test_a_plan_is_of_a_step_between_refreshes(name):
     layout = LAYOUTS[name]
     often, rarely = (
         {event.name for event in found.recording.events if isinstance(event, Kernel)}

@@ -24,7 +24,7 @@ from torchtitan.research.hadamard_attention.low_precision_attention import (
 )
 
 
-def test_the_transform_is_that_of_scipy() -> None:
+def test_the_transform_is_that_of_scipy():
     """Whole numbers, whose sums are exact: what is left is how the result is scaled."""
     for size in (2**power for power in range(1, 16)):
         x = torch.randint(-8, 9, (2, size), generator=torch.Generator().manual_seed(size)).double()
@@ -39,7 +39,7 @@ def test_the_transform_is_that_of_scipy() -> None:
         torch.testing.assert_close(hadamard(hadamard(x)), x, rtol=2e-15, atol=2e-15 * 8)
 
 
-def test_the_gradient_of_the_transform() -> None:
+def test_the_gradient_of_the_transform():
     x = torch.randn(3, 32, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(hadamard, x)
 
@@ -52,9 +52,7 @@ def on_tensor_cores(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [2, 64, 256])
-def test_a_transform_in_16_bits_is_exact_on_tensor_cores(
-    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transform_in_16_bits_is_exact_on_tensor_cores(size, dtype, monkeypatch):
     x = heads(5, size).to(dtype)
     expected = hadamard(x.double())
     on_tensor_cores(monkeypatch)
@@ -63,9 +61,7 @@ def test_a_transform_in_16_bits_is_exact_on_tensor_cores(
 
 
 @pytest.mark.parametrize("size", [64, 512, 32768])
-def test_a_transform_in_32_bits_keeps_16_of_24_on_tensor_cores(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transform_in_32_bits_keeps_16_of_24_on_tensor_cores(size, monkeypatch):
     x = heads(3, size).float().requires_grad_()
     on_tensor_cores(monkeypatch)
     y = hadamard(x)
@@ -76,7 +72,7 @@ def test_a_transform_in_32_bits_keeps_16_of_24_on_tensor_cores(
     torch.testing.assert_close(gradient, hadamard(torch.ones_like(y)), rtol=0, atol=0)
 
 
-def test_the_transform_wants_a_power_of_two() -> None:
+def test_the_transform_wants_a_power_of_two():
     with pytest.raises(ValueError, match="the last dim is 24"):
         hadamard(torch.ones(24))
 
@@ -87,7 +83,7 @@ def heads(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("format", ["float8", "int8"])
 @pytest.mark.parametrize("scale", ["token", "head", "tensor"])
-def test_rounding_is_that_of_the_formats(format: Any, scale: Any) -> None:
+def test_rounding_is_that_of_the_formats(format, scale):
     """By hand: a scale for each slice, and the nearest of all numbers of the format."""
     x = heads(2, 3, 5, 8).requires_grad_()
     found = straight_through(x, largest_elements(x.detach(), scale), format)
@@ -106,16 +102,14 @@ def test_rounding_is_that_of_the_formats(format: Any, scale: Any) -> None:
         torch.testing.assert_close((own - rounded).abs(), off, rtol=1e-9, atol=1e-12)
 
 
-def test_nothing_is_rounded_to_nothing() -> None:
+def test_nothing_is_rounded_to_nothing():
     x = torch.zeros(1, 1, 2, 4)
     assert torch.equal(straight_through(x, largest_elements(x, "head"), "float8"), x)
 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("rotation", ["qk", "v", "qkv"])
-def test_a_rotation_alone_changes_nothing(
-    rotation: Any, documents: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rotation_alone_changes_nothing(rotation, documents, monkeypatch):
     """Of causal attention with grouped queries, as long as nothing is rounded."""
     q, k, v = heads(2, 4, 6, 8), heads(2, 2, 6, 8), heads(2, 2, 6, 8)
     kept = torch.tensor([[0, 0, 0, 1, 1, 1]]).repeat(2, 1) if documents else None
@@ -138,12 +132,12 @@ def error(rotation: Any, format: Any, largest: float) -> float:
 
 
 @pytest.mark.parametrize("format", ["float8", "int8"])
-def test_a_rotation_helps_where_channels_stand_out(format: Any) -> None:
+def test_a_rotation_helps_where_channels_stand_out(format):
     assert error("qk", format, 10) < 0.75 * error("none", format, 10)
     assert error("qk", format, 1) == pytest.approx(error("none", format, 1), rel=0.2)
 
 
-def test_it_says_what_it_converted() -> None:
+def test_it_says_what_it_converted():
     model = build_empty(Decoder, tiny.FLAVORS["tiny"], 32)
     config = LowPrecisionAttention(filter_fqns=("layers.0",), rotation="qk", scale="head")
     (done,) = convert.apply(model, [config], None, has_fsdp=False)
@@ -161,7 +155,7 @@ def recipe(*converters: LowPrecisionAttention, **sections: dict[str, Any]) -> An
     return tiny.job(**sections).model_copy(update={"convert": converters})
 
 
-def test_what_cannot_be_converted_is_refused() -> None:
+def test_what_cannot_be_converted_is_refused():
     thirds = {"name": "tiny", "flavor": "tiny", "dim": 48}
     rotated = LowPrecisionAttention(rotation="qk", filter_fqns=("layers.0",))
     job = recipe(rotated, LowPrecisionAttention(), LowPrecisionAttention(filter_fqns=("att",)))
@@ -176,7 +170,7 @@ def test_what_cannot_be_converted_is_refused() -> None:
     assert "convert.0 converts the same attention" in found[1][1]
 
 
-def test_a_scale_that_looks_ahead_is_told() -> None:
+def test_a_scale_that_looks_ahead_is_told():
     assert not tiny.problems(recipe(LowPrecisionAttention()), severity="note")
     (note,) = tiny.problems(recipe(LowPrecisionAttention(scale="head")), severity="note")
     assert note.path == "convert.0.scale"

@@ -1,11 +1,9 @@
 """The comparisons of the main road, for the layouts of the systems that are there."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.checkpoint import test_resume
-from tests.layouts import FULL, LAYOUTS, RESHARD, RING, ROWWISE, UNBALANCED, ZBV, Case, case
+from tests.layouts import FULL, LAYOUTS, RESHARD, RING, ROWWISE, UNBALANCED, ZBV, case
 from tests.parallel import test_collectives, test_convert, test_muon, test_optimizers, test_parity
 from tests.ranks import run_ranks
 from tests.research import layouts
@@ -34,7 +32,7 @@ LEARNED = {way: each | {"bits": 4, "levels": "learned"} for way, each in QSDP.it
 
 
 @pytest.mark.parametrize("name", tiers(layouts.LAYOUTS, DAILY, gate=GATE))
-def test_layout_trains_the_same_run_as_one_rank(name: str) -> None:
+def test_layout_trains_the_same_run_as_one_rank(name):
     test_parity.is_the_run_of_one_rank(layouts.LAYOUTS[name], "cpu")
 
 
@@ -44,7 +42,7 @@ FROM_PARITY = (
     *("PP 2, 1F1B, all losses, of latents too", "TP 2 x PP 2, all losses, of latents too"),
     *("SimpleFSDP 2, all losses, of latents too", "rotated 2, losses of latents"),
 )
-SENDING: dict[str, Case] = installed(
+SENDING = installed(
     {
         **{name: layouts.ALL[name] for name in FROM_PARITY},
         "FSDP 2, LoCo": case(shard=2, communication=LOCO),
@@ -89,7 +87,7 @@ SENDING_SLOW = (
     "name",
     tiers(SENDING, *([n for n in some if n in SENDING] for some in (SENDING_DAILY, SENDING_SLOW))),
 )
-def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_sends_what_the_formulas_say(name, monkeypatch):
     test_collectives.sends_what_the_formulas_say(SENDING[name], monkeypatch)
 
 
@@ -99,7 +97,7 @@ SHARDED = installed(
 
 
 @pytest.mark.parametrize("name", tiers(SHARDED, []))
-def test_muon_trains_the_same_run_as_one_rank(name: str) -> None:
+def test_muon_trains_the_same_run_as_one_rank(name):
     test_muon.is_the_run_of_one_rank(SHARDED[name])
 
 
@@ -108,22 +106,20 @@ GATHERED_IN_GRAPH = {name: layout for name, layout in SHARDED.items() if "rotate
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GATHERED_IN_GRAPH)
-def test_steps_in_the_backward(name: str) -> None:
+def test_steps_in_the_backward(name):
     test_optimizers.is_updated_in_the_backward(case(shard=2, batch=4, sharding=SIMPLE))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GATHERED_IN_GRAPH)
-def test_what_is_compiled_is_the_same_run(name: str) -> None:
+def test_what_is_compiled_is_the_same_run(name):
     layout = case(shard=2, convert=ROWWISE, sharding=SIMPLE)
     test_convert.is_compiled_to_the_same_run(layout, {"granularity": "model"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GATHERED_IN_GRAPH)
-def test_the_run_with_statistics_is_the_same_to_the_bit(
-    name: str, one_rank: dict[str, float], tmp_path: Path
-) -> None:
+def test_the_run_with_statistics_is_the_same_to_the_bit(name, one_rank, tmp_path):
     sections = {**test_statistics.compiled("model"), "sharding": SIMPLE}
     test_statistics.is_the_same_to_the_bit(case(shard=2), sections, one_rank, tmp_path)
 
@@ -139,9 +135,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("before", "after"), tiers(PAIRS, [], gate=[]))
-def test_another_layout_goes_on_with_the_same_run(
-    before: str, after: str, tmp_path: Path, straights: dict[str, Path]
-) -> None:
+def test_another_layout_goes_on_with_the_same_run(before, after, tmp_path, straights):
     both = LAYOUTS | layouts.LAYOUTS
     for layout, steps in ((both[before], 2), (both[after], 4)):
         run_ranks(train, layout.ranks, test_resume.recipe(tmp_path, layout, steps))

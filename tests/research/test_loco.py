@@ -1,7 +1,6 @@
 """LoCo: what is lost in few bits is sent later."""
 
 import itertools
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -40,7 +39,7 @@ BETAS = (0.0, 0.8)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_errors_of_loco_are_sent_later(ranks: int) -> None:
+def test_errors_of_loco_are_sent_later(ranks):
     """The identity sum(g - Q) = (e_T - e_0) / (1 - beta)."""
     configs = [LoCo(beta=beta, bucket=64, reset_steps=0, error_bits=32) for beta in BETAS]
     for rank in run_ranks(each, ranks, reduced, configs, 10):
@@ -51,7 +50,7 @@ def test_errors_of_loco_are_sent_later(ranks: int) -> None:
             assert lost[EXACT].abs().max() < 1e-5, beta
 
 
-def test_loco_loses_far_less_than_rounding_alone() -> None:
+def test_loco_loses_far_less_than_rounding_alone():
     small = slice(0, 128)  # gradients that rounding would drop
     settings = list(itertools.product([2, 4, 8], [False, True]))
     configs = [LoCo(compensate=compensate, bits=bits, bucket=128) for bits, compensate in settings]
@@ -66,7 +65,7 @@ def test_loco_loses_far_less_than_rounding_alone() -> None:
             assert compensated < 0.5 * without, bits
 
 
-def test_loco_is_its_model_in_one_process() -> None:
+def test_loco_is_its_model_in_one_process():
     """The recurrence of the paper, for each pair of ranks, with errors in 8 bits."""
     calls, beta, resets = 7, 0.8, (0, 4)
     configs = [LoCo(beta=beta, bucket=64, reset_steps=steps) for steps in resets]
@@ -117,7 +116,7 @@ def summed(config: LoCoReplicas, calls: int) -> Summed:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_errors_of_both_halves_between_replicas_are_sent_later(ranks: int) -> None:
+def test_errors_of_both_halves_between_replicas_are_sent_later(ranks):
     """sum(g - Q) = (sum of e_T of what each sent, and of the sum) / (1 - beta)."""
     configs = [LoCoReplicas(beta=beta, bucket=64, reset_steps=0, error_bits=32) for beta in BETAS]
     for beta, *results in zip(BETAS, *run_ranks(each, ranks, summed, configs, 10), strict=True):
@@ -136,7 +135,7 @@ TWO_HOPS = LOCO | {"replicas": {"name": "loco", "bucket": 64, "verify_steps": 1}
 
 
 @pytest.mark.gate
-def test_both_hops_of_loco_are_nearly_the_run() -> None:
+def test_both_hops_of_loco_are_nearly_the_run():
     """Replicas compare their weights after each step."""
     for found, expected, once in zip(
         *sending(LAYOUTS["HSDP 2 x 2"], [TWO_HOPS, {}, LOCO]), strict=True
@@ -149,7 +148,7 @@ def test_both_hops_of_loco_are_nearly_the_run() -> None:
 NEVER = {"replicas": {"name": "none"}, **LOCO}
 
 
-def test_few_bits_that_nobody_gets_are_noted() -> None:
+def test_few_bits_that_nobody_gets_are_noted():
     flags = ["--communication.gradients.name=loco", "--training.steps=1"]
     alone, shared = (load_job(None, flags, ranks, "cpu").notices for ranks in (1, 2))
     said = "no two ranks share gradients, so this has no effect"
@@ -160,21 +159,21 @@ def test_few_bits_that_nobody_gets_are_noted() -> None:
 @pytest.mark.parametrize(
     "name", tiers(LAYOUTS, list(LAYOUTS)[:1], gate=["FSDP 2 x TP 2", "HSDP 2 x 2"])
 )
-def test_a_run_in_few_bits_is_nearly_the_run(name: str) -> None:
+def test_a_run_in_few_bits_is_nearly_the_run(name):
     is_nearly_the_run(name, [(LOCO, 1)])
 
 
-def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind() -> None:
+def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind():
     is_skipped_and_leaves_nothing(TWO_HOPS, NEVER)
 
 
 @pytest.mark.gate
-def test_a_step_with_a_nan_is_skipped_without_replicas() -> None:
+def test_a_step_with_a_nan_is_skipped_without_replicas():
     is_skipped_and_leaves_nothing(LOCO)
 
 
 @pytest.mark.slow  # of what is compiled around QSDP, which the gate has, a part
-def test_blocks_are_compiled_around_it() -> None:
+def test_blocks_are_compiled_around_it():
     is_compiled_around(LOCO)
 
 
@@ -183,18 +182,18 @@ HOPS = {"one hop": LOCO, "two hops": TWO_HOPS}
 
 @pytest.mark.costs("four ranks, three runs")
 @pytest.mark.parametrize("hops", tiers(HOPS, []))
-def test_a_run_that_resumes_is_the_same_to_the_bit(hops: str, tmp_path: Path) -> None:
+def test_a_run_that_resumes_is_the_same_to_the_bit(hops, tmp_path):
     resumes_to_the_bit(HOPS[hops], tmp_path)
 
 
 @pytest.mark.parametrize("hops", tiers(HOPS, [], ["one hop"]))
-def test_a_run_that_resumes_on_another_layout_says_so(hops: str, tmp_path: Path) -> None:
+def test_a_run_that_resumes_on_another_layout_says_so(hops, tmp_path):
     resumes_on_another_layout(HOPS[hops], tmp_path)
 
 
-def test_a_flag_whose_names_are_numbers() -> None:
+def test_a_flag_whose_names_are_numbers():
     words = ["--communication.gradients.name", "loco", "--communication.gradients.error_bits"]
     gradients = load_job(None, [*words, "32"], 2, "cpu").config.communication.gradients
-    assert gradients.error_bits == 32  # type: ignore[attr-defined]
+    assert gradients.error_bits == 32
     with pytest.raises(ConfigError, match="got 16; allowed: 8, 32"):
         load_job(None, [*words, "16"], 2, "cpu")

@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,12 @@ from tests.unit.optim import test_in_backward
 from torchtitan.checks import load_job
 from torchtitan.optim import Adam, AdamW, OptimizerConfig, Optimizers
 from torchtitan.optim.optimizer_group import local
-from torchtitan.research.low_bit.low_bit import StateDtype, is_quantized
+from torchtitan.research.low_bit.low_bit import is_quantized
 
 __all__ = ["uncompiled"]
 pytestmark = pytest.mark.usefixtures("uncompiled")
-QUANTIZED: list[StateDtype] = ["float8", "8bit", "4bit"]
-LOW: list[StateDtype] = ["bfloat16", *QUANTIZED]
+QUANTIZED = ["float8", "8bit", "4bit"]
+LOW = ["bfloat16", *QUANTIZED]
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -55,7 +54,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("kind", [AdamW, Adam])
 @pytest.mark.parametrize("dtype", LOW)
-def test_resumed_states_are_the_same_to_the_bit(dtype: StateDtype, kind: type[AdamW]) -> None:
+def test_resumed_states_are_the_same_to_the_bit(dtype, kind):
     config = kind(lr=1e-3, state_dtype=dtype)
     network, optimizers = opened(config)
     naively_rounded = False
@@ -89,7 +88,7 @@ ERRORS = {"parameter": 0.0, "bfloat16": 2**-8, "float8": 2**-4, "8bit": 0.01, "4
 
 @pytest.mark.parametrize("here", ERRORS)
 @pytest.mark.parametrize("there", ERRORS)
-def test_states_load_into_any_other_dtype(there: Any, here: Any) -> None:
+def test_states_load_into_any_other_dtype(there, here):
     network, optimizers = opened(AdamW(state_dtype=there))
     train(network, optimizers, range(3))
     saved = optimizers.state_dict()
@@ -106,7 +105,7 @@ def test_states_load_into_any_other_dtype(there: Any, here: Any) -> None:
         assert off <= allowed * saved[name].abs().max().item(), name
 
 
-def test_small_tensors_and_embeddings_are_left_as_they_are() -> None:
+def test_small_tensors_and_embeddings_are_left_as_they_are():
     _, optimizers = opened(AdamW(state_dtype="8bit"))
     coded = {name for name, state in optimizers.states() if is_quantized(state)}
     weights = ("1.weight", "2.weight")
@@ -120,7 +119,7 @@ def test_small_tensors_and_embeddings_are_left_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
-def test_rows_that_a_step_does_not_use_do_not_run_away(dtype: StateDtype) -> None:
+def test_rows_that_a_step_does_not_use_do_not_run_away(dtype):
     torch.manual_seed(0)
     table = nn.Embedding(64, 128)
     optimizers = Optimizers(named(table), AdamW(lr=1e-3, weight_decay=0.0, state_dtype=dtype))
@@ -137,7 +136,7 @@ BYTES = {"parameter": 8.0, "bfloat16": 4.0, "float8": 2.0312, "8bit": 2.0312, "4
 
 
 @pytest.mark.parametrize("dtype", BYTES)
-def test_bytes_of_a_parameter(dtype: Any) -> None:
+def test_bytes_of_a_parameter(dtype):
     """The table of docs/research/low_bit.md."""
     layer = nn.Linear(512, 512, bias=False)
     config = AdamW(state_dtype=dtype)
@@ -175,7 +174,7 @@ print((found[0] - found[1]).abs().max().item())
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-def test_compiled_it_is_the_same_and_says_nothing() -> None:
+def test_compiled_it_is_the_same_and_says_nothing():
     done = subprocess.run(
         [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=True
     )
@@ -184,15 +183,15 @@ def test_compiled_it_is_the_same_and_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
-def test_updates_in_the_backward_are_those_after_it(dtype: StateDtype) -> None:
+def test_updates_in_the_backward_are_those_after_it(dtype):
     test_in_backward.is_the_step_after_the_backward(AdamW(lr=0.1, state_dtype=dtype))
 
 
-def test_one_gradient_is_alive_at_a_time() -> None:
+def test_one_gradient_is_alive_at_a_time():
     test_in_backward.one_gradient_is_alive_at_a_time(AdamW(state_dtype="bfloat16"))
 
 
-def test_states_that_a_cpu_cannot_compile_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_a_cpu_cannot_compile_for(monkeypatch):
     job = load_job(None, ["--optimizer.state_dtype", "4bit"], 1, "cpu").config
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert lacks(job, "cpu") == []

@@ -49,7 +49,7 @@ between two codes that became the other."""
 
 
 def wrong_traces(jobs: list[JobConfig]) -> list[Trace]:
-    LowBitAdam.step = with_wrong_scale(LowBitAdam.step)  # type: ignore
+    LowBitAdam.step = with_wrong_scale(LowBitAdam.step)
     return each(trace, jobs, True)
 
 
@@ -59,7 +59,7 @@ def with_wrong_scale(step: Any) -> Any:
     def wrong(self: LowBitAdam) -> None:
         step(self)
         for state in self.state.values():
-            moment: Any = local(state["exp_avg_sq"])
+            moment = local(state["exp_avg_sq"])
             if hasattr(moment, "scale"):
                 moment.scale.mul_(2)
             else:
@@ -77,7 +77,7 @@ def reference(layers: int = 1) -> list[Trace]:
 
 @pytest.mark.costs("four dtypes")
 @pytest.mark.parametrize("name", tiers(LAYOUTS, ["FSDP 2"], gate=["TP 2", "PP 2, Interleaved1F1B"]))
-def test_moments_in_few_bits(name: str) -> None:
+def test_moments_in_few_bits(name):
     layout = LAYOUTS[name]
     jobs = [job(layout, state_dtype=dtype) for dtype in ALLOWED]
     results = run_ranks(each, layout.ranks, trace, jobs, True)
@@ -90,7 +90,7 @@ def test_moments_in_few_bits(name: str) -> None:
             assert rank.grad_norms == pytest.approx(expected.grad_norms, rel=1e-2), dtype
 
 
-def test_an_error_of_scale_breaks_the_bounds() -> None:
+def test_an_error_of_scale_breaks_the_bounds():
     one = ONE.of(n_layers=1)
     (wrong,) = run_ranks(wrong_traces, 1, [job(one, state_dtype=dtype) for dtype in ALLOWED])
     for (dtype, allowed), found, expected in zip(ALLOWED.items(), wrong, reference(), strict=True):
@@ -98,7 +98,7 @@ def test_an_error_of_scale_breaks_the_bounds() -> None:
 
 
 @pytest.mark.slow
-def test_as_good_as_in_float32() -> None:
+def test_as_good_as_in_float32():
     """The loss after 30 steps, against how far that is from one seed to the next."""
     batch = {"local_batch_size": 4, "global_batch_size": 4}
     long = {"training": {"steps": 30} | batch, "model": SQUARE | {"n_layers": 1}}
@@ -118,7 +118,7 @@ def test_as_good_as_in_float32() -> None:
     assert gaps["4bit"] < 2 * spread
 
 
-def test_groups() -> None:
+def test_groups():
     few = test_optimizer_groups.ADAM | {"state_dtype": "8bit"}
     layouts = (ONE.of(n_layers=1), case(shard=2, batch=4).of(n_layers=1))
     one, two = (test_optimizer_groups.job(layout, few) for layout in layouts)
@@ -134,7 +134,7 @@ def saved(folder: Path, layout: Case, steps: int, dtype: str) -> JobConfig:
 
 @pytest.mark.costs("five runs")
 @pytest.mark.parametrize("dtype", tiers(["8bit", "4bit"], [], slow=["4bit"]))
-def test_a_run_with_few_bits_resumes_to_the_bit_and_elsewhere(dtype: str, tmp_path: Path) -> None:
+def test_a_run_with_few_bits_resumes_to_the_bit_and_elsewhere(dtype, tmp_path):
     whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
     at_once = [saved(whole, FSDP, 4, dtype), saved(halves, FSDP, 2, dtype)]
     weights = run_ranks(each, 2, train, at_once)[0][0]
@@ -154,9 +154,7 @@ def test_a_run_with_few_bits_resumes_to_the_bit_and_elsewhere(dtype: str, tmp_pa
     assert all(torch.equal(resumed[name], weight) for name, weight in weights.items())
 
 
-def test_verify_resume_keeps_the_layout_in_which_codes_are_exact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_resume_keeps_the_layout_in_which_codes_are_exact(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     sizes = ["--model.name=tiny", "--model.flavor=square", "--training.seq_len=32"]
@@ -170,11 +168,11 @@ def test_verify_resume_keeps_the_layout_in_which_codes_are_exact(
     assert f"--then: {why}\n  add --optimizer.state_dtype parameter\n" in said.err
 
 
-def test_another_replica_group_takes_the_state_over(tmp_path: Path) -> None:
+def test_another_replica_group_takes_the_state_over(tmp_path):
     assert run_ranks(handed_over, 1, saved(tmp_path, ALONE, 4, "8bit")) == [True]
 
 
-SAVED: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
+SAVED = {
     "8 bits": (FSDP, {"model": SQUARE | {"n_layers": 1}, "optimizer": {"state_dtype": "8bit"}}),
     "bfloat16": (
         ALONE,
@@ -185,13 +183,13 @@ SAVED: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
 @pytest.mark.parametrize("kind", SAVED)
-def test_torch_opens_what_is_saved(kind: str, tmp_path: Path) -> None:
+def test_torch_opens_what_is_saved(kind, tmp_path):
     test_torch_reader.opens_what_a_recipe_saves(*SAVED[kind], tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
 @pytest.mark.parametrize("dtype", ["8bit", "bfloat16"])
-def test_moments_in_few_bits_are_what_they_stand_for(dtype: str, tmp_path: Path) -> None:
+def test_moments_in_few_bits_are_what_they_stand_for(dtype, tmp_path):
     sections = {"optimizer": {"state_dtype": dtype}, "model": SQUARE | {"n_layers": 1}}
     run_ranks(eager, 1, test_dcp_writer.recipe(tmp_path, ALONE, **sections))
     name = "output.weight.exp_avg"

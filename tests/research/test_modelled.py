@@ -83,9 +83,7 @@ MODELLED = {
         gate=["QSDP", "LoCo", "DeMo", "DiLoCo"],
     ),
 )
-def test_what_sends_less_is_compared_with_a_model_of_it(
-    way: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_sends_less_is_compared_with_a_model_of_it(way, capsys):
     assert verify(MODELLED[way], "--steps", "3") == 0, capsys.readouterr()
     said = capsys.readouterr().out
     assert "\n  everything is computed in float64: " in said
@@ -95,16 +93,14 @@ def test_what_sends_less_is_compared_with_a_model_of_it(
     assert float(last.split(" difference ")[1]) < 1e-9
 
 
-def test_without_a_model_it_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_model_it_is_refused(capsys, monkeypatch):
     monkeypatch.delitem(REFERENCES, "modelled")
     assert verify(MODELLED["local SGD"]) == 2
     assert "the simulation to compare it with is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.skipif("QSDP" not in MODELLED, reason="a system that is not there")
-def test_rows_that_are_cut_differently_are_not_modelled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_are_cut_differently_are_not_modelled(capsys):
     p = "--parallelism.context_parallel_"
     balanced = (
         f"{p}degree=2",
@@ -115,9 +111,7 @@ def test_rows_that_are_cut_differently_are_not_modelled(capsys: pytest.CaptureFi
     assert "the simulation to compare them with cuts all rows alike" in capsys.readouterr().err
 
 
-def test_a_code_that_is_wrong_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_code_that_is_wrong_is_named(capsys, monkeypatch):
     """On ranks alone: a part of what one receives is one code off."""
     whole = QuantizedReduce.__call__
 
@@ -137,5 +131,5 @@ RECIPES = sorted({*FOLDER.glob("*.toml"), *FOLDER.glob("research/*.toml")} - {*M
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_can_be_shrunk(path: Path) -> None:
+def test_every_recipe_can_be_shrunk(path):
     can_be_shrunk(path)

@@ -1,7 +1,6 @@
 """The largest logits of attention, by a dense computation in float64; what a limit does to them."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,9 +46,7 @@ def dense(q: Tensor, k: Tensor, documents: Tensor | None, window: int = 0) -> Te
 
 @pytest.mark.parametrize("tile", [1, 500, 2**24])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_they_are_those_of_all_scores(
-    tile: int, groups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_those_of_all_scores(tile, groups, monkeypatch):
     monkeypatch.setattr(attention_logits, "TILE", tile)
     q, k, documents = inputs(groups)
     for of, window in itertools.product((None, documents), (0, 3)):
@@ -80,7 +77,7 @@ def of_parts() -> list[Tensor]:
     return found
 
 
-def test_ranks_that_share_a_sequence_find_them_together() -> None:
+def test_ranks_that_share_a_sequence_find_them_together():
     q, k, documents = inputs(2)
     for (*_, has_documents, window), *found in zip(WAYS, *run_ranks(of_parts, 2), strict=True):
         expected = dense(q, k, documents if has_documents else None, window)
@@ -89,7 +86,7 @@ def test_ranks_that_share_a_sequence_find_them_together() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared keys", "keys of their own"])
-def test_a_head_is_scaled_down_to_the_limit_and_no_other(shared: bool) -> None:
+def test_a_head_is_scaled_down_to_the_limit_and_no_other(shared):
     job = tiny.job(model={"n_heads": HEADS, "n_kv_heads": 2 if shared else HEADS})
     spec, args = MODELS["tiny"], job.model_args()
     torch.manual_seed(0)
@@ -136,13 +133,13 @@ def cores(clip: float) -> tuple[set[Any], list[str]]:
         return {core is causal_attention for core in found}, after
 
 
-def test_without_a_limit_there_is_nothing() -> None:
+def test_without_a_limit_there_is_nothing():
     assert run_ranks(cores, 1, 0.0) == [({True}, [])]
     assert run_ranks(cores, 1, 1.0) == [({False}, ["LogitLimit.apply"])]
     assert SelfAttention().core is causal_attention
 
 
-REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
+REFUSED = [
     (
         {"fault_tolerance": {"enable": True, "group_size": 2}, "sharding": {"name": "rotated"}},
         {
@@ -161,7 +158,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("sections", "expected"), REFUSED)
-def test_what_is_refused(sections: dict[str, Any], expected: dict[str, str]) -> None:
+def test_what_is_refused(sections, expected):
     if sections.get("sharding", {}).get("name", "fsdp2") not in SHARDING:
         pytest.skip("the system is not there")
     job = tiny.job(optimizer={"name": "Muon", "qk_clip": 1.0}, **sections)
@@ -171,7 +168,7 @@ def test_what_is_refused(sections: dict[str, Any], expected: dict[str, str]) -> 
 
 
 @pytest.mark.skipif("vit_mae" not in MODELS, reason="the system is not there")
-def test_a_model_that_does_not_name_its_queries_and_keys_is_refused() -> None:
+def test_a_model_that_does_not_name_its_queries_and_keys_is_refused():
     model = {"name": "vit_mae", "flavor": "debugmodel"}
     job = tiny.job(
         optimizer={"name": "Muon", "qk_clip": 1.0}, model=model, data={"dataset": "scenes"}
@@ -181,7 +178,7 @@ def test_a_model_that_does_not_name_its_queries_and_keys_is_refused() -> None:
     assert message in found["optimizer.qk_clip"]
 
 
-def test_only_a_recipe_that_has_the_key_has_the_class() -> None:
+def test_only_a_recipe_that_has_the_key_has_the_class():
     plain = tiny.job(optimizer={"name": "Muon"})
     assert type(plain.optimizer) is Muon
     off = tiny.job(optimizer={"name": "Muon", "qk_clip": 0.0})
@@ -193,7 +190,7 @@ def test_only_a_recipe_that_has_the_key_has_the_class() -> None:
     assert on.flat()["optimizer.qk_clip"] == 2
 
 
-def test_another_optimizer_does_not_have_the_key(tmp_path: Path) -> None:
+def test_another_optimizer_does_not_have_the_key(tmp_path):
     with pytest.raises(RecipeError, match=r"unknown key of AdamW; .*; Muon has qk_clip"):
         load_job(None, ["--optimizer.qk_clip=2"], 1, "cpu")
     with pytest.raises(RecipeError, match=r"unknown key of Muon; .*; did you mean .*qk_clip"):
@@ -207,9 +204,7 @@ def test_another_optimizer_does_not_have_the_key(tmp_path: Path) -> None:
     assert any("optimizer.name: AdamW has no qk_clip; 3.0 of " in line for line in found.notices)
 
 
-def test_a_run_of_muon_from_before_resumes_without_a_notice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_muon_from_before_resumes_without_a_notice(tmp_path, monkeypatch):
     """Its checkpoint records a limit of 0."""
     sections = {"optimizer": {"name": "Muon"}, "checkpoint": {"enable": True, "interval": 1}}
     small = tiny.job(tmp_path, training={"steps": 2}, **sections)

@@ -69,7 +69,7 @@ def reference(flavor: str, documents: bool) -> tuple[Trace, list[float]]:
 @pytest.mark.parametrize(
     "name", tiers(LAYOUTS, ["TP 2", "CP 2, ring, operators recomputed"], gate=GATE)
 )
-def test_a_limit_of_logits_gives_the_same_run_as_on_one_rank(name: str) -> None:
+def test_a_limit_of_logits_gives_the_same_run_as_on_one_rank(name):
     is_the_run_of_one_rank(LAYOUTS[name])
 
 
@@ -89,7 +89,7 @@ SIMPLE = installed({"SimpleFSDP 2": case(shard=2, sharding=layouts.SIMPLE)})
 
 
 @pytest.mark.parametrize("name", tiers(SIMPLE, []))
-def test_parameters_that_are_gathered_in_a_graph(name: str) -> None:
+def test_parameters_that_are_gathered_in_a_graph(name):
     is_the_run_of_one_rank(SIMPLE[name])
 
 
@@ -102,12 +102,12 @@ SENDING = {
 
 
 @pytest.mark.parametrize("name", tiers(SENDING, ["CP, operators recomputed"]))
-def test_it_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_sends_what_the_formulas_say(name, monkeypatch):
     test_collectives.muon_sends_what_the_formulas_say(SENDING[name], monkeypatch, qk_clip=1.0)
 
 
 @pytest.mark.slow
-def test_logits_are_watched_in_compiled_blocks() -> None:
+def test_logits_are_watched_in_compiled_blocks():
     test_compile.muon_is_compiled_with_the_rest(OPERATORS, qk_clip=0.02)
 
 
@@ -123,7 +123,7 @@ def scaled_rows(before: dict[str, Part], after: dict[str, Part]) -> dict[str, li
     }
 
 
-def test_what_the_comparison_would_find() -> None:
+def test_what_the_comparison_would_find():
     """It acts after the first step, and on some heads alone."""
     ((without, largest),) = run_ranks(limited_or_not, 1)
     expected, logits = reference("flat", False)
@@ -152,5 +152,5 @@ def resumable(folder: Path, layout: Case, steps: int) -> JobConfig:
 
 
 @pytest.mark.gate
-def test_it_resumes_on_the_same_layout_to_the_bit_and_on_another(tmp_path: Path) -> None:
+def test_it_resumes_on_the_same_layout_to_the_bit_and_on_another(tmp_path):
     resumes(resumable, tmp_path, case(shard=2), {"TP 2": case(tp=2)}, 2, 4, 1e-5)

@@ -1,8 +1,7 @@
 """QSDP: weights and gradients in few bits, right in the mean."""
 
 import math
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -34,10 +33,10 @@ QSDP = {way: {"name": "qsdp", "bucket": 64} for way in ("weights", "gradients")}
 LEARNED = {way: {**QSDP[way], "bits": 4, "levels": "learned", "learn_steps": 2} for way in QSDP}
 
 
-LEVELS: tuple[Literal["uniform", "learned"], ...] = ("uniform", "learned")
+LEVELS = ("uniform", "learned")
 
 
-def test_gradients_of_qsdp_are_right_in_the_mean() -> None:
+def test_gradients_of_qsdp_are_right_in_the_mean():
     """Rounded at random: the error of a sum of calls grows as their root, not as their number."""
     calls, bits = 200, 3
     configs = [
@@ -77,7 +76,7 @@ def gathered(config: QSDPWeights) -> Gathered:
     return Gathered(*found)
 
 
-def test_all_ranks_compute_with_the_same_weights_of_qsdp() -> None:
+def test_all_ranks_compute_with_the_same_weights_of_qsdp():
     configs = [QSDPWeights(bits=4, bucket=64, levels=levels, learn_steps=1) for levels in LEVELS]
     kept = torch.stack([drawn(ROW, seed=rank) for rank in range(2)])
     for levels, *results in zip(LEVELS, *run_ranks(each, 2, gathered, configs), strict=True):
@@ -104,7 +103,7 @@ def mean(config: QSDPWeights, steps: int) -> Tensor:
     return total / steps
 
 
-def test_weights_of_qsdp_are_right_in_the_mean() -> None:
+def test_weights_of_qsdp_are_right_in_the_mean():
     """Over the shifts that ranks share, one a step."""
     steps, kept = 200, torch.stack([drawn(ROW, seed=rank) for rank in range(2)])
     configs = [QSDPWeights(bits=3, bucket=64, levels=levels) for levels in LEVELS]
@@ -121,32 +120,32 @@ def test_weights_of_qsdp_are_right_in_the_mean() -> None:
 @pytest.mark.parametrize(
     "name", tiers(LAYOUTS, list(LAYOUTS)[:1], gate=["FSDP 2 x PP 2", "FSDP 2 x CP 2"])
 )
-def test_a_run_in_few_bits_is_nearly_the_run(name: str) -> None:
+def test_a_run_in_few_bits_is_nearly_the_run(name):
     is_nearly_the_run(name, [(QSDP, 1), (LEARNED, 5)])
 
 
-def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind() -> None:
+def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind():
     is_skipped_and_leaves_nothing(LEARNED)
 
 
 @pytest.mark.gate
-def test_blocks_are_compiled_around_it() -> None:
+def test_blocks_are_compiled_around_it():
     is_compiled_around(QSDP)
 
 
 @pytest.mark.parametrize("levels", tiers(LEVELS, [], ["uniform"]))
-def test_a_run_that_resumes_is_the_same_to_the_bit(levels: str, tmp_path: Path) -> None:
+def test_a_run_that_resumes_is_the_same_to_the_bit(levels, tmp_path):
     resumes_to_the_bit(LEARNED if levels == "learned" else QSDP, tmp_path)
 
 
 @pytest.mark.gate
-def test_a_run_that_resumes_on_another_layout_says_so(tmp_path: Path) -> None:
+def test_a_run_that_resumes_on_another_layout_says_so(tmp_path):
     resumes_on_another_layout(LEARNED, tmp_path)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["normal", "uniform", "product of two normals"])
-def test_learned_levels_lose_less(kind: str, bits: int) -> None:
+def test_learned_levels_lose_less(kind, bits):
     """Of a normal distribution; of a uniform one there is nothing to be learned."""
     noise = torch.Generator().manual_seed(0)
     rows = torch.randn(64, 1024, generator=noise)
@@ -170,7 +169,7 @@ def test_learned_levels_lose_less(kind: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_levels_learned_of_what_is_not_finite_are_finite(bad: float) -> None:
+def test_levels_learned_of_what_is_not_finite_are_finite(bad):
     codec, rows = Codec(3, 32, "minmax"), torch.ones(1, 96)
     rows[0, 40] = bad
     even = torch.linspace(0, 1, 8)

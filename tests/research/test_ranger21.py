@@ -19,7 +19,7 @@ from torchtitan.optim import AdamW, OptimizerConfig, Optimizers
 from torchtitan.research.ranger21.ranger21 import Ranger21
 from torchtitan.research.ranger21.warmdown import Ranger21Schedule
 
-OFF: dict[str, Any] = {
+OFF = {
     "adaptive_clip": 0.0,
     "centralize_gradients": False,
     "normalize_gradients": False,
@@ -30,7 +30,7 @@ OFF: dict[str, Any] = {
     "amsgrad": False,
     "lookahead_steps": 0,
 }
-ON: dict[str, dict[str, Any]] = {
+ON = {
     "nothing": {},
     "adaptive clipping": {"adaptive_clip": 0.05, "adaptive_clip_norm": 0.5},
     "centralization": {"centralize_gradients": True},
@@ -42,8 +42,8 @@ ON: dict[str, dict[str, Any]] = {
     "maximum": {"amsgrad": True},
     "lookahead": {"lookahead_steps": 3, "lookahead_alpha": 0.3},
 }
-NUMBERS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9}
-EVERYTHING: dict[str, Any] = {key: value for one in ON.values() for key, value in one.items()}
+NUMBERS = {"lr": 1e-2, "weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9}
+EVERYTHING = {key: value for one in ON.values() for key, value in one.items()}
 TO_NORM_1 = {"stable_weight_decay": True, "decay_to_norm_1": True}
 """The paper's one term, in place of decay and norm loss."""
 STEPS = 8
@@ -94,7 +94,7 @@ def trained(config: OptimizerConfig, steps: int = STEPS) -> list[torch.Tensor]:
 
 def by_numpy(given: dict[str, Any], first_sum: float = 0.0) -> list[np.ndarray]:
     """The same in float64, one element-wise rule after the other, with no sum that is reused."""
-    c: dict[str, Any] = Ranger21(**given).model_dump()
+    c = Ranger21(**given).model_dump()
     model = network()
     weights = [p.detach().double().numpy().copy() for p in model.parameters()]
     rows = [tuple(range(1, w.ndim)) or (0,) for w in weights]
@@ -150,7 +150,7 @@ def off(found: list[torch.Tensor], expected: list[np.ndarray]) -> float:
 
 
 @pytest.mark.parametrize("name", [*ON, "decay to the norm 1"])
-def test_each_addition(name: str) -> None:
+def test_each_addition(name):
     given = NUMBERS | OFF | ON.get(name, TO_NORM_1)
     found = trained(Ranger21(**given))
     assert off(found, by_numpy(given)) < 1e-6
@@ -159,7 +159,7 @@ def test_each_addition(name: str) -> None:
         assert off(found, by_numpy(NUMBERS | OFF)) > 1e-4
 
 
-def test_all_additions() -> None:
+def test_all_additions():
     given = NUMBERS | EVERYTHING
     found = trained(Ranger21(**given))
     assert off(found, by_numpy(given)) < 1e-6
@@ -169,7 +169,7 @@ def test_all_additions() -> None:
         assert off(found, by_numpy(given | without)) > 2e-5, name
 
 
-def test_nothing_on_is_adamw_to_the_bit() -> None:
+def test_nothing_on_is_adamw_to_the_bit():
     ours = trained(Ranger21(**NUMBERS, **OFF))
     assert all(map(torch.equal, ours, trained(AdamW(**NUMBERS))))
     model = network()
@@ -181,7 +181,7 @@ def test_nothing_on_is_adamw_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop"])
-def test_an_addition_that_is_never_due_leaves_adamw_to_the_bit(implementation: Any) -> None:
+def test_an_addition_that_is_never_due_leaves_adamw_to_the_bit(implementation):
     """Its own arithmetic is AdamW's too, which the fused kernel rounds otherwise."""
     given = NUMBERS | OFF | {"lookahead_steps": 1000}
     expected = trained(AdamW(**NUMBERS, implementation=implementation))
@@ -196,7 +196,7 @@ def test_an_addition_that_is_never_due_leaves_adamw_to_the_bit(implementation: A
     assert all(map(torch.equal, maximum, model.parameters()))
 
 
-def test_as_in_pytorch_optimizer() -> None:
+def test_as_in_pytorch_optimizer():
     """Theirs differs in two ways: it begins the sum of second moments with 1, so numpy's is the
     link between the two; and it centralizes and normalizes each gradient a second time, which
     changes what rounding left.
@@ -228,7 +228,7 @@ def test_as_in_pytorch_optimizer() -> None:
     assert off(trained(Ranger21(**given)), by_numpy(given)) < 1e-6
 
 
-def test_a_gradient_of_zeros_changes_no_weight_but_by_the_norm() -> None:
+def test_a_gradient_of_zeros_changes_no_weight_but_by_the_norm():
     model = network()
     optimizers = Optimizers(named(model), Ranger21(norm_loss=0.0))
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -241,7 +241,7 @@ def test_a_gradient_of_zeros_changes_no_weight_but_by_the_norm() -> None:
 
 
 @pytest.mark.parametrize("left", range(5))
-def test_what_is_kept(left: int) -> None:
+def test_what_is_kept(left):
     switches = {"positive_negative_momentum": True, "amsgrad": True, "lookahead_steps": 5}
     given = OFF | dict(list(switches.items())[:left])
     config = Ranger21(**given)
@@ -258,7 +258,7 @@ def test_what_is_kept(left: int) -> None:
     assert {name.rpartition(".")[2] for name in states} == config.state_names()
 
 
-def test_resumed_in_the_middle_of_a_lookahead_period_to_the_bit() -> None:
+def test_resumed_in_the_middle_of_a_lookahead_period_to_the_bit():
     """Period and parity of the momentum follow from the step, which is a state like others."""
     config = Ranger21(lr=1e-2, lookahead_steps=3)
     whole = trained(config, 7)
@@ -279,7 +279,7 @@ def test_resumed_in_the_middle_of_a_lookahead_period_to_the_bit() -> None:
     assert all(map(torch.equal, whole, model.parameters()))
 
 
-def test_decay_to_norm_1_is_that_of_the_paper() -> None:
+def test_decay_to_norm_1_is_that_of_the_paper():
     """w -= lr wd (|w| - 1) / (|w| sigma) w, where only the decay changes a weight."""
     config = Ranger21(**NUMBERS | OFF | TO_NORM_1 | {"beta1": 0.0})
     model = nn.Linear(3, 2, bias=False)
@@ -295,7 +295,7 @@ def test_decay_to_norm_1_is_that_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("steps", [100, 1000, 4400, 20000])
-def test_schedule_of_ranger21(steps: int) -> None:
+def test_schedule_of_ranger21(steps):
     """As pytorch-optimizer has it, to two steps of the decay: theirs begins one step earlier, and
     ends with the last step where every schedule here ends just after it. Between 4,445 and 9,090
     steps, theirs warms up for 2,000, as the authors' code does.
@@ -315,14 +315,14 @@ def test_schedule_of_ranger21(steps: int) -> None:
     assert job.learning_rate_factor(steps + 1) == pytest.approx(0.03)
 
 
-def test_numbers_of_ranger21s_schedule() -> None:
+def test_numbers_of_ranger21s_schedule():
     assert Ranger21Schedule(warmup_steps=10, decay_ratio=0.5).shares(100) == (10, 50)
     assert Ranger21Schedule(warmup_steps=21).shares(100) == (21, 28)
     assert Ranger21Schedule(warmup_steps=46).shares(100) == (22, 28)
     assert Ranger21Schedule(warmup_steps=0, decay_ratio=None).shares(10) == (0, 10)
 
 
-def test_warm_up_grows_with_the_schedule_without_a_jump() -> None:
+def test_warm_up_grows_with_the_schedule_without_a_jump():
     """It is the shorter of 2,000 steps and 22 %, as in the paper."""
     schedule = Ranger21Schedule()
     warmups = [schedule.shares(steps)[0] for steps in range(4000, 10000)]

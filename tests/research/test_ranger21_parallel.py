@@ -18,7 +18,7 @@ from torchtitan.job import JobConfig
 from torchtitan.research.common.unit_sums import Reduction
 from torchtitan.research.ranger21.ranger21 import Ranger21Optimizer
 
-RANGER: dict[str, Any] = {"name": "Ranger21", "lr": 1e-3, "lookahead_steps": 2}
+RANGER = {"name": "Ranger21", "lr": 1e-3, "lookahead_steps": 2}
 """All on, with an average in 3 steps."""
 GROUPS = [
     {"roles": ["embedding"], "lr_factor": 0.5, "weight_decay": 0.0},
@@ -31,7 +31,7 @@ UNEVEN = (
     | {"normalize_gradients": False, "weight_decay": 0.1, "softplus": 0.0, "eps": 1e-6}
 )
 """Normalization hides the size of gradients, which decay depends on."""
-OPTIMIZERS: dict[str, dict[str, Any]] = {
+OPTIMIZERS = {
     "all": RANGER,
     "as they come": UNEVEN,
     "groups": RANGER | {"groups": GROUPS, "centralize_gradients": False, "amsgrad": False},
@@ -77,7 +77,7 @@ def job(
 
 def counted(job: JobConfig) -> tuple[Trace, list[str]]:
     """A run, and which reductions its last update made."""
-    made: list[str] = []
+    made = []
     step, all_reduce = Ranger21Optimizer.step, dist.all_reduce
 
     def counting(self: Ranger21Optimizer) -> None:
@@ -88,11 +88,11 @@ def counted(job: JobConfig) -> tuple[Trace, list[str]]:
         finally:
             dist.all_reduce = all_reduce
 
-    Ranger21Optimizer.step = counting  # type: ignore[method-assign,assignment]
+    Ranger21Optimizer.step = counting
     try:
         return trace(job, True), made
     finally:
-        Ranger21Optimizer.step = step  # type: ignore[method-assign]
+        Ranger21Optimizer.step = step
 
 
 @cache
@@ -104,7 +104,7 @@ def reference(blocks: int) -> list[Trace]:
 
 
 @pytest.mark.parametrize("name", tiers(LAYOUTS, ["FSDP 2"], gate=["HSDP 2 x 2", "TP 2", "PP 2"]))
-def test_layout_trains_the_same_run_as_one_rank(name: str) -> None:
+def test_layout_trains_the_same_run_as_one_rank(name):
     layout = LAYOUTS[name]
     results = run_ranks(each, layout.ranks, counted, [job(layout, o) for o in OPTIMIZERS.values()])
     one = reference(blocks_of(layout))
@@ -117,12 +117,12 @@ def test_layout_trains_the_same_run_as_one_rank(name: str) -> None:
 
 def counted_by_itself(job: JobConfig) -> tuple[Trace, list[str]]:
     """A run whose ranks do not tell each other their sums."""
-    Reduction.sums = lambda self: iter(self.parts)  # type: ignore[method-assign]
+    Reduction.sums = lambda self: iter(self.parts)
     return counted(job)
 
 
 @pytest.mark.slow
-def test_comparison_would_see_that_a_rank_knows_its_own_sums_alone() -> None:
+def test_comparison_would_see_that_a_rank_knows_its_own_sums_alone():
     """On whatever splits rows, tensors or stages."""
     for name in ("FSDP 2", "TP 2", "PP 2"):
         found, made = run_ranks(counted_by_itself, 2, job(LAYOUTS[name], UNEVEN))[0]
@@ -146,6 +146,6 @@ def resumable(folder: Path, layout: Case, steps: int) -> JobConfig:
 
 
 @pytest.mark.gate
-def test_resumes_on_another_layout_in_the_middle_of_a_period(tmp_path: Path) -> None:
+def test_resumes_on_another_layout_in_the_middle_of_a_period(tmp_path):
     others = {name: LAYOUTS[name] for name in ("TP 2", "PP 2")}
     resumes(resumable, tmp_path, LAYOUTS["FSDP 2"], others, 3, 5, 1e-6)

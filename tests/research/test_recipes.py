@@ -9,7 +9,7 @@ import pytest
 from tests import tiny
 from tests.collectives import formulas
 from tests.ranks import run_ranks
-from tests.recipes.test_bad_recipes import HELP, Case, cases, is_refused
+from tests.recipes.test_bad_recipes import HELP, cases, is_refused
 from tests.recipes.test_recipes import repeated
 from tests.training.test_global_batch import assert_fits
 from tests.training.test_optimizers import a_rate_trains_the_debug_model
@@ -53,7 +53,7 @@ SMALL = [
 ]
 
 
-def test_every_system_has_a_recipe() -> None:
+def test_every_system_has_a_recipe():
     # What is about images is in test_vit_mae_recipes.py.
     assert {path.stem for path in FOLDER.glob("*.toml")} == {*RANKS, *FULL_SIZE, "vit_mae"}
 
@@ -66,18 +66,18 @@ ELSEWHERE = {
 BEFORE = [FOLDER.parent / f"{n}.toml" for n, system in ELSEWHERE.items() if system in SYSTEMS]
 
 
-def test_nothing_is_said_twice() -> None:
+def test_nothing_is_said_twice():
     paths = [*BEFORE, *(FOLDER / f"{name}.toml" for name in (*SYSTEMS, *FULL_SIZE))]
     assert [said for path in paths for said in repeated(path)] == []
 
 
-def test_recipes_of_before_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_of_before_are_valid(capsys):
     for path in BEFORE:
         assert main(["check", str(path), "--world-size", "1"]) == 0, path
         assert capsys.readouterr().out.startswith("valid on 1 rank"), path
 
 
-def test_recipes_fit_up_to_eight_ranks() -> None:
+def test_recipes_fit_up_to_eight_ranks():
     for name in SYSTEMS:
         ranks = [ranks for ranks in (1, 2, 4, 8) if ranks >= RANKS[name]]
         assert_fits(FOLDER / f"{name}.toml", ranks)
@@ -88,7 +88,7 @@ ALONE = {"galore": "GaLore", "ranger21": "Ranger21"}
 
 
 @pytest.mark.parametrize("system", [system for system in ALONE if system in SYSTEMS])
-def test_what_an_optimizer_sends_is_in_no_formula(system: str) -> None:
+def test_what_an_optimizer_sends_is_in_no_formula(system):
     sections = {"optimizer": {"name": ALONE[system]}}
     job = tiny.job(parallelism={"data_parallel_shard_degree": 2}, **sections)
     with pytest.raises(
@@ -100,7 +100,7 @@ def test_what_an_optimizer_sends_is_in_no_formula(system: str) -> None:
 
 @pytest.mark.gate
 @pytest.mark.parametrize("system", [system for system in ALONE if system in SYSTEMS])
-def test_a_rate_and_nothing_else_trains_the_debug_model(system: str) -> None:
+def test_a_rate_and_nothing_else_trains_the_debug_model(system):
     a_rate_trains_the_debug_model(ALONE[system])
 
 
@@ -116,7 +116,7 @@ def losses(job: JobConfig) -> list[float]:
         for name in SYSTEMS
     ],
 )
-def test_it_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_trains(name, tmp_path, monkeypatch):
     """From about the loss of guessing evenly among all 2,048 tokens."""
     monkeypatch.chdir(tmp_path)
     recipe = load_job(FOLDER / f"{name}.toml", SMALL, RANKS[name], "cpu")
@@ -131,7 +131,7 @@ RANGER21 = "{RANGER21}"
 
 
 @pytest.mark.parametrize("case", cases(TABLE), ids=lambda case: case.name)
-def test_mistake(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistake(case, tmp_path, monkeypatch):
     lines = case.lines
     if any(RANGER21 in line for line in lines):
         settings = listed(OPTIMIZERS["Ranger21"].model_fields, f"{HELP} optimizer")
@@ -139,7 +139,7 @@ def test_mistake(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     is_refused(case._replace(lines=lines), tmp_path, monkeypatch)
 
 
-def test_table_is_read_whole() -> None:
+def test_table_is_read_whole():
     found = cases(TABLE)
     assert len(found) >= 20
     assert len({case.name for case in found}) == len(found)
@@ -158,14 +158,14 @@ def code(name: str, page: Path) -> str:
     return found[0].read_text()
 
 
-def test_every_folder_has_a_page() -> None:
+def test_every_folder_has_a_page():
     systems = Path(research.__file__).parent.glob("*/__init__.py")
     folders = {path.parent.name for path in systems} - {"common"}
     assert {page.parent.name for page in PAGES} == folders
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
-def test_what_a_page_names_is_there(page: Path) -> None:
+def test_what_a_page_names_is_there(page):
     text = page.read_text()
     assert "https://arxiv.org/abs/" in text
     recipe = f"train_configs/research/{page.parent.name}.toml"
@@ -178,7 +178,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
-def test_equations_stand_next_to_lines_that_exist(page: Path) -> None:
+def test_equations_stand_next_to_lines_that_exist(page):
     """In the last cells of a table whose head says where: files, and names in them, or links."""
     named, source, is_there = 0, "", False
     for line in page.read_text().splitlines():

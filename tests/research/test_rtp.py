@@ -2,7 +2,6 @@
 
 import itertools
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from torchtitan.comm import CommunicationConfig
 from torchtitan.losses import cross_entropy
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.output import LinearLoss
-from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.sharding import Precision, ShardingTarget
 from torchtitan.research.rtp.ring import Neighbours
@@ -45,7 +43,7 @@ class Layer(nn.Module):
         self.gate = nn.Linear(WIDTH, 30, bias=False)
         self.back = nn.Linear(30, WIDTH, bias=False)
         self.feed_forward = nn.ModuleDict({"gate": self.gate, "back": self.back})
-        self.feed_forward.forward = lambda x: self.back(F.silu(self.gate(x)))  # type: ignore[method-assign]
+        self.feed_forward.forward = lambda x: self.back(F.silu(self.gate(x)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.feed_forward(x + self.rows(self.columns(x).tanh()))
@@ -87,7 +85,7 @@ class Network(nn.Module):
         return self.output(x) if targets is None else self.loss(x, self.output.weight, targets)
 
 
-PLAN: dict[str, TensorRole] = {
+PLAN = {
     "layer.rows": "rowwise",
     "layer.feed_forward": "input_gather",
     "layer.back": "rowwise",
@@ -107,8 +105,8 @@ class Watched(Neighbours):
 
     def __init__(self, group: dist.ProcessGroup, in_place: bool) -> None:
         super().__init__(group, in_place, PIECE)
-        self.alive: list[weakref.ref[Tensor]] = []
-        self.owned: set[int] = set()
+        self.alive = []
+        self.owned = set()
         """Where the parts are stored that this rank owns."""
         self.most = 0
 
@@ -153,11 +151,11 @@ def rotated(chunk: int = 0, heads: int = 4, in_place: bool = False) -> tuple[Net
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     Ring(target, ring).apply(model, {})
     for name, parameter in model.named_parameters():
-        split = parameter.placements[-1].dim  # type: ignore[attr-defined]
+        split = parameter.placements[-1].dim
         parts = whole[name].chunk(ring.size, split)
         if ring.rank < len(parts):
-            parameter.to_local().data.copy_(parts[ring.rank])  # type: ignore[attr-defined]
-        ring.owned.add(parameter.to_local().untyped_storage().data_ptr())  # type: ignore[attr-defined]
+            parameter.to_local().data.copy_(parts[ring.rank])
+        ring.owned.add(parameter.to_local().untyped_storage().data_ptr())
     return model, ring
 
 
@@ -183,7 +181,7 @@ def computed(how: dict[str, Any]) -> tuple[float, float, dict[str, Tensor]]:
     loss = loss_of(model, ring.rank, in_model)
     loss.backward()
     named = model.named_parameters()
-    return before.item(), loss.item(), {n: p.grad.full_tensor() for n, p in named}  # type: ignore[union-attr]
+    return before.item(), loss.item(), {n: p.grad.full_tensor() for n, p in named}
 
 
 @pytest.mark.parametrize(
@@ -196,7 +194,7 @@ def computed(how: dict[str, Any]) -> tuple[float, float, dict[str, Tensor]]:
     ],
     ids=[1, 2, 3, 4],
 )
-def test_gradients_are_those_of_one_rank(ranks: int, settings: list[dict[str, Any]]) -> None:
+def test_gradients_are_those_of_one_rank(ranks, settings):
     """Also where parts are uneven, and where heads do not come out even."""
     model = network()
     losses = [loss_of(model, rank) for rank in range(ranks)]
@@ -219,7 +217,7 @@ def most_alive(setting: tuple[bool, bool]) -> int:
     return ring.most
 
 
-def test_a_rank_has_three_parts_of_a_layer_at_most() -> None:
+def test_a_rank_has_three_parts_of_a_layer_at_most():
     """Its own, one that it computes with, and one that arrives; or of that a piece."""
     ranks, layer = 4, sum(weight.nbytes for weight in network().heads.parameters())
     part, settings = layer // ranks, list(itertools.product([False, True], repeat=2))
@@ -250,7 +248,7 @@ def resumed(folder: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.gate
-def test_a_run_resumes_to_the_bit_and_as_fsdp2(tmp_path: Path) -> None:
+def test_a_run_resumes_to_the_bit_and_as_fsdp2(tmp_path):
     """With an evaluation after each step; in place, which sends the same numbers."""
     for whole, _, resumed_run, loaded, _, back in run_ranks(resumed, 2, str(tmp_path)):
         for name, weight in whole.items():
@@ -259,7 +257,7 @@ def test_a_run_resumes_to_the_bit_and_as_fsdp2(tmp_path: Path) -> None:
             torch.testing.assert_close(weight, back[name], rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_replaced_in_place_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_replaced_in_place_is_sent_in_pieces(monkeypatch):
     monkeypatch.setattr("torchtitan.research.rtp.rotated.PIECE", 3000)
     layout = case(shard=2, chunk=100, sharding=IN_PLACE)
     sends_what_the_formulas_say(layout, monkeypatch)

@@ -1,6 +1,5 @@
 """SimpleFSDP is FSDP2: the same parts of the same gradients, from graphs that hold what is sent."""
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -89,7 +88,7 @@ FSDP, TP, FSDP_X_TP = case(shard=2), case(tp=2), case(shard=2, tp=2)
 
 @pytest.mark.gate
 @pytest.mark.costs("eight runs")
-def test_gradients_are_those_of_fsdp2() -> None:
+def test_gradients_are_those_of_fsdp2():
     """In mixed precision too; and of tied weights, and of converted linears, which read the whole
     weight.
     """
@@ -110,7 +109,7 @@ OTHERS = {
 
 @pytest.mark.costs("four ranks, and tensor parallelism")
 @pytest.mark.parametrize("name", tiers(OTHERS, [], list(OTHERS)[3:]))
-def test_gradients_are_those_of_fsdp2_on_other_layouts(name: str) -> None:
+def test_gradients_are_those_of_fsdp2_on_other_layouts(name):
     assert_same(OTHERS[name])
 
 
@@ -132,7 +131,7 @@ def saved_and_loaded(folder: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.gate
-def test_checkpoints_of_one_load_in_the_other(tmp_path: Path) -> None:
+def test_checkpoints_of_one_load_in_the_other(tmp_path):
     results = run_ranks(saved_and_loaded, 4, str(tmp_path))
     for saved, loaded, saved_again, loaded_again in results:
         assert all(torch.equal(loaded[name], weight) for name, weight in saved.items())
@@ -158,8 +157,7 @@ class Small(nn.Module):
         x = self.first(x)
         for block in self.blocks.values():
             x = block(x)
-        out: Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 UNITS = (("first",), ("blocks.a",), ("blocks.b",), ("last",))
@@ -186,7 +184,7 @@ def made(
     compile.apply([model], config, plan.options())
     x = torch.randn(2, 4, 6)[mesh.get_local_rank()]
     model(x).square().sum().backward()
-    gradients = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+    gradients = [p.grad.full_tensor() for p in model.parameters()]
     return gradients, bucketing.tallies(), sum(one.hits for one in compilations().values())
 
 
@@ -198,18 +196,18 @@ def expected_gradients() -> list[Tensor]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """An empty cache of compiled graphs."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "graphs"))
     return tmp_path / "graphs"
 
 
 @pytest.mark.slow
-def test_graphs_free_and_merge_what_they_are_told(cache: Path) -> None:
+def test_graphs_free_and_merge_what_they_are_told(cache):
     """The backward needs all six matrices but the first, since nobody asks for the input's."""
     # Those that may take graphs from the cache are compiled to the end.
     freed = ("blocks.a",)
-    settings: dict[str, tuple[Any, ...]] = {
+    settings = {
         "kept": ((), "none", 1, "cpu", WITHOUT_CODE),
         "all freed": (("",), "none", 1, "cpu", WITHOUT_CODE),
         "a block freed, each merged": (freed, "block", 1),
@@ -247,7 +245,7 @@ def moved(merging: str) -> Orders:
 
 
 @pytest.mark.gate
-def test_gathers_are_issued_before_the_products_of_the_block_before() -> None:
+def test_gathers_are_issued_before_the_products_of_the_block_before():
     """By the passes for CUDA, on graphs for a CPU; blocks have 1, 2, 2 and 1 products.
 
     The scheduler orders by estimates that all ranks have. Of matrices this small, messages take
@@ -273,7 +271,7 @@ WHOLE = {"enable": True, "granularity": "model", "components": ["model"]}
 
 
 @pytest.mark.slow  # what is merged is counted, and gradients compared, on a smaller network daily
-def test_compiled_model_has_the_gradients_of_fsdp2(cache: Path) -> None:
+def test_compiled_model_has_the_gradients_of_fsdp2(cache):
     """Of 21 parameters the first of two blocks has 9, which are gathered again."""
     lines = assert_same(
         (FSDP, 1e-6, {**SHORT, "sharding": {"bucketing": "block"}, "compile": WHOLE})
@@ -286,7 +284,7 @@ def test_compiled_model_has_the_gradients_of_fsdp2(cache: Path) -> None:
 # Said, or refused.
 
 
-def test_what_an_eager_run_keeps_is_said() -> None:
+def test_what_an_eager_run_keeps_is_said():
     (note,) = tiny.problems(tiny.job(sharding=SIMPLE), severity="note")
     assert note.path == "sharding.name"
     assert note.message.startswith("without compile.enable")
@@ -295,7 +293,7 @@ def test_what_an_eager_run_keeps_is_said() -> None:
     assert not tiny.problems(tiny.job(), severity="note")
 
 
-def test_merging_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merging_nothing_is_an_error(monkeypatch):
     monkeypatch.setattr(bucketing, "tallies", lambda: {"all-gathers": Tally(9, 9, 10**6)})
     assert logged(lambda: bucketing.confirm("none")) == ["simple_fsdp: all-gathers 9 -> 9 (1.0 MB)"]
     with pytest.raises(RuntimeError, match="did not take effect: all-gathers 9 -> 9"):
@@ -307,12 +305,12 @@ def test_merging_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged(lambda: bucketing.confirm("block")) == ["simple_fsdp: one rank, no collectives"]
 
 
-def test_hardware_that_is_not_known_is_refused() -> None:
+def test_hardware_that_is_not_known_is_refused():
     with pytest.raises(ConfigError, match=r'sharding\.hardware: got "h101"; allowed: a100-40, '):
         load_job(None, ["--sharding.name=simple_fsdp", "--sharding.hardware=h101"], 2, "cpu")
 
 
-def test_simple_fsdp_sends_as_torch_does(tmp_path: Path) -> None:
+def test_simple_fsdp_sends_as_torch_does(tmp_path):
     recipe = tmp_path / "bad.toml"
     recipe.write_text(
         '[job]\nimports = ["tests.senders"]\n[sharding]\nname = "simple_fsdp"\n'
@@ -326,7 +324,7 @@ def test_simple_fsdp_sends_as_torch_does(tmp_path: Path) -> None:
     ]
 
 
-def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> None:
+def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path):
     """Also as a run wrote them all out, with another choice."""
     text = '[parallelism]\ndata_parallel_impl = "{}"\nsimple_fsdp_bucketing = "none"\n'
     text += "simple_fsdp_bucket_mb = 20\n"
@@ -347,7 +345,7 @@ def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path: Path) -> N
     )
 
 
-def test_the_scheduler_counts_heads_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scheduler_counts_heads_that_share_keys(monkeypatch):
     """With torch 2.11, whose formulas refuse them."""
     ops, count = torch.ops.aten, flop_counter.flop_registry
     q, k, whole = (torch.empty(2, heads, 8, 4, device="meta") for heads in (6, 2, 6))

@@ -53,7 +53,7 @@ def batch(images: int = 2) -> MaskedImages:
 
 
 @pytest.mark.parametrize("flavor", PUBLISHED)
-def test_the_encoder_has_the_published_number_of_parameters(flavor: str) -> None:
+def test_the_encoder_has_the_published_number_of_parameters(flavor):
     model = build_empty(VIT_MAE.build, VIT_MAE.flavors[flavor], 1)
     assert isinstance(model, ViTMAE)
     assert model.embeddings is not None
@@ -69,13 +69,13 @@ def test_the_encoder_has_the_published_number_of_parameters(flavor: str) -> None
 @pytest.mark.parametrize(
     ("ratio", "visible"), [(0.75, 49), (0.5, 98), (0.9, 19), (0.995, 0), (0.25, 147)]
 )
-def test_the_visible_part_is_exact(ratio: float, visible: int) -> None:
+def test_the_visible_part_is_exact(ratio, visible):
     args = dataclasses.replace(VIT_MAE.flavors["base"], mask_ratio=ratio)
     assert (args.visible, args.masked) == (visible, 196 - visible)
     assert dataclasses.replace(args, image_size=160, mask_ratio=0.9).visible == 10
 
 
-def test_masks_follow_from_seed_epoch_and_number_alone() -> None:
+def test_masks_follow_from_seed_epoch_and_number_alone():
     order = mask_order(3, 1, 7, N)
     assert torch.equal(order, mask_order(3, 1, 7, N))
     assert sorted(order.tolist()) == list(range(N))
@@ -86,7 +86,7 @@ def test_masks_follow_from_seed_epoch_and_number_alone() -> None:
     assert (share - 0.25).abs().max() < 0.05
 
 
-def test_shuffled_patches_go_back_to_their_places() -> None:
+def test_shuffled_patches_go_back_to_their_places():
     images = torch.randn(2, 3, 16, 16)
     patches = patchify(images, 4)
     order = torch.stack([mask_order(0, 0, number, N) for number in range(2)])
@@ -103,7 +103,7 @@ def test_shuffled_patches_go_back_to_their_places() -> None:
     )
 
 
-def test_the_loss_is_of_masked_patches_alone() -> None:
+def test_the_loss_is_of_masked_patches_alone():
     model, found = network(), batch()
     images = found.images(4)
     every = model.reconstruct(images, found.order)
@@ -115,7 +115,7 @@ def test_the_loss_is_of_masked_patches_alone() -> None:
     assert loss.item() == pytest.approx(expected.item())
     # What is predicted of visible patches gets no gradient, whatever the last layer does there.
     every.retain_grad()
-    MaskedAutoencoder.loss(take(every, hidden), found.targets).backward()  # type: ignore[no-untyped-call]
+    MaskedAutoencoder.loss(take(every, hidden), found.targets).backward()
     assert every.grad is not None
     assert take(every.grad, found.order[:, : ARGS.visible]).abs().max() == 0.0
     mean, deviation = normalized(found.targets).mean(-1), normalized(found.targets).std(-1)
@@ -123,7 +123,7 @@ def test_the_loss_is_of_masked_patches_alone() -> None:
     assert (deviation - 1).abs().max() < 1e-3
 
 
-def test_features_see_the_whole_image() -> None:
+def test_features_see_the_whole_image():
     model = network()
     images = torch.randn(2, 3, 16, 16)
     features = model.encode(images)
@@ -134,11 +134,11 @@ def test_features_see_the_whole_image() -> None:
 
 
 @pytest.mark.gate
-def test_operations_are_those_that_are_made() -> None:
+def test_operations_are_those_that_are_made():
     model, found = network(), batch(4)
     with FlopCounterMode(display=False) as counter:
         loss = MaskedAutoencoder.loss(model(found.visible, found.order), found.targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     # The first matrix has no gradient of its inputs, which is counted for all.
     spared = 2 * ARGS.visible * ARGS.patch_numbers * ARGS.dim
     made = counter.get_total_flops() / 4 + spared
@@ -174,13 +174,13 @@ def test_operations_are_those_that_are_made() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(keys: str, message: str) -> None:
+def test_what_cannot_be_is_refused_by_name(keys, message):
     flags = ["--model.name=vit_mae", "--data.dataset=scenes", *(f"--{k}" for k in keys.split())]
     with pytest.raises(RecipeError, match=message):
         load_job(None, flags, None, "cpu")
 
 
-def test_a_length_of_sequences_does_nothing_and_that_is_said() -> None:
+def test_a_length_of_sequences_does_nothing_and_that_is_said():
     flags = ["--model.name=vit_mae", "--data.dataset=scenes", "--training.seq_len=64"]
     (notice,) = load_job(None, flags, 1, "cpu").notices
     assert "training.seq_len: got 64; samples of vit_mae are not sequences" in notice
@@ -200,10 +200,10 @@ class Weights:
 
 
 @pytest.mark.gate
-def test_transformers_computes_the_same(tmp_path: Path) -> None:
+def test_transformers_computes_the_same(tmp_path):
     transformers = pytest.importorskip("transformers")
     model = network()
-    source: Any = Weights(model)
+    source = Weights(model)
     write_hugging_face(tmp_path, source, Network(VIT_MAE, ARGS), Extras())
     theirs = transformers.ViTMAEForPreTraining.from_pretrained(tmp_path).eval()
     images, noise = torch.randn(2, 3, 16, 16), torch.rand(2, N)
@@ -228,8 +228,8 @@ def test_transformers_computes_the_same(tmp_path: Path) -> None:
     assert not (tmp_path / "generation_config.json").exists()
 
 
-def test_weights_with_another_table_of_positions_are_refused(tmp_path: Path) -> None:
-    source: Any = Weights(network())
+def test_weights_with_another_table_of_positions_are_refused(tmp_path):
+    source = Weights(network())
     turned = dataclasses.replace(
         VIT_MAE.formats["hf"],
         constants=lambda args: {
@@ -243,6 +243,6 @@ def test_weights_with_another_table_of_positions_are_refused(tmp_path: Path) -> 
         HuggingFaceWeights(tmp_path, [VIT_MAE])
 
 
-def test_a_model_of_images_has_no_text_to_generate() -> None:
+def test_a_model_of_images_has_no_text_to_generate():
     with pytest.raises(ConfigError, match=r"run: vit_mae is trained on images, .* a model of text"):
         of_text(Path("run"), Network(VIT_MAE, ARGS))

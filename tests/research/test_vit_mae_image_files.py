@@ -36,7 +36,7 @@ def data(path: Path, kind: str = "image_folder", images: ImagesConfig = PLAIN) -
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Two classes, cats with three images and ants with two, and what is no image."""
     root = tmp_path / "photographs"
     for number, name in enumerate(["cats/a.png", "cats/b.PNG", "cats/x/c.png", "ants/d.png"]):
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def test_subfolders_are_classes_in_the_order_of_their_names(folder: Path) -> None:
+def test_subfolders_are_classes_in_the_order_of_their_names(folder):
     view = open_view(data(folder), size=8, bands=3)
     assert view.images.has_classes
     names = [Path(view.images.name(i)).relative_to(folder).as_posix() for i in range(len(view))]
@@ -61,13 +61,13 @@ def test_subfolders_are_classes_in_the_order_of_their_names(folder: Path) -> Non
     assert torch.allclose(gray, expected.mean(0, keepdim=True), atol=0.25)
 
 
-def test_images_by_themselves_have_no_class(tmp_path: Path) -> None:
+def test_images_by_themselves_have_no_class(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded(0))
     view = open_view(data(tmp_path), size=8, bands=3)
     assert not view.images.has_classes
 
 
-def test_sixteen_bits_are_kept(tmp_path: Path) -> None:
+def test_sixteen_bits_are_kept(tmp_path):
     gray = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
     Image.fromarray(gray).save(tmp_path / "a.png")
     found = open_view(data(tmp_path), size=8, bands=1)[0].image
@@ -85,7 +85,7 @@ def shard(path: Path, files: dict[str, bytes]) -> Path:
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path):
     root = tmp_path / "shards"
     for number in (1, 0):
         files = {}
@@ -97,7 +97,7 @@ def shards(tmp_path: Path) -> Path:
     return root
 
 
-def test_files_of_one_key_make_a_sample(shards: Path) -> None:
+def test_files_of_one_key_make_a_sample(shards):
     view = open_view(data(shards, "image_shards"), size=8, bands=3)
     assert [view.images.label(i) for i in range(len(view))] == [0, 1, 2, 0, 1, 2]
     assert view.images.name(4) == f"{shards / '1.tar'}: x/11.png"
@@ -107,7 +107,7 @@ def test_files_of_one_key_make_a_sample(shards: Path) -> None:
     assert torch.equal(one[1].image, expected)
 
 
-def test_rasters_have_any_number_of_bands(tmp_path: Path) -> None:
+def test_rasters_have_any_number_of_bands(tmp_path):
     values = np.random.default_rng(0).integers(10_000, size=(6, 8, 8), dtype=np.uint16)
     np.save(tmp_path / "a.npy", values)
     chosen = PLAIN.model_copy(update={"bands": (5, 0), "max_value": 10_000.0})
@@ -118,7 +118,7 @@ def test_rasters_have_any_number_of_bands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("planar", ["contig", "separate"])
-def test_a_geotiff_is_read_band_by_band(planar: str, tmp_path: Path) -> None:
+def test_a_geotiff_is_read_band_by_band(planar, tmp_path):
     tifffile = pytest.importorskip("tifffile")
     values = np.random.default_rng(0).random((5, 8, 8), dtype=np.float32)
     stored = values.transpose(1, 2, 0) if planar == "contig" else values
@@ -137,7 +137,7 @@ def test_a_geotiff_is_read_band_by_band(planar: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpeg", ".webp", ".bmp", ".npy"])
-def test_damaged_bytes_are_named_whatever_is_wrong_with_them(suffix: str) -> None:
+def test_damaged_bytes_are_named_whatever_is_wrong_with_them(suffix):
     """The decoder may also make something of them, but raises nothing else."""
     if suffix == ".npy":
         file = io.BytesIO()
@@ -159,9 +159,7 @@ def test_damaged_bytes_are_named_whatever_is_wrong_with_them(suffix: str) -> Non
     assert all(message.startswith("x: it ") for message in refused)
 
 
-def test_a_corrupt_file_is_named_and_left_out_only_if_the_recipe_says_so(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_corrupt_file_is_named_and_left_out_only_if_the_recipe_says_so(folder, caplog):
     broken = folder / "cats/b.PNG"
     broken.write_bytes(encoded(1)[:60])
     source = open_images(data(folder), size=8, bands=3, seed=1)
@@ -175,7 +173,7 @@ def test_a_corrupt_file_is_named_and_left_out_only_if_the_recipe_says_so(
     assert list(source.corrupt) == [str(broken)]
 
 
-def test_values_that_are_no_numbers_are_corrupt(tmp_path: Path) -> None:
+def test_values_that_are_no_numbers_are_corrupt(tmp_path):
     values = np.zeros((2, 8, 8), np.float32)
     values[1, 3, 3] = np.nan
     np.save(tmp_path / "a.npy", values)
@@ -190,7 +188,7 @@ def touched(root: Path, *names: str) -> Path:
     return root
 
 
-def test_folders_that_cannot_be_read_are_refused_in_words(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_read_are_refused_in_words(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "hollow/cats").mkdir(parents=True)
     touched(tmp_path / "hollow", "ants/a.png")
@@ -207,7 +205,7 @@ def test_folders_that_cannot_be_read_are_refused_in_words(tmp_path: Path) -> Non
         assert message in str(caught.value)
 
 
-def test_shards_that_cannot_be_read_are_refused_in_words(tmp_path: Path) -> None:
+def test_shards_that_cannot_be_read_are_refused_in_words(tmp_path):
     image = encoded(0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "zero.tar").write_bytes(b"")
@@ -236,7 +234,7 @@ def test_shards_that_cannot_be_read_are_refused_in_words(tmp_path: Path) -> None
         assert message in str(caught.value), path
 
 
-def test_what_says_a_class_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_what_says_a_class_is_read_when_it_is_asked_for(tmp_path):
     path = shard(tmp_path / "word.tar", {"a.png": encoded(0), "a.cls": b"cat"})
     view = open_view(data(path, "image_shards"), size=8, bands=3)
     assert view[0].image.shape == (3, 8, 8)
@@ -244,23 +242,21 @@ def test_what_says_a_class_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
         view.images.label(0)
 
 
-def test_a_band_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_band_that_is_not_there_is_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((2, 8, 8), np.uint8))
     config = data(tmp_path, "rasters", PLAIN.model_copy(update={"bands": (0, 2)}))
     with pytest.raises(ConfigError, match=r"it has 2 bands, .* selects band 2, counted from 0"):
         open_view(config, size=8, bands=2)[0]
 
 
-def test_a_decoder_that_is_not_installed_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoder_that_is_not_installed_is_named(folder, monkeypatch):
     monkeypatch.setitem(decoding.PACKAGES, "pillow", ("no_such_module", decoding.PHOTOGRAPHS))
     message = r'pillow, which decodes \.jpg and \.png files, is not installed: pip install "pill'
     with pytest.raises(ConfigError, match=message):
         open_view(data(folder), size=8, bands=3)
 
 
-def test_settings_of_images_are_refused_together() -> None:
+def test_settings_of_images_are_refused_together():
     config = ImagesConfig(crop="none", min_area=0.5, flips=("vertical", "vertical"), bands=(-1,))
     found = {problem.path for problem in config.problems(Context())}
     assert found == {"min_area", "flips", "bands"}

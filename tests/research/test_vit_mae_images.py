@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ def taken(source: ShuffledImages, lane: int, lanes: int, count: int) -> list[Doc
     return list(itertools.islice(source.read({lane: None}, lanes)[lane], count))
 
 
-def test_a_scene_is_a_function_of_seed_and_number() -> None:
+def test_a_scene_is_a_function_of_seed_and_number():
     scenes = Scenes(seed=3, size=24, channels=5)
     image, again = scenes.image(7), Scenes(seed=3, size=24, channels=5, length=9).image(7)
     assert image.shape == (5, 24, 24)
@@ -39,7 +38,7 @@ def test_a_scene_is_a_function_of_seed_and_number() -> None:
     assert {Scenes().label(index) for index in range(60)} == set(range(len(scenes.classes)))
 
 
-def test_a_mean_color_does_not_tell_the_class_of_a_scene() -> None:
+def test_a_mean_color_does_not_tell_the_class_of_a_scene():
     """The best line through the mean colors of 400 scenes is right on few more than chance."""
     scenes = Scenes(size=16)
     colors = torch.stack([scenes.image(n).mean((1, 2)) for n in range(600)]).double()
@@ -51,7 +50,7 @@ def test_a_mean_color_does_not_tell_the_class_of_a_scene() -> None:
     assert found.double().mean() < 0.25
 
 
-def test_the_order_and_what_is_cut_depend_on_seed_and_epoch_alone() -> None:
+def test_the_order_and_what_is_cut_depend_on_seed_and_epoch_alone():
     config = DataConfig(dataset="scenes")
     source = open_images(config, size=16, bands=3, seed=5)
     one = taken(source, 0, 1, 8)
@@ -69,13 +68,13 @@ def test_the_order_and_what_is_cut_depend_on_seed_and_epoch_alone() -> None:
 
 
 @pytest.fixture
-def ramp() -> Tensor:
+def ramp():
     """(2, 8, 12): what each pixel holds is where it was."""
     rows, columns = torch.meshgrid(torch.arange(8.0), torch.arange(12.0), indexing="ij")
     return torch.stack((rows / 8, columns / 12))
 
 
-def test_a_view_from_the_center_is_not_drawn(ramp: Tensor) -> None:
+def test_a_view_from_the_center_is_not_drawn(ramp):
     window = view(ramp, ImagesConfig(crop="window"), 4, None)
     assert torch.equal(window, ramp[:, 2:6, 4:8])
     square = view(ramp, ImagesConfig(), 8, None)
@@ -84,7 +83,7 @@ def test_a_view_from_the_center_is_not_drawn(ramp: Tensor) -> None:
     assert half.mean() == pytest.approx(square.mean().item(), abs=0.01)
 
 
-def test_views_are_parts_that_may_be_mirrored(ramp: Tensor) -> None:
+def test_views_are_parts_that_may_be_mirrored(ramp):
     config = ImagesConfig(crop="window", flips=("horizontal", "vertical"))
     found = set()
     for number in range(200):
@@ -111,9 +110,7 @@ def test_views_are_parts_that_may_be_mirrored(ramp: Tensor) -> None:
         ({"crop": "window"}, 9, "too few for a window of 9 x 9"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(
-    settings: dict[str, Any], size: int, message: str, ramp: Tensor
-) -> None:
+def test_sizes_that_do_not_fit_are_refused(settings, size, message, ramp):
     with pytest.raises(ConfigError, match=message):
         view(ramp, ImagesConfig(**settings), size, None)
 
@@ -136,12 +133,12 @@ def broken(*numbers: int, length: int = 12, corrupt: str = "skip") -> ShuffledIm
     return ShuffledImages("x", ImageView(images, config, size=8, bands=3), seed=1, shuffle=True)
 
 
-def test_a_corrupt_image_ends_the_run_by_its_name() -> None:
+def test_a_corrupt_image_ends_the_run_by_its_name():
     with pytest.raises(CorruptImage, match="scene 4: bits are missing"):
         taken(broken(4, corrupt="stop"), 0, 1, 12)
 
 
-def test_a_corrupt_image_is_left_out_of_its_lane_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_corrupt_image_is_left_out_of_its_lane_alone(caplog):
     whole, source = broken(), broken(4, 9)
     for lane in range(4):
         expected = [d for d in taken(whole, lane, 4, 24) if d.content.number not in (4, 9)]
@@ -153,7 +150,7 @@ def test_a_corrupt_image_is_left_out_of_its_lane_alone(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume(threads: int) -> None:
+def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume(threads):
     args = FLAVORS["debugmodel"]
     packing = MaskedPatches(dataclasses.replace(args, image_size=8), seed=0)
     config = DataConfig(dataset="scenes", num_workers=threads)
@@ -199,19 +196,19 @@ def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume(threads:
         stream.close()
 
 
-def test_a_lane_of_corrupt_images_alone_ends_the_run() -> None:
+def test_a_lane_of_corrupt_images_alone_ends_the_run():
     with pytest.raises(ConfigError, match="12 documents in a row cannot be read"):
         taken(broken(*range(12)), 0, 1, 1)
 
 
-def test_settings_that_do_not_fit_the_model_are_refused() -> None:
+def test_settings_that_do_not_fit_the_model_are_refused():
     config = ImageData(dataset="scenes", images=ImagesConfig(bands=(0, 1)))
     message = r"data.images.bands: got \[0, 1\]; wanted 3 bands, as the model takes"
     with pytest.raises(ConfigError, match=message):
         open_view(config, size=8, bands=3)
 
 
-def test_images_of_other_bands_are_refused() -> None:
+def test_images_of_other_bands_are_refused():
     images = ImageView(Scenes(channels=4), ImagesConfig(), size=8, bands=3)
     with pytest.raises(
         ConfigError, match=r"scene 2: it has 4 bands, but the model takes 3; select some with data"

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ from tests.ranks import run_ranks
 from tests.research.layouts import ROTATED, SIMPLE
 from tests.runs import Trace, assert_complete, compare, compare_converted, losses, trace, train
 from tests.tiers import tiers
-from torchtitan import parts
+from torchtitan import build
 from torchtitan.estimate.expansion import expand
 from torchtitan.estimate.fake_rank import record
 from torchtitan.job import JobConfig
@@ -46,7 +45,7 @@ BY_HAND = (
     ("layers.2", "bridge", "decoder.0", "decoder.1", "decoder_norm", "output"),
 )
 
-LAYOUTS: dict[str, Case] = {
+LAYOUTS = {
     "DDP 2": case(replicate=2),
     "FSDP 2, accumulating 4": case(shard=2, batch=1),
     "FSDP 2, always reshard": case(shard=2, **{RESHARD: "always"}),
@@ -130,7 +129,7 @@ def _reference(*recipes: str) -> list[Trace]:
 
 
 @pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY, gate=GATE))
-def test_layout_trains_the_same_run_as_one_rank(name: str) -> None:
+def test_layout_trains_the_same_run_as_one_rank(name):
     layout = LAYOUTS[name]
     optimizers = compared_by(layout)
     results = run_ranks(traces, layout.ranks, [job(layout, each) for each in optimizers])
@@ -155,7 +154,7 @@ def nudged_traces(jobs: list[JobConfig]) -> list[Trace]:
                 weight.mul_(1 + 2**-23 * torch.randn(weight.shape, generator=draw).sign())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "initialize", nudged)
+        patch.setattr(build, "initialize", nudged)
         return traces(jobs)
 
 
@@ -166,7 +165,7 @@ def drift(found: Trace, expected: Trace) -> float:
 
 
 @pytest.mark.slow
-def test_float8_with_tensor_parallelism_differs_as_rounding_does() -> None:
+def test_float8_with_tensor_parallelism_differs_as_rounding_does():
     """A sum that ranks share is rounded otherwise, and what lies between two numbers of 8 bits may
     then become the other: so also on one rank, whose weights are nudged. In the first step, from
     the same weights, nothing is off yet.
@@ -194,9 +193,9 @@ def assert_first_steps_agree(found: list[Trace], expected: list[Trace]) -> None:
 
 
 @pytest.mark.gate
-def test_a_run_goes_on_with_another_layout(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_another_layout(tmp_path):
     def run(folder: str, layout: Case, steps: int) -> dict[int, float]:
-        sections: dict[str, dict[str, Any]] = {
+        sections = {
             "job": {"dump_folder": str(tmp_path / folder)},
             "checkpoint": {"enable": True, "interval": 2},
             "training": {"steps": steps},
@@ -214,7 +213,7 @@ def test_a_run_goes_on_with_another_layout(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["FSDP 2, full recomputation", "PP 2, 1F1B"])
-def test_blocks_of_both_widths_are_left_out_of_a_plan(name: str) -> None:
+def test_blocks_of_both_widths_are_left_out_of_a_plan(name):
     layout = LAYOUTS[name].of(n_layers=12, decoder_layers=8)
     made, ranks = job(layout, "AdamW"), layout.ranks
     for rank in range(ranks):

@@ -22,7 +22,7 @@ from torchtitan.research.vit_mae.masked_autoencoder import (
     normalized,
 )
 
-MODEL: dict[str, Any] = {**tiny.VIT_MAE, "n_layers": 2}
+MODEL = {**tiny.VIT_MAE, "n_layers": 2}
 
 
 def job(folder: Path, picture: bool = True, **parallelism: Any) -> JobConfig:
@@ -47,7 +47,7 @@ def drawn(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*.png"))
 
 
-def test_what_is_restored_perfectly_is_the_input() -> None:
+def test_what_is_restored_perfectly_is_the_input():
     args = job(Path("unused")).model_args()
     task = MaskedAutoencoder(ModelConfig(), args)
     data = DataConfig(dataset="scenes", num_workers=0)
@@ -66,7 +66,7 @@ def test_what_is_restored_perfectly_is_the_input() -> None:
 
 
 @pytest.mark.gate
-def test_a_validation_writes_one_picture_on_one_rank(tmp_path: Path) -> None:
+def test_a_validation_writes_one_picture_on_one_rank(tmp_path):
     """And none if it is off."""
     one, two, off = (tmp_path / name for name in ("one", "two", "off"))
     run_ranks(each, 1, train, [job(one), job(off, picture=False)])
@@ -81,15 +81,13 @@ def test_a_validation_writes_one_picture_on_one_rank(tmp_path: Path) -> None:
     assert b"\x89PNG" in shown
 
 
-def test_a_layout_in_which_nothing_can_be_drawn_says_so(tmp_path: Path) -> None:
+def test_a_layout_in_which_nothing_can_be_drawn_says_so(tmp_path):
     found = tiny.problems(job(tmp_path, pipeline_parallel_degree=2), severity="note", ranks=2)
     assert "nothing is drawn" in next(p.message for p in found if p.path == "validation.picture")
 
 
 @pytest.mark.slow
-def test_weights_and_biases_is_given_the_picture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_and_biases_is_given_the_picture(tmp_path, monkeypatch):
     for name, value in WANDB_OFFLINE.items():
         monkeypatch.setenv(name, value)
     recipe = job(tmp_path).model_dump()
@@ -105,7 +103,7 @@ def test_weights_and_biases_is_given_the_picture(
 
 
 @pytest.mark.slow
-def test_the_loss_falls() -> None:
+def test_the_loss_falls():
     """Far below that of the mean of each patch, in a hundred steps of the tiny model."""
     made = tiny.job(
         model=MODEL,
@@ -125,7 +123,7 @@ KEYS = ("step", "images", "corrupt_images")
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Path:
+def images(tmp_path):
     """A folder of 16 images, three of which are cut short."""
     folder, draw = tmp_path / "images", np.random.default_rng(0)
     folder.mkdir()
@@ -158,7 +156,7 @@ def counted(folder: Path) -> tuple[list[list[int]], list[float]]:
 
 
 @pytest.mark.gate
-def test_what_is_skipped_is_counted_over_ranks_and_resumes(tmp_path: Path, images: Path) -> None:
+def test_what_is_skipped_is_counted_over_ranks_and_resumes(tmp_path, images):
     one, two, resumed = tmp_path / "one", tmp_path / "two", tmp_path / "resumed"
     run_ranks(train, 1, skipping(one, images, 6, 0))
     run_ranks(train, 2, skipping(two, images, 6, 2, data_parallel_shard_degree=2))
@@ -175,7 +173,7 @@ def test_what_is_skipped_is_counted_over_ranks_and_resumes(tmp_path: Path, image
         assert counted(folder)[1] == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_run_that_skips_nothing_does_not_count(tmp_path: Path, images: Path) -> None:
+def test_a_run_that_skips_nothing_does_not_count(tmp_path, images):
     for number in CORRUPT:
         (images / f"{number:02}.png").unlink()
     recipe = skipping(tmp_path / "run", images, 1, 0).model_dump()

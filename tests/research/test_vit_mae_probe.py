@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,11 +22,11 @@ from torchtitan.tools.cli import main
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setitem(MODELS, "small", SPEC)
 
 
-def test_the_regression_is_the_minimum_of_what_it_says() -> None:
+def test_the_regression_is_the_minimum_of_what_it_says():
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(200, 6, generator=draw, dtype=torch.float64) * 3 + 5
     labels = (x[:, 0] > 5).long() + 2 * (x[:, 1] > 5).long()
@@ -47,7 +46,7 @@ def test_the_regression_is_the_minimum_of_what_it_says() -> None:
 
 
 @pytest.fixture(scope="module")
-def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def untrained(tmp_path_factory):
     """A run of one step on scenes, and where it is."""
     folder = tmp_path_factory.mktemp("run")
     sections = {"training": {"steps": 1}, "checkpoint": {"enable": True}}
@@ -56,7 +55,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_trained_encoder_tells_more_than_a_new_one(tmp_path: Path) -> None:
+def test_a_trained_encoder_tells_more_than_a_new_one(tmp_path):
     """Two thirds of the debug recipe's steps; benchmarks/vision.py has all of them, three times."""
     few = ("--training.steps=400", "--lr_scheduler.warmup_steps=40", "--validation.freq=400")
     found = train_and_probe(0, tmp_path, *few)
@@ -64,7 +63,7 @@ def test_a_trained_encoder_tells_more_than_a_new_one(tmp_path: Path) -> None:
     assert found.trained > found.random + 0.3
 
 
-def test_the_page_tells_so_of_the_whole_recipe() -> None:
+def test_the_page_tells_so_of_the_whole_recipe():
     page = (ROOT / "benchmarks/results/vision.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     assert [
@@ -76,7 +75,7 @@ def test_the_page_tells_so_of_the_whole_recipe() -> None:
     assert trained[1] > new[2] + 0.3
 
 
-def test_what_a_probe_finds_is_printed(untrained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_probe_finds_is_printed(untrained, capsys):
     words = [str(untrained), "--tasks", "linear_probe", "--limit", "60", "--json"]
     assert main(["evaluate", *words]) == 0
     found = json.loads(capsys.readouterr().out)["linear_probe"]
@@ -99,9 +98,7 @@ def test_what_a_probe_finds_is_printed(untrained: Path, capsys: pytest.CaptureFi
     assert f"accuracy        {found['accuracy']:.4f}  of {found['held_out']} held-out" in lines[0]
 
 
-def test_probes_that_cannot_be_are_refused_in_words(
-    untrained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_probes_that_cannot_be_are_refused_in_words(untrained, tmp_path, capsys):
     (tmp_path / "loose").mkdir()
     Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / "loose/a.png")
     text = small_weights.saved(tmp_path / "text", recipe={"model.tokenizer_path": None})

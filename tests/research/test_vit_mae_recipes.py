@@ -30,12 +30,12 @@ OWN = FOLDER / "research/vit_mae.toml"
 LARGE = [path for path in RECIPES if "debug" not in path.stem]
 
 
-def test_all_are_here() -> None:
+def test_all_are_here():
     assert [path.stem for path in RECIPES] == list(RANKS)
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> list[str]:
+def images(tmp_path):
     """One image in the place of those that a user has to bring."""
     Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
     return ["--data.dataset_path", str(tmp_path)]
@@ -52,22 +52,18 @@ def checked(path: Path, images: list[str], capsys: pytest.CaptureFixture[str], *
     return output
 
 
-def test_recipes_are_valid_on_the_ranks_they_are_meant_for(
-    images: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipes_are_valid_on_the_ranks_they_are_meant_for(images, capsys):
     for path in (*RECIPES, OWN):
         checked(path, images, capsys)
 
 
 @pytest.mark.parametrize("path", tiers([OWN, *LARGE], [OWN], LARGE), ids=lambda path: path.stem)
-def test_a_valid_recipe_is_planned(
-    path: Path, images: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_valid_recipe_is_planned(path, images, capsys):
     told = checked(path, images, capsys, "--plan")
     assert re.search(r"^planned memory of .* GiB allocated", told, re.M)
 
 
-def test_settings(images: list[str]) -> None:
+def test_settings(images):
     """Table 8 of arXiv:2111.06377, which names no limit of the gradient norm."""
     for path in LARGE:
         job = load_job(path, images, RANKS[path.stem], "cuda").config
@@ -78,30 +74,28 @@ def test_settings(images: list[str]) -> None:
         assert job.training.max_norm == 0, path
 
 
-def test_comments_say_what_a_recipe_needs() -> None:
+def test_comments_say_what_a_recipe_needs():
     for path in LARGE:
         assert_comment_says_what_it_needs(path, RANKS[path.stem])
 
 
-def test_nothing_is_said_twice() -> None:
+def test_nothing_is_said_twice():
     paths = [*RECIPES, OWN, FOLDER / "base/vit_mae.toml"]
     assert [said for path in paths for said in repeated(path)] == []
 
 
 @pytest.mark.parametrize("name", ["vit_mae_3b", "vit_mae_debug"])
-def test_studies_can_run_where_they_are_meant_to(
-    name: str, images: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_studies_can_run_where_they_are_meant_to(name, images, monkeypatch):
     monkeypatch.setenv("HEAD_NODE", "node1")
     assert_can_run(FOLDER / f"studies/{name}.toml", images, [])
 
 
-def test_recipes_of_a_laptop_fit_up_to_eight_ranks() -> None:
+def test_recipes_of_a_laptop_fit_up_to_eight_ranks():
     for path in (FOLDER / "vit_mae_debug.toml", OWN):
         assert_fits(path, [1, 2, 4, 8])
 
 
-def test_it_trains(tmp_path: Path) -> None:
+def test_it_trains(tmp_path):
     """From about 1, the loss of the mean of each patch."""
     small = ["--training.steps=4", "--training.global_batch_size=16", "--validation.steps=1"]
     flags = [*small, "--validation.freq=4", f"--job.dump_folder={tmp_path}", "--metrics.log_freq=1"]

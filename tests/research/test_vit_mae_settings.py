@@ -31,7 +31,7 @@ def images(of: JobConfig) -> ImagesConfig:
 
 
 @pytest.mark.gate
-def test_a_recipe_of_text_imports_nothing_of_images() -> None:
+def test_a_recipe_of_text_imports_nothing_of_images():
     code = (
         "import sys\nfrom torchtitan.checks import load_job\n"
         f"load_job({str(TEXT)!r}, ['--data.dataset=synthetic'], None, 'cpu').config.flat()\n"
@@ -42,7 +42,7 @@ def test_a_recipe_of_text_imports_nothing_of_images() -> None:
     assert done.stdout.split() == []
 
 
-def test_recipe_and_flags_set_it() -> None:
+def test_recipe_and_flags_set_it():
     assert not images(job(IMAGES)).augment, "as the recipe says"
     assert images(job(IMAGES, "--data.images.augment")).augment
     changed = images(job(IMAGES, "--data.images.bands", "1", "--data.images.crop=window"))
@@ -53,7 +53,7 @@ def test_recipe_and_flags_set_it() -> None:
     ]
 
 
-def test_what_a_run_of_text_recorded_before_loads(tmp_path: Path) -> None:
+def test_what_a_run_of_text_recorded_before_loads(tmp_path):
     """It recorded the keys of every section, those of images among them."""
     recorded = tmp_path / "recipe.toml"
     toml = to_toml(job(TEXT, "--no-data.images.augment"))
@@ -72,9 +72,7 @@ def test_what_a_run_of_text_recorded_before_loads(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("dataset", ["scenes", "synthetic"])
-def test_a_mistake_in_it_has_its_place(
-    line: str, message: str, dataset: str, tmp_path: Path
-) -> None:
+def test_a_mistake_in_it_has_its_place(line, message, dataset, tmp_path):
     recipe = tmp_path / "bad.toml"
     recipe.write_text(f'[data]\ndataset = "{dataset}"\n[data.images]\n{line}\n')
     with pytest.raises(RecipeError) as error:
@@ -82,16 +80,14 @@ def test_a_mistake_in_it_has_its_place(
     assert any(each.startswith(f"{recipe}:4: {message}") for each in error.value.lines)
 
 
-def test_a_section_that_is_nearly_it(tmp_path: Path) -> None:
+def test_a_section_that_is_nearly_it(tmp_path):
     recipe = tmp_path / "bad.toml"
     recipe.write_text("[data.image]\ncrop = 'none'\n")
     with pytest.raises(RecipeError, match=r"bad.toml:1: data.image: .*did you mean data.images\?"):
         load_job(recipe, (), None, "cpu")
 
 
-def test_a_run_of_text_from_before_resumes_without_a_notice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_text_from_before_resumes_without_a_notice(tmp_path, monkeypatch):
     """Its checkpoint records keys of `[data.images]`, which had no effect."""
     small = tiny.job(tmp_path, training={"steps": 2}, checkpoint={"enable": True, "interval": 1})
     flat, section = JobConfig.in_effect, ImagesConfig().model_dump(mode="json")
@@ -106,11 +102,11 @@ def test_a_run_of_text_from_before_resumes_without_a_notice(
     assert [line.partition(":")[0] for line in told] == ["training.max_norm", "training.steps"]
 
 
-def test_sections_without_effect_are_in_no_comparison() -> None:
+def test_sections_without_effect_are_in_no_comparison():
     assert job(TEXT, "--no-data.images.augment").flat() == job(TEXT).flat()
 
 
-def test_no_images_are_held_out_by_a_fraction() -> None:
+def test_no_images_are_held_out_by_a_fraction():
     message = 'got 0.1; only text can be held out, and the data set "scenes" has none$'
     with pytest.raises(RecipeError, match=rf"data.validation_fraction: {message}"):
         job(IMAGES, "--data.validation_fraction=0.1", "--validation.no-enable")

@@ -31,7 +31,7 @@ def trained(folder: Path, layout: str, kill: bool = False, **sections: Any) -> N
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(tmp_path_factory):
     """A run on one rank that nothing happens to."""
     folder = tmp_path_factory.mktemp("straight") / "run"
     trained(folder, "one rank")
@@ -39,7 +39,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(tmp_path_factory):
     """The same run on two ranks, killed, and resumed on one."""
     folder = tmp_path_factory.mktemp("killed") / "run"
     trained(folder, "FSDP 2", kill=True)
@@ -47,9 +47,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_report_has_the_hash_of_all_samples_on_any_layout(
-    straight: Path, killed: Path
-) -> None:
+def test_every_report_has_the_hash_of_all_samples_on_any_layout(straight, killed):
     expected = {row["step"]: row["data_hash"] for row in rows(straight) if "data_hash" in row}
     found = {row["step"]: row["data_hash"] for row in rows(killed) if "data_hash" in row}
     assert found == expected
@@ -57,9 +55,7 @@ def test_every_report_has_the_hash_of_all_samples_on_any_layout(
     assert len(set(expected.values())) == 8
 
 
-def test_a_killed_and_resumed_run_is_complete(
-    straight: Path, killed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_and_resumed_run_is_complete(straight, killed, capsys):
     assert main(["data", "ledger", str(killed), "--json", "--verify"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["is_complete"]
@@ -111,7 +107,7 @@ def without_step_4(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in found if row["step"] != 4 or row["event"] == "start"]
 
 
-TAMPERED: dict[str, tuple[Change, bool, str]] = {
+TAMPERED = {
     "a row is removed": (without(2, "steps"), False, "a row before it is missing"),
     "the last row is removed": (lambda found: found[:-3], False, "its last rows are missing"),
     "a hash is changed": (with_values(1, "steps", hash="0" * 16), False, "was changed"),
@@ -138,9 +134,7 @@ TAMPERED: dict[str, tuple[Change, bool, str]] = {
 
 
 @pytest.mark.parametrize("what", TAMPERED)
-def test_a_changed_ledger_is_found(
-    what: str, killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_ledger_is_found(what, killed, tmp_path, capsys):
     change, rechain, message = TAMPERED[what]
     folder = changed(killed, tmp_path / "run", change, rechain)
     assert main(["data", "ledger", str(folder)]) == 1
@@ -148,8 +142,8 @@ def test_a_changed_ledger_is_found(
 
 
 def test_verify_finds_hashes_that_agree_with_each_other_but_not_with_the_recipe(
-    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    straight, tmp_path, capsys
+):
     def change(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [row | ({"hash": "0" * 16} if row["samples"] == 32 else {}) for row in found]
 
@@ -163,8 +157,8 @@ def test_verify_finds_hashes_that_agree_with_each_other_but_not_with_the_recipe(
 
 
 def test_an_incomplete_last_line_is_ignored_and_a_resumed_run_continues_after_it(
-    straight: Path, tmp_path: Path
-) -> None:
+    straight, tmp_path
+):
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)
     with (folder / LEDGER_FILE).open("a") as file:
@@ -176,7 +170,7 @@ def test_an_incomplete_last_line_is_ignored_and_a_resumed_run_continues_after_it
 
 
 @pytest.mark.gate
-def test_a_run_that_changes_batch_and_length_is_verified(killed: Path, tmp_path: Path) -> None:
+def test_a_run_that_changes_batch_and_length_is_verified(killed, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(killed, folder)
     batch = {"seq_len": 24, "global_batch_size": 4, "local_batch_size": 1, "steps": 12}
@@ -189,7 +183,7 @@ def test_a_run_that_changes_batch_and_length_is_verified(killed: Path, tmp_path:
 
 
 @pytest.mark.gate
-def test_a_rollback_is_no_gap(tmp_path: Path) -> None:
+def test_a_rollback_is_no_gap(tmp_path):
     """Samples that are skipped by it are read, and counted."""
     folder = tmp_path / "run"
     spikes = {"sigma": 0.001, "window": 3, "max_rollbacks": 1}
@@ -200,18 +194,14 @@ def test_a_rollback_is_no_gap(tmp_path: Path) -> None:
     assert "rollback" in [row["event"] for row in ledger_rows(folder / LEDGER_FILE)]
 
 
-def test_a_run_without_a_ledger_is_refused(
-    straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_ledger_is_refused(straight, tmp_path, capsys):
     shutil.copy(straight / "metrics.jsonl", tmp_path)
     assert main(["data", "ledger", str(tmp_path)]) == 2
     assert f"has no {LEDGER_FILE}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("packing", ["join", pytest.param("best_fit", marks=pytest.mark.gate)])
-def test_sources_of_a_mixture_are_counted_across_kills_and_stages(
-    packing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sources_of_a_mixture_are_counted_across_kills_and_stages(packing, tmp_path, capsys):
     sources = [
         {"path": str(write_shards(tmp_path / name, drawn_documents(90, seed)))} | amount
         for seed, (name, amount) in enumerate(
@@ -235,9 +225,7 @@ def test_sources_of_a_mixture_are_counted_across_kills_and_stages(
 
 @pytest.mark.gate
 @pytest.mark.parametrize("layout", ["DDP 2", "PP 2", "FSDP 2 x TP 2"])
-def test_the_hash_is_that_of_one_rank_on_other_layouts(
-    layout: str, straight: Path, tmp_path: Path
-) -> None:
+def test_the_hash_is_that_of_one_rank_on_other_layouts(layout, straight, tmp_path):
     trained(tmp_path / "run", layout)
     assert main(["data", "ledger", str(tmp_path / "run")]) == 0
     one, other = read_consumption(straight), read_consumption(tmp_path / "run")
@@ -250,9 +238,7 @@ def test_the_hash_is_that_of_one_rank_on_other_layouts(
     [("torchtitan.checkpoint.store:Disk.commit", 2, 2), ("os:fsync", 12, 4)],
     ids=["before the checkpoint is there", "when it is there"],
 )
-def test_a_kill_during_a_save_leaves_no_gap(
-    place: str, number: int, resumed_at: int, tmp_path: Path
-) -> None:
+def test_a_kill_during_a_save_leaves_no_gap(place, number, resumed_at, tmp_path):
     folder, job = tmp_path / "run", recipe(tmp_path / "run", metrics=METRICS)
     assert play(job, 1, {0: at_call(place, number)}).was_killed
     trained(folder, "one rank")
@@ -261,9 +247,7 @@ def test_a_kill_during_a_save_leaves_no_gap(
 
 
 @pytest.mark.gate
-def test_sources_of_a_run_that_was_killed_are_known_until_its_last_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sources_of_a_run_that_was_killed_are_known_until_its_last_checkpoint(tmp_path, capsys):
     trained(tmp_path / "run", "one rank", kill=True)
     assert main(["data", "ledger", str(tmp_path / "run")]) == 0
     text = capsys.readouterr().out
@@ -272,10 +256,8 @@ def test_sources_of_a_run_that_was_killed_are_known_until_its_last_checkpoint(
 
 
 @pytest.mark.parametrize(("hash", "call"), [("0" * 16, "skip"), (None, "load"), ("1a", "load")])
-def test_a_run_that_continues_another_is_told_from_one_that_skips(
-    hash: str | None, call: str
-) -> None:
-    calls: list[str] = []
+def test_a_run_that_continues_another_is_told_from_one_that_skips(hash, call):
+    calls = []
     stream = SimpleNamespace(
         skip=lambda samples: calls.append("skip"),
         load_state_dict=lambda state: calls.append("load"),

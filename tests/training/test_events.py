@@ -3,7 +3,6 @@
 import errno
 import json
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_rank_tells_its_start_its_traffic_and_its_phases(name: str, tmp_path: Path) -> None:
+def test_every_rank_tells_its_start_its_traffic_and_its_phases(name, tmp_path):
     degrees, axis, told = LAYOUTS[name]
     job = tiny.job(tmp_path, parallelism=degrees, training={"local_batch_size": 4, "steps": 4})
     run_ranks(train, 2, job)
@@ -51,7 +50,7 @@ def test_every_rank_tells_its_start_its_traffic_and_its_phases(name: str, tmp_pa
     assert asked <= sent <= asked + 500
 
 
-def test_reports_name_the_slowest_rank(tmp_path: Path) -> None:
+def test_reports_name_the_slowest_rank(tmp_path):
     run_ranks(train, 2, tiny.job(tmp_path, training={"steps": 2}))
     for row in (row for row in rows(tmp_path) if "tps" in row):
         phases = sum(row[f"time/{name}"] for name in PHASES if f"time/{name}" in row)
@@ -61,14 +60,12 @@ def test_reports_name_the_slowest_rank(tmp_path: Path) -> None:
         assert row["slowest/forward_pct"] >= 0
 
 
-def test_without_events_there_are_none(tmp_path: Path) -> None:
+def test_without_events_there_are_none(tmp_path):
     run_ranks(train, 1, tiny.job(tmp_path, training={"steps": 2}, metrics={"save_events": False}))
     assert not (tmp_path / "events").exists()
 
 
-def test_a_disk_that_fails_ends_the_log_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_ends_the_log_and_nothing_else(tmp_path, caplog, monkeypatch):
     log = EventLog(tmp_path / "events", 3)
     log.write(1, "start", seconds=2.5)
 
@@ -81,7 +78,7 @@ def test_a_disk_that_fails_ends_the_log_and_nothing_else(
 
     assert log.file is not None
     log.file.close()
-    log.file = Full()  # type: ignore[assignment]
+    log.file = Full()
     with caplog.at_level(logging.ERROR, "torchtitan"):
         log.write(2, "steps")
         log.write(3, "steps")

@@ -29,9 +29,9 @@ SMALL = [
 BATCH = ("training", "global_batch_size")
 
 
-def test_every_recipe_fixes_its_batch() -> None:
+def test_every_recipe_fixes_its_batch():
     for path in RECIPES:
-        mistakes: list[str] = []
+        mistakes = []
         sources = read_recipe(path, mistakes)
         batches = [s[BATCH].value for s in sources if BATCH in s]
         assert not mistakes
@@ -39,7 +39,7 @@ def test_every_recipe_fixes_its_batch() -> None:
         assert batches[-1] > 0, path
 
 
-def test_the_debug_recipe_fits_up_to_eight_ranks() -> None:
+def test_the_debug_recipe_fits_up_to_eight_ranks():
     assert_fits(FOLDER / "debug_model.toml", [1, 2, 4, 8])
 
 
@@ -61,7 +61,7 @@ def trained(folder: Path, ranks: int, *flags: str, recipe: Path | None = None) -
     assert run_ranks(train_main, ranks, words) == [0] * ranks
 
 
-def test_the_debug_recipe_trains_the_same_run_on_any_ranks(tmp_path: Path) -> None:
+def test_the_debug_recipe_trains_the_same_run_on_any_ranks(tmp_path):
     for ranks in (1, 2, 4):
         trained(tmp_path / str(ranks), ranks)
     one = losses(tmp_path / "1")
@@ -71,9 +71,7 @@ def test_the_debug_recipe_trains_the_same_run_on_any_ranks(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_resume_on_other_ranks_keeps_the_batch(
-    before: int, after: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_resume_on_other_ranks_keeps_the_batch(before, after, tmp_path, capfd):
     follows = ["--training.global_batch_size=-1", "--training.local_batch_size=4"]
     trained(tmp_path / "whole", before, *follows, "--training.steps=6")
     trained(tmp_path / "halves", before, *follows)
@@ -96,9 +94,7 @@ def test_a_resume_on_other_ranks_keeps_the_batch(
     assert state["data"]["samples"] == 6 * batch
 
 
-def test_ranks_that_cannot_divide_the_batch_are_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_cannot_divide_the_batch_are_refused(tmp_path, capfd):
     recipe = tmp_path / "r.toml"
     recipe.write_text(to_toml(tiny.job(tmp_path / "run", training={"global_batch_size": -1})))
     words = ["--job.config_file", str(recipe), "--checkpoint.enable", "--training.local_batch_size"]
@@ -117,7 +113,7 @@ def test_ranks_that_cannot_divide_the_batch_are_refused(
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
-def test_another_batch_in_the_recipe_is_no_kept_one(tmp_path: Path) -> None:
+def test_another_batch_in_the_recipe_is_no_kept_one(tmp_path):
     """It is refused if it does not divide the lanes, as ever."""
     sections = {"checkpoint": {"enable": True}}
     run_ranks(train, 1, tiny.job(tmp_path, training={"steps": 2}, **sections))
@@ -130,7 +126,7 @@ def test_another_batch_in_the_recipe_is_no_kept_one(tmp_path: Path) -> None:
     assert state["data"]["samples"] == 2 * 8 + 2 * 4
 
 
-def test_a_rank_has_at_most_its_share_at_a_time() -> None:
+def test_a_rank_has_at_most_its_share_at_a_time():
     for local, batch, ranks, at_a_time, accumulated in [
         *((8, 8, 1, 8, 1), (8, 8, 2, 4, 1), (8, 8, 8, 1, 1), (2, 8, 2, 2, 2), (8, 32, 2, 8, 2))
     ]:
@@ -153,9 +149,7 @@ def test_a_rank_has_at_most_its_share_at_a_time() -> None:
         (None, Degrees(dp_shard=2), 1, 8),
     ],
 )
-def test_a_kept_batch_is_accumulated(
-    kept: int | None, degrees: Degrees, microbatch: int, at_a_time: int
-) -> None:
+def test_a_kept_batch_is_accumulated(kept, degrees, microbatch, at_a_time):
     pipeline = {"pipeline_parallel_microbatch_size": microbatch}
     sizes = {"local_batch_size": 8, "global_batch_size": -1}
     job = tiny.job(training=sizes, parallelism=pipeline).with_batch(degrees, kept)
@@ -165,7 +159,7 @@ def test_a_kept_batch_is_accumulated(
     assert each * degrees.data == (kept or 16)
 
 
-def test_checkpoints_of_before_have_the_batch_of_their_lanes() -> None:
+def test_checkpoints_of_before_have_the_batch_of_their_lanes():
     lanes = {"lanes": [None] * 16}
     recipe = {"training.global_batch_size": -1, "data.lanes": -1}
     assert global_batch({"recipe": recipe, "data": lanes}) == 16
@@ -174,9 +168,7 @@ def test_checkpoints_of_before_have_the_batch_of_their_lanes() -> None:
     assert global_batch({}) is None
 
 
-def test_check_says_what_the_batch_follows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_says_what_the_batch_follows(tmp_path, capsys):
     (tmp_path / "r.toml").write_text("[training]\nlocal_batch_size = 4\n")
     assert main(["check", str(tmp_path / "r.toml"), "--world-size", "3"]) == 0
     assert (
@@ -192,9 +184,7 @@ def test_check_says_what_the_batch_follows(
     ) in capsys.readouterr().out
 
 
-def test_a_run_says_what_the_batch_follows(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_what_the_batch_follows(tmp_path, capfd):
     trained(tmp_path / "follows", 1, "--training.global_batch_size=-1", "--training.steps=1")
     said = "".join(capfd.readouterr())
     follows = "follows the number of ranks: 8 sequences x 1 data-parallel rank = 8 in a step"

@@ -8,7 +8,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -88,10 +88,10 @@ def values(text: str) -> dict[str, float]:
 
 def asked(folder: str, port: int, **sections: dict[str, Any]) -> dict[str, Any]:
     """Train, and ask at each of these moments."""
-    found: dict[str, Any] = {}
+    found = {}
 
     def asks(kind: type, method: str, name: str) -> None:
-        usual: Callable[..., Any] = getattr(kind, method)
+        usual = getattr(kind, method)
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             answered = {path: ask(port, path) for path in ("/healthz", "/metrics", "/")}
@@ -110,7 +110,7 @@ def asked(folder: str, port: int, **sections: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("health")
     [found] = run_ranks(asked, 1, str(folder), free_port())
     return found, folder
@@ -127,7 +127,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("phase", STEPS)
-def test_a_probe_is_told_what_the_run_does(phase: str, answers: tuple[Any, Path]) -> None:
+def test_a_probe_is_told_what_the_run_does(phase, answers):
     asked = [each["/healthz"] for each in answers[0][phase]]
     found = [json.loads(body) for _, body in asked]
     assert {status for status, _ in asked} == {200}
@@ -136,7 +136,7 @@ def test_a_probe_is_told_what_the_run_does(phase: str, answers: tuple[Any, Path]
     assert [each["phase"] for each in found] == expected
 
 
-def test_prometheus_gets_the_last_report(answers: tuple[Any, Path]) -> None:
+def test_prometheus_gets_the_last_report(answers):
     found, folder = answers
     status, text = found["finishing"][0]["/metrics"]
     seen, last = values(text), rows(folder)
@@ -178,7 +178,7 @@ def health(saved_step: int | None = None) -> tuple[Health, list[float], Timeline
     return one, now, timeline
 
 
-def test_a_run_that_hangs_is_not_healthy_and_one_that_compiles_is() -> None:
+def test_a_run_that_hangs_is_not_healthy_and_one_that_compiles_is():
     one, now, timeline = health()
     now[0] = 10_000.0  # the first step may take long
     assert one.health()["phase"] == "starting"
@@ -207,7 +207,7 @@ def test_a_run_that_hangs_is_not_healthy_and_one_that_compiles_is() -> None:
     assert one.answer("/healthz")[0] == 503
 
 
-def test_long_steps_have_more_time() -> None:
+def test_long_steps_have_more_time():
     one, now, _ = health()
     for step in (1, 2):
         now[0] += 20.0
@@ -215,7 +215,7 @@ def test_long_steps_have_more_time() -> None:
     assert one.health()["limit_seconds"] == LIMIT_IN_STEPS * 20.0
 
 
-def test_skipped_steps_and_values_that_are_not_finite() -> None:
+def test_skipped_steps_and_values_that_are_not_finite():
     one, _, _ = health(saved_step=7)
     one.write(1, {"loss": float("nan"), "grad_norm": float("inf"), "skipped": 1, "note": "x"})
     one.write(2, {"skipped": 2})
@@ -230,7 +230,7 @@ def test_skipped_steps_and_values_that_are_not_finite() -> None:
 
 
 @pytest.fixture
-def taken() -> Iterator[int]:
+def taken():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -238,7 +238,7 @@ def taken() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_port_that_is_taken_is_refused(ranks: int, taken: int, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_refused(ranks, taken, tmp_path):
     job = recipe(tmp_path / "run", taken, parallelism={"data_parallel_shard_degree": -1})
     done = play(job, ranks)
     assert done.status == 2, done.log
@@ -251,13 +251,13 @@ def test_a_port_that_is_taken_is_refused(ranks: int, taken: int, tmp_path: Path)
     assert [each for each in tiny.problems(job) if "serve" in each.path] == []
 
 
-def test_an_address_is_split() -> None:
+def test_an_address_is_split():
     assert parse_address(":9090") == ("127.0.0.1", 9090)
     assert parse_address("0.0.0.0:9090") == ("0.0.0.0", 9090)
     assert parse_address("[::]:9090") == ("::", 9090)
 
 
-def test_a_client_that_leaves_is_not_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_client_that_leaves_is_not_in_the_log(capfd):
     one, _, _ = health()
     port = free_port()
     with serving(f":{port}", one):
@@ -274,7 +274,7 @@ def test_a_client_that_leaves_is_not_in_the_log(capfd: pytest.CaptureFixture[str
 
 
 @pytest.mark.gate
-def test_a_second_run_waits_for_the_first_that_ends_in_its_folder(tmp_path: Path) -> None:
+def test_a_second_run_waits_for_the_first_that_ends_in_its_folder(tmp_path):
     """A requeued run starts while the last one saves, and has the same address."""
     words = write_recipe(tmp_path / "run", free_port(), training={"steps": 2})
     runs = {"ending": end_when_waited_for, "waiting": tell_of_waiting}
@@ -315,7 +315,7 @@ def tell_of_waiting(words: list[str], folder: Path) -> None:
     assert train_main([*words, "--training.steps=3"]) == 0
 
 
-def test_the_first_rank_of_a_node_answers_for_all(tmp_path: Path) -> None:
+def test_the_first_rank_of_a_node_answers_for_all(tmp_path):
     shards = {"data_parallel_shard_degree": -1}
     found = run_ranks(asked_by_ranks, 2, str(tmp_path / "run"), free_port(), shards)
     assert [each["checkpoint"][-1]["/healthz"][0] for each in found] == [200, 200]
@@ -325,7 +325,7 @@ def asked_by_ranks(folder: str, port: int, parallelism: dict[str, Any]) -> dict[
     return asked(folder, port, parallelism=parallelism)
 
 
-def test_a_run_that_answers_nothing_imports_no_server(tmp_path: Path) -> None:
+def test_a_run_that_answers_nothing_imports_no_server(tmp_path):
     words = [*write_recipe(tmp_path, 1), "--metrics.serve=", "--training.steps=1"]
     assert run_ranks(imports_a_server, 1, words) == [False]
 
@@ -339,13 +339,13 @@ def imports_a_server(words: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("serve", ["9090", ":0", ":99999", "http://a:1", "a:b"])
-def test_an_address_without_a_port_is_refused(serve: str) -> None:
+def test_an_address_without_a_port_is_refused(serve):
     [problem] = MetricsConfig(serve=serve).problems(Context(world=PlannedWorld(1, "cpu")))
     assert problem.path == "serve"
     assert 'wanted a port, as ":9090"' in problem.message
 
 
-def test_the_dashboard_shows_what_there_is() -> None:
+def test_the_dashboard_shows_what_there_is():
     named = set(re.findall(r"torchtitan_\w+", DASHBOARD.read_text(encoding="utf-8")))
     one, _, _ = health()
     assert named

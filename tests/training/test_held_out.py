@@ -27,7 +27,7 @@ def recipe(folder: Path, steps: int = 6, **sections: dict[str, Any]) -> JobConfi
     file = folder.parent / "documents.jsonl"
     lines = [json.dumps({"text": each * 8}, ensure_ascii=False) for each in sorted(DOCUMENTS)]
     file.write_text("\n".join(lines))
-    defaults: dict[str, dict[str, Any]] = {
+    defaults = {
         "data": {"dataset": str(file), "validation_fraction": 0.2},
         "training": {"steps": steps},
         "lr_scheduler": {"total_steps": 6},
@@ -39,7 +39,7 @@ def recipe(folder: Path, steps: int = 6, **sections: dict[str, Any]) -> JobConfi
 
 def texts(batch: Batch, found: set[str]) -> Batch:
     """Add the documents of a batch."""
-    for row in batch.tokens.tolist():  # type: ignore[attr-defined]
+    for row in batch.tokens.tolist():
         text = bytes(token for token in row if token < 256).decode(errors="ignore")
         found.update(DOCUMENTS.intersection(text))
     return batch
@@ -47,8 +47,8 @@ def texts(batch: Batch, found: set[str]) -> Batch:
 
 def documents_of(job: JobConfig) -> tuple[set[str], set[str]]:
     """The documents that this rank trains on, and those that it validates on."""
-    trained: set[str] = set()
-    validated: set[str] = set()
+    trained = set()
+    validated = set()
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
         start = world.broadcast_object(choose(job) if world.rank == 0 else None)
         run = build(job, world, Observer(on_microbatch=functools.partial(texts, found=trained)))
@@ -64,7 +64,7 @@ def documents_of(job: JobConfig) -> tuple[set[str], set[str]]:
     return trained, validated
 
 
-def test_no_rank_trains_on_what_is_held_out(tmp_path: Path) -> None:
+def test_no_rank_trains_on_what_is_held_out(tmp_path):
     seen = {}
     for ranks in (1, 2):
         job = recipe(tmp_path / str(ranks), training={"steps": 8})
@@ -77,7 +77,7 @@ def test_no_rank_trains_on_what_is_held_out(tmp_path: Path) -> None:
     assert 5 <= len(seen[1][1]) <= 20
 
 
-def test_it_is_the_same_run_on_two_ranks_and_after_a_stop(tmp_path: Path) -> None:
+def test_it_is_the_same_run_on_two_ranks_and_after_a_stop(tmp_path):
     run_ranks(train_each, 1, [recipe(tmp_path / "whole"), recipe(tmp_path / "halves", steps=3)])
     run_ranks(train_each, 2, [recipe(tmp_path / "halves"), recipe(tmp_path / "two")])
     whole = losses(tmp_path / "whole"), validations(tmp_path / "whole")
@@ -92,7 +92,7 @@ def validations(folder: Path) -> dict[int, float]:
     return {row["step"]: row["validation_loss"] for row in found if "validation_loss" in row}
 
 
-def test_a_resumed_run_holds_out_the_same(tmp_path: Path) -> None:
+def test_a_resumed_run_holds_out_the_same(tmp_path):
     run_ranks(train, 1, recipe(tmp_path / "run", steps=3))
     other = recipe(tmp_path / "run", data={"validation_fraction": 0.3})
     with pytest.raises(AssertionError, match=r"validation_fraction was 0.2 and is 0.3"):

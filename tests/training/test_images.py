@@ -25,7 +25,7 @@ KEYS = ("loss", "grad_norm", "loss/activity", "images")
 
 
 @pytest.fixture(autouse=True)
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def page(tmp_path, monkeypatch):
     """The files of the page, in the current folder."""
     for block in blocks(ROOT / "docs/extending.md"):
         if block.marks.get("file", "").startswith(("images", "my_images")):
@@ -56,7 +56,7 @@ def numbers(found: list[dict[str, Any]], *keys: str) -> list[float]:
 
 
 @pytest.mark.gate
-def test_every_layout_trains_as_one_rank() -> None:
+def test_every_layout_trains_as_one_rank():
     one = trained("one", 1)
     assert [row["images"] for row in one if "images" in row] == [16, 32, 48, 64]
     assert all(row["images_per_second"] > 0 for row in one if "images" in row)
@@ -69,7 +69,7 @@ def test_every_layout_trains_as_one_rank() -> None:
 
 @pytest.mark.gate
 @pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, LAYOUTS["PP 2"])])
-def test_an_auxiliary_loss_of_weight_zero_changes_no_bit(ranks: int, layout: list[str]) -> None:
+def test_an_auxiliary_loss_of_weight_zero_changes_no_bit(ranks, layout):
     weights = {"weighted": 1.0, "zero": 0.0, "without": 0.0}
     flags = [*layout, "--training.steps=2"]
     run_ranks(
@@ -94,7 +94,7 @@ def train_and_leave_out(weighted: JobConfig, zero: JobConfig, without: JobConfig
 @pytest.mark.gate
 @pytest.mark.costs("three runs on each of two layouts")
 @pytest.mark.parametrize("names", [("FSDP 2", "PP 2"), ("DDP 2",)])
-def test_a_run_that_is_resumed_is_the_run_never_stopped(names: tuple[str, ...]) -> None:
+def test_a_run_that_is_resumed_is_the_run_never_stopped(names):
     jobs = []
     for name in names:
         flags = [*LAYOUTS[name], "--lr_scheduler.total_steps=4"]
@@ -118,13 +118,13 @@ def test_a_run_that_is_resumed_is_the_run_never_stopped(names: tuple[str, ...]) 
         (["--parallelism.context_parallel_degree=2"], "cannot be split over a sequence"),
     ],
 )
-def test_what_images_cannot_do_is_refused_by_name(flags: list[str], message: str) -> None:
+def test_what_images_cannot_do_is_refused_by_name(flags, message):
     ranks = 2 if any("parallelism" in flag for flag in flags) else 1
     with pytest.raises(RecipeError, match=message):
         read("unused", ranks, *flags)
 
 
-def test_text_is_not_trained_on_images() -> None:
+def test_text_is_not_trained_on_images():
     message = "it holds images, and llama3 is trained on text"
     with pytest.raises(RecipeError, match=message):
         load_job(None, ["--job.imports=my_images", "--data.dataset=squares"], 1, "cpu")

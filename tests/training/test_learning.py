@@ -8,7 +8,7 @@ from benchmarks.learning import HARMED, PRECISIONS, STEPS, Learned, Run, measure
 
 
 @pytest.mark.slow
-def test_each_precision_learns_what_bfloat16_learns() -> None:
+def test_each_precision_learns_what_bfloat16_learns():
     learned = measure()
     assert {name: learned.is_same(name) for name in PRECISIONS} == dict.fromkeys(PRECISIONS, True)
     assert {name: learned.is_same(name) for name in HARMED} == dict.fromkeys(HARMED, False)
@@ -19,7 +19,7 @@ def test_each_precision_learns_what_bfloat16_learns() -> None:
         assert losses[0] == pytest.approx(start, rel=1e-2), f"{name} has another start"
 
 
-def test_a_gap_is_measured_in_spreads() -> None:
+def test_a_gap_is_measured_in_spreads():
     seeds = [Run([], 1.0 + seed / 10) for seed in range(5)]
     learned = Learned(seeds, {"near": Run([], 1.3), "far": Run([], 1.4)})
     assert learned.spread == pytest.approx(0.158, abs=1e-3)
@@ -28,7 +28,7 @@ def test_a_gap_is_measured_in_spreads() -> None:
     assert not learned.is_same("far")
 
 
-def test_the_page_is_of_these_runs() -> None:
+def test_the_page_is_of_these_runs():
     page = Path(__file__).parents[2] / "benchmarks/results/learning.md"
     rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if "|" in line]
     verdicts = {row[0]: row[-1] for row in rows[2 + 5 :]}

@@ -34,7 +34,7 @@ FSDP = case(shard=2)
 
 def recipe(folder: Path, layout: Case, steps: int = 4, **sections: Any) -> JobConfig:
     """Saved at step 2 and at the end."""
-    defaults: dict[str, dict[str, Any]] = {
+    defaults = {
         "model": {"flavor": "square"},
         "training": {"steps": steps},
         "lr_scheduler": {"total_steps": 4},
@@ -70,7 +70,7 @@ def handed_over(job: JobConfig) -> bool:
         return all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_another_replica_group_takes_the_state_over(tmp_path: Path) -> None:
+def test_another_replica_group_takes_the_state_over(tmp_path):
     assert run_ranks(handed_over, 1, recipe(tmp_path, ALONE)) == [True]
 
 
@@ -87,9 +87,7 @@ def ended(job: JobConfig) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_that_is_not_finite_ends_a_run_whose_update_is_made(
-    ranks: int, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_not_finite_ends_a_run_whose_update_is_made(ranks, tmp_path):
     job = recipe(
         tmp_path,
         case(shard=ranks, batch=8 // ranks),
@@ -108,7 +106,7 @@ def copied_late(job: JobConfig) -> dict[str, Tensor]:
     return train(job)
 
 
-def test_no_weight_changes_while_it_is_copied(tmp_path: Path) -> None:
+def test_no_weight_changes_while_it_is_copied(tmp_path):
     for mode in ("disabled", "async"):
         job = recipe(
             tmp_path / mode,
@@ -133,7 +131,7 @@ def losses_of(job: JobConfig) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_rate_and_nothing_else_trains_the_debug_model() -> None:
+def test_a_rate_and_nothing_else_trains_the_debug_model():
     a_rate_trains_the_debug_model("Muon")
 
 

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ PREPARATION = ("normalize", "patchify", "mask_order")
 
 def main_thread_prepares(job: JobConfig) -> dict[str, bool]:
     """Train; for each thing that is done to a batch before a step, whether the step did it."""
-    found: dict[str, bool] = {}
+    found = {}
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -46,7 +45,7 @@ def main_thread_prepares(job: JobConfig) -> dict[str, bool]:
     return found
 
 
-def test_images_are_made_ready_by_threads(tmp_path: Path) -> None:
+def test_images_are_made_ready_by_threads(tmp_path):
     data = {"dataset": "scenes", "num_workers": 2}
     job = tiny.job(tmp_path, model=tiny.VIT_MAE, data=data, training={"steps": 2})
     (found,) = run_ranks(main_thread_prepares, 1, job)
@@ -54,10 +53,10 @@ def test_images_are_made_ready_by_threads(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
+def pinned(monkeypatch):
     """Each call of a CUDA that is not there: in the main thread, its current device, and where
     what it returns is in memory."""
-    calls: list[tuple[bool, int, int]] = []
+    calls = []
     thread = threading.local()
 
     def pin_memory(tensor: Tensor) -> Tensor:
@@ -76,8 +75,8 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
     [(2, Device("cuda", 3), True), (2, Device("cpu"), False), (0, Device("cuda", 3), True)],
 )
 def test_batches_are_pinned_for_cuda_by_a_thread_if_there_is_one(
-    workers: int, device: Device, is_pinned: bool, pinned: list[tuple[bool, int, int]]
-) -> None:
+    workers, device, is_pinned, pinned
+):
     stream = build_stream(
         DataConfig(dataset="synthetic", num_workers=workers),
         load_tokenizer(None),

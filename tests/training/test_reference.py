@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.token_shards import drawn_documents, write_shards
 from torchtitan.checks import load_job
 from torchtitan.train import report_reference
@@ -11,7 +9,7 @@ from torchtitan.train import report_reference
 RECIPE = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 
 
-def test_it_reads_no_further_than_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_reads_no_further_than_the_run(tmp_path, caplog):
     """A source that is read once may end after the run."""
     tokens = write_shards(tmp_path / "tokens", drawn_documents(40))
     recipe = tmp_path / "r.toml"

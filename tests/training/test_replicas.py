@@ -81,9 +81,7 @@ def job(folder: Path, groups: int = 1, **sections: dict[str, Any]) -> JobConfig:
     return tiny.job(folder, fault_tolerance=ours, **sections)
 
 
-def test_a_step_that_is_dropped_is_done_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_dropped_is_done_again(tmp_path, monkeypatch):
     agrees = [False, True, True, False, False, True]
     monkeypatch.setattr(ReplicaGroup, "_manager", lambda self: Manager(agrees))
     checkpoint = {"enable": True, "interval": 2}
@@ -102,7 +100,7 @@ def test_a_step_that_is_dropped_is_done_again(
     assert [row["groups"] for row in rows(tmp_path / "dropped") if "groups" in row] == [1]
 
 
-def test_a_group_reads_its_share_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_reads_its_share_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(ReplicaGroup, "_manager", lambda self: Manager([True] * 3))
     run_ranks(train, 1, job(tmp_path, groups=2))
     last = [row for row in rows(tmp_path) if "loss" in row][-1]
@@ -111,13 +109,13 @@ def test_a_group_reads_its_share_alone(tmp_path: Path, monkeypatch: pytest.Monke
 
 def group(manager: Manager, **settings: Any) -> ReplicaGroup:
     """A group that has met others, on one rank without a model."""
-    world: Any = SimpleNamespace(
+    world = SimpleNamespace(
         rank=0,
         size=1,
         comm=SimpleNamespace(train_timeout_seconds=100, init_timeout_seconds=300),
         max=lambda values: values,
     )
-    data: Any = SimpleNamespace(
+    data = SimpleNamespace(
         state_dict=dict,
         load_peer_state=lambda state: None,
         positions=lambda: torch.ones(2, 3, dtype=torch.int64),
@@ -132,7 +130,7 @@ def group(manager: Manager, **settings: Any) -> ReplicaGroup:
         history=lambda: {"step": 3},
         recipe={"[model]": 1, "[data]": 2},
     )
-    made.manager = manager  # type: ignore[assignment]
+    made.manager = manager
     made.start_quorum(3)
     return made
 
@@ -165,17 +163,13 @@ UNLIKE = [
 
 
 @pytest.mark.parametrize(("peer", "kind", "message"), UNLIKE)
-def test_a_group_that_does_not_fit_ends_when_it_comes(
-    peer: Peer, kind: type[Exception], message: str
-) -> None:
+def test_a_group_that_does_not_fit_ends_when_it_comes(peer, kind, message):
     with pytest.raises(kind, match=message):
         group(Manager([True], peer, groups=2)).count(torch.tensor(5))
 
 
 @pytest.mark.parametrize(("peer", "kind", "message"), UNLIKE)
-def test_the_groups_that_were_there_go_on_without_it(
-    peer: Peer, kind: type[Exception], message: str
-) -> None:
+def test_the_groups_that_were_there_go_on_without_it(peer, kind, message):
     manager = Manager([True] * 5)
     there = group(manager)
     assert there.count(torch.tensor(5)) == 5
@@ -190,7 +184,7 @@ def test_the_groups_that_were_there_go_on_without_it(
     assert there.should_commit()
 
 
-def test_too_few_groups_wait_but_one_that_cannot_join_gives_up() -> None:
+def test_too_few_groups_wait_but_one_that_cannot_join_gives_up():
     waiting = group(Manager([False] * 9, groups=1), min_replica_size=2)
     assert not any(waiting.should_commit() for _ in range(9))
     failing = group(Manager([False] * 9, groups=2), min_replica_size=2)
@@ -200,9 +194,9 @@ def test_too_few_groups_wait_but_one_that_cannot_join_gives_up() -> None:
         failing.should_commit()
 
 
-def test_a_group_whose_ranks_are_at_different_steps_ends() -> None:
+def test_a_group_whose_ranks_are_at_different_steps_ends():
     torn = group(Manager([False]))
-    torn.world.max = lambda values: values + 1  # type: ignore[method-assign]
+    torn.world.max = lambda values: values + 1
     with pytest.raises(RuntimeError, match="not all ranks of this replica group could fetch"):
         torn.should_commit()
 
@@ -214,7 +208,7 @@ class Evil:
         return os.abort, ()
 
 
-def test_a_state_that_is_fetched_cannot_run_code() -> None:
+def test_a_state_that_is_fetched_cannot_run_code():
     from torch.distributed._serialization import _streaming_save
 
     plain = {"user": {"default": {"tensors": {"a": torch.arange(5)}, "data": {"lanes": [1, None]}}}}
@@ -239,12 +233,12 @@ def in_memory(run: Run) -> InMemoryState:
 
 def taken_over(folder: Path) -> dict[str, list[float]]:
     """Losses of a run, and of another that took over its state after three steps."""
-    found: dict[str, list[float]] = {}
+    found = {}
     made = job(folder, groups=0, training={"steps": 6})
     with open_world(made.degrees(1), made.comm, Device("cpu")) as world:
         recorders = [RowSink() for _ in range(2)]
         runs = [build(made, world, Observer(sinks=[recorder])) for recorder in recorders]
-        state: dict[str, Any] = {}
+        state = {}
         for run, recorder, name in zip(runs, recorders, ("first", "second"), strict=True):
             live = in_memory(run)
             trainer = Trainer(run)
@@ -269,7 +263,7 @@ def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def test_a_state_is_taken_over_from_memory(tmp_path: Path) -> None:
+def test_a_state_is_taken_over_from_memory(tmp_path):
     (found,) = run_ranks(taken_over, 1, tmp_path)
     assert found["second"] == found["first"][3:]
 
@@ -285,7 +279,7 @@ def put_into(folder: Path, flavor: str) -> str:
     return ""
 
 
-def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_another_model_is_refused(tmp_path):
     (message,) = run_ranks(put_into, 1, tmp_path, "wide")
     assert message.startswith("another replica group's model.")
     assert "this one's" in message

@@ -5,7 +5,6 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ ALL_SINKS = {"enable_tensorboard": True, "enable_wandb": True}
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(tmp_path, monkeypatch):
     for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
         monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "home"))
     for name, value in WANDB_OFFLINE.items():
@@ -90,9 +89,7 @@ def waits_by_step(job: JobConfig) -> dict[int, int]:
     ("ranks", "sinks"),
     [(2, {"enable_tensorboard": True}), pytest.param(1, ALL_SINKS, marks=pytest.mark.gate)],
 )
-def test_only_a_step_that_is_reported_waits_more_than_once(
-    ranks: int, sinks: dict[str, bool], tmp_path: Path
-) -> None:
+def test_only_a_step_that_is_reported_waits_more_than_once(ranks, sinks, tmp_path):
     job = tiny.job(tmp_path, training={"steps": 8}, metrics={"log_freq": 3, **sinks})
     for found in run_ranks(waits_by_step, ranks, job):
         # A step waits once, for its verdict. A report waits once for its values and, where there
@@ -118,7 +115,7 @@ def killed(job: JobConfig, at_step: int) -> None:
 
 
 @pytest.mark.gate
-def test_curves_of_a_run_that_was_killed_go_on_in_every_sink(tmp_path: Path) -> None:
+def test_curves_of_a_run_that_was_killed_go_on_in_every_sink(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     job = tiny.job(
@@ -190,7 +187,7 @@ def with_broken_sinks_and_without(broken: JobConfig, whole: JobConfig) -> Any:
     return summary
 
 
-def test_sinks_that_fail_on_one_rank_change_nothing_of_the_run(tmp_path: Path) -> None:
+def test_sinks_that_fail_on_one_rank_change_nothing_of_the_run(tmp_path):
     jobs = tiny.job(tmp_path / "broken"), tiny.job(tmp_path / "whole")
     summaries = run_ranks(with_broken_sinks_and_without, 2, *jobs)
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")

@@ -62,7 +62,7 @@ class Spoiled:
             self.position = self.stream.state_dict()["samples"] // self.batch + 1
             self.left = self.accumulation
         self.left -= 1
-        batch: Batch = next(self.stream)
+        batch = next(self.stream)
         if self.position not in self.bad:
             return batch
         targets = batch.targets.where(batch.targets == IGNORED, UNSEEN)
@@ -118,7 +118,7 @@ def train(
             is_bad = run.state.step + 1 in bad and world.rank == sees
             return norm() * (100 if is_bad else 1)
 
-        run.optimizers.norm = misled  # type: ignore[method-assign]
+        run.optimizers.norm = misled
         trainer = Trainer(run)
         step = trainer.step
         outcome = Outcome(run.state, {}, None, [], [])
@@ -136,8 +136,8 @@ def train(
                 outcome.returned.append(weights(run))
             return is_done
 
-        trainer.step = watched  # type: ignore[method-assign]
-        run.divergence.roll_back = returning  # type: ignore[method-assign]
+        trainer.step = watched
+        run.divergence.roll_back = returning
         with closing(run.batches):
             try:
                 trainer.train(start)
@@ -151,7 +151,7 @@ def recipe(
     folder: Path, layout: str = "one", optimizer: str = "AdamW", **sections: dict[str, Any]
 ) -> JobConfig:
     """Steps are judged from the fifth good one on, and every third is saved."""
-    defaults: dict[str, dict[str, Any]] = {
+    defaults = {
         "job": {"dump_folder": str(folder)},
         "debug": {"seed": 7},  # with others a step of good data may be far from the few before
         "model": {"flavor": "flat"},
@@ -187,22 +187,20 @@ def is_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def without_step_6() -> dict[str, Tensor]:
+def without_step_6():
     """The weights of a run by SGD whose sixth update is not made."""
     job = recipe(Path("unused"), optimizer="SGD", training={"steps": 8}, **FREE)
     return run_ranks(leaving_out, 1, job, 6)[0]
 
 
-FREE: dict[str, Any] = {"spikes": {"sigma": 0, "max_rollbacks": 0}, "checkpoint": {"enable": False}}
+FREE = {"spikes": {"sigma": 0, "max_rollbacks": 0}, "checkpoint": {"enable": False}}
 
 
 def leaving_out(job: JobConfig, at: int) -> dict[str, Tensor]:
     with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
         run = build(job, world, Observer(sinks=[]))
         update = run.optimizers.step
-        run.optimizers.step = lambda *norms: (  # type: ignore[method-assign]
-            None if run.state.step + 1 == at else update(*norms)
-        )
+        run.optimizers.step = lambda *norms: None if run.state.step + 1 == at else update(*norms)
         trainer = Trainer(run)
         with closing(run.batches), run.meter:
             for _ in range(job.training.steps):
@@ -218,9 +216,7 @@ def train_each(jobs: list[JobConfig], bad: Collection[int]) -> list[Outcome]:
 @pytest.mark.parametrize(
     "names", [("one",), ("FSDP 2", "PP 2, 1F1B"), slow(("FSDP 2 x TP 2",))], ids=" and ".join
 )
-def test_all_ranks_skip_a_spike_and_are_as_without_the_step(
-    names: tuple[str, ...], tmp_path: Path, without_step_6: dict[str, Tensor]
-) -> None:
+def test_all_ranks_skip_a_spike_and_are_as_without_the_step(names, tmp_path, without_step_6):
     short = {"training": {"steps": 8}, "metrics": {"log_freq": 100}}
     jobs = [recipe(tmp_path / name, name, "SGD", **short) for name in names]
     for outcomes in run_ranks(train_each, ranks(names[0]), jobs, {6}):
@@ -237,21 +233,21 @@ def test_all_ranks_skip_a_spike_and_are_as_without_the_step(
             assert skipped["grad_norm"] not in found.state.history["grad_norm"]
 
 
-def test_a_spike_that_one_rank_alone_sees_is_skipped_by_all(tmp_path: Path) -> None:
+def test_a_spike_that_one_rank_alone_sees_is_skipped_by_all(tmp_path):
     job = recipe(tmp_path, "DDP 2", training={"steps": 7})
     one, other = run_ranks(train, 2, job, {6}, 0, 1)
     assert one.moved == other.moved == [True] * 5 + [False, True]
     assert one.state == other.state
 
 
-def test_an_ordinary_run_has_no_spike(tmp_path: Path) -> None:
+def test_an_ordinary_run_has_no_spike(tmp_path):
     spikes = {"sigma": 6, "window": 32}
     job = recipe(tmp_path, training={"steps": 40}, lr_scheduler={"total_steps": 40}, spikes=spikes)
     assert run_ranks(train, 1, job, {})[0].state.skipped == 0
 
 
 @pytest.mark.slow
-def test_the_debug_run_has_no_spike(tmp_path: Path) -> None:
+def test_the_debug_run_has_no_spike(tmp_path):
     flags = ["--spikes.sigma=6", "--spikes.window=20", "--training.steps=60"]
     folder = f"--job.dump_folder={tmp_path}"
     assert main(["train", "train_configs/debug_model.toml", *flags, folder]) == 0
@@ -265,13 +261,13 @@ BAD = {5, 8, 9, 10}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+def whole(tmp_path_factory):
     """A run on one rank that is never stopped."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, run_ranks(train, 1, recipe(folder), BAD)[0]
 
 
-def test_rollback_is_the_checkpoint_with_later_data(whole: tuple[Path, Outcome]) -> None:
+def test_rollback_is_the_checkpoint_with_later_data(whole):
     folder, found = whole
     checkpoint = folder / "checkpoint/step-6"
     manifest = read_manifest(checkpoint)
@@ -301,9 +297,7 @@ def test_rollback_is_the_checkpoint_with_later_data(whole: tuple[Path, Outcome])
 
 
 @pytest.mark.parametrize("layout", ["FSDP 2", slow("PP 2, 1F1B")])
-def test_rollback_on_several_ranks_ends_as_on_one(
-    layout: str, tmp_path: Path, whole: tuple[Path, Outcome]
-) -> None:
+def test_rollback_on_several_ranks_ends_as_on_one(layout, tmp_path, whole):
     """To a checkpoint that was saved in the background, or to a frequent one."""
     folder, expected = whole
     often = {"enable": True, "interval": 5, "frequent": {"interval": 3}}
@@ -328,9 +322,7 @@ def test_rollback_on_several_ranks_ends_as_on_one(
 
 # Killed before the row, in it with a checkpoint of it, right after the rollback, and later.
 @pytest.mark.parametrize("kill_after", [slow(7), 9, 10, slow(13)])
-def test_a_run_killed_around_a_rollback_ends_as_one_never_stopped(
-    kill_after: int, tmp_path: Path, whole: tuple[Path, Outcome]
-) -> None:
+def test_a_run_killed_around_a_rollback_ends_as_one_never_stopped(kill_after, tmp_path, whole):
     folder, expected = whole
     killed = run_ranks(train, 1, recipe(tmp_path), BAD, kill_after)[0]
     assert len(killed.moved) == kill_after
@@ -350,8 +342,8 @@ def test_a_run_killed_around_a_rollback_ends_as_one_never_stopped(
     ],
 )
 def test_a_run_killed_around_a_rollback_goes_on_on_another_layout(
-    before: str, kill_after: int, after: str, tmp_path: Path, whole: tuple[Path, Outcome]
-) -> None:
+    before, kill_after, after, tmp_path, whole
+):
     folder, expected = whole
     run_ranks(train, ranks(before), recipe(tmp_path, before), BAD, kill_after)
     for found in run_ranks(train, ranks(after), recipe(tmp_path, after), BAD):
@@ -360,9 +352,7 @@ def test_a_run_killed_around_a_rollback_goes_on_on_another_layout(
     assert losses(tmp_path) == pytest.approx(losses(folder), rel=1e-5)
 
 
-def test_after_the_last_rollback_allowed_the_run_ends_with_what_was_trained_saved(
-    tmp_path: Path,
-) -> None:
+def test_after_the_last_rollback_allowed_the_run_ends_with_what_was_trained_saved(tmp_path):
     bad = {8, 9, 10, 11, 12, 13, 14, 15, 16}
     for found in run_ranks(train, 2, recipe(tmp_path, "FSDP 2"), bad):
         assert (found.state.step, found.state.rollbacks) == (9, 2)
@@ -377,14 +367,14 @@ def test_after_the_last_rollback_allowed_the_run_ends_with_what_was_trained_save
     assert list(saved_steps(tmp_path / "checkpoint")) == [3, 6, 9]
 
 
-def test_without_a_checkpoint_to_go_back_to_the_run_ends(tmp_path: Path) -> None:
+def test_without_a_checkpoint_to_go_back_to_the_run_ends(tmp_path):
     job = recipe(tmp_path, checkpoint={"enable": True, "interval": 100})
     found = run_ranks(train, 1, job, {5, 6, 7})[0]
     assert found.error is not None
     assert "were skipped, with no checkpoint before them to roll back to;" in found.error
 
 
-def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path):
     found = run_ranks(train, 1, recipe(tmp_path), BAD, 0, -1, partial(damage, tmp_path))[0]
     assert [row["step"] for row in rows(tmp_path) if "event" in row] == [3]
     assert (found.state.step, found.state.skipped_samples) == (12, 7 * 8)
@@ -401,9 +391,7 @@ def damage(folder: Path, step: int) -> None:
         file.write_bytes(content)
 
 
-def test_a_rollback_that_is_killed_halfway_is_made_again(
-    tmp_path: Path, whole: tuple[Path, Outcome]
-) -> None:
+def test_a_rollback_that_is_killed_halfway_is_made_again(tmp_path, whole):
     _, expected = whole
     killed = run_ranks(killed_while_deleting, 1, recipe(tmp_path), BAD)[0]
     assert killed.error == "while deleting"
@@ -422,7 +410,7 @@ def killed_while_deleting(job: JobConfig, bad: Collection[int]) -> Outcome:
         return train(job, bad)
 
 
-def test_checkpoints_of_another_past_are_not_gone_back_to(tmp_path: Path) -> None:
+def test_checkpoints_of_another_past_are_not_gone_back_to(tmp_path):
     every_second = {"enable": True, "interval": 2}
     run_ranks(train, 1, recipe(tmp_path, training={"steps": 8}, checkpoint=every_second), {})
     again = {"enable": True, "interval": 100, "load_step": 4}
@@ -432,7 +420,7 @@ def test_checkpoints_of_another_past_are_not_gone_back_to(tmp_path: Path) -> Non
     assert list(saved_steps(tmp_path / "checkpoint")) == [2, 4, 6, 8, 13]
 
 
-def test_a_checkpoint_from_before_there_was_a_history_is_resumed(tmp_path: Path) -> None:
+def test_a_checkpoint_from_before_there_was_a_history_is_resumed(tmp_path):
     run_ranks(train, 1, recipe(tmp_path, training={"steps": 3}), {})
     checkpoint = tmp_path / "checkpoint/step-3"
     state = read_state(checkpoint, read_manifest(checkpoint))

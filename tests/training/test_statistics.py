@@ -25,7 +25,7 @@ from torchtitan.trainer import Trainer
 UNITS = ("tok_embeddings", *(f"layers.{n}" for n in range(2)), "norm", "output")
 
 
-def test_values_are_those_of_all_parts() -> None:
+def test_values_are_those_of_all_parts():
     whole = torch.tensor([3.0, -4.0, 0.0, 0.0, math.inf, math.nan])
     seen = TensorSums(torch.device("cpu"))
     for part in whole.split(4):
@@ -40,13 +40,13 @@ def test_values_are_those_of_all_parts() -> None:
     }
 
 
-def test_large_tensors_are_looked_at_in_pieces() -> None:
+def test_large_tensors_are_looked_at_in_pieces():
     seen = TensorSums(torch.device("cpu"))
     seen.look(torch.full((CHUNK + 3,), 2.0, dtype=torch.bfloat16))
     assert seen.sums.tolist() == [CHUNK + 3, 2 * (CHUNK + 3), 4 * (CHUNK + 3), 0, 0]
 
 
-def test_a_rank_without_any_of_it_and_copies_do_not_count() -> None:
+def test_a_rank_without_any_of_it_and_copies_do_not_count():
     assert values([4, 0, 4, 0, 2], 1.0, copies=2)["non_finite"] == 1
     seen = TensorSums(torch.device("cpu"))
     seen.look(torch.zeros(0, 5))
@@ -72,13 +72,13 @@ def measured(folder: Path) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+def one_rank(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
     run_ranks(train, 1, recipe(folder, case()))
     return measured(folder)
 
 
-def test_every_layer_and_parameter_is_told_of(one_rank: dict[str, float]) -> None:
+def test_every_layer_and_parameter_is_told_of(one_rank):
     told = {key.rpartition("/")[0] for key in one_rank}
     assert {key for key in told if key.startswith("activation")} == {
         f"activation/{name}" for name in UNITS
@@ -105,7 +105,7 @@ SPLIT = {
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(tmp_path_factory):
     """A folder with a run of each layout."""
     folder = tmp_path_factory.mktemp("two")
     jobs = [recipe(folder / name, layout) for name, layout in SPLIT.items()]
@@ -114,9 +114,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", SPLIT)
-def test_values_do_not_depend_on_the_layout(
-    layout: str, one_rank: dict[str, float], two_ranks: Path
-) -> None:
+def test_values_do_not_depend_on_the_layout(layout, one_rank, two_ranks):
     found = measured(two_ranks / layout)
     assert found.keys() == one_rank.keys()
     for key, value in found.items():
@@ -125,7 +123,7 @@ def test_values_do_not_depend_on_the_layout(
         assert abs(value - one_rank[key]) <= 1e-5 * abs(scale), key
 
 
-def test_what_is_not_finite_is_counted_once_however_many_copies_there_are(tmp_path: Path) -> None:
+def test_what_is_not_finite_is_counted_once_however_many_copies_there_are(tmp_path):
     for name, layout in {"one": case(), "two": case(tp=2, **WHOLE)}.items():
         run_ranks(with_an_infinite_weight, layout.ranks, recipe(tmp_path / name, layout))
     one, two = measured(tmp_path / "one"), measured(tmp_path / "two")
@@ -165,9 +163,7 @@ def compiled(granularity: str) -> dict[str, dict[str, Any]]:
         (case(), compiled("block")),
     ],
 )
-def test_the_run_is_the_same_to_the_bit(
-    layout: Case, sections: dict[str, Any], one_rank: dict[str, float], tmp_path: Path
-) -> None:
+def test_the_run_is_the_same_to_the_bit(layout, sections, one_rank, tmp_path):
     is_the_same_to_the_bit(layout, sections, one_rank, tmp_path)
 
 

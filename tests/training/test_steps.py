@@ -40,7 +40,7 @@ def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[st
                 local.view(-1)[0] = torch.inf
             return norm()
 
-        run.optimizers.norm = spoiled  # type: ignore[method-assign]
+        run.optimizers.norm = spoiled
         moved = []
         error = None
         with closing(run.batches):
@@ -52,7 +52,7 @@ def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[st
                 step()
                 moved.append(any(not torch.equal(w, before[n]) for n, w in weights(run).items()))
 
-            trainer.step = watched  # type: ignore[method-assign]
+            trainer.step = watched
             try:
                 trainer.train(ResumePoint(None))
             except TrainingDiverged as diverged:
@@ -61,7 +61,7 @@ def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[st
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(ranks: int) -> None:
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(ranks):
     job = tiny.job(training={"steps": 3})
     for found in run_ranks(with_spoiled_gradients, ranks, job, {2: ranks - 1}):
         assert found["moved"] == [True, False, True]
@@ -71,7 +71,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(ranks: int) -> 
         assert found["error"] is None
 
 
-def test_too_many_in_a_row_end_the_run_with_what_was_trained_saved(tmp_path: Path) -> None:
+def test_too_many_in_a_row_end_the_run_with_what_was_trained_saved(tmp_path):
     bad = {3: 0, 5: 0, 6: 1, 7: 0}
     job = tiny.job(
         tmp_path,
@@ -119,9 +119,7 @@ def stopped_and_resumed(job: JobConfig, whole: JobConfig, number: int, rank: int
         pytest.param(2, signal.SIGINT, marks=pytest.mark.gate),
     ],
 )
-def test_a_signal_to_one_rank_ends_all_after_the_step_with_a_checkpoint(
-    ranks: int, number: int, tmp_path: Path
-) -> None:
+def test_a_signal_to_one_rank_ends_all_after_the_step_with_a_checkpoint(ranks, number, tmp_path):
     """One to resume from, although of a run that is finished only the weights are saved."""
     checkpoint = {"enable": True, "interval": 100, "last_save_model_only": True}
     settings = {"checkpoint": checkpoint, "training": {"steps": 4}}
@@ -131,13 +129,13 @@ def test_a_signal_to_one_rank_ends_all_after_the_step_with_a_checkpoint(
     assert list(losses(tmp_path / "whole")) == [1, 2, 3, 4]
 
 
-def test_handlers_are_put_back(tmp_path: Path) -> None:
+def test_handlers_are_put_back(tmp_path):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     train(tiny.job(tmp_path, training={"steps": 1}))
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_each_validation_reads_the_same_batches(tmp_path: Path) -> None:
+def test_each_validation_reads_the_same_batches(tmp_path):
     frozen = {"name": "SGD", "lr": 1e-30, "weight_decay": 0.0}
     validation = {"enable": True, "freq": 1, "steps": 2}
     job = tiny.job(tmp_path, validation=validation, optimizer=frozen, training={"steps": 3})
@@ -147,7 +145,7 @@ def test_each_validation_reads_the_same_batches(tmp_path: Path) -> None:
     assert len(set(found)) == 1
 
 
-def test_checkpoint_is_on_disk_before_validation_begins(tmp_path: Path) -> None:
+def test_checkpoint_is_on_disk_before_validation_begins(tmp_path):
     job = tiny.job(
         tmp_path,
         validation={"enable": True, "freq": 2},
@@ -162,7 +160,7 @@ def failing_validation(job: JobConfig) -> None:
     def fail(validator: Validator) -> Values:
         raise MemoryError
 
-    Validator.run = fail  # type: ignore[method-assign]  # in this forked process alone
+    Validator.run = fail  # in this forked process alone
     with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
         run = build(job, world)
         with closing(run.batches), pytest.raises(MemoryError):
@@ -170,7 +168,7 @@ def failing_validation(job: JobConfig) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_mixed_precision_keeps_float32_masters_and_stays_near(ranks: int) -> None:
+def test_mixed_precision_keeps_float32_masters_and_stays_near(ranks):
     exact = run_ranks(trace, 1, tiny.job())[0]
     mixed = run_ranks(trace, ranks, tiny.job(training={"mixed_precision_param": "bfloat16"}))[0]
     assert all(weight.local.dtype == torch.float32 for weight in mixed.weights[-1].values())
@@ -191,7 +189,7 @@ def trace_each(jobs: list[JobConfig]) -> list[Trace]:
         {"compile": {"enable": True, "backend": "aot_eager", "granularity": "model"}},
     ],
 )
-def test_one_rank_casts_what_fsdp_would_have_gathered(sections: dict[str, Any]) -> None:
+def test_one_rank_casts_what_fsdp_would_have_gathered(sections):
     """To the bit; FSDP2 over one rank is still what brings parameters from host memory."""
     mixed = {"mixed_precision_param": "bfloat16"}
     hosted = tiny.job(training=mixed | {"enable_cpu_offload": True})
@@ -202,7 +200,7 @@ def test_one_rank_casts_what_fsdp_would_have_gathered(sections: dict[str, Any]) 
         assert torch.equal(part.local, expected.weights[-1][name].local), name
 
 
-def test_a_technique_that_is_off_is_in_no_step() -> None:
+def test_a_technique_that_is_off_is_in_no_step():
     half = {"mixed_precision_param": "bfloat16"}
     even = tiny.job(model={"flavor": "even"})
     converted = even.model_copy(update={"convert": (MXFP8(emulate=True),)})
@@ -220,14 +218,14 @@ def calls_around_passes(job: JobConfig) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_full_bfloat16(ranks: int) -> None:
+def test_full_bfloat16(ranks):
     settings = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
     found = run_ranks(trace, ranks, tiny.job(training=settings))[0]
     assert all(weight.local.dtype == torch.bfloat16 for weight in found.weights[-1].values())
     assert found.losses[-1] < found.losses[0]
 
 
-def test_deterministic_mode_is_set_and_repeats(tmp_path: Path) -> None:
+def test_deterministic_mode_is_set_and_repeats(tmp_path):
     debug = {"deterministic": True}
     first = run_ranks(deterministic_trace, 1, tiny.job(debug=debug))[0]
     second = run_ranks(deterministic_trace, 1, tiny.job(debug=debug))[0]

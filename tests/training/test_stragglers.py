@@ -17,7 +17,7 @@ from torchtitan.tools.verify.measure import Row, RowSink
 from torchtitan.trainer import Trainer
 
 
-def test_what_a_rank_costs_is_a_share_of_the_step() -> None:
+def test_what_a_rank_costs_is_a_share_of_the_step():
     seconds = {"data": [0.1, 0.1, 0.4], "forward": [2.0, 1.0, 1.0]}
     assert slowest(seconds, 2.0) == [
         Straggler("data", 2, 0.30000000000000004, 15.000000000000002),
@@ -25,7 +25,7 @@ def test_what_a_rank_costs_is_a_share_of_the_step() -> None:
     ]
 
 
-def test_stages_of_a_pipeline_have_different_work() -> None:
+def test_stages_of_a_pipeline_have_different_work():
     seconds = {"data": [0.1, 0.1, 0.1, 0.3], "forward": [1.0, 1.2, 3.0, 3.0]}
     found = [(late.phase, late.rank) for late in slowest(seconds, 4.0, stages=2)]
     assert found == [("data", 3), ("forward", 1)]
@@ -33,25 +33,25 @@ def test_stages_of_a_pipeline_have_different_work() -> None:
     assert [late.phase for late in slowest(seconds, 4.0, stages=4)] == ["data"]
 
 
-def test_waiting_for_data_is_the_ranks_own() -> None:
+def test_waiting_for_data_is_the_ranks_own():
     assert worked("data", Spent(wall=2.0, busy=0.5)) == 2.0
     assert worked("forward", Spent(wall=2.0, busy=0.5)) == 0.5
 
 
-def test_a_straggler_is_told_of_once_until_it_catches_up() -> None:
+def test_a_straggler_is_told_of_once_until_it_catches_up():
     watch = StragglerWatch(10)
     late, even = {"forward": [1.0, 1.5]}, {"forward": [1.0, 1.0]}
     told = [len(watch.look(slowest(seconds, 2.0))) for seconds in [late] * 5 + [even] + [late] * 3]
     assert told == [0, 0, 1, 0, 0, 0, 0, 0, 1]
 
 
-def test_another_rank_each_time_is_chance() -> None:
+def test_another_rank_each_time_is_chance():
     watch = StragglerWatch(10)
     told = [watch.look(slowest({"forward": [1.0, 1.5][::turn]}, 2.0)) for turn in (1, -1) * 4]
     assert not any(told)
 
 
-def test_a_limit_of_none_tells_of_none() -> None:
+def test_a_limit_of_none_tells_of_none():
     watch = StragglerWatch(0)
     assert not any(watch.look(slowest({"forward": [1.0, 9.0]}, 2.0)) for _ in range(5))
 
@@ -59,7 +59,7 @@ def test_a_limit_of_none_tells_of_none() -> None:
 def with_slow_ranks(job: JobConfig) -> tuple[list[Row], list[Row]]:
     """Train, with rank 0 slow to read and rank 1 slow to compute; all rows, and those of steps."""
     launch, recorder = Launch.read(), RowSink()
-    steps: list[Row] = []
+    steps = []
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         observer = Observer(
             on_microbatch=slow if world.rank == 0 else lambda batch: batch,
@@ -87,7 +87,7 @@ def work(seconds: float) -> None:
         pass
 
 
-def test_slow_ranks_of_a_run_are_named_with_their_phases() -> None:
+def test_slow_ranks_of_a_run_are_named_with_their_phases():
     for rows, steps in run_ranks(with_slow_ranks, 2, tiny.job(training={"steps": 3})):
         found = [row for row in rows if row.get("event") == "straggler"]
         told = {(row["phase"], row["rank"]) for row in found}

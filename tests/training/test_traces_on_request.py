@@ -39,7 +39,7 @@ def asked_by_signal(job: JobConfig) -> None:
             Trainer(run).train(ResumePoint(None))
 
 
-def test_a_signal_to_one_rank_has_all_trace_the_same_step(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_has_all_trace_the_same_step(tmp_path):
     run_ranks(asked_by_signal, 2, tiny.job(tmp_path, training={"steps": 6}))
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*_trace.json"))
     # Step 3 warms the profiler up.
@@ -54,9 +54,7 @@ def trained(words: list[str]) -> None:
 
 
 @pytest.mark.gate
-def test_a_run_answers_torchtitan_profile(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_answers_torchtitan_profile(tmp_path, capfd):
     recipe = str(ROOT / "train_configs/debug_model.toml")
     small = ["--training.seq_len", "32", "--training.global_batch_size", "8"]
     quiet = ["--no-checkpoint.enable", "--no-validation.enable", "--no-data.report_unigram_loss"]

@@ -45,7 +45,7 @@ def validations(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows(folder) if "validation_loss" in row]
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS = {
     "fsdp": {},
     "tp": {"tensor_parallel_degree": 2},
     "pp": {"pipeline_parallel_degree": 2},
@@ -61,7 +61,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def of_several(folder: Path, name: str) -> JobConfig:
     """A recipe that validates on two data sets."""
     validation = {"enable": True, "steps": 2, "dataset": files(folder)}
-    sections: dict[str, dict[str, Any]] = {"validation": validation, "training": {"steps": 1}}
+    sections = {"validation": validation, "training": {"steps": 1}}
     return tiny.job(folder / name, **sections, parallelism=LAYOUTS.get(name, {}))
 
 
@@ -80,7 +80,7 @@ def of_another_shape(folder: Path, name: str) -> JobConfig:
     """A recipe that validates on other batches than training's, of 2 times 32 tokens."""
     shape = {"unit": "local", "local_batch_size": 3, "seq_len": 32 if name.startswith("pp") else 16}
     validation = {"enable": True, "steps": 2, "dataset": files(folder)[0]} | shape
-    sections: dict[str, dict[str, Any]] = {"validation": validation, "training": {"steps": 1}}
+    sections = {"validation": validation, "training": {"steps": 1}}
     return tiny.job(folder / f"shape {name}", **sections, parallelism=LAYOUTS[name])
 
 
@@ -95,7 +95,7 @@ class Found(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Found]]]:
+def two_ranks(tmp_path_factory):
     """All layouts in turn on the same ranks: their folder, and what each rank found."""
     folder = tmp_path_factory.mktemp("two")
     kinds = (of_all, of_another_shape, of_several)
@@ -112,9 +112,7 @@ def find_all(jobs: dict[str, list[JobConfig]]) -> dict[str, Found]:
 
 
 @pytest.mark.costs("three validations on each of four layouts")
-def test_several_data_sets_are_the_same_on_every_layout(
-    two_ranks: tuple[Path, Any], tmp_path: Path
-) -> None:
+def test_several_data_sets_are_the_same_on_every_layout(two_ranks, tmp_path):
     folder, _ = two_ranks
     names = files(folder)
     train(of_several(folder, "one"))
@@ -132,7 +130,7 @@ def test_several_data_sets_are_the_same_on_every_layout(
             assert row[key] == pytest.approx(one[key], rel=1e-5), (layout, key)
 
 
-def test_one_data_set_has_no_row_of_its_own(tmp_path: Path) -> None:
+def test_one_data_set_has_no_row_of_its_own(tmp_path):
     name = files(tmp_path)[0]
     sections = {"training": {"steps": 1}}
     validation = {"enable": True, "steps": 1}
@@ -142,7 +140,7 @@ def test_one_data_set_has_no_row_of_its_own(tmp_path: Path) -> None:
     assert {key: row[key] for key in NAMES} == {key: listed[key] for key in NAMES}
 
 
-def test_a_data_set_among_several_is_read_as_it_is_alone(tmp_path: Path) -> None:
+def test_a_data_set_among_several_is_read_as_it_is_alone(tmp_path):
     names = files(tmp_path)
     sections = {"training": {"steps": 1}}
     validation = {"enable": True, "steps": 2}
@@ -182,7 +180,7 @@ def measured(job: JobConfig, uniform: int) -> tuple[dict[str, Any], int, int]:
         return found, len(targets), int((targets < 256).sum())
 
 
-def test_a_model_that_is_uniform_over_bytes_has_eight_bits_a_byte(tmp_path: Path) -> None:
+def test_a_model_that_is_uniform_over_bytes_has_eight_bits_a_byte(tmp_path):
     """No text ends within what is read, so that all targets are bytes."""
     (tmp_path / "long.txt").write_text("x" * 10_000)
     validation = {"enable": True, "steps": 1, "dataset": str(tmp_path / "long.txt")}
@@ -196,7 +194,7 @@ def test_a_model_that_is_uniform_over_bytes_has_eight_bits_a_byte(tmp_path: Path
     assert found["validation_perplexity_per_byte"] == pytest.approx(256, rel=1e-5)
 
 
-def test_special_tokens_have_a_loss_and_no_bytes(tmp_path: Path) -> None:
+def test_special_tokens_have_a_loss_and_no_bytes(tmp_path):
     (tmp_path / "short.jsonl").write_text('{"text": "four"}\n' * 100)
     validation = {"enable": True, "steps": 1, "dataset": str(tmp_path / "short.jsonl")}
     [(found, targets, text)] = run_ranks(
@@ -208,9 +206,7 @@ def test_special_tokens_have_a_loss_and_no_bytes(tmp_path: Path) -> None:
     assert found["validation_bits_per_byte"] == pytest.approx(bits, rel=1e-6)
 
 
-def test_bytes_that_are_not_known_are_null_and_said_so(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bytes_that_are_not_known_are_null_and_said_so(tmp_path, capfd):
     import tokenizers
 
     configure()
@@ -233,7 +229,7 @@ def test_bytes_that_are_not_known_are_null_and_said_so(
     assert "it normalizes the text first (NFKC)" in told
 
 
-def test_sums_over_data_sets_weigh_their_targets() -> None:
+def test_sums_over_data_sets_weigh_their_targets():
     task = NextToken(TextConfig(), tiny.ARGS)
     found = together([Sums(30.0, 10, (40,)), Sums(10.0, 30, (20,))])
     assert found == Sums(40.0, 40, (60,))
@@ -265,24 +261,20 @@ def read_once(found: Sums, lengths: Sequence[int] = LENGTHS) -> bool:
     return (found.measured, found.units) == ((sum(lengths),), units)
 
 
-def test_all_of_a_data_set_is_read_once_on_every_layout(
-    two_ranks: tuple[Path, list[dict[str, Found]]], tmp_path: Path
-) -> None:
+def test_all_of_a_data_set_is_read_once_on_every_layout(two_ranks, tmp_path):
     assert read_once(sums(of_all(tmp_path)))
     for rank in two_ranks[1]:
         assert all(read_once(rank[name].of_all) for name in LAYOUTS)
 
 
 @pytest.mark.parametrize("lengths", [[5], [3] * 40])
-def test_all_of_few_and_of_many_documents_is_read_once(lengths: list[int], tmp_path: Path) -> None:
+def test_all_of_few_and_of_many_documents_is_read_once(lengths, tmp_path):
     job = of_all(tmp_path, lengths=lengths)
     for ranks in (1, 2):
         assert all(read_once(found, lengths) for found in run_ranks(sums, ranks, job))
 
 
-def test_steps_of_each_rank_have_their_own_shape(
-    two_ranks: tuple[Path, list[dict[str, Found]]],
-) -> None:
+def test_steps_of_each_rank_have_their_own_shape(two_ranks):
     folder, (one, other) = two_ranks
     for name in LAYOUTS:
         assert not tiny.problems(of_another_shape(folder, name), ranks=2)
@@ -294,13 +286,13 @@ def test_steps_of_each_rank_have_their_own_shape(
         assert [row["step"] for row in validations(folder / f"shape {name}")] == [1], name
 
 
-def test_a_step_of_all_ranks_is_a_global_batch(tmp_path: Path) -> None:
+def test_a_step_of_all_ranks_is_a_global_batch(tmp_path):
     validation = {"enable": True, "steps": 3, "dataset": files(tmp_path)[0]}
     for ranks in (1, 2):
         for found in run_ranks(sums, ranks, tiny.job(validation=validation)):
             assert found.units == 3 * 8 * 32
 
 
-def test_names_are_one_or_several() -> None:
+def test_names_are_one_or_several():
     assert ValidationConfig(dataset="a").datasets == ("a",)
     assert ValidationConfig(dataset=("a", "b")).datasets == ("a", "b")

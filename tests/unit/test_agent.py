@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ def agent(
     words += [f"--nnodes={nodes}", f"--rdzv_conf={conf}"]
     words += ["--nproc_per_node=1", f"--max-restarts={RESTARTS}", "--signals-to-handle=SIGQUIT"]
     words += ["--tee=3", "--no-python", "bash", "-c", script]
-    failures: list[str] = []
+    failures = []
     mine = Agent(
         words,
         rejoin_seconds=rejoin_seconds,
@@ -157,7 +157,7 @@ def meets_late(is_host: bool) -> None:
     mine.work()
 
 
-TRIALS: dict[str, Callable[[], None]] = {
+TRIALS = {
     "a failure is mended by a restart": partial(
         *(fails, "exit 1", RESTARTS, "rank 0 exited with status 1")
     ),
@@ -183,7 +183,7 @@ TRIALS: dict[str, Callable[[], None]] = {
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, forked.Done]:
+def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trials")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LATE_PORT", str(free_port()))
@@ -192,13 +192,13 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, forked.Done]:
 
 
 @pytest.mark.parametrize("name", TRIALS)
-def test_an_agent_does_what_is_right(name: str, ended: dict[str, forked.Done]) -> None:
+def test_an_agent_does_what_is_right(name, ended):
     assert ended[name].status == 0, ended[name].stdout + ended[name].stderr
 
 
 def trains_without_store(port: int) -> None:
     """Rank 0 only holds the store, and is frozen while the rank of the other's agent runs."""
-    pids: list[int] = [0, 0]
+    pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     rendezvous.CALL_TIMEOUT = 0.5
     if dist.get_rank() == 0:
@@ -216,5 +216,5 @@ def trains_without_store(port: int) -> None:
 
 
 @pytest.mark.gate
-def test_ranks_go_on_while_the_rendezvous_is_out_of_reach() -> None:
+def test_ranks_go_on_while_the_rendezvous_is_out_of_reach():
     run_ranks(trains_without_store, 2, free_port())

@@ -38,7 +38,7 @@ def recipe(
     return job.model_copy(update={"auxiliary_losses": losses})
 
 
-def test_weights_by_step() -> None:
+def test_weights_by_step():
     loss = ZLoss(weight=1.0, warmup_steps=4, final_weight=0.5, final_step=10, decay_steps=2)
     assert [loss.weight_at(step) for step in (1, 2, 4, 8, 9, 10, 99)] == [
         *(0.25, 0.5, 1.0, 1.0, 0.75, 0.5, 0.5)
@@ -58,12 +58,12 @@ def test_weights_by_step() -> None:
         (ZLoss(final_weight=0.1, final_step=5, warmup_steps=3, decay_steps=3), "final_step"),
     ],
 )
-def test_weights_that_cannot_be(loss: AuxiliaryLossConfig, key: str) -> None:
+def test_weights_that_cannot_be(loss, key):
     (problem,) = tiny.problems(recipe(loss))
     assert problem.path == f"auxiliary_losses.0.{key}"
 
 
-def test_what_follows_each_token() -> None:
+def test_what_follows_each_token():
     """By hand: four tokens, of which the last two are another document."""
     batch = TokenBatch(
         tokens=torch.tensor([[5, 6, 7, 8]]),
@@ -85,7 +85,7 @@ def test_what_follows_each_token() -> None:
     assert found.ahead_targets.flatten().tolist() == [7, -100, 9, -100]
 
 
-def test_sums_by_hand() -> None:
+def test_sums_by_hand():
     logits = torch.randn(2, 3, 7, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([[1, -100, 2], [3, 4, -100]])
     squares = logits.exp().sum(-1).log()[targets != -100] ** 2
@@ -104,7 +104,7 @@ class Squared(nn.Module):
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_a_loss_of_a_block_counts_once(is_recomputed: bool) -> None:
+def test_a_loss_of_a_block_counts_once(is_recomputed):
     """In what is reported and in the gradient, also of a block that is computed again."""
     block, auxiliary = Squared(), AuxiliaryLosses(["squared"])
     auxiliary.attach([block], [], None)
@@ -123,7 +123,7 @@ def test_a_loss_of_a_block_counts_once(is_recomputed: bool) -> None:
         torch.testing.assert_close(x.grad, 2 + 0.5 * 2 * x.detach() / 4)
 
 
-def test_what_is_trained_on_is_their_sum(tmp_path: Any) -> None:
+def test_what_is_trained_on_is_their_sum(tmp_path):
     names = {"z_loss", "multi_token_1", "multi_token_2"}
     their_sum_is_trained_on(ALL_LOSSES, names, tmp_path)
 
@@ -152,7 +152,7 @@ def steps(folder: Any) -> list[dict[str, Any]]:
     return [row for row in rows(folder) if "loss" in row]
 
 
-def test_without_weight_the_run_is_the_same_to_the_bit() -> None:
+def test_without_weight_the_run_is_the_same_to_the_bit():
     without_weight_the_run_is_the_same(ALL_LOSSES)
 
 
@@ -166,7 +166,7 @@ def without_weight_the_run_is_the_same(losses: Sequence[AuxiliaryLossConfig]) ->
         assert torch.equal(weight.local, found.weights[-1][name].local)
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_what_cannot_be_is_refused_by_name():
     job = recipe(
         *(MultiToken(depth=8, warmup_steps=2), ZLoss(), ZLoss()),
         layout=case(2, batch=4),
@@ -186,7 +186,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         assert words in said
 
 
-def test_what_a_pipeline_hands_on_is_told() -> None:
+def test_what_a_pipeline_hands_on_is_told():
     jobs = {pp: recipe(MultiToken(depth=2), layout=case(pp)) for pp in (1, 2)}
     said = {pp: [*summary(job, pp, "not planned")] for pp, job in jobs.items()}
     line = "each stage hands on 3 times as much in training: later tokens too"
@@ -194,13 +194,13 @@ def test_what_a_pipeline_hands_on_is_told() -> None:
     assert line not in said[1]
 
 
-def test_a_loss_without_weight_that_is_left_out_is_told() -> None:
+def test_a_loss_without_weight_that_is_left_out_is_told():
     notes = tiny.problems(recipe(MultiToken(weight=0), ZLoss(weight=0)), severity="note")
     assert [note.path for note in notes] == ["auxiliary_losses.0.weight"]
 
 
 @pytest.mark.gate
-def test_a_run_resumes_on_another_layout(tmp_path: Any) -> None:
+def test_a_run_resumes_on_another_layout(tmp_path):
     resumes_on_another_layout(ALL_LOSSES, tmp_path)
 
 
@@ -239,7 +239,7 @@ def compiled_parts(run: Run) -> list[str]:
 
 
 @pytest.mark.gate
-def test_blocks_of_later_tokens_are_compiled_like_the_others(tmp_path: Any) -> None:
+def test_blocks_of_later_tokens_are_compiled_like_the_others(tmp_path):
     compiled = {"enable": True, "backend": "eager"}
     job = recipe(*ALL_LOSSES, folder=tmp_path, training={"steps": 1}, compile=compiled)
     (found,) = run_ranks(train, 1, job, compiled_parts)
@@ -250,7 +250,7 @@ def test_blocks_of_later_tokens_are_compiled_like_the_others(tmp_path: Any) -> N
 @pytest.mark.parametrize(
     ("losses", "layout"), [(BESIDE, case(batch=8)), (ALL_LOSSES, CHUNKED)], ids=["beside", "all"]
 )
-def test_compiled_blocks_train_the_same(losses: Any, layout: Case) -> None:
+def test_compiled_blocks_train_the_same(losses, layout):
     compiled_blocks_train_the_same(losses, layout)
 
 
@@ -278,7 +278,7 @@ build_active = partial(Decoder, block=Active)
 
 COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
 IN_ONE = {"compile": {"enable": True, "granularity": "model"}}
-BY_BLOCK: dict[str, tuple[Case, dict[str, Any]]] = {
+BY_BLOCK = {
     "TP 2": (case(tp=2), {}),
     "TP 2, no sequence parallelism": (case(tp=2, **NO_SEQUENCE), {}),
     "FSDP 2 x TP 2 x PP 2": (case(2, shard=2, tp=2), {}),
@@ -289,7 +289,7 @@ BY_BLOCK: dict[str, tuple[Case, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", tiers(BY_BLOCK, ("TP 2",)))
-def test_losses_of_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_of_blocks(name, monkeypatch):
     losses_of_blocks_are_those_of_one_rank(*BY_BLOCK[name], monkeypatch)
 
 

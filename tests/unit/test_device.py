@@ -231,9 +231,7 @@ def test_stamps_of_cuda_measure_the_device_not_the_host():
 
 
 @pytest.mark.parametrize("variable", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_allocator_settings_of_the_environment_win(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_allocator_settings_of_the_environment_win(variable, monkeypatch):
     for name in device.ALLOCATOR_VARIABLES:
         monkeypatch.setenv(name, "max_split_size_mb:100" if name == variable else "")
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)

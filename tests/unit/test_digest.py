@@ -32,7 +32,7 @@ def weight(dim: int, index: int) -> int:
     return state ^ (state >> 31)
 
 
-def test_the_formula() -> None:
+def test_the_formula():
     tensor = drawn((3, 2, 5))
     words = tensor.numpy().view(np.int32)
     expected = sum(
@@ -44,7 +44,7 @@ def test_the_formula() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(7,), (6, 5), (4, 3, 6), (1, 9)])
-def test_no_sharding_changes_it(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_no_sharding_changes_it(shape, dtype):
     tensor = drawn(shape, dtype)
     for dim in range(len(shape)):
         for parts in (2, 3):
@@ -56,7 +56,7 @@ def test_no_sharding_changes_it(shape: tuple[int, ...], dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES[:4], torch.uint8], ids=str)
-def test_an_exchange_changes_it(dtype: torch.dtype) -> None:
+def test_an_exchange_changes_it(dtype):
     tensor = drawn((8, 6), dtype)
     others = {
         "two rows": tensor[[1, 0, *range(2, 8)]],
@@ -71,7 +71,7 @@ def test_an_exchange_changes_it(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_equal_changes_do_not_cancel(dtype: torch.dtype) -> None:
+def test_equal_changes_do_not_cancel(dtype):
     """The sign is the highest bit of a word."""
     tensor = drawn((4, 4), dtype)
     for places in ([(0, 0), (1, 1)], [(0, 0), (0, 1)], [(0, 0), (0, 1), (1, 0), (1, 1)]):
@@ -82,16 +82,14 @@ def test_equal_changes_do_not_cancel(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 1000])
-def test_what_is_multiplied_at_once_does_not_matter(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_multiplied_at_once_does_not_matter(chunk, monkeypatch):
     tensor = drawn((5, 7))
     expected = value(tensor)
     monkeypatch.setitem(module.CHUNKS, "cpu", chunk)
     assert value(tensor) == expected
 
 
-def test_scalars_and_tensors_without_elements() -> None:
+def test_scalars_and_tensors_without_elements():
     assert value(torch.tensor(3)) != value(torch.tensor(5))
     assert value(torch.zeros(0, 4)) == 0
     assert value(drawn((3, 4)).T) == value(drawn((3, 4)).T.contiguous())

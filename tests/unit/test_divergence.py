@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -36,7 +35,7 @@ class Meter:
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.events: list[Any] = []
+        self.events = []
 
     def rewind_to(self, step: int, tokens: int) -> None:
         self.events.append((step, tokens))
@@ -49,8 +48,8 @@ def divergence(
     state: TrainState, max_rollbacks: int = 1, is_there: bool = True, in_backward: bool = False
 ) -> Divergence:
     """With two skipped steps in a row allowed."""
-    checkpoints: Any = Checkpoints(state, is_there)
-    meter: Any = Meter()
+    checkpoints = Checkpoints(state, is_there)
+    meter = Meter()
     config = SpikesConfig(max_rollbacks=max_rollbacks)
     timeline = Timeline(Device("cpu"))
     return Divergence(config, 2, state, checkpoints, meter, timeline, in_backward)
@@ -61,7 +60,7 @@ def after_skips(number: int, **fields: int) -> TrainState:
 
 
 @pytest.mark.parametrize("skips", [0, 1])
-def test_a_few_skipped_steps_are_let_pass(skips: int) -> None:
+def test_a_few_skipped_steps_are_let_pass(skips):
     watch = divergence(after_skips(skips))
     assert not watch.after_step(watch.state)
     watch.raise_if_diverged()
@@ -69,7 +68,7 @@ def test_a_few_skipped_steps_are_let_pass(skips: int) -> None:
     assert watch.checkpoint.asked == []
 
 
-def test_too_many_in_a_row_are_rolled_back() -> None:
+def test_too_many_in_a_row_are_rolled_back():
     watch, lines = divergence(after_skips(2, skipped_samples=100)), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -94,9 +93,7 @@ def test_too_many_in_a_row_are_rolled_back() -> None:
         (1, 0, False, "were skipped, with no checkpoint before them to roll back to; none"),
     ],
 )
-def test_where_rolling_back_is_no_way_out_the_run_ends(
-    max_rollbacks: int, rollbacks: int, is_there: bool, words: str
-) -> None:
+def test_where_rolling_back_is_no_way_out_the_run_ends(max_rollbacks, rollbacks, is_there, words):
     watch = divergence(after_skips(2, rollbacks=rollbacks), max_rollbacks, is_there)
     # Not True: what was trained is still to be saved after this step.
     assert not watch.after_step(watch.state)
@@ -109,7 +106,7 @@ def test_where_rolling_back_is_no_way_out_the_run_ends(
 
 
 @pytest.mark.parametrize(("saved", "words"), [(None, "none"), (12, "step-12")])
-def test_after_an_update_in_the_backward_nothing_is_saved(saved: int | None, words: str) -> None:
+def test_after_an_update_in_the_backward_nothing_is_saved(saved, words):
     watch = divergence(after_skips(1), in_backward=True)
     watch.checkpoint.saved_step = saved
     assert watch.after_step(watch.state)
@@ -118,7 +115,7 @@ def test_after_an_update_in_the_backward_nothing_is_saved(saved: int | None, wor
     assert watch.checkpoint.asked == []
 
 
-def test_the_last_checkpoint_is_that_of_a_save_that_was_still_under_way() -> None:
+def test_the_last_checkpoint_is_that_of_a_save_that_was_still_under_way():
     watch = divergence(after_skips(1), in_backward=True)
     assert watch.after_step(watch.state)
     watch.checkpoint.saved_step = 13

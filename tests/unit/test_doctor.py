@@ -15,10 +15,10 @@ from torchtitan.tools.cli import main
 
 
 def found(findings: object) -> dict[str, doctor.Finding]:
-    return {each.name: each for each in findings}  # type: ignore[attr-defined]
+    return {each.name: each for each in findings}
 
 
-def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_can_train(capsys):
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     headings = [line for line in lines if not line.startswith(" ")]
@@ -28,7 +28,7 @@ def test_this_machine_can_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].startswith("ready to train on ")
 
 
-def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json(capsys):
     assert main(["doctor", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["torch"] == {
@@ -41,7 +41,7 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert not dist.is_initialized()
 
 
-def test_a_missing_package_has_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_has_its_command(monkeypatch):
     monkeypatch.setattr(doctor, "is_installed", lambda module: False)
     rows = found(doctor.features(Device("cpu")))
     for name, command in (
@@ -54,12 +54,7 @@ def test_a_missing_package_has_its_command(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("version", "detail"), [("9.9", "9.9; wanted <2.14,>=2.11"), (None, "not installed")]
 )
-def test_a_required_package_decides_the_status(
-    version: str | None,
-    detail: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_required_package_decides_the_status(version, detail, monkeypatch, capsys):
     def versions(name: str) -> str:
         if name != "torch":
             return importlib.metadata.version(name)
@@ -75,9 +70,7 @@ def test_a_required_package_decides_the_status(
     assert line.split(maxsplit=2)[1:] == ["torch", f'{detail}  -> pip install "torch>=2.11,<2.14"']
 
 
-def test_a_backend_that_fails_decides_the_status(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_backend_that_fails_decides_the_status(monkeypatch, capsys):
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no network interface\nand where")
 
@@ -102,9 +95,7 @@ def nvidia(driver: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object
         ("570.1", "13.0", "torch for CUDA 13.0 finds no device with driver 570.1", "nvidia-smi"),
     ],
 )
-def test_why_there_is_no_cuda(
-    driver: str, cuda: str | None, detail: str, fix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_there_is_no_cuda(driver, cuda, detail, fix, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     finding = nvidia(driver, monkeypatch)()
     assert isinstance(finding, doctor.Finding)
@@ -113,7 +104,7 @@ def test_why_there_is_no_cuda(
     assert fix in finding.fix
 
 
-def test_a_cuda_device_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_device_is_shown(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(Device, "name", "NVIDIA H100 80GB HBM3")
@@ -132,12 +123,7 @@ def test_a_cuda_device_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         ((10, 0), 2, {"float8": "ok", "mxfp8": "ok", "symmetric memory": "ok"}),
     ],
 )
-def test_what_a_cuda_device_can_do(
-    capability: tuple[int, int],
-    devices: int,
-    states: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_cuda_device_can_do(capability, devices, states, monkeypatch):
     monkeypatch.setattr(Device, "capability", capability)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
@@ -145,7 +131,7 @@ def test_what_a_cuda_device_can_do(
     assert {name: rows[name].state for name in states} == states
 
 
-def test_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_shared_memory_is_reported(monkeypatch):
     for free, state in ((64 * 2**20, "missing"), (2 * 2**30, "ok")):
         usage = type("Usage", (), {"free": free})
         monkeypatch.setattr("shutil.disk_usage", lambda path, usage=usage: usage)

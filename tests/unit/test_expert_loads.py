@@ -21,7 +21,7 @@ from torchtitan.resilience.spikes import Guard
 from torchtitan.step import StepStatus
 from torchtitan.tools.verify.measure import training
 
-BALANCED: dict[str, Any] = {
+BALANCED = {
     "model": {"name": "tiny_sparse", "flavor": "flat", "router_bias": True},
     "experts": {"bias_update_rate": 0.25},
 }
@@ -30,7 +30,7 @@ AXES = {"context": "context_parallel_degree", "tensor": "tensor_parallel_degree"
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_losses_of_a_router_are_their_formulas(scores: Any) -> None:
+def test_losses_of_a_router_are_their_formulas(scores):
     torch.manual_seed(0)
     routing = Routing(top_k=2, scores=scores, balances=True, has_z_loss=True, layers=4)
     router, x, found = Router(6, 5, routing), torch.randn(2, 7, 6), dict[str, Tensor]()
@@ -98,7 +98,7 @@ def all_of(jobs: dict[str, JobConfig], *, uneven: bool = False) -> dict[str, See
     return {name: run(job, uneven=uneven) for name, job in jobs.items()}
 
 
-def test_the_bias_moves_against_the_load_of_the_training_forward_alone() -> None:
+def test_the_bias_moves_against_the_load_of_the_training_forward_alone():
     """Each choice of the global batch counts once, and each bias moves against its load."""
     jobs = {
         "plain": recipe(),
@@ -116,7 +116,7 @@ def test_the_bias_moves_against_the_load_of_the_training_forward_alone() -> None
     assert torch.equal(steps, 0.25 * missing.sign()), "a bias does not move against its load"
 
 
-def test_all_ranks_move_the_bias_by_the_whole_load() -> None:
+def test_all_ranks_move_the_bias_by_the_whole_load():
     """Also where ranks have parts of sequences: of context, and of the stream of tensor ranks."""
     jobs = {
         name: recipe(
@@ -131,7 +131,7 @@ def test_all_ranks_move_the_bias_by_the_whole_load() -> None:
             assert torch.equal(each[name].biases, ranks[0][name].biases), name
 
 
-def test_tokens_without_a_target_do_not_count() -> None:
+def test_tokens_without_a_target_do_not_count():
     """Such as padding. Uniform shares make the balance 1, if the divisor is what is counted."""
     jobs = {
         name: recipe(
@@ -148,7 +148,7 @@ def test_tokens_without_a_target_do_not_count() -> None:
             assert torch.equal(each[name].loads, expected), name
 
 
-def test_metrics_are_of_the_loads() -> None:
+def test_metrics_are_of_the_loads():
     rows, _, loads = alone()
     assert rows[0]["loss/load_balance"] == pytest.approx(1.0)  # shares begin uniform
     for row, of_step in zip(rows, loads, strict=True):
@@ -158,11 +158,11 @@ def test_metrics_are_of_the_loads() -> None:
         assert row["experts/entropy"] == pytest.approx(entropy.item(), rel=1e-5)
 
 
-def test_a_rate_of_zero_keeps_the_bias() -> None:
+def test_a_rate_of_zero_keeps_the_bias():
     assert not alone(experts={"bias_update_rate": 0.0}).biases.any()
 
 
-def test_a_skipped_step_keeps_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_step_keeps_the_bias(monkeypatch):
     def skip(guard: Guard, status: StepStatus) -> bool:
         status.is_skipped = True
         return False
@@ -185,18 +185,18 @@ def test_a_skipped_step_keeps_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_a_rate_without_a_bias_is_refused(model: dict[str, str], message: str) -> None:
+def test_a_rate_without_a_bias_is_refused(model, message):
     (found,) = tiny.problems(tiny.job(model=model, experts={"bias_update_rate": 0.1}))
     assert (found.path, found.message) == ("experts.bias_update_rate", message)
 
 
-def test_losses_of_routers_are_refused_without_routers() -> None:
+def test_losses_of_routers_are_refused_without_routers():
     job = tiny.job().model_copy(update={"auxiliary_losses": LOSSES})
     found = tiny.problems(job)
     assert [each.path for each in found] == [f"auxiliary_losses.{n}.name" for n in range(2)]
     assert {each.message for each in found} == {"tiny does not support this loss; remove it"}
 
 
-def test_replica_groups_would_balance_apart() -> None:
+def test_replica_groups_would_balance_apart():
     job = tiny.job(**BALANCED, fault_tolerance={"enable": True, "group_size": 2})
     assert "fault_tolerance.enable" in {each.path for each in tiny.problems(job)}

@@ -33,14 +33,12 @@ from torchtitan.resilience.grace import outlook, planned_seconds, read_grace
         ),
     ],
 )
-def test_a_save_is_compared_with_the_grace_period(
-    took: float | None, saved: int | None, grace: float | None, level: int, told: str
-) -> None:
+def test_a_save_is_compared_with_the_grace_period(took, saved, grace, level, told):
     planned = planned_seconds(8_000_000_000, nodes=8)
     assert outlook(took, planned, saved, grace) == (level, told)
 
 
-def test_the_grace_period_is_read() -> None:
+def test_the_grace_period_is_read():
     assert read_grace({}) is None
     assert read_grace({"TORCHTITAN_GRACE_SECONDS": ""}) is None
     assert read_grace({"TORCHTITAN_GRACE_SECONDS": "90"}) == 90.0

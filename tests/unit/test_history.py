@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from torchtitan.config import ConfigError
 from torchtitan.tools.history import RunHistory, seconds_of
 
 
-def test_only_what_is_new_of_a_file_is_read(tmp_path: Path) -> None:
+def test_only_what_is_new_of_a_file_is_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     history = RunHistory(tmp_path)
     assert history.updated() is history
@@ -26,7 +25,7 @@ def test_only_what_is_new_of_a_file_is_read(tmp_path: Path) -> None:
     assert history.updated().rows == [{"step": 1}, {"step": 2}]
 
 
-def test_a_file_in_the_place_of_the_last_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_last_is_read_from_its_beginning(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     history = RunHistory.open(tmp_path)
@@ -37,7 +36,7 @@ def test_a_file_in_the_place_of_the_last_is_read_from_its_beginning(tmp_path: Pa
     assert history.updated().rows == [{"step": 8}]
 
 
-def test_rows_of_older_versions_have_the_names_of_today(tmp_path: Path) -> None:
+def test_rows_of_older_versions_have_the_names_of_today(tmp_path):
     """As they were written before the phase `agree` became `sync`."""
     rows = [
         {"step": 2, "time": 9.0, "loss": 1.0, "tps": 50.0, "time/forward": 0.3, "time/agree": 0.1}
@@ -62,7 +61,7 @@ def test_rows_of_older_versions_have_the_names_of_today(tmp_path: Path) -> None:
     assert steps["wall"] == steps["busy"] == {"forward": 0.6, "sync": 0.2}
 
 
-def test_reports_and_the_steps_they_are_of(tmp_path: Path) -> None:
+def test_reports_and_the_steps_they_are_of(tmp_path):
     rows = [
         {"step": 1, "tps": 1.0},
         {"step": 10, "tps": 1.0},
@@ -79,7 +78,7 @@ def test_reports_and_the_steps_they_are_of(tmp_path: Path) -> None:
     assert len(history.validations) == 1
 
 
-def test_a_run_that_left_nothing_else_is_unknown(tmp_path: Path) -> None:
+def test_a_run_that_left_nothing_else_is_unknown(tmp_path):
     history = RunHistory(tmp_path)
     assert (history.recipe, history.environment, history.ranks, history.model) == ({}, {}, None, "")
     assert (history.layout, history.rank_events, history.sent, history.newest_trace()) == (
@@ -89,7 +88,7 @@ def test_a_run_that_left_nothing_else_is_unknown(tmp_path: Path) -> None:
     assert history.state().words.startswith("unknown")
 
 
-def test_a_damaged_recipe_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_recipe_is_refused(tmp_path):
     (tmp_path / "recipe.toml").write_text("[training]\nsteps = \n")
     with pytest.raises(ConfigError, match=r"recipe\.toml:2: "):
         _ = RunHistory(tmp_path).recipe

@@ -61,9 +61,7 @@ def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)],
     ids=["float64", "float32", "bfloat16"],
 )
-def test_loss_and_gradients_are_those_of_whole_logits(
-    dtype: torch.dtype, tolerance: float, chunk: int
-) -> None:
+def test_loss_and_gradients_are_those_of_whole_logits(dtype, tolerance, chunk):
     hidden, weight, targets = inputs(dtype)
     expected = whole(hidden, weight, targets)
     found = linear_losses(hidden, weight, targets, chunk, None, VOCABULARY)[0]
@@ -76,7 +74,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
-def test_targets_that_do_not_count() -> None:
+def test_targets_that_do_not_count():
     hidden, weight, targets = inputs(torch.float32)
     of_hidden, _ = gradients(
         linear_losses(hidden, weight, targets, 10, None, VOCABULARY)[0], (hidden, weight)
@@ -90,7 +88,7 @@ def test_targets_that_do_not_count() -> None:
     assert all((gradient == 0).all() for gradient in gradients(value, (hidden, weight)))
 
 
-def test_large_logits_overflow_nowhere() -> None:
+def test_large_logits_overflow_nowhere():
     hidden, weight, targets = inputs(torch.float32)
     hidden, weight = hidden.detach() * 1e3, weight.detach() * 1e3
     found = linear_losses(hidden, weight, targets, 10, None, VOCABULARY)[0]
@@ -98,7 +96,7 @@ def test_large_logits_overflow_nowhere() -> None:
 
 
 @pytest.mark.parametrize("flavor", ["tiny", "tied"])
-def test_a_model_gives_its_loss(flavor: str) -> None:
+def test_a_model_gives_its_loss(flavor):
     args = tiny.FLAVORS[flavor]
     model = build_empty(tiny.LLAMA3.build, args, 16).to_empty(device="cpu")
     model.init_buffers()
@@ -126,7 +124,7 @@ def test_a_model_gives_its_loss(flavor: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_the_z_loss_is_that_of_the_next_token_alone() -> None:
+def test_the_z_loss_is_that_of_the_next_token_alone():
     """With multi-token prediction the model computes more losses of the same output."""
     args = dataclasses.replace(tiny.FLAVORS["tiny"], multi_token=2)
     model = build_empty(tiny.LLAMA3.build, args, 16).to_empty(device="cpu")
@@ -160,7 +158,7 @@ def test_the_z_loss_is_that_of_the_next_token_alone() -> None:
     assert found["loss/multi_token_1"] > 0
 
 
-def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch):
     def build(args: DecoderArgs, seq_len: int) -> nn.Module:
         model = tiny.LLAMA3.build(args, seq_len)
         model.loss = nn.Identity()
@@ -177,7 +175,7 @@ def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch: pytest.Monk
     ]
 
 
-def test_a_setting_that_changes_nothing_is_told() -> None:
+def test_a_setting_that_changes_nothing_is_told():
     keys = {"loss": {"vocabulary_chunk": 64}, "parallelism": {"disable_loss_parallel": True}}
     (note,) = tiny.problems(tiny.job(**keys), severity="note")
     assert note.path == "parallelism.disable_loss_parallel"
@@ -230,7 +228,7 @@ def count(dtype: torch.dtype, chunk: int, backend: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_memory_is_that_of_the_formula(dtype: torch.dtype) -> None:
+def test_memory_is_that_of_the_formula(dtype):
     """As the allocator counts it in forward and backward; nothing is as large as all logits."""
     for chunk in (0, 500, 1000):
         peak, largest = count(dtype, chunk, "")
@@ -243,12 +241,12 @@ def test_memory_is_that_of_the_formula(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [0, 500])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_memory_when_compiled(dtype: torch.dtype, chunk: int) -> None:
+def test_memory_when_compiled(dtype, chunk):
     ((peak, _),) = run_ranks(count, 1, dtype, chunk, "inductor")
     assert peak == pytest.approx(peak_bytes(*SIZES, chunk, dtype, is_compiled=True), rel=0.02)
 
 
-def test_page_gives_what_the_formulas_say() -> None:
+def test_page_gives_what_the_formulas_say():
     page = (Path(__file__).parents[2] / "docs/loss.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
     assert len(rows) == 5
@@ -274,7 +272,7 @@ def split_over_ranks(vocabulary: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize(("ranks", "vocabulary"), [(2, 7), (3, 10)])
-def test_parts_of_a_vocabulary_that_ranks_do_not_divide(ranks: int, vocabulary: int) -> None:
+def test_parts_of_a_vocabulary_that_ranks_do_not_divide(ranks, vocabulary):
     """Every token is a target: bytes of English text are all in the first half."""
     for split, chunked, expected in run_ranks(split_over_ranks, ranks, vocabulary):
         torch.testing.assert_close(split, expected)

@@ -2,7 +2,6 @@
 
 import re
 import tomllib
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -16,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 ALL = {*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())}
 
 
-def test_a_hint_has_the_versions_that_work() -> None:
+def test_a_hint_has_the_versions_that_work():
     for requirement in sorted(ALL):
         name = re.split("[<>=[]", requirement)[0]
         bounds = requirement.removeprefix(name).partition("]")[2] or requirement.removeprefix(name)
@@ -24,7 +23,7 @@ def test_a_hint_has_the_versions_that_work() -> None:
     assert packages.install("adlfs") == "pip install adlfs"
 
 
-def test_nothing_is_installed_under_the_name_of_the_other_project() -> None:
+def test_nothing_is_installed_under_the_name_of_the_other_project():
     """Nor under ours, which no index has."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").iterdir()]
     for path in [*pages, *(ROOT / "torchtitan").rglob("*.py"), *ROOT.glob("*.sh")]:
@@ -35,7 +34,7 @@ def test_nothing_is_installed_under_the_name_of_the_other_project() -> None:
                 assert "another project" in command or "uninstall" in command, f"{path}: {command}"
 
 
-def test_commands_in_pages_have_the_same_versions() -> None:
+def test_commands_in_pages_have_the_same_versions():
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "Dockerfile"]:
         text = path.read_text(encoding="utf-8")
         for name, versions in re.findall(r'"([\w-]+)([<>][^"]*)"', text):
@@ -50,7 +49,7 @@ def add_distribution(folder: Path, entry_points: str) -> None:
 
 
 @pytest.fixture
-def other_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def other_distribution(tmp_path, monkeypatch):
     """An environment with Meta's distribution, in which nothing has warned of it yet."""
     packages.warn_of_other.cache_clear()
     add_distribution(tmp_path, "")
@@ -60,9 +59,7 @@ def other_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     packages.warn_of_other.cache_clear()
 
 
-def test_the_other_distribution_is_reported_once(
-    other_distribution: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_other_distribution_is_reported_once(other_distribution, capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().err == ""
     for count in (1, 0):
@@ -72,15 +69,13 @@ def test_the_other_distribution_is_reported_once(
         assert told.count(f"the files in {packages.PACKAGE} are used") == count
 
 
-def test_a_run_reports_it(other_distribution: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_reports_it(other_distribution, capsys):
     words = ["train", "debug_model", "--training.steps", "1", "--training.seq_len", "16"]
     assert main([*words, "--validation.no-enable", "--checkpoint.no-enable"]) == 0
     assert capsys.readouterr().err.count("Meta's torchtitan 0.3.0") == 1
 
 
-def test_an_installation_under_the_former_name_is_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installation_under_the_former_name_is_ours(tmp_path, monkeypatch):
     add_distribution(tmp_path, "[console_scripts]\ntorchtitan = torchtitan.tools.cli:main\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert packages.other_torchtitan() is None

@@ -20,9 +20,7 @@ def words(path: Path) -> list[str | None]:
     return [text.text for text in parts(path, "text")]
 
 
-def test_the_loss_of_a_run_is_drawn_into_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_loss_of_a_run_is_drawn_into_its_folder(tmp_path, capsys):
     rows = [row(1, loss=5.0), row(50, loss=3.0), {"step": 50, "validation_loss": 3.5}]
     folder = write_run(tmp_path / "a <&> b", [*rows, row(60, loss=None), row(100, loss=2.0)])
     assert main(["plot", str(folder)]) == 0
@@ -37,7 +35,7 @@ def test_the_loss_of_a_run_is_drawn_into_its_folder(
     assert {str(folder), "100", "training loss; dots: validation"} <= {*words(path)}
 
 
-def test_several_runs_have_a_line_each(tmp_path: Path) -> None:
+def test_several_runs_have_a_line_each(tmp_path):
     folders = [
         str(write_run(tmp_path / name, [row(1, loss=4.0), row(10, loss=end)]))
         for name, end in (("a", 3.0), ("b", 2.0))
@@ -48,9 +46,7 @@ def test_several_runs_have_a_line_each(tmp_path: Path) -> None:
     assert {*folders, "reference: 3.5"} <= {*words(path)}
 
 
-def test_other_metrics_are_drawn_into_files_of_their_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_metrics_are_drawn_into_files_of_their_names(tmp_path, capsys):
     rows = [row(1, loss=5.0), row(2, loss=3.0), {"step": 2, "event": "statistics", "norm/a": 0.5}]
     folder = write_run(tmp_path / "run", rows)
     assert main(["plot", str(folder), "--metric", "norm/a", "--metric", "loss"]) == 0
@@ -60,9 +56,7 @@ def test_other_metrics_are_drawn_into_files_of_their_names(
     assert f"{folder}: the run has reported no los; its metrics: " in capsys.readouterr().err
 
 
-def test_a_file_that_is_there_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys):
     folder, path = write_run(tmp_path / "run", [row(1, loss=5.0)]), tmp_path / "curves.svg"
     path.write_text("mine")
     assert main(["plot", str(folder), "--output", str(path)]) == 2
@@ -77,13 +71,7 @@ def test_a_file_that_is_there_is_not_overwritten(
         ("empty", "empty: the run has reported no loss"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(
-    run: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_cannot_be_drawn_is_refused(run, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_run(Path("empty"), [])
     assert main(["plot", run]) == 2
@@ -93,7 +81,7 @@ def test_what_cannot_be_drawn_is_refused(
 @pytest.mark.parametrize(
     "losses", [[2.0, 11.9], [2.123, 2.124], [3.0], [0.0], [0.01, 5e6], [-1.0, 1.0]]
 )
-def test_the_axis_holds_all_losses_in_round_numbers(losses: list[float]) -> None:
+def test_the_axis_holds_all_losses_in_round_numbers(losses):
     low, high, apart = scale(losses)
     assert low <= min(losses) <= max(losses) <= high
     assert 1 <= round((high - low) / apart) <= LEVELS + 2

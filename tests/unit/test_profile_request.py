@@ -23,7 +23,7 @@ def alive(folder: Path) -> Path:
     return folder
 
 
-def test_the_traces_of_all_ranks_are_waited_for(tmp_path: Path) -> None:
+def test_the_traces_of_all_ranks_are_waited_for(tmp_path):
     folder, told = alive(tmp_path / "run"), []
     (folder / "profile_traces/iteration_3_on_request").mkdir(parents=True)
     (folder / "profile_traces/iteration_3_on_request/rank0_trace.json").touch()
@@ -48,14 +48,14 @@ def test_the_traces_of_all_ranks_are_waited_for(tmp_path: Path) -> None:
     assert told[-1].startswith("2 of 2 ranks wrote their traces")
 
 
-def test_a_run_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+def test_a_run_that_does_not_answer_is_given_up(tmp_path):
     folder = alive(tmp_path)
     with pytest.raises(NoAnswer, match=r"no traces of all ranks in 0\.1 seconds; the run is in st"):
         request_trace(folder, 1, 0.1, lambda line: None)
     assert not (folder / REQUEST_FILE).exists()
 
 
-def test_a_run_that_ends_meanwhile_is_told(tmp_path: Path) -> None:
+def test_a_run_that_ends_meanwhile_is_told(tmp_path):
     folder = alive(tmp_path)
 
     def end(line: str) -> None:
@@ -66,14 +66,14 @@ def test_a_run_that_ends_meanwhile_is_told(tmp_path: Path) -> None:
         request_trace(folder, 1, 20, end)
 
 
-def test_who_asks_twice_is_refused(tmp_path: Path) -> None:
+def test_who_asks_twice_is_refused(tmp_path):
     folder = alive(tmp_path)
     (folder / REQUEST_FILE).write_text("{}")
     with pytest.raises(ConfigError, match="a trace was already requested"):
         request_trace(folder, 1, 1)
 
 
-def test_a_run_that_is_over_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_is_over_is_refused(tmp_path):
     folder = write_run(tmp_path, [row(1)])
     with pytest.raises(ConfigError, match="there is no run to trace; the last one unknown: its r"):
         request_trace(folder, 1, 1)
@@ -85,7 +85,7 @@ def test_a_run_that_is_over_is_refused(tmp_path: Path) -> None:
         request_trace(folder, 1, 1)
 
 
-def test_processes_of_another_machine_may_be_alive(tmp_path: Path) -> None:
+def test_processes_of_another_machine_may_be_alive(tmp_path):
     note(tmp_path, 0, "training", 9, pid=NOBODY)
     path = tmp_path / "comm_traces/0.step"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "elsewhere"}))

@@ -18,11 +18,11 @@ def fails() -> None:
     raise ValueError("ours")
 
 
-def test_a_fault_in_native_code_is_shown_with_its_stack() -> None:
+def test_a_fault_in_native_code_is_shown_with_its_stack():
     with pytest.raises(AssertionError, match=r"(?s)rank 0 .* status -11.*in dies"):
         run_ranks(dies, 1)
 
 
-def test_an_error_is_shown_with_its_traceback() -> None:
+def test_an_error_is_shown_with_its_traceback():
     with pytest.raises(AssertionError, match="ValueError: ours"):
         run_ranks(fails, 1)

@@ -11,7 +11,7 @@ from torchtitan.models import MODELS
 
 
 @pytest.mark.parametrize("_", range(2))
-def test_what_is_imported_registers_for_one_test_and_its_ranks(_: int) -> None:
+def test_what_is_imported_registers_for_one_test_and_its_ranks(_):
     assert "half" not in WEIGHTS
     importlib.import_module("tests.senders")
     assert "half" in WEIGHTS
@@ -22,14 +22,14 @@ def known() -> list[str]:
     return list(WEIGHTS)
 
 
-def test_without_the_names_of_tests() -> None:
+def test_without_the_names_of_tests():
     assert "tiny" in MODELS
     with registries.having(registries.SHIPPED):
         assert list(MODELS) == ["llama3", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "vit_mae"]
     assert "tiny" in MODELS
 
 
-def test_a_name_that_stays_is_refused() -> None:
+def test_a_name_that_stays_is_refused():
     importlib.import_module("tests.senders")
     with pytest.raises(AssertionError, match="WEIGHTS\\['half'\\]"), registries.for_one_test():
         pass

@@ -18,12 +18,12 @@ from torchtitan.cluster.rendezvous import Backend, Store, is_ours
 
 
 @pytest.fixture
-def port() -> int:
+def port():
     return free_port()
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     monkeypatch.setattr(rendezvous, "CALL_TIMEOUT", 0.5)
 
 
@@ -38,11 +38,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         ("no-such-host.invalid", False),
     ],
 )
-def test_an_address_that_can_be_bound_is_ours(host: str, ours: bool) -> None:
+def test_an_address_that_can_be_bound_is_ours(host, ours):
     assert is_ours(host) == ours
 
 
-def test_store_is_held_at_an_address_that_no_name_resolves_to(port: int) -> None:
+def test_store_is_held_at_an_address_that_no_name_resolves_to(port):
     store = Store("127.0.0.2", port)
     store.set("key", "value")
     assert TCPStore("127.0.0.2", port, timeout=timedelta(seconds=5)).get("key") == b"value"
@@ -53,7 +53,7 @@ def test_store_is_held_at_an_address_that_no_name_resolves_to(port: int) -> None
 def goes_and_comes(port: int) -> None:
     """Rank 0 holds the store and is frozen: it refuses no connection, and gives no answer."""
     rendezvous.CALL_TIMEOUT = 0.5
-    pids: list[int | None] = [None, None]
+    pids = [None, None]
     dist.all_gather_object(pids, os.getpid())
     store = Store("127.0.0.2", port, is_host=dist.get_rank() == 0)
     if dist.get_rank() == 0:
@@ -71,12 +71,12 @@ def goes_and_comes(port: int) -> None:
     dist.barrier()
 
 
-def test_store_goes_and_comes(port: int) -> None:
+def test_store_goes_and_comes(port):
     run_ranks(goes_and_comes, 2, port)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_store_that_was_never_there_is_found_when_it_comes(port: int) -> None:
+def test_store_that_was_never_there_is_found_when_it_comes(port):
     store = Store("localhost", port, is_host=False)
     with pytest.raises(RendezvousConnectionError, match="Connection refused"):
         store.check(["key"])
@@ -85,7 +85,7 @@ def test_store_that_was_never_there_is_found_when_it_comes(port: int) -> None:
     assert store.get("key") == b"value"
 
 
-def test_errors_pass_through_a_prefix(port: int) -> None:
+def test_errors_pass_through_a_prefix(port):
     held = Store("localhost", port)
     store = PrefixStore("round", held)
     with pytest.raises(RendezvousTimeoutError, match="no node wrote round/key in time"):
@@ -95,7 +95,7 @@ def test_errors_pass_through_a_prefix(port: int) -> None:
     assert (store.add("n", 2), store.add("n", 1)) == (2, 3)
 
 
-def test_state_of_a_store_that_was_started_anew(port: int) -> None:
+def test_state_of_a_store_that_was_started_anew(port):
     """Its token is of a store that is gone, with which no value can be exchanged."""
     backend = Backend(Store("localhost", port), "run")
     assert backend.get_state() is None

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def all_met() -> list[str]:
         return [met(world, rank, error, way) for rank, error, way in cases]
 
 
-def test_an_error_on_one_rank_is_known_to_all() -> None:
+def test_an_error_on_one_rank_is_known_to_all():
     found = zip(*run_ranks(all_met, 2), strict=True)
     for (rank, error, way), each in zip(
         itertools.product((0, 1), ERRORS, WAYS), found, strict=True
@@ -111,9 +111,7 @@ def defective(job: JobConfig, place: str, rank: int) -> str:
 @pytest.mark.parametrize(
     ("place", "rank"), [("write_file", 1), ("write_manifest_of", 0), ("problems_of_files", 1)]
 )
-def test_a_defect_in_a_save_ends_all_ranks(
-    place: str, rank: int, mode: str, tmp_path: Path
-) -> None:
+def test_a_defect_in_a_save_ends_all_ranks(place, rank, mode, tmp_path):
     found = run_ranks(defective, 2, recipe(tmp_path, mode), place, rank)
     assert found[rank] == "LookupError: a defect"
     assert found[1 - rank] == f"FailedOnRank: rank {rank} failed: LookupError: a defect"
@@ -121,12 +119,12 @@ def test_a_defect_in_a_save_ends_all_ranks(
 
 def held_after_saves(job: JobConfig) -> tuple[int, int]:
     """How many tensors were made for saves, and how many are left at the end."""
-    made: list[weakref.ref[Tensor]] = []
+    made = []
     sending = {"error": torch.ones(1000)}
 
     def note(function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*arguments: Any, **named: Any) -> Tensor:
-            tensor: Tensor = function(*arguments, **named)
+            tensor = function(*arguments, **named)
             made.append(weakref.ref(tensor))
             return tensor
 
@@ -161,7 +159,7 @@ def waited_for_commits(job: JobConfig, seconds: float) -> str:
     return said.getvalue()
 
 
-def test_the_commit_of_an_asynchronous_save_is_time_that_training_waited(tmp_path: Path) -> None:
+def test_the_commit_of_an_asynchronous_save_is_time_that_training_waited(tmp_path):
     """Between steps, at the next save if it comes too soon, and at the end."""
     job = recipe(tmp_path)
     (said,) = run_ranks(waited_for_commits, 1, job, 0.25)
@@ -186,7 +184,7 @@ class Noted:
         return clone
 
 
-def test_a_save_that_has_ended_holds_no_tensors(tmp_path: Path) -> None:
+def test_a_save_that_has_ended_holds_no_tensors(tmp_path):
     (found,) = run_ranks(held_after_saves, 1, recipe(tmp_path))
     made, left = found
     assert made > 20
@@ -195,14 +193,14 @@ def test_a_save_that_has_ended_holds_no_tensors(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def few_objects() -> Iterator[None]:
+def few_objects():
     """The garbage collector does not look at the many objects of other tests."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
-def test_copies_are_of_the_moment_and_tensors_are_released_once_copied(few_objects: None) -> None:
+def test_copies_are_of_the_moment_and_tensors_are_released_once_copied(few_objects):
     tensor = torch.arange(4.0)
     reference = weakref.ref(tensor)
     piece = Piece("name", tensor.dtype, (8,), (4,), (4,))

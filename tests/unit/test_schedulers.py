@@ -1,7 +1,6 @@
 """Nodes of a job from the variables that schedulers set, as they set them."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,9 +75,7 @@ def filled(environment: dict[str, str], **given: Any) -> tuple[dict[str, Any], s
         ({}, {}, None),
     ],
 )
-def test_a_scheduler_is_read(
-    environment: dict[str, str], given: dict[str, Any], wanted: tuple[Any, ...] | None
-) -> None:
+def test_a_scheduler_is_read(environment, given, wanted):
     options, origins = filled(environment, **given)
     if wanted is None:
         assert "processes" not in options
@@ -92,7 +89,7 @@ def test_a_scheduler_is_read(
     assert options.get("rdzv_id") == environment.get("SLURM_JOB_ID")
 
 
-def test_it_is_told_what_was_taken_from_where() -> None:
+def test_it_is_told_what_was_taken_from_where():
     assert filled(KUBEFLOW)[1] == (
         "nodes: 2 (PET_NNODES); processes: 8 (PET_NPROC_PER_NODE); "
         "rendezvous: job-node-0-0.job:29500 (PET_MASTER_ADDR)"
@@ -137,15 +134,13 @@ def test_it_is_told_what_was_taken_from_where() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(environment: dict[str, str], told: str) -> None:
+def test_what_cannot_be_is_refused(environment, told):
     with pytest.raises(ConfigError) as error:
         filled(environment)
     assert str(error.value) == told
 
 
-def test_a_command_is_refused_before_it_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_is_refused_before_it_starts(monkeypatch, capsys):
     for name, value in (KUBEFLOW | {"SKYPILOT_NUM_NODES": "3"}).items():
         monkeypatch.setenv(name, value)
     assert main(["train", str(ROOT / "train_configs/debug_model.toml")]) == 2
@@ -154,14 +149,14 @@ def test_a_command_is_refused_before_it_starts(
     assert "Traceback" not in printed
 
 
-def test_the_address_for_the_others_is_that_of_the_route() -> None:
+def test_the_address_for_the_others_is_that_of_the_route():
     assert local_address("127.0.0.1", 1) == "127.0.0.1"
     assert local_address("localhost", 1) in ("127.0.0.1", "::1")
     assert local_address("no-such-host.invalid", 1) is None
 
 
 @pytest.mark.gate
-def test_nodes_whose_names_do_not_resolve_meet(tmp_path: Path) -> None:
+def test_nodes_whose_names_do_not_resolve_meet(tmp_path):
     flags = ["--rdzv-conf", "last_call_timeout=1", "--training.steps", "2"]
     with network(named=False) as net:
         nodes = [
@@ -184,7 +179,7 @@ def test_nodes_whose_names_do_not_resolve_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.gate
-def test_two_nodes_of_kubeflow_meet_without_flags(tmp_path: Path) -> None:
+def test_two_nodes_of_kubeflow_meet_without_flags(tmp_path):
     """Two launchers on this machine as two nodes; the same command again resumes on one."""
     port = free_port()
     flags = ["--checkpoint.interval", "2", "--rdzv-conf", "last_call_timeout=1"]

@@ -25,14 +25,14 @@ TWO = torch.tensor(2.0)
 
 
 @pytest.fixture
-def timeline() -> Timeline:
+def timeline():
     return Timeline(Device("cpu"))
 
 
 @pytest.fixture
-def warnings() -> list[str]:
+def warnings():
     """What is logged as a warning."""
-    lines: list[str] = []
+    lines = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.handlers, logger.propagate = [handler], False
@@ -54,13 +54,13 @@ class TwoRanks:
 
 
 def agreement(timeline: Timeline, others: tuple[float, ...], *flags: Flag) -> StepStatus:
-    world: Any = TwoRanks(*others)
+    world = TwoRanks(*others)
     agree = Agreement(world, timeline)
     agree.flags = flags
     return agree({"loss": TWO}, torch.tensor(0.5), torch.tensor(7))
 
 
-def test_ranks_agree_on_the_highest(timeline: Timeline) -> None:
+def test_ranks_agree_on_the_highest(timeline):
     agreed = agreement(timeline, (3.0, 0.25, 7.0))
     assert (agreed.highest_loss, agreed.highest_norm, agreed.count) == (3.0, 0.5, 7)
     assert agreed.losses == {"loss": TWO}
@@ -71,16 +71,16 @@ def test_ranks_agree_on_the_highest(timeline: Timeline) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_on_one_rank_is_infinite_on_all(timeline: Timeline, bad: float) -> None:
-    world: Any = TwoRanks(3.0, 0.25, 7.0)
+def test_what_is_not_finite_on_one_rank_is_infinite_on_all(timeline, bad):
+    world = TwoRanks(3.0, 0.25, 7.0)
     agreed = Agreement(world, timeline)(
         {"loss": torch.tensor(bad)}, torch.tensor(bad), torch.tensor(7)
     )
     assert (agreed.highest_loss, agreed.highest_norm) == (math.inf, math.inf)
 
 
-def test_of_a_flag_the_largest_counts_on_every_rank(timeline: Timeline) -> None:
-    heard: dict[str, float] = {}
+def test_of_a_flag_the_largest_counts_on_every_rank(timeline):
+    heard = {}
     mine = {"stop": True, "signal": False, "late": 2.5}
     flags = [
         Flag(lambda value=value: value, lambda agreed, name=name: heard.update({name: agreed}))
@@ -98,9 +98,7 @@ def test_of_a_flag_the_largest_counts_on_every_rank(timeline: Timeline) -> None:
         (90.0, 1.0, "the loss is more than 2 standard deviations"),
     ],
 )
-def test_guard_skips_a_spike_and_says_why(
-    warnings: list[str], loss: float, norm: float, why: str
-) -> None:
+def test_guard_skips_a_spike_and_says_why(warnings, loss, norm, why):
     history = {"loss": [5.0, 6.0], "grad_norm": [1.0, 1.1]}
     state = TrainState(step=8, history=history)
     guard = Guard(SpikesConfig(sigma=2, window=2), state, "made already")
@@ -116,7 +114,7 @@ def test_guard_skips_a_spike_and_says_why(
     assert (state.step, state.skipped, state.consecutive_skips) == (9, 1, 1)
 
 
-def test_guard_accepts_what_is_usual_and_remembers_it(warnings: list[str]) -> None:
+def test_guard_accepts_what_is_usual_and_remembers_it(warnings):
     state = TrainState()
     good = status()
     assert Guard(SpikesConfig(), state).accepts(good)
@@ -124,7 +122,7 @@ def test_guard_accepts_what_is_usual_and_remembers_it(warnings: list[str]) -> No
     assert state.history == {"loss": [5.0], "grad_norm": [1.0]}
 
 
-def test_counters_move_once_a_step_is_over() -> None:
+def test_counters_move_once_a_step_is_over():
     state = TrainState(step=3, tokens=100, history={"loss": [5.0]})
     state.advance(status(is_void=True, is_skipped=True))
     assert state == TrainState(step=3, tokens=100, history={"loss": [5.0]})
@@ -135,9 +133,9 @@ def test_counters_move_once_a_step_is_over() -> None:
 
 
 @pytest.mark.parametrize("in_backward", [True, False])
-def test_weights_change_only_when_they_may(timeline: Timeline, in_backward: bool) -> None:
-    done: list[str] = []
-    inner: Any = SimpleNamespace(
+def test_weights_change_only_when_they_may(timeline, in_backward):
+    done = []
+    inner = SimpleNamespace(
         in_backward=in_backward,
         begin=lambda factor: done.append("begin") or 1e-3 * factor,
         norm=lambda: torch.tensor(0.4),
@@ -159,31 +157,31 @@ def test_weights_change_only_when_they_may(timeline: Timeline, in_backward: bool
     assert set(timeline.take()) == {"other", "clip", "optimizer"}
 
 
-def test_features_are_called_around_the_passes_in_order(timeline: Timeline) -> None:
-    done: list[Any] = []
+def test_features_are_called_around_the_passes_in_order(timeline):
+    done = []
 
     class OneRank(ParallelModel):
         def accumulate(self, batches: Any, count: Tensor) -> Losses:
             done.append(batches)
             return {"loss": TWO, "loss/z": TWO / 2}
 
-    alone: Any = SimpleNamespace(sum=lambda shares, over: 3 * shares)
-    nothing: Any = None
+    alone = SimpleNamespace(sum=lambda shares, over: 3 * shares)
+    nothing = None
     model = OneRank([], nothing, nothing, nothing, alone, timeline)
     model.before_forward = [lambda: done.append("first"), lambda: done.append("second")]
     model.after_backward = [lambda batches, losses: done.append((batches, losses["loss"].item()))]
-    batches: Any = ["batch"]
+    batches = ["batch"]
     assert model.forward_backward(batches, TWO) == {"loss": 6.0, "loss/z": 3.0}
     assert done == ["first", "second", ["batch"], (["batch"], 6.0)]
 
 
 def saved(folder: Path, **counters: Any) -> Manifest:
     """A checkpoint without tensors."""
-    what: Any = {"step": 4, "model_only": False, "ranks": 1, "layout": {}}
+    what = {"step": 4, "model_only": False, "ranks": 1, "layout": {}}
     return write_manifest_of(folder, [], [], {"train_state": counters, "data": {}}, **what)
 
 
-def test_counters_of_old_checkpoints_are_read(tmp_path: Path) -> None:
+def test_counters_of_old_checkpoints_are_read(tmp_path):
     old = {"step": 4, "skipped": 3, "skipped_in_a_row": 2, "stepped_over": 32}
     state = read_state(tmp_path, saved(tmp_path, **old))
     assert TrainState(**state["train_state"]) == TrainState(
@@ -192,6 +190,6 @@ def test_counters_of_old_checkpoints_are_read(tmp_path: Path) -> None:
     assert state["data"] == {}
 
 
-def test_counters_are_read_as_they_were_saved(tmp_path: Path) -> None:
+def test_counters_are_read_as_they_were_saved(tmp_path):
     new = {"step": 4, "consecutive_skips": 1, "skipped_samples": 8, "rollbacks": 1}
     assert read_state(tmp_path, saved(tmp_path, **new))["train_state"] == new

@@ -42,7 +42,7 @@ for number in SIGNALS * 2:
     [(CLOSED,), (CLOSED, "nohup"), (SAVED,)],
     ids=["a closed terminal", "nohup", "after the last save"],
 )
-def test_signals_that_end_nothing(words: tuple[str, ...]) -> None:
+def test_signals_that_end_nothing(words):
     done = subprocess.run([sys.executable, "-c", *words], capture_output=True)
     assert done.returncode == 0, done.stderr
 
@@ -57,6 +57,6 @@ def test_signals_that_end_nothing(words: tuple[str, ...]) -> None:
         ("SIGUSR1 SIGUSR1", -signal.SIGUSR1),
     ],
 )
-def test_the_other_form_of_a_request_may_come_late(names: str, status: int) -> None:
+def test_the_other_form_of_a_request_may_come_late(names, status):
     done = subprocess.run([sys.executable, "-c", SCRIPT, *names.split()], capture_output=True)
     assert done.returncode == status, done.stderr

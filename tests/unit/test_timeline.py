@@ -21,7 +21,7 @@ def walls(timeline: Timeline) -> dict[str, float]:
     return {name: spent.wall for name, spent in timeline.take().items()}
 
 
-def test_phases_add_up_to_the_time_that_went_by() -> None:
+def test_phases_add_up_to_the_time_that_went_by():
     clock = Clock()
     timeline = Timeline(Device("cpu"), clock)
     clock.now += 1
@@ -37,7 +37,7 @@ def test_phases_add_up_to_the_time_that_went_by() -> None:
     assert walls(timeline) == {"other": 3}
 
 
-def test_a_pause_is_told_as_a_whole() -> None:
+def test_a_pause_is_told_as_a_whole():
     clock = Clock()
     timeline = Timeline(Device("cpu"), clock)
     with timeline.pause("validation"):
@@ -51,7 +51,7 @@ def test_a_pause_is_told_as_a_whole() -> None:
     assert walls(timeline) == {"other": 0, "validation": 7, "forward": 8}
 
 
-def test_a_phase_that_fails_ends() -> None:
+def test_a_phase_that_fails_ends():
     clock = Clock()
     timeline = Timeline(Device("cpu"), clock)
 
@@ -67,7 +67,7 @@ def test_a_phase_that_fails_ends() -> None:
     assert walls(timeline) == {"other": 0, "checkpoint": 1, "data": 2}
 
 
-def test_what_is_not_taken_yet_can_be_forgotten() -> None:
+def test_what_is_not_taken_yet_can_be_forgotten():
     clock = Clock()
     timeline = Timeline(Device("cpu"), clock)
     clock.now += 5
@@ -76,7 +76,7 @@ def test_what_is_not_taken_yet_can_be_forgotten() -> None:
     assert walls(timeline) == {"other": 1}
 
 
-def test_waiting_is_not_work() -> None:
+def test_waiting_is_not_work():
     timeline = Timeline(Device("cpu"))
     with timeline.phase("sync"):
         time.sleep(0.05)
@@ -87,7 +87,7 @@ def test_waiting_is_not_work() -> None:
     assert spent["forward"].busy > 0
 
 
-def test_a_process_knows_its_age() -> None:
+def test_a_process_knows_its_age():
     age = age_of_process()
     assert age is not None
     later = age_of_process()

@@ -46,7 +46,7 @@ def step(number: int, begin: int, end: int) -> Any:
     return event(f"ProfilerStep#{number}", begin, end, "user_annotation")
 
 
-def test_intervals() -> None:
+def test_intervals():
     these = union([(5, 7), (0, 2), (1, 3), (4, 4), (7, 8)])
     assert these == [(0, 3), (5, 8)]
     assert without(these, [(1, 2), (2, 6)]) == [(0, 1), (6, 8)]
@@ -56,7 +56,7 @@ def test_intervals() -> None:
     assert length(these) == 6
 
 
-def test_a_trace_of_gloo(tmp_path: Path) -> None:
+def test_a_trace_of_gloo(tmp_path):
     trace = read_trace(
         written(
             tmp_path,
@@ -88,7 +88,7 @@ def test_a_trace_of_gloo(tmp_path: Path) -> None:
     assert trace.phases == {}
 
 
-def test_a_trace_of_nccl(tmp_path: Path) -> None:
+def test_a_trace_of_nccl(tmp_path):
     trace = read_trace(
         written(
             tmp_path,
@@ -117,7 +117,7 @@ def test_a_trace_of_nccl(tmp_path: Path) -> None:
     assert trace.operators[0] == Operator("ampere_sgemm", pytest.approx(0.010), 1)
 
 
-def test_phases_are_told_apart_without_those_within_them(tmp_path: Path) -> None:
+def test_phases_are_told_apart_without_those_within_them(tmp_path):
     mark = "user_annotation"
     trace = read_trace(
         written(
@@ -138,26 +138,26 @@ def test_phases_are_told_apart_without_those_within_them(tmp_path: Path) -> None
     }
 
 
-def test_a_trace_of_nothing(tmp_path: Path) -> None:
+def test_a_trace_of_nothing(tmp_path):
     trace = read_trace(written(tmp_path))
     assert (trace.steps, trace.span, trace.operators) == (0, 0, ())
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"traceEvents": [{"ph": "X"}]}'])
-def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
+def test_what_is_no_trace_is_refused(text, tmp_path):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError, match=r"x\.json: is no Chrome trace of torch\.profiler"):
         read_trace(tmp_path / "x.json")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"x\.json: No such file"):
         read_trace(tmp_path / "x.json")
 
 
 @pytest.mark.gate
 @pytest.mark.costs("two profiled ranks")
-def test_a_real_trace_of_two_ranks(tmp_path: Path) -> None:
+def test_a_real_trace_of_two_ranks(tmp_path):
     schedule = {"enable_profiling": True, "profile_freq": 3, "profiler_warmup": 1}
     job = tiny.job(tmp_path, training={"steps": 3}, profiling={**schedule, "profiler_active": 2})
     run_ranks(train, 2, job)

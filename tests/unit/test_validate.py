@@ -1,7 +1,5 @@
 """Metrics over several held-out data sets."""
 
-from typing import Any
-
 import pytest
 
 from tests import tiny
@@ -10,10 +8,10 @@ from torchtitan.tasks.next_token import NextToken
 from torchtitan.validate import Sums, ValidationConfig, Validator
 
 
-def test_the_loss_over_data_sets_is_that_of_all_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_over_data_sets_is_that_of_all_targets(monkeypatch):
     """Not the mean of their means: one has 10 targets, the other 30."""
     sums = {"few": Sums(30.0, 10, (40,)), "many": Sums(10.0, 30, (20,))}
-    nothing: Any = None
+    nothing = None
     validator = Validator(
         ValidationConfig(),
         dict.fromkeys(sums, nothing),

@@ -25,9 +25,7 @@ def clone(folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["torchtitan", "torch", "titan", "my torchtitan", "a/torch/b"])
 @pytest.mark.parametrize("is_linked", [False, True])
-def test_a_place_does_not_depend_on_where_the_clone_is(
-    name: str, is_linked: bool, tmp_path: Path
-) -> None:
+def test_a_place_does_not_depend_on_where_the_clone_is(name, is_linked, tmp_path):
     folder = tmp_path / name
     if is_linked:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +38,7 @@ def test_a_place_does_not_depend_on_where_the_clone_is(
     assert shown(folder / "tools/deep/cli.py") == "deep/cli.py:3 (f)"
 
 
-def test_torch_is_no_place(tmp_path: Path) -> None:
+def test_torch_is_no_place(tmp_path):
     made = tmp_path / "torch/torch"
     (made / "nn").mkdir(parents=True)
     for name in ("__init__.py", "nn/modules.py"):
@@ -49,7 +47,7 @@ def test_torch_is_no_place(tmp_path: Path) -> None:
     assert not shown("<string>")
 
 
-def test_files_of_another_machine_are_known_by_their_paths() -> None:
+def test_files_of_another_machine_are_known_by_their_paths():
     assert shown("/x/torch/torchtitan/torchtitan/parallel/world.py") == (
         "torchtitan/parallel/world.py:3 (f)"
     )
@@ -73,7 +71,7 @@ print(world.__file__)
 
 
 @pytest.mark.parametrize("name", ["torchtitan", "torch", "with a space"])
-def test_waiting_is_seen_in_functions_of_this_package(name: str, tmp_path: Path) -> None:
+def test_waiting_is_seen_in_functions_of_this_package(name, tmp_path):
     """Not in those of a folder that is called `parallel`, too."""
     root = Path(__file__).parents[3]
     folder = tmp_path / name

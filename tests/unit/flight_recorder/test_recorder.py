@@ -31,7 +31,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in (folder / "comm_traces").iterdir()}
 
 
-def test_step_is_on_disk_at_once(tmp_path: Path) -> None:
+def test_step_is_on_disk_at_once(tmp_path):
     with recorder(tmp_path, world_size=2) as mine:
         for state, step in (("starting", 0), ("training", 1), ("training", 1000)):
             if step:
@@ -41,22 +41,20 @@ def test_step_is_on_disk_at_once(tmp_path: Path) -> None:
             assert trace.pid == os.getpid()
 
 
-def test_a_rank_by_itself_records_no_collectives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_by_itself_records_no_collectives(tmp_path, monkeypatch):
     for ranks, entries in ((1, "0"), (2, "2000")):
         monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
         recorder(tmp_path, world_size=ranks)
         assert os.environ["TORCH_FR_BUFFER_SIZE"] == entries
 
 
-def test_good_run_leaves_its_steps_alone(tmp_path: Path) -> None:
+def test_good_run_leaves_its_steps_alone(tmp_path):
     assert main(["train", DEBUG, f"--job.dump_folder={tmp_path}", *SMALL]) == 0
     assert names(tmp_path) == {"0.step"}
     assert report(read_traces(tmp_path / "comm_traces")) == ["rank 0 finished at step 2"]
 
 
-def test_a_run_may_have_many_open_files(tmp_path: Path) -> None:
+def test_a_run_may_have_many_open_files(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < 2000:
         pytest.skip("a process may not open so many files here")
@@ -68,7 +66,7 @@ def test_a_run_may_have_many_open_files(tmp_path: Path) -> None:
         assert main(["train", DEBUG, f"--job.dump_folder={tmp_path}", *SMALL]) == 0
 
 
-def test_a_start_removes_the_tracebacks_of_all_earlier_ones(tmp_path: Path) -> None:
+def test_a_start_removes_the_tracebacks_of_all_earlier_ones(tmp_path):
     for restart in range(3):
         again = Recorder(CommConfig(), tmp_path, 1, 2, "cpu", restart=restart)
         with pytest.raises(ValueError, match="wrong"), again:
@@ -78,7 +76,7 @@ def test_a_start_removes_the_tracebacks_of_all_earlier_ones(tmp_path: Path) -> N
         assert "traceback" not in " ".join(names(tmp_path))
 
 
-def test_error_of_all_ranks_leaves_no_trace(tmp_path: Path) -> None:
+def test_error_of_all_ranks_leaves_no_trace(tmp_path):
     mine = recorder(tmp_path)
     with ExitStack() as stack:
         stack.enter_context(pytest.raises(ConfigError))
@@ -87,7 +85,7 @@ def test_error_of_all_ranks_leaves_no_trace(tmp_path: Path) -> None:
     assert names(tmp_path) == {"0.step"}
 
 
-def test_a_refused_start_restores_the_traces_of_the_earlier_run(tmp_path: Path) -> None:
+def test_a_refused_start_restores_the_traces_of_the_earlier_run(tmp_path):
     with pytest.raises(ConfigError), recorder(tmp_path / "run"):
         raise ConfigError("a mistake in the recipe")
     assert not (tmp_path / "run").exists()
@@ -103,12 +101,12 @@ def test_a_refused_start_restores_the_traces_of_the_earlier_run(tmp_path: Path) 
     assert {path: path.read_bytes() for path in (tmp_path / "comm_traces").iterdir()} == before
 
 
-def test_a_rank_that_waits_for_others_in_vain_leaves_a_note(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_others_in_vain_leaves_a_note(tmp_path):
     recorder(tmp_path, 0, 2).leave(dist.DistError, dist.DistError("too few ranks"), None)
     assert report(read_traces(tmp_path / "comm_traces"))[0].startswith("rank 1 left no traces")
 
 
-def test_traces_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
+def test_traces_of_an_earlier_run_are_removed(tmp_path):
     for rank in (0, 5):
         with pytest.raises(ValueError), recorder(tmp_path, rank, 6):
             raise ValueError
@@ -125,7 +123,7 @@ def fail(folder: Path) -> None:
         raise ValueError("no")
 
 
-def test_ring_is_written_on_gloo(tmp_path: Path) -> None:
+def test_ring_is_written_on_gloo(tmp_path):
     with pytest.raises(AssertionError, match="ValueError: no"):
         run_ranks(fail, 2, tmp_path)
     traces = read_traces(tmp_path / "comm_traces")
@@ -151,7 +149,7 @@ def collectives() -> list[Collective]:
     return recorded()
 
 
-def test_collectives_of_this_process() -> None:
+def test_collectives_of_this_process():
     for found in run_ranks(collectives, 2):
         told = [
             (c.operation, c.group.purpose, c.sequence, c.bytes_in, c.bytes_out, c.group.ranks)
@@ -169,7 +167,7 @@ def test_collectives_of_this_process() -> None:
         assert all("test_recorder.py" in c.caller for c in found[-5:])
 
 
-def test_sigterm_outside_the_loop_ends_the_process_with_traces(tmp_path: Path) -> None:
+def test_sigterm_outside_the_loop_ends_the_process_with_traces(tmp_path):
     with pytest.raises(Terminated) as raised, recorder(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
     assert raised.value.code == 128 + signal.SIGTERM
@@ -178,9 +176,7 @@ def test_sigterm_outside_the_loop_ends_the_process_with_traces(tmp_path: Path) -
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_rank_that_makes_no_progress_after_sigterm_says_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_makes_no_progress_after_sigterm_says_where_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.POLL_INTERVAL", 0.01)
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.TERMINATION_TIMEOUT", 0.05)
     moved_on = signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -200,9 +196,7 @@ def test_rank_that_makes_no_progress_after_sigterm_says_where_it_is(
     signal.signal(signal.SIGTERM, moved_on)
 
 
-def test_a_request_to_stop_in_a_long_step_is_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_to_stop_in_a_long_step_is_no_failure(tmp_path, monkeypatch):
     """It is as long as the step before; a step that is far longer is a failure all the same."""
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.POLL_INTERVAL", 0.01)
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.TERMINATION_TIMEOUT", 0.05)
@@ -226,9 +220,7 @@ def test_a_request_to_stop_in_a_long_step_is_no_failure(
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_rank_that_is_asked_to_stop_sees_at_one_look_who_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_asked_to_stop_sees_at_one_look_who_failed(tmp_path, monkeypatch):
     mine = recorder(tmp_path, 0, 1024)
     slow, failed = recorder(tmp_path, 1, 1024), recorder(tmp_path, 700, 1024)
     (tmp_path / "comm_traces").mkdir()
@@ -236,16 +228,14 @@ def test_a_rank_that_is_asked_to_stop_sees_at_one_look_who_failed(
     assert not mine._others_failed()
     with pytest.raises(ValueError), failed:
         raise ValueError
-    opened: list[str] = []
+    opened = []
     monkeypatch.setattr(Path, "open", lambda path, *_: opened.append(str(path)))
     monkeypatch.setattr(Path, "exists", lambda path: opened.append(str(path)))
     assert mine._others_failed()
     assert opened == []
 
 
-def test_a_rank_that_is_asked_for_a_trace_is_not_terminated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_is_asked_for_a_trace_is_not_terminated(tmp_path, monkeypatch):
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.POLL_INTERVAL", 0.01)
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.TERMINATION_TIMEOUT", 0.05)
     before = signal.signal(signal.SIGPROF, lambda number, frame: None)
@@ -258,7 +248,7 @@ def test_a_rank_that_is_asked_for_a_trace_is_not_terminated(
 
 
 @pytest.mark.parametrize("prefix", ["rank_1", "elsewhere/rank_"])
-def test_prefix_that_hides_the_rank_is_refused(prefix: str) -> None:
+def test_prefix_that_hides_the_rank_is_refused(prefix):
     with pytest.raises(
         ConfigError, match=r"comm.save_traces_file_prefix: .* wanted the start of a file name"
     ):

@@ -73,13 +73,13 @@ def leave(
         (folder / f"{rank}.json").write_text(json.dumps(failure))
 
 
-def test_healthy_run(tmp_path: Path) -> None:
+def test_healthy_run(tmp_path):
     for rank in range(4):
         leave(tmp_path, rank, state="finished", step=100)
     assert report(read_traces(tmp_path)) == ["ranks 0-3 finished at step 100"]
 
 
-def test_rank_that_was_killed(tmp_path: Path) -> None:
+def test_rank_that_was_killed(tmp_path):
     for rank in (0, 1, 3):
         leave(tmp_path, rank, record(ALL, 1), waiting(ALL, 2), error="Connection closed by peer")
     leave(tmp_path, 2)
@@ -92,7 +92,7 @@ def test_rank_that_was_killed(tmp_path: Path) -> None:
     ]
 
 
-def test_rank_that_stays_behind(tmp_path: Path) -> None:
+def test_rank_that_stays_behind(tmp_path):
     """NCCL: nothing but rings. Rank 2 stands still; 3 waits for it in tp, 0 and 1 for both."""
     leave(tmp_path, 0, record(ALL, 1), waiting(ALL, 2))
     leave(tmp_path, 1, record(ALL, 1), waiting(ALL, 2))
@@ -109,7 +109,7 @@ def test_rank_that_stays_behind(tmp_path: Path) -> None:
     assert "for rank 2, called" in lines[2]
 
 
-def test_collective_that_holds_the_later_ones_is_named(tmp_path: Path) -> None:
+def test_collective_that_holds_the_later_ones_is_named(tmp_path):
     """Gloo marks the one that failed as done, so another one under way looks like the oldest."""
     gloo = {"operation": "gloo:all_gather", "state": "scheduled"}
     ring = [record(TP, 41, **gloo), record(TP, 42, **gloo), waiting(TP, 43)]
@@ -127,9 +127,7 @@ def test_collective_that_holds_the_later_ones_is_named(tmp_path: Path) -> None:
         ({"input_dtypes": ["Half"], "output_dtypes": ["Half"]}, "all_reduce of float16 [5]"),
     ],
 )
-def test_ranks_that_call_different_things(
-    change: dict[str, Any], called: str, tmp_path: Path
-) -> None:
+def test_ranks_that_call_different_things(change, called, tmp_path):
     for rank in (0, 1, 3):
         leave(tmp_path, rank, record(ALL, 1), waiting(ALL, 2))
     leave(tmp_path, 2, record(ALL, 1), waiting(ALL, 2, **change))
@@ -141,7 +139,7 @@ def test_ranks_that_call_different_things(
     assert "different paths through the program" in last
 
 
-def test_send_and_receive(tmp_path: Path) -> None:
+def test_send_and_receive(tmp_path):
     p2p = {"is_p2p": True, "p2p_seq_id": 9, "operation": "nccl:recv 0<-1"}
     leave(tmp_path, 2, waiting(TP, 1, **p2p), world_size=0)
     leave(tmp_path, 3, record(TP, 1), world_size=0)
@@ -150,7 +148,7 @@ def test_send_and_receive(tmp_path: Path) -> None:
     assert "for rank 3, called" in lines[1]
 
 
-def test_ranks_that_wait_for_each_other(tmp_path: Path) -> None:
+def test_ranks_that_wait_for_each_other(tmp_path):
     leave(tmp_path, 2, waiting(TP, 1), record(ALL, 1), world_size=0)
     leave(tmp_path, 3, waiting(ALL, 2), record(ALL, 1), world_size=0)
     *_, last = report(read_traces(tmp_path))
@@ -174,7 +172,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("case", PAIRS)
-def test_network_that_is_gone(case: str, tmp_path: Path) -> None:
+def test_network_that_is_gone(case, tmp_path):
     one, other, is_network = PAIRS[case]
     leave(tmp_path, 2, record(TP, 1), one, world_size=0)
     leave(tmp_path, 3, record(TP, 1), other, world_size=0)
@@ -183,7 +181,7 @@ def test_network_that_is_gone(case: str, tmp_path: Path) -> None:
     assert len(first) == len(set(first))
 
 
-def test_network_is_gone_where_one_of_several_groups_waits(tmp_path: Path) -> None:
+def test_network_is_gone_where_one_of_several_groups_waits(tmp_path):
     """Ranks 2 and 3 are cut off from each other; the others wait for them elsewhere."""
     for rank in (0, 1):
         leave(tmp_path, rank, waiting(ALL, 1))
@@ -194,7 +192,7 @@ def test_network_is_gone_where_one_of_several_groups_waits(tmp_path: Path) -> No
     assert len(lines) == 3
 
 
-def test_rank_that_raised_is_told_before_those_that_it_took_along(tmp_path: Path) -> None:
+def test_rank_that_raised_is_told_before_those_that_it_took_along(tmp_path):
     leave(tmp_path, 0, waiting(ALL, 1), error="Connection closed by peer")
     leave(tmp_path, 1, error="ValueError: no", kind="other")
     leave(tmp_path, 3, error="Terminated: 143", kind="terminated")
@@ -208,7 +206,7 @@ def test_rank_that_raised_is_told_before_those_that_it_took_along(tmp_path: Path
     ]
 
 
-def test_rank_that_crashed(tmp_path: Path) -> None:
+def test_rank_that_crashed(tmp_path):
     leave(tmp_path, 0, state="starting", step=0, world_size=1)
     (tmp_path / "0.stack").write_text(
         "Fatal Python error: Aborted\n\n"
@@ -225,7 +223,7 @@ def test_rank_that_crashed(tmp_path: Path) -> None:
     assert read_crash("") == ""
 
 
-def test_trace_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_trace_that_is_cut_off_is_left_out(tmp_path):
     leave(tmp_path, 0, record(ALL, 1), world_size=1)
     whole = (tmp_path / "rank_0").read_bytes()
     (tmp_path / "rank_0").write_bytes(whole[: len(whole) // 2])
@@ -233,16 +231,14 @@ def test_trace_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
     assert (trace.fate, trace.collectives) == ("lost", [])
 
 
-def test_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verb(tmp_path, capsys):
     leave(tmp_path, 0, state="finished", world_size=1)
     assert main(["trace", str(tmp_path)]) == 0
     assert capsys.readouterr().out == "rank 0 finished at step 7\n"
 
 
 @pytest.mark.parametrize("name", ["", "nowhere"])
-def test_folder_without_traces_is_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_without_traces_is_refused(name, tmp_path, capsys):
     assert main(["trace", str(tmp_path / name)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
 
@@ -257,19 +253,19 @@ class Malice:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_nothing_in_a_trace_is_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_in_a_trace_is_executed(tmp_path, capsys):
     leave(tmp_path, 0, record(ALL, 1, frames=Malice(tmp_path / "mark")))
     assert main(["trace", str(tmp_path)]) == 2
     assert "rank_0: refused: it refers to posix.system" in capsys.readouterr().err
     assert not (tmp_path / "mark").exists()
 
 
-def test_other_pickles_are_refused() -> None:
+def test_other_pickles_are_refused():
     with pytest.raises(ConfigError, match=r"x: not a trace"):
         load(pickle.dumps([1]), "x")
 
 
-def test_ranks_in_words() -> None:
+def test_ranks_in_words():
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([1, 0]) == "ranks 0 and 1"
     assert name_ranks([0, 1, 2, 5, 7, 8, 9, 10]) == "ranks 0-2, 5 and 7-10"

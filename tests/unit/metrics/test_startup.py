@@ -41,7 +41,7 @@ def events(
     monkeypatch: pytest.MonkeyPatch, ranks: int, before: int, during: int
 ) -> dict[str, dict[str, Any]]:
     """All events of such a run, by kind."""
-    told: dict[str, dict[str, Any]] = {}
+    told = {}
     world = SimpleNamespace(
         comm=CommConfig(trace_buf_size=ENTRIES),
         size=ranks,
@@ -50,7 +50,7 @@ def events(
     )
     log = SimpleNamespace(write=lambda step, kind, **values: told.update({kind: values}))
     timeline = Timeline(world.device)
-    watch = startup.Startup(log, timeline, world)  # type: ignore[arg-type]
+    watch = startup.Startup(log, timeline, world)
     watch.before_step()
     watch.after_step(1)
     watch.before_step()
@@ -61,24 +61,24 @@ def events(
     return told
 
 
-def test_what_an_earlier_run_compiled_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_earlier_run_compiled_is_not_counted(monkeypatch):
     seconds = iter((3.0, 5.0))
     monkeypatch.setattr(startup, "compile_seconds", lambda: next(seconds))
     assert events(monkeypatch, 1, 0, 0)["start"]["compile_s"] == 2.0
 
 
-def test_a_step_that_fits_is_counted_whatever_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fits_is_counted_whatever_came_before(monkeypatch):
     found = traffic(monkeypatch, ranks=2, before=20, during=ENTRIES - 1)
     kind = {"axis": "dp_shard", "operation": "all_reduce", "count": 3, "bytes": 3 * 20}
     assert found == {"sent/dp_shard": 3 * 20, "messages": 0, "collectives": [kind]}
 
 
-def test_a_step_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_fit_is_left_out(monkeypatch):
     found = traffic(monkeypatch, ranks=2, before=20, during=ENTRIES)
     assert "comm.trace_buf_size = 4" in found["left_out"]
 
 
-def test_a_rank_by_itself_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_by_itself_sends_nothing(monkeypatch):
     assert traffic(monkeypatch, ranks=1, before=0, during=ENTRIES) == {
         "messages": 0,
         "collectives": [],

@@ -27,7 +27,7 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
 
 def drawn(spec: Spec, args: Any, seq_len: int = 64) -> nn.Module:
     """A network far from its start: attention is not uniform, and norms and biases matter."""
-    model: nn.Module = spec.build(args, seq_len)
+    model = spec.build(args, seq_len)
     initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
     return model
 
@@ -58,8 +58,7 @@ def of_transformers(config: Mapping[str, Any]) -> nn.Module:
 
     network = getattr(transformers, config["architectures"][0])
     about = network.config_class(**deepcopy({**config}), attn_implementation="eager")
-    made: nn.Module = network(about)
-    return made
+    return network(about)
 
 
 def equals_transformers(
@@ -67,7 +66,7 @@ def equals_transformers(
 ) -> None:
     """Logits are those of transformers to 1e-5, and so are all gradients."""
     ours = model or drawn(spec, args, seq_len)
-    theirs: Any = of_transformers(spec.formats["hf"].config(args, None)).float()
+    theirs = of_transformers(spec.formats["hf"].config(args, None)).float()
     weights = to_transformers(spec, args, ours.state_dict().items())
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"] if args.tied else [], [])

@@ -46,29 +46,29 @@ def check(given: list[Tensor], documents: Tensor | None, window: int) -> None:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents_and_windows_equal_a_dense_mask(name: str) -> None:
+def test_documents_and_windows_equal_a_dense_mask(name):
     for window in (0, 1, 2, 7, LENGTH - 1, LENGTH, LENGTH + 1):
         check(operands(), DOCUMENTS[name], window)
 
 
-def test_heads_of_any_number_and_size() -> None:
+def test_heads_of_any_number_and_size():
     for heads, groups, dim in ((4, 4, 8), (4, 1, 24), (6, 3, 64), (2, 1, 128)):
         for window in (0, 20):
             check(operands(heads, groups, dim), DOCUMENTS["any"], window)
 
 
-def test_a_window_in_a_long_document_is_cut_into_blocks() -> None:
+def test_a_window_in_a_long_document_is_cut_into_blocks():
     for window in (0, 70):
         check(operands(length=700, batch=1), torch.arange(700)[None] // 600, window)
 
 
-def test_a_short_sequence() -> None:
+def test_a_short_sequence():
     for length, window in itertools.product((1, 2, 3), (0, 1, 2)):
         check(operands(length=length), torch.arange(length).expand(3, -1) // 2, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_are_as_close_as_with_a_dense_mask(dtype: torch.dtype) -> None:
+def test_16_bits_are_as_close_as_with_a_dense_mask(dtype):
     given = [x.to(dtype) for x in operands()]
     mask = (DOCUMENTS["any"], 30)
     exact = differentiate(dense_attention, [x.double() for x in given], *mask)
@@ -80,7 +80,7 @@ def test_16_bits_are_as_close_as_with_a_dense_mask(dtype: torch.dtype) -> None:
         assert (x - wanted).norm() <= 1.2 * (other - wanted).norm()
 
 
-def test_plain_causal_attention_is_that_of_torch_to_the_bit() -> None:
+def test_plain_causal_attention_is_that_of_torch_to_the_bit():
     given = operands()
 
     def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -102,13 +102,13 @@ def largest_tensor(core: Core, length: int, size: int, window: int) -> int:
 
 
 @pytest.mark.parametrize(("size", "window"), [(100, 0), (0, 64), (500, 64)])
-def test_memory_is_linear_in_the_sequence(size: int, window: int) -> None:
+def test_memory_is_linear_in_the_sequence(size, window):
     for length in (1024, 2048):  # q is larger than the mask of 64 queries with 127 keys
         assert largest_tensor(causal_attention, length, size, window) == 8 * length
         assert largest_tensor(dense_attention, length, size, window) >= length**2
 
 
-def test_the_documents_of_a_batch_are_read_once() -> None:
+def test_the_documents_of_a_batch_are_read_once():
     attention._starts.cache_clear()
     given, documents = operands(), DOCUMENTS["any"].clone()
     microbatches = [documents[:2], documents[2:]]
@@ -118,19 +118,19 @@ def test_the_documents_of_a_batch_are_read_once() -> None:
     assert attention._starts.cache_info().misses == 2
 
 
-def test_documents_that_change_in_place_are_read_again() -> None:
+def test_documents_that_change_in_place_are_read_again():
     given, documents = operands(), DOCUMENTS["any"].clone()
     check(given, documents, 0)
     documents.copy_(DOCUMENTS["padding"])
     check(given, documents, 0)
 
 
-def test_documents_on_a_device_are_refused() -> None:
+def test_documents_on_a_device_are_refused():
     with pytest.raises(AssertionError, match="read without waiting"):
         causal_attention(*operands()[:3], DOCUMENTS["any"].to("meta"))
 
 
-def test_evaluation_keeps_nothing() -> None:
+def test_evaluation_keeps_nothing():
     q, k, v, _ = operands()
     q.requires_grad_()
     with torch.no_grad():
@@ -139,14 +139,14 @@ def test_evaluation_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 20])
-def test_the_compiler_is_told_the_truth(window: int) -> None:
+def test_the_compiler_is_told_the_truth(window):
     """Shapes, strides, dtypes, and that nothing is an alias of an input."""
     inputs = [x.requires_grad_() for x in operands()[:3]]
     torch.library.opcheck(document_attention, (*inputs, DOCUMENTS["any"], window))
 
 
 @pytest.mark.parametrize("window", [0, 20])
-def test_floating_point_operations_are_counted(window: int) -> None:
+def test_floating_point_operations_are_counted(window):
     given = operands(heads=4, dim=16)
     with FlopCounterMode(display=False) as counter:
         differentiate(causal_attention, given, DOCUMENTS["any"], window)

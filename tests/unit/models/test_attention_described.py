@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,14 +34,8 @@ from torchtitan.models.llama3.spec import LLAMA3
     ],
 )
 def test_only_other_masks_than_causal_are_described(
-    window: int,
-    length: int,
-    device: str,
-    dtype: str,
-    head_dim: int,
-    documents: bool,
-    expected: str | None,
-) -> None:
+    window, length, device, dtype, head_dim, documents, expected
+):
     shape = LLAMA3.attention(dataclasses.replace(tiny.ARGS, sliding_window=window))
     assert shape is not None
     found = describe(
@@ -52,7 +45,7 @@ def test_only_other_masks_than_causal_are_described(
     assert found == expected or (found and expected and found.startswith(expected))
 
 
-def test_a_run_says_it_at_its_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_says_it_at_its_start(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="torchtitan")
     model = {"attn_mask_type": "block_causal", "sliding_window": 12}
     train(tiny.job(str(tmp_path), model=model, training={"steps": 1}))

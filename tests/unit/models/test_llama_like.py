@@ -46,7 +46,7 @@ def smollm(*sizes: int, **more: Any) -> Config:
     return llama(*sizes) | about | {"tie_word_embeddings": True, "vocab_size": 49152, **more}
 
 
-PUBLISHED: dict[str, tuple[Config, int]] = {
+PUBLISHED = {
     "Llama-2-7b": (llama(4096, 11008, 32, 32, 32, pretraining_tp=1), 6_738_415_616),
     "Llama-2-13b": (llama(5120, 13824, 40, 40, 40, pretraining_tp=1), 13_015_864_320),
     "Llama-2-70b": (llama(8192, 28672, 80, 64, 8, pretraining_tp=1), 68_976_648_192),
@@ -68,7 +68,7 @@ PUBLISHED: dict[str, tuple[Config, int]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_config_is_read_and_written_back(name: str) -> None:
+def test_published_config_is_read_and_written_back(name):
     config, parameters = PUBLISHED[name]
     args = HUGGING_FACE.args(config)
     assert count_parameters(build_empty(SPEC.build, args, 1)).total == parameters
@@ -82,7 +82,7 @@ def test_published_config_is_read_and_written_back(name: str) -> None:
     assert (args.head_dim is None) == (written["head_dim"] == usual)
 
 
-def test_section_of_a_recipe_has_the_nearest_flavor_and_what_differs() -> None:
+def test_section_of_a_recipe_has_the_nearest_flavor_and_what_differs():
     common = {"name": "llama3", "flavor": "8B", "vocab_size": 32000}
     common |= {"rope_theta": 10000, "rope_scaling": 1.0}
     for name, more in {
@@ -93,7 +93,7 @@ def test_section_of_a_recipe_has_the_nearest_flavor_and_what_differs() -> None:
         assert section == common | more
 
 
-def test_section_of_a_recipe_selects_the_network() -> None:
+def test_section_of_a_recipe_selects_the_network():
     for name in (*PUBLISHED, *SPEC.flavors):
         args = SPEC.flavors.get(name) or HUGGING_FACE.args(PUBLISHED[name][0])
         section = Network(SPEC, args).section()
@@ -102,12 +102,12 @@ def test_section_of_a_recipe_selects_the_network() -> None:
             assert section == {"name": "llama3", "flavor": name}
 
 
-def test_vocabulary_that_follows_the_tokenizer_is_written() -> None:
+def test_vocabulary_that_follows_the_tokenizer_is_written():
     """So that another tokenizer does not change the shape of the weights."""
     assert Network(SPEC, SPEC.flavors["debugmodel"]).section()["vocab_size"] == 2048
 
 
-def test_defaults_of_mistral_are_those_of_transformers() -> None:
+def test_defaults_of_mistral_are_those_of_transformers():
     from transformers import MistralConfig
 
     config = PUBLISHED["Mistral-7B-v0.1"][0]
@@ -217,19 +217,17 @@ LLAMA_2, MISTRAL = PUBLISHED["Llama-2-7b"][0], PUBLISHED["Mistral-7B-v0.1"][0]
         ),
     ],
 )
-def test_everything_that_a_config_has_and_the_network_has_not_is_told(
-    config: Config, change: Config, told: list[str]
-) -> None:
+def test_everything_that_a_config_has_and_the_network_has_not_is_told(config, change, told):
     assert lines(HUGGING_FACE.args, config | change) == told
 
 
-def test_keys_that_change_nothing_are_allowed() -> None:
+def test_keys_that_change_nothing_are_allowed():
     change = {"layer_types": ["sliding_attention"] * 32, "num_experts": 0, "head_dim": None}
     for key, value in change.items():
         assert HUGGING_FACE.args(MISTRAL | {key: value}) == HUGGING_FACE.args(MISTRAL)
 
 
-def test_meta_has_no_such_sizes() -> None:
+def test_meta_has_no_such_sizes():
     args = dataclasses.replace(SPEC.flavors["debugmodel"], sliding_window=8, head_norms=True)
     args = dataclasses.replace(args, head_dim=32)
     assert lines(SPEC.formats["meta"].config, args, None) == [
@@ -238,14 +236,14 @@ def test_meta_has_no_such_sizes() -> None:
     ]
 
 
-def test_no_format_has_a_network_without_norms() -> None:
+def test_no_format_has_a_network_without_norms():
     args = dataclasses.replace(SPEC.flavors["debugmodel"], norm="none")
     for name, told in {"hf": "LlamaForCausalLM", "meta": "Meta's Llama"}.items():
         found = lines(SPEC.formats[name].config, args, None)
         assert found == [f'norm: got "none"; {told} has "rms"']
 
 
-VALUES: list[Any] = [
+VALUES = [
     *(None, True, -1, 0, 2.5, "", "x", 10**400, float("nan"), [], [1], {}, {"a": 1}),
     {"rope_type": ["llama3"]},
     {"rope_type": "llama3", "factor": "x", "low_freq_factor": None}
@@ -256,7 +254,7 @@ KEYS += ["layer_types", "rope_parameters", "quantization_config", "partial_rotar
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
-def test_any_value_of_any_key_is_read_or_refused(family: str) -> None:
+def test_any_value_of_any_key_is_read_or_refused(family):
     """And nothing else is raised."""
     read = MODELS[family].formats["hf"].args
     refusals = 0

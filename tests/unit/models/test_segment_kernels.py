@@ -77,7 +77,7 @@ def of_pack_backward(*given: Any) -> tuple[Tensor, ...]:
 
 
 @pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def packed(monkeypatch):
     """Segments are packed as on CUDA, and computed by the definition of the kernel."""
     monkeypatch.setattr(segment_kernels, "packs", lambda *_: True)
     monkeypatch.setattr(segment_kernels, "flash_forward", of_pack)
@@ -116,7 +116,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_segments_equal_dense_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_equal_dense_attention(name, monkeypatch):
     monkeypatch.setattr(segment_kernels, "MIN_BLOCK", 4)
     monkeypatch.setattr(segment_kernels, "MAX_BLOCK", 8)
     check(CASES[name])
@@ -124,7 +124,7 @@ def test_segments_equal_dense_attention(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("name", CASES)
-def test_packed_segments_equal_dense_attention(name: str) -> None:
+def test_packed_segments_equal_dense_attention(name):
     check(CASES[name])
 
 
@@ -140,7 +140,7 @@ def random_segments(rng: random.Random) -> list[Segment]:
     return segments
 
 
-def test_any_segments_equal_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_segments_equal_dense_attention(monkeypatch):
     rng = random.Random(0)
     for _ in range(50):
         monkeypatch.setattr(segment_kernels, "MIN_BLOCK", rng.randint(1, 20))
@@ -148,7 +148,7 @@ def test_any_segments_equal_dense_attention(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("packed")
-def test_any_packed_segments_equal_dense_attention() -> None:
+def test_any_packed_segments_equal_dense_attention():
     rng = random.Random(0)
     for _ in range(50):
         check(random_segments(rng), groups=rng.choice((1, 2, 4)))
@@ -156,9 +156,7 @@ def test_any_packed_segments_equal_dense_attention() -> None:
 
 @pytest.mark.usefixtures("packed")
 @pytest.mark.parametrize("window", [0, 5])
-def test_whole_documents_are_one_call_without_copies(
-    window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_documents_are_one_call_without_copies(window, monkeypatch):
     calls = []
 
     def record(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
@@ -174,9 +172,7 @@ def test_whole_documents_are_one_call_without_copies(
 
 
 @pytest.mark.parametrize("way", ["loop", "packed"])
-def test_contributions_of_parts_of_the_keys_add_up(
-    way: str, request: pytest.FixtureRequest
-) -> None:
+def test_contributions_of_parts_of_the_keys_add_up(way, request):
     """With the output and the normalizer of all keys."""
     if way == "packed":
         request.getfixturevalue("packed")
@@ -192,7 +188,7 @@ def test_contributions_of_parts_of_the_keys_add_up(
         torch.testing.assert_close(sum(shares), wanted)
 
 
-def test_the_flash_kernel_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flash_kernel_takes_what_it_is_given(monkeypatch):
     """By its shapes, on tensors without values, as there is no such kernel on a CPU."""
     monkeypatch.setattr(segment_kernels, "packs", lambda *_: True)
     q, k, v, grad = (x.to("meta") for x in operands(2, 8, torch.bfloat16))

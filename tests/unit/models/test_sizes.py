@@ -13,7 +13,7 @@ from torchtitan.provenance import to_toml
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_what_a_recipe_does_not_say_is_the_flavors(flavor: str) -> None:
+def test_what_a_recipe_does_not_say_is_the_flavors(flavor):
     args = FLAVORS[flavor]
     config = Llama3Config(flavor=flavor)
     assert MODELS["llama3"].args(config) == args
@@ -21,7 +21,7 @@ def test_what_a_recipe_does_not_say_is_the_flavors(flavor: str) -> None:
     assert list(config.size_problems(args)) == []
 
 
-def test_every_size_can_be_said() -> None:
+def test_every_size_can_be_said():
     args = MODELS["llama3"].args(Llama3Config(flavor="8B", n_layers=4, tied=True, rope_scaling=32))
     expected = dataclasses.replace(
         FLAVORS["8B"], n_layers=4, tied=True, rope_scaling=RopeScaling(factor=32)
@@ -33,7 +33,7 @@ def test_every_size_can_be_said() -> None:
     assert fields - facts <= set(Llama3Config.sizes())
 
 
-def test_a_recorded_recipe_tells_the_sizes_in_effect() -> None:
+def test_a_recorded_recipe_tells_the_sizes_in_effect():
     job = tiny.job(model={"n_layers": 3})
     recorded = job.in_effect()
     assert job.model_args() == dataclasses.replace(tiny.ARGS, n_layers=3)

@@ -1,22 +1,16 @@
 """Updates of parts are those of DTensors, and states are kept as DTensors."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD, AdamW, Optimizer
 
 from torchtitan.optim.elementwise import elementwise
 from torchtitan.torch_private.fake_ranks import fake_process_group
 from torchtitan.torch_private.optimizers import without_compiler
 
-PLACEMENTS: list[tuple[Placement, Placement]] = [
-    (Shard(0), Shard(1)),
-    (Replicate(), Shard(0)),
-    (Shard(0), Replicate()),
-]
+PLACEMENTS = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Replicate())]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +22,7 @@ PLACEMENTS: list[tuple[Placement, Placement]] = [
         (SGD, {"foreach": False, "momentum": 0.9}),
     ],
 )
-def test_an_update_of_parts_is_that_of_dtensors(kind: type[Optimizer], how: dict[str, Any]) -> None:
+def test_an_update_of_parts_is_that_of_dtensors(kind, how):
     with fake_process_group(0, 4):
         mesh = init_device_mesh("cpu", (2, 2))
 
@@ -59,7 +53,7 @@ def test_an_update_of_parts_is_that_of_dtensors(kind: type[Optimizer], how: dict
                     assert (kept.placements, kept.shape) == (state.placements, state.shape)
 
 
-def test_a_parameter_without_a_gradient_has_no_state() -> None:
+def test_a_parameter_without_a_gradient_has_no_state():
     with fake_process_group(0, 4):
         mesh = init_device_mesh("cpu", (4,))
         make = (DTensor.from_local(torch.ones(2), mesh, [Shard(0)]) for _ in range(2))
@@ -74,14 +68,14 @@ class Averaged(Optimizer):
     """Its average is a new tensor in each step, and its count of steps is a number."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for weight in self.param_groups[0]["params"]:
             state = self.state[weight]
             state["average"] = state.get("average", 0.0) + weight.grad
             state["count"] = state.get("count", 0) + 1
 
 
-def test_states_that_are_replaced_are_kept() -> None:
+def test_states_that_are_replaced_are_kept():
     with fake_process_group(0, 4):
         mesh = init_device_mesh("cpu", (4,))
         weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))

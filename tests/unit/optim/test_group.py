@@ -14,7 +14,7 @@ from torchtitan.optim.muon import AdamWPart
 from torchtitan.optim.norm import global_norm
 
 Builder = Callable[[Sequence[NamedParameter], OptimizerConfig], Optimizers]
-BUILDERS: dict[str, Builder] = {
+BUILDERS = {
     "plain": Optimizers,
     "in the backward": lambda p, config: InBackward(p, config, None, lambda parameters: None),
 }
@@ -60,10 +60,10 @@ def by_ours(config: OptimizerConfig, build: Builder = Optimizers) -> list[Tensor
     return train(model, optimizers.begin, optimizers.step)
 
 
-def test_updates_are_those_of_torch() -> None:
+def test_updates_are_those_of_torch():
     """Each number another, so that none can stand for another."""
-    common: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.3}
-    adam: dict[str, Any] = {"beta1": 0.8, "beta2": 0.97, "eps": 0.02}
+    common = {"lr": 0.05, "weight_decay": 0.3}
+    adam = {"beta1": 0.8, "beta2": 0.97, "eps": 0.02}
     torchs = common | {"betas": (0.8, 0.97), "eps": 0.02}
     momentum = common | {"momentum": 0.7}
     for config, kind, options in (
@@ -76,11 +76,11 @@ def test_updates_are_those_of_torch() -> None:
         torch.testing.assert_close(by_ours(config), by_torch(kind, options, options, options))
 
 
-HOW: tuple[Any, ...] = ("fused", "foreach", "for-loop")
+HOW = ("fused", "foreach", "for-loop")
 
 
 @pytest.mark.parametrize("way", BUILDERS)
-def test_groups_are_those_of_torch(way: str) -> None:
+def test_groups_are_those_of_torch(way):
     """What a group says wins, over `no_weight_decay_on` as well; the rest is the optimizer's."""
     groups = [
         {"names": ["0.*"], "lr_factor": 2.0, "weight_decay": 0.7},
@@ -104,7 +104,7 @@ def test_groups_are_those_of_torch(way: str) -> None:
     torch.testing.assert_close(by_ours(config, BUILDERS[way]), expected)
 
 
-def test_groups_change_the_rule_of_their_parameters() -> None:
+def test_groups_change_the_rule_of_their_parameters():
     """With two rules: rates are multiples of the rate of each, and decay that of each."""
     config = Muon.model_validate(
         {
@@ -123,7 +123,7 @@ def test_groups_change_the_rule_of_their_parameters() -> None:
     }
 
 
-def test_clipping_is_that_of_torch() -> None:
+def test_clipping_is_that_of_torch():
     for most in (0.3, 1e9):
         model = network()
         optimizers = Optimizers(named(model), SGD())
@@ -136,7 +136,7 @@ def test_clipping_is_that_of_torch() -> None:
         torch.testing.assert_close(optimizers.gradients(), wanted)
 
 
-def test_the_norm_of_bfloat16_is_computed_in_float32() -> None:
+def test_the_norm_of_bfloat16_is_computed_in_float32():
     gradients = [torch.full((1000,), 0.1, dtype=torch.bfloat16), torch.ones(3)]
     exact = (1000 * float(gradients[0][0]) ** 2 + 3) ** 0.5
     torch.testing.assert_close(global_norm(gradients), torch.tensor(exact))
@@ -145,7 +145,7 @@ def test_the_norm_of_bfloat16_is_computed_in_float32() -> None:
 @pytest.mark.parametrize(
     "config", [AdamW(lr=0.1), SGD(lr=0.1, momentum=0.9, weight_decay=0.1)], ids=lambda o: o.name
 )
-def test_a_save_before_the_first_update_changes_no_later_one(config: OptimizerConfig) -> None:
+def test_a_save_before_the_first_update_changes_no_later_one(config):
     model = network()
     optimizers = Optimizers(named(model), config)
     assert all(not value.any() for value in optimizers.state_dict().values())

@@ -34,7 +34,7 @@ CONFIGS = [AdamW(lr=0.1, no_weight_decay_on=("norms",)), SGD(lr=0.01, momentum=0
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_it_is_the_step_after_the_backward(config: OptimizerConfig) -> None:
+def test_it_is_the_step_after_the_backward(config):
     is_the_step_after_the_backward(config)
 
 
@@ -61,17 +61,17 @@ def norms_of_stages() -> list[float]:
     return found
 
 
-def test_the_norm_is_that_of_all_stages() -> None:
+def test_the_norm_is_that_of_all_stages():
     assert run_ranks(norms_of_stages, 2) == [[5.0, 5.0]] * 2
 
 
-def test_one_gradient_is_alive_at_a_time() -> None:
+def test_one_gradient_is_alive_at_a_time():
     one_gradient_is_alive_at_a_time(AdamW())
 
 
 def one_gradient_is_alive_at_a_time(config: OptimizerConfig) -> None:
     torch.compiler.set_stance("force_eager")
-    alive: list[int] = []
+    alive = []
     model = network()
 
     def count(_: Tensor) -> None:

@@ -25,7 +25,7 @@ def cost(rows: int, columns: int) -> float:
     return float(rows * columns * min(rows, columns))
 
 
-def test_matrices_are_dealt_out_evenly() -> None:
+def test_matrices_are_dealt_out_evenly():
     shapes = [(40, 10)] * 5 + [(10, 40)] * 3 + [(20, 20)] * 7 + [(3, 4)]
     matrices = [Matrix(number, area(*shape)) for number, shape in enumerate(shapes)]
     for ranks in (1, 2, 3, 5, 32):
@@ -45,7 +45,7 @@ def test_matrices_are_dealt_out_evenly() -> None:
         assert rounds == deal(matrices, ranks, cost, limit=900)
 
 
-def test_a_matrix_above_the_limit_is_by_itself() -> None:
+def test_a_matrix_above_the_limit_is_by_itself():
     matrices = [Matrix(number, area(10, 10)) for number in range(3)]
     assert [len(of_rank) for (of_rank,) in deal(matrices, 1, cost, limit=0)] == [1, 1, 1]
     assert [len(of_rank) for (of_rank,) in deal(matrices, 1, cost, limit=299)] == [2, 1]
@@ -53,7 +53,7 @@ def test_a_matrix_above_the_limit_is_by_itself() -> None:
 
 
 SHAPES = [(7, 5), (5, 9), (3, 4), (8, 8), (8, 8), (1, 6), (7, 5)]
-LAYOUTS: dict[str, tuple[tuple[int, ...], list[list[Placement]]]] = {
+LAYOUTS = {
     "rows, uneven": ((3,), [[Shard(0)]]),
     "columns, uneven": ((2,), [[Shard(1)]]),
     "copies": ((3,), [[Replicate()]]),
@@ -120,7 +120,7 @@ def all_exchanged(layouts: list[str]) -> dict[tuple[str, int], tuple[float, int,
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_each_matrix_is_whole_once_and_its_parts_come_back(ranks: int) -> None:
+def test_each_matrix_is_whole_once_and_its_parts_come_back(ranks):
     layouts = [name for name, (sizes, _) in LAYOUTS.items() if math.prod(sizes) == ranks]
     by_rank = run_ranks(all_exchanged, ranks, layouts)
     for name, limit in by_rank[0]:

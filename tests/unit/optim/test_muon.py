@@ -29,9 +29,7 @@ SHAPES = [(8, 8), (6, 20), (20, 6), (1, 5)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("steps", [1, 5])
-def test_newton_schulz_maps_the_singular_values_by_the_quintic(
-    shape: tuple[int, int], steps: int
-) -> None:
+def test_newton_schulz_maps_the_singular_values_by_the_quintic(shape, steps):
     """The oracle knows singular values and a polynomial, and no product of matrices."""
     generator = np.random.default_rng(0)
     matrices = generator.normal(size=(3, *shape))
@@ -46,7 +44,7 @@ def test_newton_schulz_maps_the_singular_values_by_the_quintic(
         assert 0.6 < values.min() <= values.max() < 1.25
 
 
-def test_matrices_of_a_batch_do_not_see_each_other() -> None:
+def test_matrices_of_a_batch_do_not_see_each_other():
     torch.manual_seed(0)
     matrices = torch.randn(3, 5, 7)
     together = newton_schulz(matrices * torch.tensor([1.0, 1e3, 1e-3]).view(3, 1, 1), 5)
@@ -69,7 +67,7 @@ def trained(steps: int, made: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_on_one_rank_it_is_that_of_torch(scale: Any, nesterov: bool) -> None:
+def test_on_one_rank_it_is_that_of_torch(scale, nesterov):
     """Both compute in bfloat16, in which sums may round differently: a step of it is 2**-8."""
     common = {"lr": 0.02, "weight_decay": 0.3, "momentum": 0.9, "nesterov": nesterov}
     expected = trained(
@@ -96,7 +94,7 @@ def updated_in_parts(gradient: Tensor, config: Muon) -> Tensor:
 
 
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
-def test_in_parts_it_is_that_of_torch(scale: Any) -> None:
+def test_in_parts_it_is_that_of_torch(scale):
     """The rate is that of the whole matrix, which is tall, and its parts are wide."""
     gradient = torch.randn(18, 10, generator=torch.Generator().manual_seed(0))
     expected = nn.Parameter(torch.zeros_like(gradient))
@@ -108,7 +106,7 @@ def test_in_parts_it_is_that_of_torch(scale: Any) -> None:
         assert (found - expected).norm() < 1e-2 * expected.norm()
 
 
-def test_each_expert_is_a_matrix() -> None:
+def test_each_expert_is_a_matrix():
     """As if the experts were parameters of their own, of which one has larger gradients."""
     torch.manual_seed(0)
     start, gradient = torch.randn(2, 3, 10, 6) * torch.tensor([1.0, 100.0, 0.01]).view(3, 1, 1)
@@ -123,7 +121,7 @@ def test_each_expert_is_a_matrix() -> None:
     assert (together["w"] - start).abs().amin() > 0
 
 
-def test_a_parameter_without_a_gradient_stays() -> None:
+def test_a_parameter_without_a_gradient_stays():
     model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False))
     optimizers = Optimizers(named(model), Muon())
     before = model[1].weight.detach().clone()
@@ -133,7 +131,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     assert list(optimizers.state_dict()) == ["0.weight.momentum_buffer"]
 
 
-def test_roles_have_rates_and_decay_of_their_own() -> None:
+def test_roles_have_rates_and_decay_of_their_own():
     config = Muon(lr=0.1, weight_decay=0.2)
     parts = {p.role: p for p in named(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)))}
     assert config.rule_for(parts["matrix"]) is config
@@ -146,7 +144,7 @@ def test_roles_have_rates_and_decay_of_their_own() -> None:
         assert (rule.lr, rule.weight_decay, rule.title) == (*expected, "AdamW")
 
 
-def test_state_by_formula_is_the_state_there_is() -> None:
+def test_state_by_formula_is_the_state_there_is():
     """4 bytes for each element of a matrix, and 8 for each of the rest, but for step counts."""
     model = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5))
     optimizers = Optimizers(named(model), Muon())
@@ -159,7 +157,7 @@ def test_state_by_formula_is_the_state_there_is() -> None:
 
 
 @pytest.mark.parametrize("flavor", ["8B", "70B"])
-def test_the_table_of_the_guide_is_the_formula(flavor: str) -> None:
+def test_the_table_of_the_guide_is_the_formula(flavor):
     spec = MODELS["llama3"]
     parameters = name_parameters([build_empty(spec.build, spec.flavors[flavor], 1)], spec.role)
     gib = (state_bytes(config, parameters, 4) / GIB for config in (AdamW(), Muon()))
@@ -167,7 +165,7 @@ def test_the_table_of_the_guide_is_the_formula(flavor: str) -> None:
     assert row in (Path(__file__).parents[3] / "docs" / "muon.md").read_text().splitlines()
 
 
-def test_compiled_it_is_the_same_for_any_number_of_shapes() -> None:
+def test_compiled_it_is_the_same_for_any_number_of_shapes():
     config, compiled = Muon(), partial(torch.compile, backend="eager", fullgraph=True)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, n, bias=False) for n in range(2, 12)))
@@ -183,7 +181,7 @@ def test_compiled_it_is_the_same_for_any_number_of_shapes() -> None:
     assert all(map(torch.equal, *results))
 
 
-REFUSED: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
+REFUSED = [
     ({"momentum": 0.0}, [("optimizer.nesterov", "it needs optimizer.momentum > 0; use false")]),
     (
         {"roles": ["matrix", "matrx"]},
@@ -215,7 +213,7 @@ REFUSED: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("settings", "expected"), REFUSED)
-def test_what_is_refused(settings: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+def test_what_is_refused(settings, expected):
     optimizer = {"name": "Muon", **settings}
     job = tiny.job(optimizer=optimizer, training={"max_norm": 0.0, "global_batch_size": 2})
     found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=1)}
@@ -223,14 +221,14 @@ def test_what_is_refused(settings: dict[str, Any], expected: list[tuple[str, str
         assert message in found[path]
 
 
-def test_a_host_is_too_slow_for_the_products() -> None:
+def test_a_host_is_too_slow_for_the_products():
     job = tiny.job(optimizer={"name": "Muon"}, training={"enable_cpu_offload": True})
     (problem,) = tiny.problems(job, "cuda")
     assert problem.path == "training.enable_cpu_offload"
     assert "Muon multiplies matrices" in problem.message
 
 
-def test_the_scale_gives_the_update_the_size_of_adamws() -> None:
+def test_the_scale_gives_the_update_the_size_of_adamws():
     """Root mean square 0.2, as far as singular values are 1; for a matrix however large."""
     torch.manual_seed(0)
     for rows, columns in ((256, 64), (64, 256), (128, 128)):

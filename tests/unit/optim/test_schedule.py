@@ -37,7 +37,7 @@ def rates(config: ScheduleConfig, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("decay_type", SHAPES)
 @pytest.mark.parametrize("steps", [1, 2, 10, 37])
-def test_learning_rate(steps: int, decay_type: str) -> None:
+def test_learning_rate(steps, decay_type):
     warmups, ratios, floors = (0, 1, 3, 9, 10, 11, 200), (None, 0.0, 0.1, 0.5, 0.99, 1.0), (0, 0.1)
     for warmup, ratio, floor in product(warmups, ratios, floors):
         config = ScheduleConfig(
@@ -52,7 +52,7 @@ def test_learning_rate(steps: int, decay_type: str) -> None:
         assert after == pytest.approx(floor if has_decay else 1, abs=1e-12)
 
 
-def test_rates_by_hand() -> None:
+def test_rates_by_hand():
     config = ScheduleConfig(warmup_steps=2, decay_ratio=0.5)
     by_hand = [0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25]
     found = [learning_rate_factor(config, step, 8) for step in range(1, 9)]

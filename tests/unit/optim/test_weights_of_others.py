@@ -18,11 +18,7 @@ from torchtitan.optim.in_backward import InBackward
 from torchtitan.step import StepOptimizers
 from torchtitan.timeline import Timeline
 
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "compiled": {},
-    "in the backward": {"early_step_in_backward": True},
-}
+WAYS = {"plain": {}, "compiled": {}, "in the backward": {"early_step_in_backward": True}}
 STORAGES = [name for name in STATE_DTYPES if name != "parameter"]
 for storage in STORAGES:
     few = {"state_dtype": storage}
@@ -81,7 +77,7 @@ def backward(network: nn.Module, optimizers: StepOptimizers) -> None:
 
 
 @pytest.fixture(autouse=True)
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def uncompiled(monkeypatch):
     """What torchao would compile takes a minute."""
     monkeypatch.setattr("torch.compile", lambda function, **_: function)
 
@@ -115,7 +111,7 @@ def check_after_a_write(name: str, way: str) -> None:
         assert not torch.equal(found, was + 3 * FAR)
 
 
-def test_weights_written_after_an_update_are_updated_next() -> None:
+def test_weights_written_after_an_update_are_updated_next():
     assert not broken(check_after_a_write)
 
 
@@ -142,10 +138,10 @@ def check_after_a_load(name: str, way: str) -> None:
         assert not torch.equal(found, was + FAR)
 
 
-def test_weights_that_are_loaded_are_updated_next() -> None:
+def test_weights_that_are_loaded_are_updated_next():
     assert not broken(check_after_a_load)
 
 
-def test_the_cases_include_every_optimizer() -> None:
+def test_the_cases_include_every_optimizer():
     assert {name for name, _ in CASES} == OPTIMIZERS.keys()
     assert {("AdamW", way) for way in ("in the backward", *STORAGES)} <= {*CASES}

@@ -1,6 +1,5 @@
 """What is kept for the backward, in bytes, and what is computed twice."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def config(mode: str, **options: Any) -> ActivationCheckpointConfig:
 
 
 @pytest.fixture
-def budget_restored() -> Iterator[None]:
+def budget_restored():
     """The budget is a setting of the whole process."""
     with torch._functorch.config.patch(activation_memory_budget=1.0):
         yield
@@ -64,13 +63,11 @@ class Doubling(nn.Module):
         (config("selective", selective_ac_option=50), BLOCKS[:1]),
     ],
 )
-def test_the_same_blocks_recompute_however_a_model_is_cut(
-    chosen: ActivationCheckpointConfig, every: list[str], cuts: list[int], budget_restored: None
-) -> None:
+def test_the_same_blocks_recompute_however_a_model_is_cut(chosen, every, cuts, budget_restored):
     model = {name: Doubling() for name in BLOCKS}
-    said: list[str] = []
+    said = []
     for start, stop in zip([0, *cuts], [*cuts, len(BLOCKS)], strict=True):
-        stage: dict[str, nn.Module] = {name: model[name] for name in BLOCKS[start:stop]}
+        stage = {name: model[name] for name in BLOCKS[start:stop]}
         said += apply(stage, BLOCKS, chosen)
     x = torch.ones(3, requires_grad=True)
     for block in model.values():
@@ -95,9 +92,7 @@ def block_and_inputs() -> tuple[nn.Module, tuple[Tensor, Tensor, None]]:
         (config("selective", selective_ac_option="op"), 3, 0),
     ],
 )
-def test_what_the_backward_computes_again(
-    chosen: ActivationCheckpointConfig, products: int, attention: int
-) -> None:
+def test_what_the_backward_computes_again(chosen, products, attention):
     block, (x, positions, _) = block_and_inputs()
     apply({"layers.0": block}, ["layers.0"], chosen)
     documents = torch.arange(LENGTH).expand(2, -1) // 10
@@ -126,7 +121,7 @@ def kept(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, Tensor]:
     return sum(sizes.values()), gradient
 
 
-def test_a_smaller_budget_keeps_less(budget_restored: None) -> None:
+def test_a_smaller_budget_keeps_less(budget_restored):
     block, inputs = block_and_inputs()
     eager, expected = kept(block, inputs)
     forward, sizes = block.forward, []
@@ -182,9 +177,7 @@ def problems(
         (config("full"), COMPILED, None),
     ],
 )
-def test_a_budget_needs_the_compiler(
-    chosen: ActivationCheckpointConfig, compile: CompileConfig, word: str | None
-) -> None:
+def test_a_budget_needs_the_compiler(chosen, compile, word):
     found = problems(chosen, compile, ParallelismConfig(), "cpu")
     assert [problem.path for problem in found] == ["activation_checkpoint.mode"] * (
         word is not None
@@ -208,13 +201,8 @@ def test_a_budget_needs_the_compiler(
     ],
 )
 def test_recomputed_attention_on_a_mesh(
-    chosen: ActivationCheckpointConfig,
-    parallelism: ParallelismConfig,
-    device: str | None,
-    is_refused: bool,
-    mesh_is_input: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    chosen, parallelism, device, is_refused, mesh_is_input, monkeypatch
+):
     name = "_register_distributed_opaque_types"
     if mesh_is_input:
         monkeypatch.setattr(torch.distributed.device_mesh, name, None, raising=False)

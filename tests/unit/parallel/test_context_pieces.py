@@ -51,7 +51,7 @@ def seen(rows: tuple[SplitRow, ...], rank: int, owner: int, window: int) -> Tens
 
 @pytest.mark.parametrize("balancing", BALANCINGS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_segments_are_the_mask(size: int, balancing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_the_mask(size, balancing, monkeypatch):
     """Together they hold each visible pair once, and no other."""
     monkeypatch.setattr(context_pieces, "MIN_PIECE", 3)
     context_pieces._row.cache_clear()
@@ -67,7 +67,7 @@ def test_segments_are_the_mask(size: int, balancing: str, monkeypatch: pytest.Mo
     context_pieces._row.cache_clear()
 
 
-def test_a_query_is_in_few_groups() -> None:
+def test_a_query_is_in_few_groups():
     """So kernels are called once or twice for the keys of a rank, however many its pieces."""
     rows = Cut(4, "documents").rows(drawn(32_768, (500, 8000), 2), 0)
     assert len(rows[0].owned[0]) == 8
@@ -87,14 +87,14 @@ def largest_load(together: Tensor, size: int, balancing: str, window: int) -> fl
 
 
 @pytest.mark.parametrize(("size", "window"), [(2, 0), (8, 0), (8, 2048)])
-def test_documents_give_each_rank_as_much_work(size: int, window: int) -> None:
+def test_documents_give_each_rank_as_much_work(size, window):
     together = drawn(32_768, (500, 8000), 32)
     load = {balancing: largest_load(together, size, balancing, window) for balancing in BALANCINGS}
     assert load["documents"] < 1.01
     assert min(load["headtail"], load["none"]) > 1 + 10 * (load["documents"] - 1)
 
 
-def test_work_is_the_number_of_visible_keys() -> None:
+def test_work_is_the_number_of_visible_keys():
     together = documents([[3, 4, 1]])
     for window in (0, 2):
         (row,) = Cut(2, "documents").rows(together, window)
@@ -102,7 +102,7 @@ def test_work_is_the_number_of_visible_keys() -> None:
         assert work(row.starts, window).tolist() == visible.tolist()
 
 
-def test_parts_go_with_the_documents_of_each_row() -> None:
+def test_parts_go_with_the_documents_of_each_row():
     """Each position is on one rank once, as many on each, and all fields of a batch agree."""
     together = documents([[40, 8], [8, 40]])
     positions = torch.arange(48).repeat(2, 1)

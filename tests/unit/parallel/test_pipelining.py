@@ -1,7 +1,6 @@
 """What is refused about a pipeline, in words that say what would work."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def found(
     return [line.replace("parallelism.", "") for line in lines]
 
 
-def test_what_works_is_not_refused() -> None:
+def test_what_works_is_not_refused():
     for name in SCHEDULES:
         assert not found(name)
         full = ActivationCheckpointConfig(mode="full")
@@ -57,13 +56,13 @@ def test_what_works_is_not_refused() -> None:
     assert not found("DualPipeV", module_fqns_per_model_part=parts)
 
 
-def test_a_schedule_that_is_misspelt() -> None:
+def test_a_schedule_that_is_misspelt():
     (line,) = found("DualPipe")
     assert line.startswith("pipeline_parallel_schedule: allowed: GPipe, 1F1B, ")
     assert line.endswith("did you mean DualPipeV?")
 
 
-def test_weights_that_are_tied() -> None:
+def test_weights_that_are_tied():
     (line,) = found(args=dataclasses.replace(ARGS, tied=True))
     assert line == (
         "pipeline_parallel_degree: the output shares the weights of the embedding, which would be "
@@ -71,7 +70,7 @@ def test_weights_that_are_tied() -> None:
     )
 
 
-def test_stages_that_a_schedule_cannot_have() -> None:
+def test_stages_that_a_schedule_cannot_have():
     assert found("1F1B", pipeline_parallel_layers_per_stage=1) == [
         "pipeline_parallel_layers_per_stage: it cuts 4 layers into 4 stages; 1F1B on 2 ranks needs "
         "this number of stages: 2, one per rank; use 2"
@@ -95,7 +94,7 @@ def test_stages_that_a_schedule_cannot_have() -> None:
     assert line.endswith("defines the stages already; remove one of the two")
 
 
-def test_more_stages_than_the_model_can_be_cut_into() -> None:
+def test_more_stages_than_the_model_can_be_cut_into():
     assert found("DualPipeV", pp=4) == [
         "pipeline_parallel_degree: it makes 8 stages, but 4 layers, with the modules before and "
         "after them, can be cut into at most 6; use fewer"
@@ -112,9 +111,7 @@ def test_more_stages_than_the_model_can_be_cut_into() -> None:
         ("InterleavedZeroBubble", 2, 7, "can run 6 or 8"),
     ],
 )
-def test_microbatches_that_do_not_fit(
-    schedule: str, pp: int, microbatches: int, words: str
-) -> None:
+def test_microbatches_that_do_not_fit(schedule, pp, microbatches, words):
     (line,) = found(schedule, pp, microbatches)
     assert line.startswith("pipeline_parallel_schedule: ")
     assert words in line
@@ -140,14 +137,14 @@ PARTS = {
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_parts_by_hand_that_are_no_cut(parts: tuple[tuple[str, ...], ...]) -> None:
+def test_parts_by_hand_that_are_no_cut(parts):
     assert found(module_fqns_per_model_part=parts) == [
         f"module_fqns_per_model_part: {PARTS[parts]}"
     ]
 
 
 @pytest.mark.parametrize("schedule", [name for name, s in SCHEDULES.items() if s.splits_backward])
-def test_what_a_backward_in_two_parts_cannot_do(schedule: str) -> None:
+def test_what_a_backward_in_two_parts_cannot_do(schedule):
     (line,) = found(schedule, compile=CompileConfig(enable=True))
     assert "the backward of a compiled block can run only once" in line
     (line,) = found(schedule, recompute=OPERATORS)
@@ -157,16 +154,14 @@ def test_what_a_backward_in_two_parts_cannot_do(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_functions_written_in_python_need_a_torch_that_keeps_them(
-    keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_written_in_python_need_a_torch_that_keeps_them(keeps, monkeypatch):
     monkeypatch.setattr(pipelining, "keeps_nodes_of_functions", lambda: keeps)
     lines = found("ZBVZeroBubble", functions=("[[convert]]",))
     assert ["keep the graph of [[convert]] for" in line for line in lines] == [True] * (not keeps)
     assert not found("Interleaved1F1B", functions=("[[convert]]",))
 
 
-def test_a_file(tmp_path: Path) -> None:
+def test_a_file(tmp_path):
     path = tmp_path / "order.csv"
     keys = {"pipeline_parallel_schedule_csv": str(path)}
     (line,) = found(**keys)

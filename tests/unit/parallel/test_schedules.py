@@ -30,7 +30,7 @@ LAYOUTS = [
 ]
 
 
-def test_torch_runs_what_we_say_it_runs() -> None:
+def test_torch_runs_what_we_say_it_runs():
     for name, stages, pp, microbatches in LAYOUTS:
         schedule = SCHEDULES[name]
         assert schedule.fits(stages, pp)
@@ -44,14 +44,14 @@ def test_torch_runs_what_we_say_it_runs() -> None:
             assert schedule.runs(microbatches, stages, pp), (name, stages, pp, microbatches)
 
 
-def test_number_of_stages_that_fit() -> None:
+def test_number_of_stages_that_fit():
     fits = {name: [n for n in range(1, 10) if s.fits(n, 2)] for name, s in SCHEDULES.items()}
     assert fits["GPipe"] == fits["1F1B"] == [2]
     assert fits["Interleaved1F1B"] == fits["LoopedBFS"] == [4, 6, 8]
     assert fits["ZBVZeroBubble"] == fits["DualPipeV"] == [4]
 
 
-def test_every_order_can_be_followed_and_has_no_fault() -> None:
+def test_every_order_can_be_followed_and_has_no_fault():
     for name, stages, pp, microbatches in LAYOUTS:
         if SCHEDULES[name].runs(microbatches, stages, pp) and microbatches in (6, 8):
             orders = order(name, stages, pp, microbatches)
@@ -59,7 +59,7 @@ def test_every_order_can_be_followed_and_has_no_fault() -> None:
             assert schedule_csv.ranks(orders) == SCHEDULES[name].ranks(stages, pp)
 
 
-def test_a_rank_does_one_thing_at_a_time_and_in_order() -> None:
+def test_a_rank_does_one_thing_at_a_time_and_in_order():
     slots = timeline(order("DualPipeV", 8, 4, 8))
     for rank in range(4):
         mine = [slot for slot in slots if slot.rank == rank]
@@ -76,7 +76,7 @@ def wasted(name: str, stages: int, pp: int, microbatches: int) -> float:
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (2, 8), (4, 4), (4, 12), (8, 32)])
-def test_bubble_is_that_of_the_textbook(pp: int, microbatches: int) -> None:
+def test_bubble_is_that_of_the_textbook(pp, microbatches):
     expected = (pp - 1) / (microbatches + pp - 1)
     for name in ("GPipe", "1F1B"):
         assert wasted(name, pp, pp, microbatches) == pytest.approx(expected)
@@ -87,7 +87,7 @@ def test_bubble_is_that_of_the_textbook(pp: int, microbatches: int) -> None:
             assert found == pytest.approx(expected)
 
 
-def test_zero_bubble_wastes_less_still() -> None:
+def test_zero_bubble_wastes_less_still():
     found = {
         name: wasted(name, 4 if schedule.stages == "one" else 8, 4, 16)
         for name, schedule in SCHEDULES.items()
@@ -97,7 +97,7 @@ def test_zero_bubble_wastes_less_still() -> None:
     assert found["ZBVZeroBubble"] == pytest.approx(0.0303, abs=1e-4)
 
 
-def test_idle_time_is_what_is_left() -> None:
+def test_idle_time_is_what_is_left():
     slots = timeline({0: [Action(0, "F", 0), Action(0, "B", 0)], 1: parse("1F0") + parse("1B0")})
     assert [(str(slot.action), slot.start, slot.end) for slot in slots] == [
         ("0F0", 0, 1),
@@ -109,12 +109,12 @@ def test_idle_time_is_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_forward_steps_do_everything_once_and_waste_little(name: str) -> None:
+def test_forward_steps_do_everything_once_and_waste_little(name):
     pp, microbatches = 4, 8
     stages = pp if SCHEDULES[name].stages == "one" else 2 * pp
     ranks = SCHEDULES[name].ranks(stages, pp)
     steps = list(forward_steps(ranks, microbatches))
-    done: set[Action] = set()
+    done = set()
     for step in steps:
         for rank, action in step.items():
             assert ranks[action.stage] == rank
@@ -131,7 +131,7 @@ def write(path: Path, *rows: str) -> Path:
     return path
 
 
-def test_a_file_reads_as_torch_reads_it(tmp_path: Path) -> None:
+def test_a_file_reads_as_torch_reads_it(tmp_path):
     path = write(tmp_path / "order.csv", "0F0,,0F1, 0I0,0B1,0W0", "1F0,1B0,(1F1;1B1)OVERLAP_F_B")
     orders = schedule_csv.read(path)
     assert [str(action) for action in orders[0]] == ["0F0", "0F1", "0I0", "0B1", "0W0"]
@@ -141,7 +141,7 @@ def test_a_file_reads_as_torch_reads_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cell", ["0X0", "F0", "0F", "0SEND_F0", "0UNSHARD", "(0F0;)B", "0F0x"])
-def test_a_cell_that_is_no_action_is_shown_with_its_place(cell: str, tmp_path: Path) -> None:
+def test_a_cell_that_is_no_action_is_shown_with_its_place(cell, tmp_path):
     path = write(tmp_path / "order.csv", "0F0,0B0", f"1F0,{cell}")
     with pytest.raises(
         ConfigError, match=r"row 2, column 2: .* is not an action; wanted .* as in 2F0"
@@ -149,7 +149,7 @@ def test_a_cell_that_is_no_action_is_shown_with_its_place(cell: str, tmp_path: P
         schedule_csv.read(path)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="it cannot be read"):
         schedule_csv.read(tmp_path / "none.csv")
 
@@ -172,19 +172,19 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("rows", FAULTS)
-def test_a_file_that_cannot_be_run(rows: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_run(rows, tmp_path):
     orders = schedule_csv.read(write(tmp_path / "order.csv", *rows.split("/")))
     assert FAULTS[rows] in " | ".join(schedule_csv.order_problems(orders, 2, 1))
 
 
-def test_ranks_that_wait_for_each_other_are_found(tmp_path: Path) -> None:
+def test_ranks_that_wait_for_each_other_are_found(tmp_path):
     rows = ("0F0,2F0,2B0,0F1,2F1,2B1,0B0,0B1", "1F1,1F0,1B0,1B1")
     assert list(
         schedule_csv.order_problems(schedule_csv.read(write(tmp_path / "o.csv", *rows)), 2, 2)
     ) == ["rank 0 would wait forever for 2F0; wanted an order in which its inputs arrive first"]
 
 
-def test_bubbles_in_the_docs_are_the_predicted_ones() -> None:
+def test_bubbles_in_the_docs_are_the_predicted_ones():
     page = (Path(__file__).parents[3] / "docs/parallelism.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\w+) \| (\d) \| ([\d.]+)% \| ([\d.]+)% \|$", page, re.MULTILINE)
     assert [name for name, *_ in rows] == list(SCHEDULES)

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +40,7 @@ def sums(weights: Sequence[float], ends: Sequence[int]) -> list[float]:
     return [sum(weights[start:end]) for start, end in itertools.pairwise((0, *ends))]
 
 
-def test_balance_is_the_best_of_all_cuts() -> None:
+def test_balance_is_the_best_of_all_cuts():
     choose = random.Random(0)
     for _ in range(200):
         weights = [choose.randint(0, 5) for _ in range(choose.randint(1, 8))]
@@ -56,18 +55,18 @@ def test_balance_is_the_best_of_all_cuts() -> None:
         assert rank(ends) == min(rank([*some, len(weights)]) for some in inner)
 
 
-def test_balance_gives_every_stage_something_and_the_first_ones_less() -> None:
+def test_balance_gives_every_stage_something_and_the_first_ones_less():
     assert balance([0, 1, 1, 1, 1, 2], 4) == [slice(0, 2), slice(2, 3), slice(3, 5), slice(5, 6)]
     assert balance([0, 0, 5], 3) == [slice(0, 1), slice(1, 2), slice(2, 3)]
     assert balance([1] * 7, 2) == [slice(0, 3), slice(3, 7)]
 
 
-def test_balance_of_many_stages() -> None:
+def test_balance_of_many_stages():
     parts = balance([0.1, *[1.0] * 126, 0.7], 64)
     assert [part.stop - part.start for part in parts] == [2] * 64
 
 
-def test_costs_add_up_to_the_whole_model() -> None:
+def test_costs_add_up_to_the_whole_model():
     network = model()
     flops = costs(config(), LLAMA3, ARGS, network, SEQ_LEN)
     assert sum(flops) == LLAMA3.flops_per_unit(ARGS, SEQ_LEN)
@@ -81,13 +80,13 @@ def test_costs_add_up_to_the_whole_model() -> None:
     assert parameters[-1] == head / 6
 
 
-def test_weights_of_embedding_and_head_are_in_layers() -> None:
+def test_weights_of_embedding_and_head_are_in_layers():
     found = costs(config(embedding_weight=2.0, head_weight=0.5), LLAMA3, ARGS, model(), SEQ_LEN)
     assert found[0] == 2 * found[1]
     assert found[-1] == 0.5 * found[1]
 
 
-def test_long_sequences_make_layers_dearer_than_the_head() -> None:
+def test_long_sequences_make_layers_dearer_than_the_head():
     args = FLAVORS["8B"]
     network = build_empty(LLAMA3.build, args, 8)
     short = costs(config(), LLAMA3, args, network, 1024)
@@ -96,7 +95,7 @@ def test_long_sequences_make_layers_dearer_than_the_head() -> None:
     assert long[-1] < long[1]
 
 
-def test_a_cut_is_made_of_names() -> None:
+def test_a_cut_is_made_of_names():
     found = cut(embedding_weight=1.0, head_weight=1.0)
     assert found.units == (
         ("tok_embeddings", "layers.0", "layers.1", "layers.2"),
@@ -105,7 +104,7 @@ def test_a_cut_is_made_of_names() -> None:
     assert found.ranks == (0, 1)
 
 
-def test_each_schedule_has_its_stages() -> None:
+def test_each_schedule_has_its_stages():
     assert cut(2, "GPipe").ranks == (0, 1)
     assert cut(2, "Interleaved1F1B").ranks == (0, 1, 0, 1)
     assert cut(2, "ZBVZeroBubble").ranks == (0, 1, 1, 0)
@@ -116,7 +115,7 @@ def test_each_schedule_has_its_stages() -> None:
     assert min(uneven) >= 1
 
 
-def test_one_rank_has_one_stage_whatever_else_is_asked() -> None:
+def test_one_rank_has_one_stage_whatever_else_is_asked():
     parts = (("tok_embeddings",), ("layers.0",))
     for rest in ({}, {"layers_per_stage": 1}, {"parts": parts}, {"schedule_csv": "none.csv"}):
         found = cut(1, "ZBVZeroBubble", **rest)
@@ -125,7 +124,7 @@ def test_one_rank_has_one_stage_whatever_else_is_asked() -> None:
         assert stages.build(whole, found, 0) is whole
 
 
-def test_predicted_bubble_is_that_of_the_recipe(tmp_path: Path) -> None:
+def test_predicted_bubble_is_that_of_the_recipe(tmp_path):
     assert predicted_bubble(config(), 6, 4) == pytest.approx(1 / 5)
     assert predicted_bubble(config(2, "LoopedBFS"), 6, 4) == pytest.approx(1 / 9)
     assert predicted_bubble(config(2, "LoopedBFS", layers_per_stage=1), 6, 4) < 1 / 9
@@ -134,7 +133,7 @@ def test_predicted_bubble_is_that_of_the_recipe(tmp_path: Path) -> None:
     assert predicted_bubble(config(schedule_csv=str(path)), 6, 1) == 0.5
 
 
-def test_parts_by_hand_are_taken_as_they_are() -> None:
+def test_parts_by_hand_are_taken_as_they_are():
     parts = (("tok_embeddings",), ("layers.0", "layers.1", "layers.2", "layers.3"))
     parts = (*parts, ("layers.4", "layers.5"), ("norm", "output"))
     found = cut(2, "ZBVZeroBubble", parts=parts)
@@ -142,7 +141,7 @@ def test_parts_by_hand_are_taken_as_they_are() -> None:
     assert found.ranks == (0, 1, 1, 0)
 
 
-def test_a_large_model_is_cut_evenly() -> None:
+def test_a_large_model_is_cut_evenly():
     args = FLAVORS["405B"]
     network = build_empty(LLAMA3.build, args, 8)
     asked = config(8, "Interleaved1F1B")
