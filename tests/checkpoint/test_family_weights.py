@@ -1,0 +1,341 @@
+"""Weights of each family to Hugging Face's format and back, with transformers in between."""
+
+import json
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.small_weights import SEQ_LEN, content, run, same, write_run
+from tests.unit.data.test_tokenizer import like_qwen
+from torchtitan.checkpoint.folder import look_at, read_state
+from torchtitan.checkpoint.storage import SavedTensors, Sizes, StoredBlock, assemble, write_tensors
+from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
+from torchtitan.config import ConfigError
+from torchtitan.models import MODELS
+from torchtitan.models.experts import Router
+from torchtitan.models.initialize import initialize
+from torchtitan.tools.checkpoint.inspection import verify
+from torchtitan.tools.cli import main
+
+Tensors = dict[str, torch.Tensor]
+ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
+# 8 heads of 16, so heads are together wider than the residual stream.
+GROUPED = {"dim": 48, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2, "head_dim": 16}
+ROUTED = {"n_experts": 11, "top_k": 3, "expert_dim": 40, "vocab_size": 320}
+QWEN3 = {**GROUPED, "ffn_dim": 96, "vocab_size": 320}
+ROPE = {"rope_scaling": 4.0, "rope_original_context": 16}
+HEADS = {"latent_rank": 20, "plain_dim": 12, "rotated_dim": 8, "value_dim": 10}
+EXPERTS = {"n_experts": 12, "top_k": 3, "expert_dim": 40, "shared_dim": 80, "expert_groups": 4}
+SIZES = {"dim": 48, "n_layers": 2, "n_heads": 4, "ffn_dim": 96, "vocab_size": 320}
+LATENT = {**SIZES, **HEADS, **EXPERTS, **ROPE, "dense_layers": 1}
+
+
+class Family(NamedTuple):
+    """A family of models with small sizes, and its class in transformers."""
+
+    name: str
+    sizes: dict[str, Any]
+    theirs: str
+
+    def network(self) -> Any:
+        spec = MODELS[self.name]
+        settings = spec.settings.model_validate({"name": self.name, **self.sizes})
+        model: Any = spec.build(spec.args(settings), SEQ_LEN)
+        initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
+        for module in model.modules():
+            if isinstance(module, Router) and module.bias is not None:
+                module.bias.copy_(torch.linspace(-0.5, 0.5, len(module.bias)).roll(5))
+        return model
+
+
+OSS_SIZES = {**GROUPED, **ROUTED, "sliding_window": 9, "swiglu_limit": 0.05, **ROPE}
+FAMILIES = {
+    "Qwen3": Family("qwen3", {**QWEN3, "tied": False}, "Qwen3ForCausalLM"),
+    "Qwen3, tied": Family("qwen3", {**QWEN3, "tied": True}, "Qwen3ForCausalLM"),
+    "Qwen3-MoE": Family(
+        "qwen3_moe", {**GROUPED, **ROUTED, "ffn_dim": 96, "dense_layers": 1}, "Qwen3MoeForCausalLM"
+    ),
+    "DeepSeek-V3 671B": Family(
+        "deepseek_v3", {**LATENT, "query_rank": 28}, "DeepseekV3ForCausalLM"
+    ),
+    "DeepSeek-V3 16B": Family("deepseek_v3", {**LATENT, "query_rank": 0}, "DeepseekV3ForCausalLM"),
+    "GPT-OSS": Family("gpt_oss", OSS_SIZES, "GptOssForCausalLM"),
+}
+
+
+class Made(NamedTuple):
+    """A checkpoint of ours, and its conversion to Hugging Face's format."""
+
+    ours: Path
+    hf: Path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    @cache
+    def of(name: str) -> Made:
+        folder, family = tmp_path_factory.mktemp("made"), FAMILIES[name]
+        ours = write_run(folder / "step-1", family.name, family.sizes, family.network())
+        return Made(ours, run(ours, folder / "hf"))
+
+    return of
+
+
+def changed(folder: Path, destination: Path, change: Callable[[Tensors], Any]) -> Path:
+    """A copy of Hugging Face's weights after a change of its tensors."""
+    destination.mkdir()
+    (destination / "config.json").write_bytes((folder / "config.json").read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, destination / "model.safetensors")
+    return destination
+
+
+def fuse(tensors: Tensors, keeps: bool = False, experts: int = 11) -> None:
+    """Replace the tensors of experts as transformers 5 has them in memory."""
+    take = tensors.get if keeps else tensors.pop
+    gate, up, down = (
+        torch.stack([take(f"{MLP}.experts.{e}.{kind}_proj.weight") for e in range(experts)])  # type: ignore[operator, misc]
+        for kind in ("gate", "up", "down")
+    )
+    tensors[f"{MLP}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+    tensors[f"{MLP}.experts.down_proj"] = down
+
+
+FUSED = {"Qwen3-MoE": 11, "DeepSeek-V3 671B": 12, "DeepSeek-V3 16B": 12}
+"""Families whose experts are a tensor each, and the number of these."""
+
+
+def are_the_tensors(name: str, tensors: Tensors, ours: Any) -> None:
+    """What the names of a family mean."""
+    if name.startswith("Qwen3") and name not in FUSED:
+        assert ("lm_head.weight" in tensors) == (name == "Qwen3")
+        return
+    mixture = ours.layers["1"].mixture
+    if name == "Qwen3-MoE":
+        assert tensors[f"{MLP}.experts.10.down_proj.weight"].shape == (48, 40)
+        assert torch.equal(tensors[f"{MLP}.experts.2.up_proj.weight"], mixture.experts.w3[2])
+    elif name == "GPT-OSS":
+        gate_up = tensors[f"{MLP}.experts.gate_up_proj"]
+        assert torch.equal(gate_up[..., 1::2], mixture.experts.w3.mT)
+        biases = tensors[f"{MLP}.experts.gate_up_proj_bias"]
+        assert torch.equal(biases[..., ::2], mixture.experts.b1)
+        assert torch.equal(tensors[f"{MLP}.experts.down_proj"], mixture.experts.w2.mT)
+    else:
+        assert (f"{ATTENTION}.q_proj.weight" in tensors) == name.endswith("16B")
+        assert torch.equal(tensors[f"{MLP}.gate.e_score_correction_bias"], mixture.router.bias)
+
+
+@pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
+@pytest.mark.parametrize("name", FAMILIES)
+def test_there_and_back_and_with_transformers_in_between(
+    name: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    import transformers
+
+    (source, folder), ours = made(name), FAMILIES[name].network()
+    are_the_tensors(name, load_file(folder / "model.safetensors"), ours)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager"
+    )
+    assert isinstance(theirs, getattr(transformers, FAMILIES[name].theirs))
+    assert not any(report.values())
+    tokens = torch.randint(320, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-5, rtol=0)
+    theirs.save_pretrained(tmp_path / "theirs")  # in transformers' own form of config.json
+    others = [folder, tmp_path / "theirs"]
+    if name in FUSED:
+        fused = partial(fuse, experts=FUSED[name])
+        others.append(changed(folder, tmp_path / "fused", fused))
+    for other in others:
+        assert same(content(run(other, tmp_path / f"{other.name}-back")), content(source))
+
+
+def both(tensors: Tensors) -> None:
+    fuse(tensors, keeps=True)
+
+
+def odd(tensors: Tensors) -> None:
+    fuse(tensors)
+    name = f"{MLP}.experts.gate_up_proj"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+
+
+def transposed(tensors: Tensors) -> None:
+    fuse(tensors)
+    name = f"{MLP}.experts.down_proj"
+    tensors[name] = tensors[name].transpose(1, 2).contiguous()
+
+
+def without(name: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def adding(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({name: torch.zeros(shape, dtype=dtype)})
+
+
+NORM, EMBEDDING = f"{ATTENTION}.k_norm.weight", "model.embed_tokens.weight"
+REFUSED: list[tuple[str, Callable[[Tensors], Any], str]] = [
+    *(
+        row
+        for name in ("Qwen3", "Qwen3, tied")
+        for row in (
+            (name, without(NORM), r"layers\.1\.self_attn\.k_norm\.weight"),
+            (name, without(EMBEDDING), r"model\.embed_tokens\.weight"),
+            (name, adding(f"{ATTENTION}.q_proj.bias", 128), r"self_attn\.q_proj\.bias"),
+            (name, adding(f"{ATTENTION}.q_norm.weight", 128), r"self_attn\.q_norm\.weight"),
+        )
+    ),
+    ("Qwen3-MoE", without(f"{MLP}.experts.10.up_proj.weight"), r"missing: .*ts\.10\.up_proj"),
+    ("Qwen3-MoE", without(f"{MLP}.gate.weight"), r"missing: .*mlp\.gate\.weight"),
+    ("Qwen3-MoE", adding(f"{MLP}.experts.11.up_proj.weight", 40, 48), r"unexpected: .*\.11\.up_pr"),
+    ("Qwen3-MoE", both, r"unexpected: .*experts\.gate_up_proj"),
+    ("Qwen3-MoE", odd, r"missing: .*experts\.0\.gate_proj"),
+    ("Qwen3-MoE", transposed, r"down_proj.weight: has shape \(40, 48\); wanted \(48, 40\)"),
+    *(
+        row
+        for name in ("DeepSeek-V3 671B", "DeepSeek-V3 16B")
+        for row in (
+            (name, without(f"{MLP}.gate.e_score_correction_bias"), r"missing: .*correction_bias"),
+            (name, without(f"{ATTENTION}.kv_b_proj.weight"), r"missing: .*kv_b_proj"),
+            (name, without(f"{MLP}.shared_experts.up_proj.weight"), r"missing: .*shared_experts"),
+            (name, adding("model.layers.2.eh_proj.weight", 48, 96), r"unexpected: .*2\.eh_proj"),
+        )
+    ),
+    ("GPT-OSS", without(f"{MLP}.router.bias"), r"missing: .*mlp\.router\.bias"),
+    ("GPT-OSS", without("model.layers.0.self_attn.sinks"), r"missing: .*self_attn\.sinks"),
+    ("GPT-OSS", without(f"{MLP}.experts.gate_up_proj_bias"), r"missing: .*gate_up_proj_bias"),
+    ("GPT-OSS", adding(f"{MLP}.gate.weight", 11, 48), r"unexpected: .*mlp\.gate\.weight"),
+    (
+        "GPT-OSS",
+        adding(f"{MLP}.experts.down_proj", 11, 48, 40),
+        r"down_proj: has shape \(11, 48, 40\); wanted \(11, 40, 48\)",
+    ),
+    (
+        "GPT-OSS",
+        adding(f"{MLP}.experts.down_proj_blocks", 1, dtype=torch.uint8),
+        r"down_proj_blocks: weights in MXFP4 cannot be read; write a copy in bf16 with ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
+def test_missing_unused_and_transposed_tensors_are_refused(
+    name: str,
+    change: Callable[[Tensors], Any],
+    message: str,
+    made: Callable[[str], Made],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(changed(made(name).hf, tmp_path / "hf", change), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_fused"), [("Qwen3-MoE", False), ("Qwen3-MoE", True), ("GPT-OSS", False)]
+)
+def test_a_rank_reads_its_block_of_the_experts(
+    name: str, is_fused: bool, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    """Across the expert with the number 9."""
+    folder = made(name).hf
+    if is_fused:
+        folder = changed(folder, tmp_path / "fused", fuse)
+    weights = HuggingFaceWeights(folder, [MODELS[FAMILIES[name].name]])
+    for kind, whole in FAMILIES[name].network().layers["1"].mixture.experts.named_parameters():
+        ours = f"model.layers.1.mixture.experts.{kind}"
+        assert weights.shapes()[ours] == (torch.float32, tuple(whole.shape))
+        block = weights.read(ours, (5, 8, 4)[: whole.ndim], (6, 5, 7)[: whole.ndim])
+        part = (slice(5, 11), slice(8, 13), slice(4, 11))[: whole.ndim]
+        assert torch.equal(block, whole[part]), f"{kind}: experts are out of order"
+
+
+def test_a_config_of_weights_in_4_bits_is_refused(
+    made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    other = changed(made("GPT-OSS").hf, tmp_path / "hf", lambda tensors: None)
+    config = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (other / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"quantization_config: weights in MXFP4 .* a copy in bf16"
+    ):
+        run(other, tmp_path / "new")
+
+
+def test_an_expert_that_is_doubled_is_found(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """As where each of two ranks saved what it had as the experts 0 to 5: the loss is the same."""
+    source = made("Qwen3-MoE").ours
+    assert verify(source) == (True, [f"{source}: OK"])
+    saved = SavedTensors(source)
+    tensors = {name: saved.read(name).clone() for name in saved.shapes()}
+    name = "model.layers.1.mixture.experts.w3"
+    tensors[name][6:] = tensors[name][:5]
+    doubled = tmp_path / "doubled"
+    doubled.mkdir()
+    write_tensors(doubled, tensors.items(), read_state(source, look_at(source)), 10**9)
+    problem = f"{doubled}: {name} has expert 0 again as expert 6, so another is missing"
+    assert verify(doubled) == (False, [problem])
+
+
+def test_an_expert_that_is_missing_is_found() -> None:
+    """No memory without values is taken for it."""
+    whole = torch.arange(24.0).view(4, 3, 2)
+    blocks = [StoredBlock((first, 0, 0), (1, 3, 2), first) for first in (0, 1, 3)]
+
+    def read(block: StoredBlock[int], at: Sizes, sizes: Sizes) -> torch.Tensor:
+        return whole[block.place : block.place + 1]
+
+    kept = assemble(whole.dtype, (0, 0, 0), (2, 3, 2), blocks, read, "w1")
+    assert torch.equal(kept, whole[:2])
+    with pytest.raises(ConfigError, match="w1: damaged: 6 of 24 elements are in no file"):
+        assemble(whole.dtype, (0, 0, 0), (4, 3, 2), blocks, read, "w1")
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_tokenizer_and_the_config_go_along(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, family = tmp_path / "tokenizer", FAMILIES["Qwen3"]
+    tokenizer.mkdir()
+    library = like_qwen(tokenizer, bos_token=None, eos_token="<|endoftext|>")
+    sizes = {**family.sizes, "tokenizer_path": str(tokenizer)}
+    source = write_run(tmp_path / "ours", family.name, sizes, family.network())
+    folder = tmp_path / "hf"
+    assert main(["checkpoint", "convert", str(source), str(folder)]) == 0
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (None, 270)
+    assert config["head_dim"] == 16
+    text = "<|im_start|>the cat<|im_end|>"
+    ids = AutoTokenizer.from_pretrained(folder).encode(text)
+    assert ids == library.encode(text).ids
+
+
+def test_meta_has_no_such_network(
+    made: Callable[[str], Made], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["checkpoint", "convert", str(made("Qwen3").ours), str(tmp_path / "new")]
+    assert main([*words, "--to", "meta"]) == 2
+    assert capsys.readouterr().err == (
+        "error: qwen3 has no weight format meta; its formats: ours, dcp, hf\n"
+    )
+    assert not any(tmp_path.iterdir())
+
+
+def test_dcp_is_for_pytorch_alone(
+    made: Callable[[str], Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = run(made("Qwen3").ours, tmp_path / "dcp", target_format="dcp")
+    assert "TorchTitan cannot: model.name: TorchTitan's Llama has no norms in heads" in caplog.text
+    recipe = {f"model.{key}": value for key, value in FAMILIES["Qwen3"].sizes.items()}
+    recipe |= {"model.name": "qwen3", "model.flavor": "debugmodel"}
+    with pytest.raises(ConfigError, match=r"the order of the rows of queries and keys .* unknown"):
+        run(folder, tmp_path / "new", recipe=recipe)
