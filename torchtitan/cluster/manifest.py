@@ -24,6 +24,7 @@ from torchtitan.resilience.grace import VARIABLE, planned_seconds
 from torchtitan.resilience.stop import DIVERGED, REQUEUE
 from torchtitan.tools.options import Count, Recipe, RecipeVerb, one_of, verb
 
+FOLDER = Path(__file__).with_name("manifests")
 WORK = "/work"
 """Folder of the recipe, of relative paths and of the run in the image of `Dockerfile`."""
 OF_A_JOB = ("skypilot", "torchx")
@@ -33,7 +34,6 @@ LEAST_GRACE = 120
 """Seconds for the step that is under way, and to stop."""
 RESTARTS = 10
 """Failures of a node after which the job ends."""
-SHARED_GIB = 16
 ACCELERATORS = {
     "a100-40": "A100",
     "a100-80": "A100-80GB",
@@ -73,44 +73,6 @@ class Submission:
     data: str | None
     """Absolute path of data outside `WORK`, if any."""
     wanted: ManifestSection
-
-    @property
-    def train(self) -> str:
-        """Command of each node, for a shell."""
-        return shlex.join(["torchtitan", "train", *self.words])
-
-    @property
-    def preflight(self) -> str:
-        """Command of each node before that; empty if there is none."""
-        return shlex.join(["torchtitan", "preflight", *self.words]) if self.has_preflight else ""
-
-    @property
-    def before(self) -> list[str]:
-        """Lines of bash that set up a node; the log is written, too, where no scheduler does it."""
-        log = shlex.quote(self.wanted.log_file)
-        return [*self.wanted.setup, *([f"exec > >(tee -a {log}) 2>&1"] if log != "''" else [])]
-
-    @property
-    def command(self) -> list[str]:
-        """All lines as one command, which the launcher of the ranks replaces at last."""
-        lines = [*self.before, *filter(None, [self.preflight])]
-        if not lines:
-            return shlex.split(self.train)
-        return ["bash" if self.before else "sh", "-c", " && ".join([*lines, f"exec {self.train}"])]
-
-    @property
-    def requests(self) -> dict[str, Any]:
-        """Cores and memory of a node, as Kubernetes has them."""
-        memory = self.wanted.memory_gib
-        return ({"cpu": self.wanted.cpus} if self.wanted.cpus else {}) | (
-            {"memory": f"{memory}Gi"} if memory else {}
-        )
-
-    @property
-    def mounts(self) -> dict[str, tuple[str, str]]:
-        """Path and claim of each volume."""
-        found = {"work": (WORK, self.volume)}
-        return found | ({"data": (self.data, f"{self.volume}-data")} if self.data else {})
 
 
 @app.command(cls=RecipeVerb, help=__doc__)
@@ -198,7 +160,7 @@ def manifest(
         data=dataset if dataset.startswith("/") and not dataset.startswith(WORK) else None,
         wanted=wanted,
     )
-    text = WRITERS[target](submission)
+    text = write(target, submission)
     if output is None:
         print(text, end="")
     elif output.exists():
@@ -258,266 +220,110 @@ def save_seconds(job: JobConfig, nodes: int) -> float:
     return planned_seconds(count_parameters(model.empty()).total, nodes)
 
 
-def _pod(job: Submission, environment: list[dict[str, Any]]) -> dict[str, Any]:
+def values(job: Submission, quote: Callable[[str], str]) -> dict[str, Any]:
+    """Return what the templates name; what a job does not have is empty.
+
+    Args:
+        quote: writes a text in the language of the template.
+    """
+    wanted, log = job.wanted, shlex.quote(job.wanted.log_file)
+    train = shlex.join(["torchtitan", "train", *job.words])
+    preflight = shlex.join(["torchtitan", "preflight", *job.words]) if job.has_preflight else ""
+    # The log is written here where no scheduler does it.
+    before = [*wanted.setup, *([f"exec > >(tee -a {log}) 2>&1"] if wanted.log_file else [])]
+    lines = [*before, *filter(None, [preflight])]
+    shell = "bash" if before else "sh"
+    command = [shell, "-c", " && ".join([*lines, f"exec {train}"])] if lines else shlex.split(train)
+    is_cpu, cpus, memory = job.hardware == "cpu", wanted.cpus, wanted.memory_gib
     vendor = "amd.com" if job.hardware.startswith("mi") else "nvidia.com"
-    limits = {} if job.hardware == "cpu" else {f"{vendor}/gpu": job.devices}
-    resources = {"requests": job.requests, "limits": limits}
-    resources = {kind: amounts for kind, amounts in resources.items() if amounts}
-    volumes: list[dict[str, Any]] = [
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{SHARED_GIB}Gi"}}
-    ]
-    container: dict[str, Any] = {
-        "name": "node",
-        "image": job.image,
-        "command": job.command,
-        "workingDir": WORK,
-        "env": [*environment, {"name": VARIABLE, "value": str(job.grace)}],
-        **({"resources": resources} if resources else {}),
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
-    }
-    for name, (path, claim) in job.mounts.items():
-        container["volumeMounts"].append({"name": name, "mountPath": path})
-        volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim}})
-    return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": job.grace,
-        "containers": [container],
-        "volumes": volumes,
-    }
-
-
-def _exit_codes(action: str, *codes: int) -> dict[str, Any]:
-    return {
-        "action": action,
-        "onExitCodes": {"containerName": "node", "operator": "In", "values": list(codes)},
-    }
-
-
-def _jobset(
-    job: Submission, environment: list[dict[str, Any]], labels: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the spec of a JobSet: a failed node starts again alone, and meets the others."""
-    limit = job.wanted.time_limit_minutes
-    rules = [
-        _exit_codes("FailJob", WRONG_RECIPE, DIVERGED),
-        _exit_codes("Ignore", REQUEUE),
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    ]
-    spec = {
-        "completionMode": "Indexed",
-        "completions": job.nodes,
-        "parallelism": job.nodes,
-        "backoffLimit": RESTARTS,
-        **({"activeDeadlineSeconds": 60 * limit} if limit else {}),
-        "podFailurePolicy": {"rules": rules},
-        "template": {"spec": _pod(job, environment)},
-    }
-    template = {**({"metadata": {"labels": dict(labels)}} if labels else {}), "spec": spec}
-    ends = {"name": "wrong", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    return {
-        "failurePolicy": {"maxRestarts": 0, "rules": [ends]},
-        "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
-    }
-
-
-def _metadata(job: Submission) -> dict[str, Any]:
-    account, queue = job.wanted.account, job.wanted.partition
-    namespace = {"namespace": account} if account else {}
-    labels = {"labels": {"kueue.x-k8s.io/queue-name": queue}} if queue else {}
-    return {"name": job.name, **namespace, **labels}
-
-
-def jobset(job: Submission) -> str:
-    """Return a JobSet of Kubernetes."""
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    values = {
-        "PET_NNODES": str(job.nodes),
-        "PET_NPROC_PER_NODE": str(job.devices),
-        "PET_MASTER_ADDR": f"{job.name}-node-0-0.{job.name}",
-        "PET_MASTER_PORT": "29500",
-    }
-    environment: list[dict[str, Any]] = [{"name": k, "value": v} for k, v in values.items()]
-    environment.append({"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}})
-    return yaml(
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": _metadata(job),
-            "spec": _jobset(job, environment, {}),
-        }
-    )
-
-
-def kubeflow(job: Submission) -> str:
-    """Return a runtime of Kubeflow Trainer, which sets PET_*, and a TrainJob that uses it."""
-    label = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    version = "trainer.kubeflow.org/v1alpha1"
-    runtime = {
-        "apiVersion": version,
-        "kind": "TrainingRuntime",
-        "metadata": {**_metadata(job), "labels": {"trainer.kubeflow.org/framework": "torch"}},
-        "spec": {
-            "mlPolicy": {"numNodes": job.nodes, "torch": {}},
-            "template": {"spec": _jobset(job, [], label)},
-        },
-    }
-    reference = {
-        "apiGroup": "trainer.kubeflow.org",
-        "kind": "TrainingRuntime",
+    accelerator = ACCELERATORS.get(job.hardware, job.hardware.upper())
+    texts = {
         "name": job.name,
-    }
-    train = {
-        "apiVersion": version,
-        "kind": "TrainJob",
-        "metadata": _metadata(job),
-        "spec": {"runtimeRef": reference, "trainer": {"numProcPerNode": job.devices}},
-    }
-    return f"{yaml(runtime)}---\n{yaml(train)}"
-
-
-def skypilot(job: Submission) -> str:
-    """Return a task of SkyPilot, for `sky jobs launch`."""
-    resources: dict[str, Any] = {"image_id": f"docker:{job.image}"}
-    if job.hardware != "cpu":
-        name = ACCELERATORS.get(job.hardware, job.hardware.upper())
-        resources["accelerators"] = f"{name}:{job.devices}"
-    least = {"cpus": job.wanted.cpus, "memory": job.wanted.memory_gib}
-    resources |= {key: f"{number}+" for key, number in least.items() if number}
-    # Restarts on errors would not look at the exit code; the launcher restarts ranks by itself.
-    resources["job_recovery"] = {"recover_on_exit_codes": [REQUEUE]}
-    mounts = {path: {"name": claim, "mode": "MOUNT"} for path, claim in job.mounts.values()}
-    lines = [f"cd {WORK}", *(f"{line} &&" for line in (*job.before, job.preflight) if line)]
-    command = "".join(f"{line}\n" for line in (*lines, job.train))
-    return yaml(
-        {
-            "name": job.name,
-            "num_nodes": job.nodes,
-            "resources": resources,
-            "file_mounts": mounts,
-            "run": command,
-        }
-    )
-
-
-def slurm(job: Submission) -> str:
-    """Return a script for sbatch, submitted in the folder of the recipe."""
-    devices = [] if job.hardware == "cpu" else [f"#SBATCH --gpus-per-task={job.devices}"]
-    processes = [] if devices else [f"export PET_NPROC_PER_NODE={job.devices}"]
-    wanted = job.wanted
-    options = {
+        "address": f"{job.name}-node-0-0.{job.name}",
+        "image": job.image,
+        "docker_image": f"docker:{job.image}",
+        "accelerators": "" if is_cpu else f"{accelerator}:{job.devices}",
+        "volume": job.volume,
+        "data": job.data,
+        "data_volume": f"{job.volume}-data" if job.data else "",
         "account": wanted.account,
         "partition": wanted.partition,
-        "time": wanted.time_limit_minutes,
-        "cpus-per-task": wanted.cpus,
-        "mem": f"{wanted.memory_gib}G" if wanted.memory_gib else None,
-        "output": wanted.log_file,
+        "log_file": wanted.log_file,
+        "entrypoint": command[0],
     }
-    # `srun` does not read the option of `sbatch`.
-    processes += [f"export SRUN_CPUS_PER_TASK={wanted.cpus}"] if wanted.cpus else []
-    lines = [
-        "#!/usr/bin/env bash",
-        f"#SBATCH --job-name={job.name}",
-        f"#SBATCH --nodes={job.nodes}",
-        "#SBATCH --ntasks-per-node=1",
-        *devices,
-        "#SBATCH --exclusive",
-        *(f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in options.items() if value),
-        f"#SBATCH --signal=USR1@{job.grace}",
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-        *(f"{line} || exit" for line in wanted.setup),
-        "set -uo pipefail",
-        f"export {VARIABLE}={job.grace}",
-        *processes,
-        "# The highest status of all nodes; the run is saved, and can be resumed, after "
-        f"{REQUEUE}.",
-        f"srun {job.preflight} &&" if job.has_preflight else "",
-        f"srun {job.train}",
-        "status=$?",
-        'case "$status" in',
-        f"    0 | {WRONG_RECIPE} | {DIVERGED}) ;;",
-        f'    {REQUEUE}) scontrol requeue "$SLURM_JOB_ID" ;;',
-        f'    *) [ "${{SLURM_RESTART_COUNT:-0}}" -ge {RESTARTS} ] ||',
-        '        scontrol requeue "$SLURM_JOB_ID" ;;',
-        "esac",
-        'exit "$status"',
-    ]
-    return "".join(f"{line}\n" for line in lines if line)
+    return {
+        **{name: quote(text) if text else "" for name, text in texts.items()},
+        "command": [quote(word) for word in command],
+        "arguments": repr(command[1:]),
+        "recipe": job.words[0],
+        "train": train,
+        "preflight": preflight,
+        "setup": wanted.setup,
+        "lines": lines,
+        "nodes": job.nodes,
+        "devices": job.devices,
+        "gpus": None if is_cpu else job.devices,
+        "gpu_count": 0 if is_cpu else job.devices,
+        "processes": job.devices if is_cpu else None,
+        "vendor": "" if is_cpu else vendor,
+        "requests": bool(cpus or memory),
+        "resources": bool(cpus or memory or not is_cpu),
+        "cpus": cpus,
+        "cpus_or_any": cpus or -1,
+        "memory_gib": memory,
+        "memory_mb_or_any": 1024 * memory if memory else -1,
+        "time_limit_minutes": wanted.time_limit_minutes,
+        "time_limit_seconds": 60 * (wanted.time_limit_minutes or 0) or None,
+        "grace": job.grace,
+        "grace_variable": VARIABLE,
+        "restarts": RESTARTS,
+        "wrong_recipe": WRONG_RECIPE,
+        "diverged": DIVERGED,
+        "requeue": REQUEUE,
+    }
 
 
-def torchx(job: Submission) -> str:
-    """Return a component of TorchX: `torchx run FILE:train`."""
-    cpus, memory = job.wanted.cpus or -1, 1024 * (job.wanted.memory_gib or 0) or -1
-    gpus = 0 if job.hardware == "cpu" else job.devices
-    resource = {"cpu": cpus, "gpu": gpus, "memMB": memory}
-    environment = {"PET_NNODES": str(job.nodes), "PET_NPROC_PER_NODE": str(job.devices)}
-    mounts = [
-        f"specs.VolumeMount(src={claim!r}, dst_path={path!r})"
-        for path, claim in job.mounts.values()
-    ]
-    arguments = ", ".join(f"{name}={value}" for name, value in resource.items())
-    return f'''"""torchx run FILE:train"""
-
-from torchx import specs
+def write(target: str, job: Submission) -> str:
+    """Return the manifest of a job for a scheduler, by its template."""
+    template, quote = TEMPLATES[target]
+    known = {"is_jobset": target == "jobset", "is_kubeflow": target == "kubeflow"}
+    return "".join(f"{line}\n" for line in render(template, known | values(job, quote)))
 
 
-def train() -> specs.AppDef:
-    """Train {job.words[0]}."""
-    return specs.AppDef(
-        name={job.name!r},
-        roles=[
-            specs.Role(
-                name="node",
-                image={job.image!r},
-                entrypoint={job.command[0]!r},
-                args={job.command[1:]!r},
-                env={environment!r},
-                num_replicas={job.nodes},
-                max_retries={RESTARTS},
-                retry_policy=specs.RetryPolicy.APPLICATION,
-                resource=specs.Resource({arguments}),
-                mounts=[{", ".join(mounts)}],
-            )
-        ],
-    )
-'''
+def render(template: str, known: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a template with values in place of their names.
+
+    `{{name}}` is a value: a line with one that is empty is left out, and a line with a list is
+    written once for each of its items. `{{?name}}` only decides about its line. `{{>file}}` is
+    another template, with the indentation of its line.
+    """
+    for line in (FOLDER / template).read_text(encoding="utf-8").splitlines():
+        if included := re.fullmatch(r"( *){{>(.+)}}", line):
+            yield from (f"{included[1]}{inner}" for inner in render(included[2], known))
+            continue
+        found = {name: known[name] for name in re.findall(r"{{\??(\w+)}}", line)}
+        if any(value is False or value in (None, "") for value in found.values()):
+            continue
+        lists = [name for name, value in found.items() if isinstance(value, list | tuple)]
+        for item in found[lists[0]] if lists else [None]:
+            yield _filled(line, found | dict.fromkeys(lists, item))
 
 
-WRITERS: dict[str, Callable[[Submission], str]] = {
-    "kubeflow": kubeflow,
-    "jobset": jobset,
-    "skypilot": skypilot,
-    "slurm": slurm,
-    "torchx": torchx,
+def _filled(line: str, found: Mapping[str, Any]) -> str:
+    return re.sub(r"{{(\w+)}}", lambda name: str(found[name[1]]), re.sub(r"{{\?\w+}}", "", line))
+
+
+def yaml_text(text: str) -> str:
+    """Return a text as YAML, in quotes where it would be read as something else without."""
+    is_plain = re.fullmatch(r"[A-Za-z/][\w./@-]*", text) and text.lower() not in RESERVED
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
+
+
+TEMPLATES: dict[str, tuple[str, Callable[[str], str]]] = {
+    "kubeflow": ("kubeflow.yaml", yaml_text),
+    "jobset": ("jobset.yaml", yaml_text),
+    "skypilot": ("skypilot.yaml", yaml_text),
+    "slurm": ("slurm.sh", shlex.quote),
+    "torchx": ("torchx.txt", repr),
 }
-
-
-def yaml(value: Mapping[str, Any]) -> str:
-    """Return mappings, lists, numbers and text as YAML."""
-    return "".join(f"{line}\n" for line in _lines(value))
-
-
-def _lines(value: Any) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            name = _scalar(key)
-            if isinstance(inner, (Mapping, list)) and inner:
-                yield f"{name}:"
-                yield from (f"  {line}" for line in _lines(inner))
-            elif isinstance(inner, str) and inner.endswith("\n"):
-                yield f"{name}: |"
-                yield from (f"  {line}" for line in inner.splitlines())
-            else:
-                yield f"{name}: {_scalar(inner)}"
-    else:
-        for inner in value:
-            first, *rest = _lines(inner) if isinstance(inner, Mapping) else [_scalar(inner)]
-            yield f"- {first}"
-            yield from (f"  {line}" for line in rest)
-
-
-def _scalar(value: Any) -> str:
-    if not isinstance(value, str):
-        return str(value)
-    is_plain = re.fullmatch(r"[A-Za-z/][\w./@-]*", value) and value.lower() not in RESERVED
-    return value if is_plain else json.dumps(value, ensure_ascii=False)
+"""Template of each scheduler in `manifests/`, and how it writes a text."""
