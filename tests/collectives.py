@@ -1,4 +1,4 @@
-"""Counts what each rank sends in an optimizer step, beside what the formulas say."""
+"""Counts what each rank sends in an optimizer step, beside what its plan says."""
 
 import logging
 import math
@@ -11,12 +11,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.estimate import recorded as recordings
 from torchtitan.device import Device
-from torchtitan.estimate.traffic import of_step
+from torchtitan.estimate.link_traffic import messages_of
 from torchtitan.flight_recorder import Collective, recorded
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.parallel.work import Traffic
 from torchtitan.tools.verify.measure import training
 
 SINGLE_NUMBERS = 6
@@ -29,7 +29,7 @@ class Message(NamedTuple):
     ranks: tuple[int, ...]
     operation: str
     bytes: int
-    """Of the whole, as in `Traffic`."""
+    """Of the whole, as in `torchtitan.comm.unit.sent_bytes`."""
 
 
 class Counted(NamedTuple):
@@ -38,16 +38,8 @@ class Counted(NamedTuple):
     messages: Counter[Message]
     single_numbers: int
     """All-reduces of a few numbers, which are not in `messages`."""
-    axes: dict[str, tuple[int, ...]]
-    """The ranks of each axis."""
-    expected: Counter[Message]
-    """What the formulas say."""
-
-    def exchanges_of_experts(self, messages: Counter[Message]) -> Counter[Message]:
-        """The all-to-alls between ranks with different experts, among some messages."""
-        group = self.axes.get("ep")
-        is_one = {m: m.ranks == group and m.operation == "all_to_all" for m in messages}
-        return Counter({m: count for m, count in messages.items() if is_one[m]})
+    experts: tuple[int, ...]
+    """The ranks with different experts."""
 
 
 def count(job: JobConfig) -> Counted:
@@ -62,29 +54,20 @@ def count(job: JobConfig) -> Counted:
                 last, before = recorded()[-1].number, len(sends)
     found = [collective for collective in recorded() if collective.number > last]
     is_single = [is_about_numbers(collective) for collective in found]
-    groups = world.groups
-    axes = {axis: tuple(dist.get_process_group_ranks(group)) for axis, group in groups.items()}
-    expected: Counter[Message] = Counter()
-    stage, mesh = dist.get_rank(groups["pp"]), world.parameter_mesh.mesh
-    copy = dist.get_rank(groups["dp_replicate"])
-    for name, ranks in {"sharing": mesh[stage], "shards": mesh[stage, copy], "all": mesh}.items():
-        axes[name] = tuple(sorted(ranks.flatten().tolist()))
-    in_backward = job.communication.replicas.in_backward
-    place = axes["sharing" if in_backward else "shards"].index(dist.get_rank())
-    for one in formulas(job, dist.get_world_size(), stage, place):
-        expected[Message(members(one, axes, dist.get_rank()), one.operation, one.bytes)] += (
-            one.count
-        )
     counted = [message(c) for c, single in zip(found, is_single, strict=True) if not single]
-    return Counted(Counter(counted + sends[before:]), sum(is_single), axes, expected)
+    experts = world.groups.get("ep")
+    apart = tuple(dist.get_process_group_ranks(experts)) if experts else ()
+    return Counted(Counter(counted + sends[before:]), sum(is_single), apart)
 
 
-def members(one: Traffic, axes: dict[str, tuple[int, ...]], rank: int) -> tuple[int, ...]:
-    """The ranks that take part in a collective with `rank`."""
-    ranks = axes[one.axis]
-    size = one.ranks or len(ranks)
-    first = ranks.index(rank) // size * size
-    return ranks[first : first + size]
+def planned(job: JobConfig, ranks: int, rank: int) -> Counter[Message]:
+    """What a rank sends in a step by its plan, without single numbers."""
+    step, found = recordings.step(job, ranks, rank), Counter[Message]()
+    for one, count in messages_of(step).items():
+        if one.operation != "all_reduce" or one.bytes > 4 * SINGLE_NUMBERS:
+            members = tuple(sorted(step.source.members[one.group]))
+            found[Message(members, one.operation, one.bytes)] += count * (len(members) > 1)
+    return +found
 
 
 @contextmanager
@@ -114,8 +97,3 @@ def message(collective: Collective) -> Message:
     ranks = collective.group.ranks
     parts = len(ranks) if collective.operation == "all_gather" else 1
     return Message(ranks, collective.operation, collective.bytes_in * parts)
-
-
-def formulas(job: JobConfig, ranks: int, stage_rank: int = 0, rank: int = 0) -> list[Traffic]:
-    """What a step sends according to `torchtitan.estimate.traffic`."""
-    return of_step(job.layout(job.degrees(ranks)), job.work(ranks), job.optimizer, stage_rank, rank)

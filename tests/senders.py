@@ -37,9 +37,6 @@ class HalfWeights(WeightsConfig):
     def open(self, unit: Unit, group: ProcessGroup) -> "HalfGather":
         return HalfGather(unit, group)
 
-    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        return 2 * ranks * unit.elements
-
 
 class HalfGather(Gather):
     def __init__(self, unit: Unit, group: ProcessGroup) -> None:
@@ -62,9 +59,6 @@ class HalfGradients(GradientsConfig):
 
     def open(self, unit: Unit, group: ProcessGroup) -> "HalfReduce":
         return HalfReduce(unit, group)
-
-    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        return 2 * ranks * unit.elements
 
 
 class HalfReduce(Reduce):

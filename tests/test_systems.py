@@ -1,7 +1,7 @@
 """docs/systems.md names only what there is, and quotes figures of today's code.
 
-Each figure is on the page that it links to. Those that follow from a formula are computed again,
-and so are the bytes on the pages of results.
+Each figure is on the page that it links to. Bytes that are sent are planned again, as are those on
+the pages of results.
 """
 
 import re
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.estimate.plan import plan
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.optim import OPTIMIZERS
-from torchtitan.tools.compare.gather import formulas
+from torchtitan.tools.compare.gather import planned_collectives
 from torchtitan.tools.compare.prepare import prepare
 from torchtitan.tools.compare.study import read_study
 
@@ -38,7 +39,7 @@ def table() -> list[dict[str, str]]:
 
 ROWS = [row for row in table() if OUT_OF_SCOPE not in row["system"]]
 SINGLE_NUMBERS = 0.002
-"""Megabytes of losses, counts and norms at most, which are counted and in no formula."""
+"""Megabytes of losses, counts and norms at most, of which a plan has a part."""
 
 
 def test_every_system_has_a_row() -> None:
@@ -90,18 +91,18 @@ def measured_here(system: str) -> str:
 
 @cache
 def sent(study: str, *flags: str) -> Mapping[str, Mapping[str, float]]:
-    """Megabytes that rank 0 sends in a step of each variant, by axis, by formula."""
+    """Megabytes that rank 0 sends in a step of each variant, by axis, by its plan."""
     found: dict[str, dict[str, float]] = {}
     for variant in prepare(read_study(ROOT / f"train_configs/studies/{study}.toml", flags)):
         axes: dict[str, float] = {}
-        messages = formulas(variant.job, variant.plan.ranks)
-        assert messages, "the formulas cover every variant"
-        for (axis, _), (_, size) in messages.items():
+        planned = plan(variant.job, variant.plan.ranks, device_type="cpu")
+        for (axis, _), (_, size) in planned_collectives(planned).items():
             axes[axis] = axes.get(axis, 0.0) + size / 1e6
         found[variant.name] = axes
     return found
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("system", "study", "axis", "variants"),
     [
@@ -113,7 +114,7 @@ def sent(study: str, *flags: str) -> Mapping[str, Mapping[str, float]]:
         ("RTP", "communication_debug", "dp_shard", ("RTP", "FSDP2")),
     ],
 )
-def test_bytes_that_are_quoted_are_those_of_the_formulas(
+def test_bytes_that_are_quoted_are_planned(
     system: str, study: str, axis: str, variants: tuple[str, ...]
 ) -> None:
     (quoted, _) = FIGURE.findall(measured_here(system))[0]
@@ -123,13 +124,15 @@ def test_bytes_that_are_quoted_are_those_of_the_formulas(
     assert numbers == pytest.approx(expected, rel=3e-4, abs=SINGLE_NUMBERS)
 
 
+@pytest.mark.gate
 def test_rotated_weights_send_less_than_fsdp_that_frees_every_block() -> None:
     always = sent("communication_debug", "--parallelism.fsdp_reshard_after_forward=always")
     found = {name: always[name]["dp_shard"] for name in ("RTP", "FSDP2")}
     assert found["RTP"] < found["FSDP2"]
 
 
-def test_bytes_on_the_page_of_communication_are_those_of_the_formulas() -> None:
+@pytest.mark.gate
+def test_bytes_on_the_page_of_communication_are_planned() -> None:
     text = (ROOT / "benchmarks/results/communication.md").read_text()
     found = dict(bytes_of_page(text))
     expected = sent("communication_debug")

@@ -108,10 +108,6 @@ class AuxiliaryLossConfig(Config):
             tensor: ranks with other parts of this one's part (tp), if there are any.
         """
 
-    def messages(self, part: nn.Module, work: Any) -> Iterator[Any]:
-        """Yield the communication for this in a step: `Traffic`, by the `Work` of a part."""
-        return iter(())
-
 
 class ZLoss(AuxiliaryLossConfig):
     """The square of the log-sum-exp of the logits (arXiv:2204.02311)."""

@@ -55,7 +55,6 @@ from torchtitan.parallel import (
     Precision,
     ShardingConfig,
 )
-from torchtitan.parallel.work import Work
 from torchtitan.profiling import ProfilingConfig
 from torchtitan.resilience.replica_groups import FaultToleranceConfig
 from torchtitan.resilience.spikes import SpikesConfig
@@ -325,12 +324,6 @@ class JobConfig(Config):
             sharding=self.sharding,
             communication=self.communication,
         )
-
-    def work(self, ranks: int) -> Work:
-        """Return the work of a step on `ranks` ranks, for estimates."""
-        degrees, spec = self.degrees(ranks), MODELS[self.model.name]
-        layout = self.layout(degrees)
-        return layout.work(spec, self.model_args(), degrees, self.accumulation(degrees))
 
     def schedule_steps(self) -> int:
         """Return the length of the learning rate schedule."""

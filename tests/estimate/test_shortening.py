@@ -145,7 +145,7 @@ def test_ranks_of_a_pipeline_are_alike_if_their_blocks_are() -> None:
     path = "train_configs/gpt_oss_debug.toml"
     job = load_job(path, flags, 4, "cuda", exempt=("model.tokenizer_path",)).config
     # Of three blocks on a rank, two have windows on one and one on the next.
-    assert alike_ranks(job, job.work(4)) == [[0], [1], [2], [3]]
+    assert alike_ranks(job) == [[0], [1], [2], [3]]
 
 
 SIZES = [

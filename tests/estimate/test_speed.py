@@ -19,6 +19,7 @@ from torchtitan.estimate.recording import Kernel, Message, Recording
 from torchtitan.estimate.speed import StepTime, step_time
 from torchtitan.job import JobConfig
 from torchtitan.parallel.schedules import Action, timeline
+from torchtitan.parallel.stages import orders
 
 SECOND = 10**9
 """Bytes that memory and links move in a second."""
@@ -232,7 +233,9 @@ def test_a_missing_rank_may_split_other_numbers_of_backwards() -> None:
     found = step_time(job, 4, {3: recorded.step(job, 4, 3)}, find_hardware("h100"))
     halves = Counter(slot.rank for slot in found.schedule if slot.action.kind == "W")
     assert halves[0] > halves[3]
-    assert len(found.schedule) == sum(map(len, job.work(4).orders.values()))
+    count = job.parallelism.microbatches(job.local_batch(job.degrees(4)))
+    actions = orders(job.parallelism, job.model_args().n_layers, count).values()
+    assert len(found.schedule) == sum(map(len, actions))
     assert found.bubble > 0
 
 

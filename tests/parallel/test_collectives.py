@@ -1,7 +1,6 @@
-"""Every collective of a step is one that a formula asks for, as large and as often."""
+"""Every collective of a step is one of its plan, as large and as often."""
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch.distributed.pipelining
 import torch.distributed.tensor  # noqa: F401  (a fork has what its parent imported)
 
 from tests import layouts, tiny
-from tests.collectives import Counted, count
+from tests.collectives import Counted, Message, count, planned
 from tests.layouts import (
     AFTERWARDS,
     ALL_BESIDE,
@@ -31,12 +30,10 @@ from tests.layouts import (
 )
 from tests.ranks import run_ranks
 from tests.tiers import tiers
-from torchtitan.estimate.traffic_formulas import of_keys_and_values, of_stream
-from torchtitan.parallel.work import Traffic, of_parameters
+from torchtitan.job import JobConfig
 
 BFLOAT16 = {"mixed_precision_param": "bfloat16"}
 ALL_BFLOAT16 = {**BFLOAT16, "mixed_precision_reduce": "bfloat16"}
-SECOND_STEPS = {"replicas": {"every": 2}}
 NEVER = {"replicas": {"name": "none"}}
 
 FROM_PARITY = (
@@ -76,9 +73,6 @@ CASES: dict[str, Case] = {
     "CP 2, Ulysses, operators recomputed": case(cp=2, recompute=OPERATORS, **ULYSSES),
     "CP 4, Ulysses, repeated keys": LAYOUTS["CP 4, Ulysses, repeated keys"],
     "CP 2 x TP 2, Ulysses, documents": LAYOUTS["CP 2 x TP 2, Ulysses, documents"],
-    "HSDP 2 x 2, which agree in every second step": case(
-        replicate=2, shard=2, batch=1, communication=SECOND_STEPS
-    ),
     "HSDP 2 x 2, which never agree": case(replicate=2, shard=2, batch=1, communication=NEVER),
     "FSDP 4, always reshard, regathered by 2, full recomputation": case(
         shard=4, recompute=FULL, sharding=REGATHER, **{RESHARD: "always"}
@@ -108,43 +102,47 @@ IN_GATE = (
 
 
 @pytest.mark.parametrize("name", tiers(CASES, DAILY, gate=IN_GATE))
-def test_step_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sends_what_the_formulas_say(CASES[name], monkeypatch)
+def test_step_sends_what_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sends_what_is_planned(CASES[name], monkeypatch)
 
 
-def sends_what_the_formulas_say(layout: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
+def sends_what_is_planned(layout: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     job = layouts.job(layout, "SGD", training={"steps": 2})
-    ranks = run_ranks(count, layout.ranks, job)
-    compare_exchanges_of_experts(ranks)
-    for rank, found in enumerate(ranks):
-        # The formulas are those of the first tensor rank; the last has a row of the tables less.
-        # So has the last rank of parts that are added up over copies, unless FSDP2 fills them up.
-        is_filled_up = job.sharding.name == "fsdp2" and "communication" not in layout.sections
-        is_first = found.axes["fsdp"].index(rank) == 0 or is_filled_up
-        if found.axes["tp"].index(rank) == 0 and is_first:
-            assert not differences(found), f"rank {rank}"
-        # That of latents is added up over tensor ranks for each microbatch; the norms of experts,
-        # which are split on another dim than matrices, once more in each step; and their loads over
-        # ranks with other sequences and over those with other parts of them.
-        has_experts = layout.model.get("name") in ("tiny_sparse", "tiny_latent", "tiny_oss")
-        assert found.single_numbers <= 12 + 4 * bool(layout.auxiliary) + 6 * has_experts
+    counted = compare(job, layout, monkeypatch)
+    # That of latents is added up over tensor ranks for each microbatch; the norms of experts,
+    # which are split on another dim than matrices, once more in each step; and their loads over
+    # ranks with other sequences and over those with other parts of them.
+    has_experts = layout.model.get("name") in ("tiny_sparse", "tiny_latent", "tiny_oss")
+    most = 12 + 4 * bool(layout.auxiliary) + 6 * has_experts
+    assert all(found.single_numbers <= most for found in counted)
 
 
-def compare_exchanges_of_experts(ranks: list[Counted]) -> None:
-    """Take them away, after their number on each rank, and their bytes on all, are as expected.
+def compare(job: JobConfig, layout: Case, monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
+    """Compare the first rank of each stage of a pipeline with its plan; return what all sent."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
+    counted, ranks = run_ranks(count, layout.ranks, job), layout.ranks
+    alike = ranks // layout.pp
+    for first in range(0, ranks, alike):
+        expected, of_stage = planned(job, ranks, first), counted[first : first + alike]
+        exchanges = [of_experts(found.messages, found) for found in of_stage]
+        of_plan = of_experts(expected, of_stage[0])
+        # What a rank gets, and later sends back, depends on the choices of tokens.
+        assert all(each.total() == of_plan.total() for each in exchanges)
+        assert sum(map(size, exchanges)) == alike * size(of_plan)
+        sent, asked = of_stage[0].messages - exchanges[0], expected - of_plan
+        assert not sent - asked, f"rank {first} sends more than is planned"
+        assert not asked - sent, f"rank {first} sends less than is planned"
+    return counted
 
-    What a rank gets, and later sends back, depends on the choices of tokens.
-    """
-    sizes = []
-    for found in ranks:
-        both = [found.exchanges_of_experts(each) for each in (found.messages, found.expected)]
-        assert both[0].total() == both[1].total()
-        sizes.append([sum(m.bytes * count for m, count in each.items()) for each in both])
-        for messages, exchanges in zip((found.messages, found.expected), both, strict=True):
-            messages -= exchanges
-    counted, expected = map(sum, zip(*sizes, strict=True))
-    assert counted == expected
+
+def of_experts(messages: Counter[Message], found: Counted) -> Counter[Message]:
+    """The all-to-alls between ranks with different experts, among some messages."""
+    is_one = {m: m.ranks == found.experts and m.operation == "all_to_all" for m in messages}
+    return Counter({m: count for m, count in messages.items() if is_one[m]})
+
+
+def size(messages: Counter[Message]) -> int:
+    return sum(each.bytes * count for each, count in messages.items())
 
 
 MUON: dict[str, Case] = {
@@ -160,58 +158,18 @@ MUON: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", tiers(MUON, ["FSDP 2"]))
-def test_muon_sends_what_the_formulas_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_sends_what_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an update."""
-    muon_sends_what_the_formulas_say(MUON[name], monkeypatch)
+    muon_sends_what_is_planned(MUON[name], monkeypatch)
 
 
-def muon_sends_what_the_formulas_say(
+def muon_sends_what_is_planned(
     layout: Case, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> None:
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
     flavor = {"flavor": "deep" if layout.pp > 1 else "flat"}
     optimizer = {"name": "Muon", "lr": 1e-3, "whole_mib": 0, "by_head": layout.tp > 1, **settings}
     job = tiny.job(**layout.recipe(model=flavor, optimizer=optimizer, training={"steps": 2}))
-    ranks = run_ranks(count, layout.ranks, job)
-    compare_exchanges_of_experts(ranks)
-    for rank, found in enumerate(ranks):
+    for found in compare(job, layout, monkeypatch):
         apart = "expert_parallel_degree" in layout.sections.get("parallelism", {})
-        sent = sum(n for m, n in found.expected.items() if m.operation == "all_to_all")
+        sent = sum(n for m, n in found.messages.items() if m.operation == "all_to_all")
         assert apart or sent > 4
-        if rank == 0 or layout.tp == layout.replicate == 1:  # as above
-            assert not differences(found), f"rank {rank}"
-
-
-def differences(found: Counted) -> dict[str, Counter[object]]:
-    """What was sent and is in no formula, and the other way round."""
-    both = {
-        "sent, but in no formula": found.messages - found.expected,
-        "in a formula, but not sent": found.expected - found.messages,
-    }
-    return {what: messages for what, messages in both.items() if messages}
-
-
-def sent(found: Iterable[Traffic], ranks: int) -> float:
-    return sum(one.sent(ranks) for one in found)
-
-
-def test_fsdp_sends_half_as_much_again_as_ddp() -> None:
-    """As ZeRO says of its third stage (arXiv:1910.02054, section 7)."""
-    once = {"gathered": 4000, "scattered": 4000, "scatters": 1, "sums": 1}
-    ddp = sent(of_parameters(parts=1, copies=8, summed=4000, gathers=0, **once), 8)
-    fsdp = sent(of_parameters(parts=8, copies=1, summed=500, gathers=2, **once), 8)
-    assert ddp == 2 * 4000 * 7 / 8
-    assert fsdp == 1.5 * ddp
-
-
-def test_sequence_parallelism_sends_as_much_as_it_replaces() -> None:
-    """As its paper says (arXiv:2205.05198, section 4.2.2): a ring all-reduce is both halves."""
-    block = {"gathers": 2, "sums": 2, "more_gathers": 0, "more_sums": 0}
-    split, whole = (sent(of_stream(1000, split=split, **block), 4) for split in (True, False))
-    assert split == whole == 4 * 2 * 1000 * 3 / 4
-
-
-def test_ring_sends_as_much_as_fetching_at_once() -> None:
-    layer = {"ranks": 4, "compute": 2, "fetches": 2, "returns": 1}
-    ring, at_once = (sent(of_keys_and_values(1000, ring=r, **layer), 4) for r in (True, False))
-    assert ring == at_once == 3 * (2 * 2000 + 4000)

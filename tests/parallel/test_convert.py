@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests import layouts, tiny
-from tests.collectives import formulas, message
+from tests.collectives import message
 from tests.layouts import GATHERED, MICROSCALED, ROUNDED_EXPERTS, ROWWISE, TENSORWISE, Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace, train
@@ -310,11 +310,6 @@ def test_what_is_gathered_in_float8_is_a_quarter_of_float32(
         # Two a block in the forward and two in the backward, of each of four microbatches.
         saved = 4 * args.n_layers * (2 * 32 * args.dim) * (4 - 1) * 4
     assert sizes[0] - sizes[1] == saved
-
-
-def test_formulas_of_traffic_do_not_guess():
-    with pytest.raises(NotImplementedError, match="converters"):
-        formulas(recipe(case(shard=2, convert=ROWWISE)), 2)
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ SENDING = {
 
 
 @pytest.mark.parametrize("name", tiers(SENDING, ["TP 2, neither"]))
-def test_step_sends_what_the_formulas_say(name, monkeypatch):
-    test_collectives.sends_what_the_formulas_say(SENDING[name].of(**QWEN3), monkeypatch)
+def test_step_sends_what_is_planned(name, monkeypatch):
+    test_collectives.sends_what_is_planned(SENDING[name].of(**QWEN3), monkeypatch)
 
 
 EXPERTS_SEND = {name: LAYOUTS[name] for name in ("TP 2", "TP 2, neither", "FSDP 2 x TP 2")}
@@ -123,8 +123,8 @@ EXPERTS_SEND["TP 2, operators recomputed"] = LAYOUTS["TP 2, operators recomputed
 
 
 @pytest.mark.parametrize("name", tiers(EXPERTS_SEND, ["TP 2"]))
-def test_experts_send_what_the_formulas_say(name, monkeypatch):
-    test_collectives.sends_what_the_formulas_say(EXPERTS_SEND[name].of(**SPARSE), monkeypatch)
+def test_experts_send_what_is_planned(name, monkeypatch):
+    test_collectives.sends_what_is_planned(EXPERTS_SEND[name].of(**SPARSE), monkeypatch)
 
 
 APART_SEND = {
@@ -137,8 +137,8 @@ APART_SEND = {
 
 
 @pytest.mark.parametrize("name", tiers(APART_SEND, ["EP 2"]))
-def test_experts_apart_send_what_the_formulas_say(name, monkeypatch):
-    test_collectives.sends_what_the_formulas_say(APART_SEND[name], monkeypatch)
+def test_experts_apart_send_what_is_planned(name, monkeypatch):
+    test_collectives.sends_what_is_planned(APART_SEND[name], monkeypatch)
 
 
 LATENTS_SEND = {
@@ -150,8 +150,8 @@ LATENTS_SEND = {
 
 
 @pytest.mark.parametrize("name", tiers(LATENTS_SEND, [], ["CP 2 x TP 2, Ulysses"]))
-def test_latent_attention_sends_what_the_formulas_say(name, monkeypatch):
-    test_collectives.sends_what_the_formulas_say(LATENTS_SEND[name].of(**LATENT), monkeypatch)
+def test_latent_attention_sends_what_is_planned(name, monkeypatch):
+    test_collectives.sends_what_is_planned(LATENTS_SEND[name].of(**LATENT), monkeypatch)
 
 
 OSS_SEND = {
@@ -162,21 +162,21 @@ OSS_SEND = {
 
 
 @pytest.mark.parametrize("name", tiers(OSS_SEND, [], ["EP 2, FSDP 2 x TP 2"]))
-def test_biases_and_sinks_send_what_the_formulas_say(name, monkeypatch):
+def test_biases_and_sinks_send_what_is_planned(name, monkeypatch):
     """Of 8 experts, so that the bias of a router is more than a few single numbers."""
     layout = OSS_SEND[name].of(**OSS, **EIGHT)
-    test_collectives.sends_what_the_formulas_say(layout, monkeypatch)
+    test_collectives.sends_what_is_planned(layout, monkeypatch)
 
 
 @pytest.mark.gate
 def test_latent_attention_sends_as_much_without_a_latent_vector_of_queries(monkeypatch):
     layout = LAYOUTS["TP 2"].of(**LATENT, query_rank=0)
-    test_collectives.sends_what_the_formulas_say(layout, monkeypatch)
+    test_collectives.sends_what_is_planned(layout, monkeypatch)
 
 
 @pytest.mark.gate
 def test_a_window_sends_as_much(monkeypatch):
-    test_collectives.sends_what_the_formulas_say(LAYOUTS["CP 2, ring"].of(**WINDOW), monkeypatch)
+    test_collectives.sends_what_is_planned(LAYOUTS["CP 2, ring"].of(**WINDOW), monkeypatch)
 
 
 @pytest.mark.gate
@@ -249,7 +249,7 @@ def test_experts_that_cannot_be_on_these_ranks_are_refused(message):
 def test_muon_takes_experts_of_all_ranks(name, monkeypatch):
     layout = dataclasses.replace(EXPERT_PARALLEL[name], auxiliary=())
     test_muon.is_the_run_of_one_rank(layout)
-    test_collectives.muon_sends_what_the_formulas_say(layout, monkeypatch)
+    test_collectives.muon_sends_what_is_planned(layout, monkeypatch)
 
 
 @pytest.mark.parametrize("name", tiers(["EP 2", "EP 2, operators recomputed"], [], gate=["EP 2"]))

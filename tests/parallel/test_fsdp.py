@@ -1,5 +1,6 @@
 """Strategies of FSDP (arXiv:2304.11277): what each sends and holds, and what they do on CUDA."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,13 +11,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from tests import layouts
-from tests.collectives import formulas
 from tests.estimate import recorded
 from tests.layouts import RESHARD, Case, case
 from tests.ranks import run_ranks
 from tests.runs import Trace, trace
 from torchtitan.comm import Communicator, PlainGather, PlainGradients, PlainWeights
 from torchtitan.comm.gradients import PlainReduce
+from torchtitan.estimate.link_traffic import link_traffic
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
@@ -40,33 +41,34 @@ def recipe(layout: Case, **sections: dict[str, Any]) -> JobConfig:
     return layouts.job(layout, "AdamW", model={"flavor": "even"}, **sections)
 
 
+def sent(layout: Case) -> Counter[str]:
+    """Bytes that a rank sends in a step, by operation."""
+    found = Counter[str]()
+    for one in link_traffic(recorded.step(recipe(layout), layout.ranks), layout.ranks):
+        found[one.operation] += one.sent
+    return found
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_sends_what_the_paper_says(name):
     layout, once, again = STRATEGIES[name]
     job = recipe(layout)
-    spec, degrees = MODELS[job.model.name], job.degrees(layout.ranks)
-    assert job.accumulation(degrees) == 1
+    assert job.accumulation(job.degrees(layout.ranks)) == 1
+    spec = MODELS[job.model.name]
     model = build_empty(spec.build, job.model_args(), job.training.seq_len)
     size = sum(parameter.nbytes for parameter in model.parameters())
     expected = once * size + again * (size - model.get_parameter("tok_embeddings.weight").nbytes)
-    sizes = degrees._asdict() | {"fsdp": degrees.fsdp}
-    found = sum(one.sent(sizes[one.axis]) for one in formulas(job, layout.ranks))
-    assert found == pytest.approx(expected, rel=5e-3)  # rows of the tables are filled up
+    # Rows of the tables are filled up.
+    assert sent(layout).total() == pytest.approx(expected, rel=5e-3)
 
 
 def test_accumulating_whole_reduces_once():
     """With 4 microbatches, gathers are the same, and there is one reduction in place of 4."""
     parts, whole = (
-        {
-            (one.what, one.operation): one.count
-            for one in formulas(recipe(case(shard=2, batch=1, sharding=sharding)), 2)
-        }
-        for sharding in ({}, layouts.WHOLE)
+        sent(case(shard=2, batch=1, sharding=sharding)) for sharding in ({}, layouts.WHOLE)
     )
-    reduction = "gradients", "reduce_scatter"
-    assert parts[reduction] == 4 * whole.pop(reduction)
-    del parts[reduction]
-    assert parts == whole
+    assert parts["all_gather"] == whole["all_gather"] > 0
+    assert parts["reduce_scatter"] == 4 * whole["reduce_scatter"] > 0
 
 
 @pytest.mark.parametrize("flavor", ["tiny", "tied"])

@@ -87,8 +87,8 @@ SENDING_SLOW = (
     "name",
     tiers(SENDING, *([n for n in some if n in SENDING] for some in (SENDING_DAILY, SENDING_SLOW))),
 )
-def test_step_sends_what_the_formulas_say(name, monkeypatch):
-    test_collectives.sends_what_the_formulas_say(SENDING[name], monkeypatch)
+def test_step_sends_what_is_planned(name, monkeypatch):
+    test_collectives.sends_what_is_planned(SENDING[name], monkeypatch)
 
 
 SHARDED = installed(

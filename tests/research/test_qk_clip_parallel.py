@@ -102,8 +102,8 @@ SENDING = {
 
 
 @pytest.mark.parametrize("name", tiers(SENDING, ["CP, operators recomputed"]))
-def test_it_sends_what_the_formulas_say(name, monkeypatch):
-    test_collectives.muon_sends_what_the_formulas_say(SENDING[name], monkeypatch, qk_clip=1.0)
+def test_it_sends_what_is_planned(name, monkeypatch):
+    test_collectives.muon_sends_what_is_planned(SENDING[name], monkeypatch, qk_clip=1.0)
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
-from tests.collectives import formulas
 from tests.ranks import run_ranks
 from tests.recipes.test_bad_recipes import HELP, cases, is_refused
 from tests.recipes.test_recipes import repeated
@@ -19,7 +17,6 @@ from torchtitan.config import listed
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
-from torchtitan.parallel import ParallelismConfig
 from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import training
 
@@ -84,18 +81,6 @@ def test_recipes_fit_up_to_eight_ranks():
 
 
 ALONE = {"galore": "GaLore", "ranger21": "Ranger21"}
-"""Optimizers with traffic of their own."""
-
-
-@pytest.mark.parametrize("system", [system for system in ALONE if system in SYSTEMS])
-def test_what_an_optimizer_sends_is_in_no_formula(system):
-    sections = {"optimizer": {"name": ALONE[system]}}
-    job = tiny.job(parallelism={"data_parallel_shard_degree": 2}, **sections)
-    with pytest.raises(
-        NotImplementedError, match=f"no formulas for the traffic of {ALONE[system]}"
-    ):
-        formulas(job, 2)
-    assert formulas(job.model_copy(update={"parallelism": ParallelismConfig()}), 1) == []
 
 
 @pytest.mark.gate

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import layouts
 from tests.layouts import FULL, case
-from tests.parallel.test_collectives import sends_what_the_formulas_say
+from tests.parallel.test_collectives import sends_what_is_planned
 from tests.ranks import run_ranks
 from tests.research.layouts import IN_PLACE, ROTATED
 from tests.runs import train
@@ -260,4 +260,4 @@ def test_a_run_resumes_to_the_bit_and_as_fsdp2(tmp_path):
 def test_what_is_replaced_in_place_is_sent_in_pieces(monkeypatch):
     monkeypatch.setattr("torchtitan.research.rtp.rotated.PIECE", 3000)
     layout = case(shard=2, chunk=100, sharding=IN_PLACE)
-    sends_what_the_formulas_say(layout, monkeypatch)
+    sends_what_is_planned(layout, monkeypatch)

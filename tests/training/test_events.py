@@ -7,24 +7,27 @@ import logging
 import pytest
 
 from tests import tiny
-from tests.collectives import formulas
+from tests.estimate import recorded
 from tests.ranks import run_ranks
 from tests.runs import rows, train
+from torchtitan.estimate.link_traffic import link_traffic
 from torchtitan.metrics import EventLog
 from torchtitan.timeline import PHASES
 from torchtitan.tools.history import RunHistory
 
 LAYOUTS = {
-    "FSDP 2": ({}, "fsdp", "dp_shard"),
-    "DDP 2": ({"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},)
-    + ("dp_replicate",) * 2,
-    "TP 2": ({"tensor_parallel_degree": 2}, "tp", "tp"),
+    "FSDP 2": ({}, "dp_shard"),
+    "DDP 2": (
+        {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+        "dp_replicate",
+    ),
+    "TP 2": ({"tensor_parallel_degree": 2}, "tp"),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_tells_its_start_its_traffic_and_its_phases(name, tmp_path):
-    degrees, axis, told = LAYOUTS[name]
+    degrees, axis = LAYOUTS[name]
     job = tiny.job(tmp_path, parallelism=degrees, training={"local_batch_size": 4, "steps": 4})
     run_ranks(train, 2, job)
     logs = RunHistory.open(tmp_path).rank_events
@@ -43,9 +46,10 @@ def test_every_rank_tells_its_start_its_traffic_and_its_phases(name, tmp_path):
             assert set(event["wall"]) <= {*PHASES, "report", "profiling"}
             assert event["busy"].keys() == event["wall"].keys()
         assert events[-1]["stopped_by"] is None
-    # What was recorded is what the formulas ask for, and the few numbers that all ranks agree on.
-    asked = sum(one.sent(2) for one in formulas(job, 2) if one.axis == axis)
-    sent = logs[0][3][f"sent/{told}"]
+    # What was sent is what was planned, and the few numbers that all ranks agree on.
+    planned = link_traffic(recorded.step(job, 2), 2)
+    asked = sum(one.sent for one in planned if one.axis == axis)
+    sent = logs[0][3][f"sent/{axis}"]
     assert asked > 100_000
     assert asked <= sent <= asked + 500
 

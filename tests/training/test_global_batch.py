@@ -134,7 +134,6 @@ def test_a_rank_has_at_most_its_share_at_a_time():
         assert tiny.problems(job, ranks=ranks) == []
         degrees = job.degrees(ranks)
         assert job.local_batch(degrees) == job.layout(degrees).local_batch_size == at_a_time
-        assert job.work(ranks).local_batch_size == at_a_time
         assert job.accumulation(degrees) == accumulated
 
 

@@ -59,11 +59,8 @@ def model_states(job: JobConfig, ranks: int) -> ModelStates:
     size = itemsize * sum(each.shape.numel() for each in named)
     gradients = 0 if job.optimizer.early_step_in_backward else size
     share = 1 / (degrees.pp * degrees.fsdp * degrees.tp) / GIB
-    weights = share * (size + gradients)
-    states = share * state_bytes(job.optimizer, named, itemsize)
-    if job.training.enable_cpu_offload:
-        return ModelStates(0.0, weights + states)
-    return ModelStates(weights + states, 0.0)
+    held = share * (size + gradients + state_bytes(job.optimizer, named, itemsize))
+    return ModelStates(0.0, held) if job.training.enable_cpu_offload else ModelStates(held, 0.0)
 
 
 def problems_of_memory(

@@ -2,7 +2,6 @@
 
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -51,10 +50,6 @@ class GradientsConfig(Config):
         """Open a reducer for the gradients of `unit` over `group`."""
         raise NotImplementedError
 
-    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a whole unit in `dtype`, as it is reduced over `ranks`."""
-        raise NotImplementedError(f"there are no formulas for the traffic of {self.name}")
-
 
 class PlainGradients(GradientsConfig):
     """Gradients are summed in training.mixed_precision_reduce."""
@@ -66,6 +61,3 @@ class PlainGradients(GradientsConfig):
 
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
         return PlainReduce(group)
-
-    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        return ranks * unit.elements * dtype.itemsize

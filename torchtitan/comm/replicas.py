@@ -8,13 +8,12 @@ it is sent, that is the mean of their weights (local SGD; Stich, 2019, arXiv:180
 from collections.abc import Mapping
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.unit import Communicator, Operation, Unit
+from torchtitan.comm.unit import Communicator, Unit
 from torchtitan.config import Config
 
 
@@ -85,10 +84,6 @@ class ReplicasConfig(Config):
         """
         raise NotImplementedError
 
-    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
-        """Return the messages of an agreement with their bytes; gradients are in `dtype`."""
-        raise NotImplementedError(f"there are no formulas for the traffic of {self.name}")
-
 
 class AgreementConfig(ReplicasConfig):
     """Settings shared by all agreements."""
@@ -131,10 +126,6 @@ class AllReduce(AgreementConfig):
     def open(self, unit: Unit, group: ProcessGroup) -> ReplicaReducer:
         return SumReducer(group)
 
-    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
-        size = 4 if self.runs_apart else dtype.itemsize  # weights are sent in float32
-        return [("all_reduce", shape.numel() * size) for shape in unit.shapes.values()]
-
 
 class Nothing(ReplicasConfig):
     """No synchronization: each replica trains its own model."""
@@ -145,6 +136,3 @@ class Nothing(ReplicasConfig):
     @property
     def steps_apart(self) -> int | None:
         return None
-
-    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
-        return []

@@ -9,6 +9,21 @@ from torch import Tensor
 Operation = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "send"]
 
 
+def sent_bytes(operation: str, size: int, ranks: int) -> float:
+    """Return the bytes that each of `ranks` sends in a collective around a ring, or in a message.
+
+    An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan, 2009,
+    doi:10.1016/j.jpdc.2008.09.002).
+
+    Args:
+        size: bytes of the whole tensor: the output of an all-gather, the input of a reduce-scatter,
+            the tensor of an all-reduce or a message.
+    """
+    if operation == "send":
+        return size
+    return (2 if operation == "all_reduce" else 1) * size * (ranks - 1) / ranks
+
+
 class Unit(NamedTuple):
     """Parameters that are gathered together, and whose gradients are reduced together."""
 

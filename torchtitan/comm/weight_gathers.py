@@ -2,7 +2,6 @@
 
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -49,10 +48,6 @@ class WeightsConfig(Config):
         """Open a communicator that gathers `unit` over `group`."""
         raise NotImplementedError
 
-    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a whole unit in `dtype`, as it is gathered over `ranks`."""
-        raise NotImplementedError(f"there are no formulas for the traffic of {self.name}")
-
 
 class PlainWeights(WeightsConfig):
     """Parameters are gathered in the dtype of the computation."""
@@ -64,6 +59,3 @@ class PlainWeights(WeightsConfig):
 
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
         return PlainGather(group)
-
-    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        return ranks * unit.elements * dtype.itemsize

@@ -8,5 +8,4 @@ hardware, kernel_time, message_time   devices and links, and the time of a kerne
 device_streams, speed  the time of a step: streams, exposed communication, the pipeline
 plan, changes          all of it together, and the changes that make a run fit
 fitting                whether a run fits in this machine, in the words of other verbs
-traffic                traffic by formula, given the work of a rank (`torchtitan.parallel.work`)
 """

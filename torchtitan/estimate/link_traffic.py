@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan.comm.unit import Operation
+from torchtitan.comm.unit import Operation, sent_bytes
 from torchtitan.estimate.expansion import RankStep
 from torchtitan.estimate.recording import Message
-from torchtitan.parallel.work import Traffic
 
 LinkName = Literal["node", "network"]
 Kind = tuple[str, Operation, LinkName]
@@ -25,7 +24,7 @@ class LinkTraffic:
     """Slowest link between the ranks."""
     count: int
     sent: int
-    """Bytes that the rank sends in all of them, as in `torchtitan.parallel.work.Traffic`."""
+    """Bytes that the rank sends in all of them (`torchtitan.comm.unit.sent_bytes`)."""
 
 
 def link_traffic(step: RankStep, ranks_per_node: int) -> list[LinkTraffic]:
@@ -35,9 +34,8 @@ def link_traffic(step: RankStep, ranks_per_node: int) -> list[LinkTraffic]:
         ranks = source.members[message.group]
         link: LinkName = "network" if nodes(ranks, ranks_per_node) > 1 else "node"
         kind = source.axes[message.group], message.operation, link
-        whole = Traffic("", "", message.operation, message.bytes, count)
         counts[kind] += count
-        sent[kind] += round(whole.sent(len(ranks)))
+        sent[kind] += round(count * sent_bytes(message.operation, message.bytes, len(ranks)))
     return [LinkTraffic(*kind, counts[kind], sent[kind]) for kind in counts if sent[kind]]
 
 

@@ -23,7 +23,7 @@ def message_seconds(
     """Return the seconds of a collective over `ranks`, or of a message between two of them.
 
     Args:
-        size: bytes of the whole tensor, as in `torchtitan.parallel.work.Traffic`.
+        size: bytes of the whole tensor, as in `torchtitan.comm.unit.sent_bytes`.
     """
     count = len(ranks)
     if count == 1 or not size:

@@ -23,7 +23,8 @@ from torchtitan.estimate.shortening import block_kinds
 from torchtitan.estimate.speed import StepTime, step_time
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.parallel.work import Work
+from torchtitan.models.spec import build_empty
+from torchtitan.parallel.stages import plan as plan_stages
 from torchtitan.tasks import TASKS
 
 RANKS_PER_NODE = 8
@@ -200,7 +201,7 @@ def plan(
     capacity_gib = capacity_gib or (hardware.memory_gib if hardware else None)
     held = workspaces(hardware) if device_type == "cuda" else []
     kinds: list[RankPlan] = []
-    alike = alike_ranks(job, job.work(ranks))
+    alike = alike_ranks(job)
     # Without a balance, the last rank of a causal ring attends to the most keys.
     busiest = (degrees.cp - 1) * degrees.tp if job.parallelism.balancing == "none" else 0
     if probe is not None:
@@ -268,18 +269,20 @@ def _doubts(found: Plan) -> Iterator[str]:
         yield f"its MFU would be {found.time.mfu:.1%}"
 
 
-def alike_ranks(job: JobConfig, work: Work) -> list[list[int]]:
+def alike_ranks(job: JobConfig) -> list[list[int]]:
     """Return the pipeline ranks in groups of the same kinds of blocks and other modules."""
     found: dict[object, list[int]] = {}
-    of_block = block_kinds(job, work.spec.blocks(work.model))
-    for stage_rank in range(work.degrees.pp):
-        stages = work.stages.of(stage_rank)
-        ends = 0 in stages, len(work.stages.ranks) - 1 in stages
+    spec, args, length = MODELS[job.model.name], job.model_args(), job.training.seq_len
+    network = build_empty(spec.build, args, length)
+    stages = plan_stages(job.parallelism, spec, args, network, length)
+    of_block = block_kinds(job, spec.blocks(network))
+    for stage_rank in range(job.parallelism.pipeline_parallel_degree):
+        owned = stages.of(stage_rank)
+        ends = 0 in owned, len(stages.ranks) - 1 in owned
         contents = tuple(
-            tuple(sorted(of_block.get(unit, -1) for unit in work.stages.units[stage]))
-            for stage in stages
+            tuple(sorted(of_block.get(unit, -1) for unit in stages.units[stage])) for stage in owned
         )
         # A schedule of one's own may keep more microbatches on any rank.
-        own = stage_rank if work.parallelism.pipeline_parallel_schedule_csv else None
+        own = stage_rank if job.parallelism.pipeline_parallel_schedule_csv else None
         found.setdefault((ends, contents, own), []).append(stage_rank)
     return [*found.values()]

@@ -76,7 +76,7 @@ class Message(NamedTuple):
     """Name of the process group."""
     operation: Operation
     bytes: int
-    """Size of the whole tensor, as in `torchtitan.parallel.work.Traffic`."""
+    """Size of the whole tensor, as in `torchtitan.comm.unit.sent_bytes`."""
     overlaps: bool = False
     """Whether what is computed next does not wait for it, as with those of FSDP."""
 

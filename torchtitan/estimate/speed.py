@@ -23,6 +23,8 @@ from torchtitan.estimate.link_traffic import messages_of
 from torchtitan.estimate.message_time import message_seconds
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty
+from torchtitan.parallel import stages
 from torchtitan.parallel.schedules import Action, Orders, Slot, timeline
 from torchtitan.tasks import TASKS
 
@@ -73,8 +75,7 @@ def step_time(
         alike: pipeline ranks to those in `steps` that are like them; others take the time of the
             nearest.
     """
-    degrees, work, model = job.degrees(ranks), job.work(ranks), MODELS[job.model.name]
-    orders = _all_passes(work.orders, work.passes)
+    degrees, model, orders = job.degrees(ranks), MODELS[job.model.name], _orders(job, ranks)
     turns = hardware.ranks_per_core(ranks)
     timed = {
         rank: _time_rank(job, step, orders[rank], hardware, turns) for rank, step in steps.items()
@@ -107,7 +108,7 @@ def step_time(
         spent["all"] = AGREEMENTS * message_seconds("all_reduce", 8, range(ranks), hardware)
     update = max(each.update for each in timed.values())
     seconds = faster * end + spent["all"] + update
-    units = work.passes * job.local_batch(degrees) * degrees.data
+    units = job.accumulation(degrees) * job.local_batch(degrees) * degrees.data
     units *= TASKS[model.task].units(job.training.seq_len)
     flops = units * model.flops_per_unit(job.model_args(), job.training.seq_len)
     peak = hardware.peak(getattr(torch, job.training.mixed_precision_param))
@@ -251,13 +252,18 @@ def _coarse(lane: Iterable[Interval], seconds: float, times: float) -> list[Inte
     return found
 
 
-def _all_passes(orders: Orders, passes: int) -> Orders:
-    """Return the actions of accumulated batches, one after the other."""
-    many = 1 + max(action.microbatch for actions in orders.values() for action in actions)
+def _orders(job: JobConfig, ranks: int) -> Orders:
+    """Return the actions of each rank of the pipeline in a step, of which each batch is a pass."""
+    degrees, spec = job.degrees(ranks), MODELS[job.model.name]
+    count = job.parallelism.microbatches(job.local_batch(degrees)) if degrees.pp > 1 else 1
+    orders = {0: [Action(0, "F", 0), Action(0, "B", 0)]}
+    if degrees.pp > 1:
+        network = build_empty(spec.build, job.model_args(), job.training.seq_len)
+        orders = stages.orders(job.parallelism, len(spec.blocks(network)), count)
     return {
         rank: [
-            action._replace(microbatch=action.microbatch + number * many)
-            for number in range(passes)
+            action._replace(microbatch=action.microbatch + number * count)
+            for number in range(job.accumulation(degrees))
             for action in actions
         ]
         for rank, actions in orders.items()

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 import torchtitan
+from torchtitan.comm.unit import sent_bytes
 from torchtitan.config import ConfigError
 from torchtitan.torch_private.collectives import flight_records, group_members
 
@@ -112,10 +113,7 @@ def recorded(device_type: str = "cpu") -> list[Collective]:
 
 
 def sent_by_kind(collectives: Sequence[Collective]) -> dict[tuple[str, str], tuple[int, float]]:
-    """Count collectives, and the bytes that this rank sends around rings, by purpose and operation.
-
-    The formulas are those of `parallel.work.Traffic`. A message to one rank is sent as it is.
-    """
+    """Count collectives, and the bytes that this rank sends in them, by purpose and operation."""
     sent: dict[tuple[str, str], tuple[int, float]] = {}
     for one in collectives:
         ranks = len(one.group.ranks)
@@ -124,8 +122,7 @@ def sent_by_kind(collectives: Sequence[Collective]) -> dict[tuple[str, str], tup
         elif ranks:
             # Gloo does not always record the whole of an all-gather, but each rank gives a part.
             whole = one.bytes_in * (ranks if one.operation == "all_gather" else 1)
-            times = 2 if one.operation == "all_reduce" else 1
-            size = times * whole * (ranks - 1) / ranks
+            size = sent_bytes(one.operation, whole, ranks)
         else:
             continue
         if size:

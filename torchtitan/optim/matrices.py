@@ -9,7 +9,7 @@ Replicas of a parameter share the work like other ranks and receive identical bi
 follows from shapes and placements alone, so ranks need not communicate to agree on it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,8 +81,6 @@ class MatrixSharding(NamedTuple):
     """Area of each rank."""
     copies: Sequence[tuple[int, ...]]
     """Replica that each rank holds a part of."""
-    is_placed: bool = False
-    """Whether it is of experts that are placed on ranks, which have a mesh of their own."""
 
 
 Update = Callable[[Tensor], Tensor]
@@ -118,18 +116,6 @@ class UpdatePlan:
         """Whether two ranks hold parts of the same replica of a matrix, and so exchange them."""
         copies = self.shardings[matrix.parameter].copies
         return copies[one] == copies[other]
-
-    def messages(self, rank: int) -> Iterator[int]:
-        """Yield the elements that a rank sends in each all-to-all, including to itself."""
-        for current in self.rounds:
-            yield sum(
-                self.part(matrix, rank).size
-                for other, of_rank in enumerate(current)
-                for matrix in of_rank
-                if self.same_copy(matrix, rank, other)
-            )
-            others = range(len(current))
-            yield sum(self.part(matrix, o).size for matrix in current[rank] for o in others)
 
 
 class Exchange:

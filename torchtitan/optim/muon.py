@@ -18,8 +18,7 @@ from torch import Tensor
 from torchtitan.config import Context, Problem, allowed_names, shorten, show
 from torchtitan.logging import logger
 from torchtitan.optim.adam import AdamGroup, AdamWRule
-from torchtitan.optim.grouping import assign, groups_of
-from torchtitan.optim.matrices import Area, Exchange, Matrix, MatrixSharding, UpdatePlan
+from torchtitan.optim.matrices import Area, Exchange
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import Compiled, OptimizerConfig, ParameterGroup, UpdateRule
@@ -60,7 +59,6 @@ class Muon(OptimizerConfig):
 
     by_role: ClassVar[bool] = True
     multiplies_matrices: ClassVar[bool] = True
-    sends: ClassVar[bool] = True
 
     name: Literal["Muon"] = "Muon"
     """Name of the optimizer."""
@@ -164,22 +162,6 @@ class Muon(OptimizerConfig):
     def limit(self) -> int:
         """Maximum elements of whole matrices of one shape on a rank."""
         return self.whole_mib * MIB // self.dtype.itemsize
-
-    def sent_bytes(
-        self,
-        parameters: Sequence[NamedParameter],
-        sharding_of: Callable[[NamedParameter], MatrixSharding],
-        rank: int,
-    ) -> Iterator[int]:
-        own = [a for a in assign(parameters, self) if a.chosen is self]
-        ordered = [p for group in groups_of(own) for p in group.parameters]
-        matrices = [Matrix(n, area) for n, p in enumerate(ordered) for area in self.matrices(p)]
-        shardings = {number: sharding_of(parameter) for number, parameter in enumerate(ordered)}
-        for is_placed in (False, True):  # on each mesh
-            found = {n: each for n, each in shardings.items() if each.is_placed == is_placed}
-            whole = [matrix for matrix in matrices if matrix.parameter in found]
-            plan = UpdatePlan(found, whole, self.cost, self.limit)
-            yield from (elements * self.dtype.itemsize for elements in plan.messages(rank))
 
     def matrices(self, parameter: NamedParameter) -> list[Area]:
         """Return the areas of a parameter that are orthogonalized separately."""

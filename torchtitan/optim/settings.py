@@ -15,7 +15,6 @@ from pydantic import Field
 from torch import Size, Tensor
 
 from torchtitan.config import Config, Problem
-from torchtitan.optim.matrices import MatrixSharding
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
 
@@ -157,8 +156,6 @@ class OptimizerConfig(UpdateRule):
     """Whether roles decide the rule of a parameter."""
     multiplies_matrices: ClassVar[bool] = False
     """Whether its updates are matrix products, which are slow on a host."""
-    sends: ClassVar[bool] = False
-    """Whether ranks that share parameters communicate for an update."""
 
     name: str
     """Name of the optimizer: a key of torchtitan.optim.OPTIMIZERS."""
@@ -187,25 +184,6 @@ class OptimizerConfig(UpdateRule):
     def rule_for(self, parameter: NamedParameter) -> UpdateRule:
         """Return the rule for a parameter: these settings, or those of a section within them."""
         return self
-
-    def sent_bytes(
-        self,
-        parameters: Sequence[NamedParameter],
-        sharding_of: Callable[[NamedParameter], MatrixSharding],
-        rank: int,
-    ) -> Iterator[int]:
-        """Yield the bytes a rank sends in each all-to-all of an update of `parameters`.
-
-        Raises:
-            NotImplementedError: if there are no formulas for the traffic.
-        """
-        if self.sends:
-            raise NotImplementedError(f"there are no formulas for the traffic of {self.name}")
-        return iter(())
-
-    def messages(self, parts: Sequence[Any]) -> Iterator[Any]:
-        """Yield other communication for it in a step: `Traffic`, by each `Part` on a rank."""
-        return iter(())
 
     def parameter_problems(self, parameters: Sequence[NamedParameter]) -> Iterator[Problem]:
         """Find problems in the settings, given all parameters of the model."""

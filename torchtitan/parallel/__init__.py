@@ -43,7 +43,6 @@ from torchtitan.parallel.sharding import (
     casting,
 )
 from torchtitan.parallel.stages import Stages
-from torchtitan.parallel.work import Work
 from torchtitan.parallel.world import RANK_ROLE, CommConfig, Degrees, Launch, World, open_world
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import Timeline
@@ -97,24 +96,6 @@ class Layout:
     def shards(self, degrees: Degrees) -> bool:
         """Whether parameters are gathered and reduced: over data ranks, or from host memory."""
         return degrees.dp_replicate * degrees.fsdp > 1 or self.cpu_offload
-
-    def work(self, spec: ModelSpec[Args], args: Args, degrees: Degrees, passes: int) -> Work:
-        """Return the work of a step with this number of `passes`, for estimates."""
-        return Work(
-            spec=spec,
-            args=args,
-            degrees=degrees,
-            passes=passes,
-            local_batch_size=self.local_batch_size,
-            seq_len=self.seq_len,
-            parallelism=self.parallelism,
-            precision=self.precision,
-            communication=self.communication,
-            recomputation=self.activation_checkpoint,
-            reshard=self.reshard,
-            shards=self.shards(degrees),
-            logits_in_chunks=bool(self.loss.vocabulary_chunk),
-        )
 
 
 def parallelize(

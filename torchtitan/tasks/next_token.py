@@ -316,14 +316,6 @@ class NextToken(Task):
     def split_loss(cls, group: dist.ProcessGroup, size: int) -> LossFunction:
         return partial(vocabulary_parallel_cross_entropy, group=group, vocabulary=size)
 
-    @classmethod
-    def split_sums(cls, positions: int) -> Sequence[int]:
-        """Return the sizes of three sums over ranks, with one number per token in each: the
-        largest logit, the sum of exponentials, and the target's logit (arXiv:1909.08053, section
-        3).
-        """
-        return [positions] * 3
-
     def prepare_validation(self, device: torch.device, is_first: bool) -> None:
         try:
             self._bytes = torch.tensor(self.tokenizer.byte_counts(), device=device)

@@ -155,15 +155,6 @@ class Task:
         """Return `loss` of outputs whose last dim, `size` in all, is sharded over tp ranks."""
         raise NotImplementedError
 
-    @classmethod
-    def split_sums(cls, positions: int) -> Sequence[int]:
-        """Return the number of float32 values in each sum of `split_loss` over ranks.
-
-        Args:
-            positions: positions of a microbatch that have outputs.
-        """
-        raise NotImplementedError
-
     def prepare_validation(self, device: torch.device, is_first: bool) -> None:
         """Prepare `measure` on a device; the first rank may log something."""
 

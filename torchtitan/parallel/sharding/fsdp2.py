@@ -11,7 +11,6 @@ Gradients are summed, never averaged: the loss is already divided by the targets
 batch, so the sum over ranks is the gradient of the global mean.
 """
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +27,8 @@ from torch.distributed import ProcessGroup
 from torchtitan.comm import Communicator, Gather, PlainGather, Reduce, Unit
 from torchtitan.config import Context, Problem
 from torchtitan.models.experts import Experts
-from torchtitan.optim import NamedParameter
-from torchtitan.optim.matrices import Area, MatrixSharding
 from torchtitan.optim.norm import local
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
-from torchtitan.parallel.work import Part, Traffic
 from torchtitan.torch_private.sharded_modules import gather_with
 
 if TYPE_CHECKING:  # torch's take 1.3 s to import, which a recipe check should not pay
@@ -85,53 +81,6 @@ class FSDP2(ShardingConfig):
     @property
     def accumulates_whole(self) -> bool:
         return self.accumulate_whole
-
-    def messages(self, part: Part) -> Iterator[Traffic]:
-        """Yield the traffic of each unit: blocks, the modules before and after them, the rest."""
-        work = part.work
-        before, after = work.spec.ends(work.args)
-        owners = {name: name for name in (*part.blocks, *before)} | dict.fromkeys(after, "after")
-        units: dict[tuple[str, bool], dict[str, torch.Size]] = {}
-        for name, parameter in part.module.named_parameters():
-            unit = next((unit for own, unit in owners.items() if name.startswith(f"{own}.")), "")
-            shapes = units.setdefault((unit, part.is_placed(name)), {})
-            shapes[name] = part.shape(name, parameter.shape)
-        of_block, of_others = _gathers(part)
-        for (unit, _), shapes in units.items():
-            gathers = of_block if unit in (*part.blocks[:-1], *before) else of_others
-            if unit in before and isinstance(part.module.get_submodule(unit), nn.Embedding):
-                gathers = _gathers_of_table(part)
-            from_neighbors = gathers - work.passes if self.regather_size else 0
-            yield from part.of_unit(
-                shapes,
-                gathers=gathers - from_neighbors,
-                regathers=from_neighbors,
-                neighbors=self.regather_size if from_neighbors else 0,
-                scatters=self.reductions(work.passes, work.microbatches),
-                # With the last microbatch; in torch's pipelines, once in each pass.
-                sums=work.passes if work.degrees.pp > 1 else 1,
-            )
-
-    def reductions(self, passes: int, microbatches: int) -> int:
-        return 1 if self.accumulate_whole else passes
-
-    def sharding_of(self, part: Part, parameter: NamedParameter) -> MatrixSharding:
-        work, degrees, name = part.work, part.work.degrees, parameter.name
-        tp, split = degrees.tp, part.tensor_dim(name)
-        again, sharing = part.shard_dim(name, parameter.shape), part.sharing(name)
-        apart, areas, copies = degrees.fsdp // sharing, [], []
-        replicas = degrees.dp_replicate if work.communication.replicas.in_backward else 1
-        for copy, shard, place in itertools.product(
-            range(replicas), range(degrees.fsdp), range(tp)
-        ):
-            dims = [range(size) for size in parameter.shape]
-            dims[0] = _chunk(dims[0], apart, shard % apart)
-            if split is not None:
-                dims[split] = _chunk(dims[split], tp, place)
-            dims[again] = _chunk(dims[again], sharing, shard // apart)
-            areas.append(Area.of_dims(dims))
-            copies.append((copy, place) if split is None else (copy,))
-        return MatrixSharding(areas, copies, part.is_placed(name))
 
 
 ON_CUDA = {
@@ -385,34 +334,3 @@ def expert_placement(experts: Experts, parameter: nn.Parameter, parts: int) -> "
     own = len(local(parameter))
     name = next(name for name, p in experts.named_parameters() if p is parameter)
     return Shard(experts.MODEL_DIM.get(name, 0) if own % parts else 0)
-
-
-def _gathers(part: Part) -> tuple[int, int]:
-    """Return the gathers in a step of a block, and of the last block or parameters in no block.
-
-    Parameters are gathered before each forward, and if then freed, before the backward.
-    """
-    work, policy = part.work, part.work.parallelism.fsdp_reshard_after_forward
-    passes = work.passes
-    if work.degrees.pp == 1:
-        twice = 2 * passes
-        return passes if policy == "never" else twice, twice if policy == "always" else passes
-    if policy != "always":
-        return passes, passes
-    # A stage is freed after each forward, but only after the last backward.
-    kinds = [a.kind for actions in work.orders.values() for a in actions if a.stage == part.stage]
-    gathers = passes * (1 + kinds[:-1].count("F"))
-    return gathers, gathers
-
-
-def _gathers_of_table(part: Part) -> int:
-    """Return the gathers in a step of the embedding: the backward needs none."""
-    work, policy = part.work, part.work.parallelism.fsdp_reshard_after_forward
-    if policy == "never" or (policy == "default" and work.degrees.pp > 1):
-        return work.passes
-    return work.times * work.heads
-
-
-def _chunk(whole: range, parts: int, number: int) -> range:
-    size = -(-len(whole) // parts)
-    return whole[number * size : (number + 1) * size]

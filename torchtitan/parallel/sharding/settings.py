@@ -1,6 +1,6 @@
 """Base classes of shardings: their settings, and their application to a model."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,12 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.comm import CommunicationConfig
 from torchtitan.config import Config
 from torchtitan.models.spec import TensorRole
-from torchtitan.optim import NamedParameter
-from torchtitan.optim.matrices import MatrixSharding
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import Precision, ReshardPolicy
 from torchtitan.parallel.stages import Unit
-from torchtitan.parallel.work import Part, Traffic
 
 
 @dataclass(frozen=True)
@@ -122,20 +119,3 @@ class ShardingConfig(Config):
     def accumulates_whole(self) -> bool:
         """Whether each rank accumulates whole gradients over microbatches."""
         return False
-
-    def messages(self, part: Part) -> Iterator[Traffic]:
-        """Yield the traffic of the parameters of a part of the model in a step."""
-        raise NotImplementedError(f"there are no formulas for the traffic of {self.name}")
-
-    def sharding_of(self, part: Part, parameter: NamedParameter) -> MatrixSharding:
-        """Return the placement of a matrix in `part` on the ranks that share parameters."""
-        raise NotImplementedError(f"there are no formulas for how {self.name} splits matrices")
-
-    def reductions(self, passes: int, microbatches: int) -> int:
-        """Return the number of reductions of each gradient in a step.
-
-        Args:
-            passes: batches in a step.
-            microbatches: microbatches in each batch.
-        """
-        return passes

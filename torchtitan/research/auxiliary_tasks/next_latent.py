@@ -10,7 +10,7 @@ if the next token belongs to the same document.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from torchtitan.losses import sum_over_ranks
 from torchtitan.models.output import AuxiliaryHead, AuxiliaryLoss
 from torchtitan.parallel import context
 from torchtitan.parallel.settings import Balancing
-from torchtitan.parallel.work import Traffic
 from torchtitan.torch_private.collectives import all_gather
 
 
@@ -120,17 +119,6 @@ class NextLatentLoss(ModelLossConfig):
 
         for module in _predictors(part):
             module.core = core
-
-    def messages(self, part: nn.Module, work: Any) -> Iterator[Traffic]:
-        """Yield all hidden states on tensor ranks, the first of each chunk on context ranks."""
-        ranks, parallelism = work.degrees.cp, work.parallelism
-        for _ in _predictors(part):
-            if work.splits_stream:
-                yield Traffic("tp", "latents", "all_gather", work.hidden(), work.times)
-            if ranks > 1:
-                chunks = ranks * (2 if parallelism.balancing != "none" else 1)
-                row = work.sequences * work.args.dim * work.precision.compute.itemsize
-                yield Traffic("cp", "latents", "all_gather", chunks * row, work.times)
 
 
 def _predictors(part: nn.Module) -> Iterator[LatentPredictor]:

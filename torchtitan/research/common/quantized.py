@@ -95,6 +95,3 @@ class QuantizedGradients(Quantized, GradientsConfig):
     @property
     def form(self) -> Form:
         return "symmetric"
-
-    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        return ranks * self.wire_format(unit, self.form).bytes(dtype)

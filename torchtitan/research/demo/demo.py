@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan.comm.replicas import AgreementConfig, ReplicaReducer
-from torchtitan.comm.unit import Operation, Unit
+from torchtitan.comm.unit import Unit
 from torchtitan.config import Context, Problem, between
 from torchtitan.seeds import seed_of
 from torchtitan.torch_private.collectives import all_gather
@@ -104,11 +104,6 @@ class Demo(DecoupledConfig):
 
     def open(self, unit: Unit, group: ProcessGroup) -> "DemoAgree":
         return DemoAgree(self, unit, group)
-
-    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
-        tiles = [Tiles(shape, self.chunk) for shape in unit.shapes.values()]
-        numbers = sum(each.count * min(self.top_k, each.size) for each in tiles)
-        return [("all_gather", ranks * numbers * (4 + 2))]
 
 
 class Tiles:
@@ -203,10 +198,6 @@ class Chosen(DecoupledConfig):
 
     def open(self, unit: Unit, group: ProcessGroup) -> "ChosenAgree":
         return ChosenAgree(self, unit, group)
-
-    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
-        numbers = sum(self.count(shape.numel()) for shape in unit.shapes.values())
-        return [("all_reduce", 4 * numbers)]
 
     def count(self, elements: int) -> int:
         """Return how many numbers are sent for this number of elements."""

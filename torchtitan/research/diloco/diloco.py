@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan.comm.replicas import AgreementConfig, SumReducer
-from torchtitan.comm.unit import Operation, Unit
+from torchtitan.comm.unit import Unit
 
 
 class DiLoCo(AgreementConfig):
@@ -39,9 +39,6 @@ class DiLoCo(AgreementConfig):
 
     def open(self, unit: Unit, group: ProcessGroup) -> "OuterNesterov":
         return OuterNesterov(self, unit, group)
-
-    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
-        return [("all_reduce", shape.numel() * 4) for shape in unit.shapes.values()]
 
 
 class OuterNesterov(SumReducer):

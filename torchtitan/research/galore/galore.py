@@ -38,7 +38,6 @@ class GaLore(AdamWRule, OptimizerConfig):
     """AdamW with low-rank moments of hidden matrices."""
 
     by_role: ClassVar[bool] = True
-    sends: ClassVar[bool] = True
 
     name: Literal["GaLore"] = "GaLore"
     """Name of the optimizer."""

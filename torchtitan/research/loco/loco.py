@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan.comm.replicas import AgreementConfig, ReplicaReducer
-from torchtitan.comm.unit import Operation, Unit
+from torchtitan.comm.unit import Unit
 from torchtitan.research.common.codec import Codec, WireFormat
 from torchtitan.research.common.quantized import (
     Bucket,
@@ -131,13 +131,6 @@ class LoCoReplicas(Compensated, AgreementConfig):
 
     def open(self, unit: Unit, group: ProcessGroup) -> "LoCoReducer":
         return LoCoReducer(self, self.wire_format(unit, "symmetric"), group)
-
-    def messages(self, unit: Unit, ranks: int, dtype: torch.dtype) -> list[tuple[Operation, int]]:
-        wire_format = self.wire_format(unit, "symmetric")
-        row = ranks * wire_format.codec.bytes_of(-(-wire_format.coarse // ranks))
-        exact = unit.elements - wire_format.coarse
-        size = 4 if self.runs_apart else dtype.itemsize
-        return [("all_to_all", row), ("all_gather", row), ("all_reduce", exact * size)]
 
 
 class LoCoReducer(ReplicaReducer):

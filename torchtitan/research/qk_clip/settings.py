@@ -8,10 +8,7 @@ from pydantic import Field
 from torchtitan.checks.divisibility import DEGREES
 from torchtitan.checks.model import model_of
 from torchtitan.config import Context, Problem, between
-from torchtitan.estimate.traffic_formulas import FP32
-from torchtitan.models.attention import SelfAttention
 from torchtitan.optim import Muon, NamedParameter
-from torchtitan.parallel.work import Part, Traffic, Work
 from torchtitan.research.qk_clip.attention_logits import attentions
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
@@ -73,38 +70,3 @@ class MuonClip(Muon):
                 "own; use every = 1"
             )
             yield Problem("communication.replicas.name", message, (key, *DEGREES))
-
-    def messages(self, parts: Sequence[Part]) -> Iterator[Traffic]:
-        """Yield the keys that context ranks fetch, and the largest logit of each head for all."""
-        if self.qk_clip:
-            for part in parts:
-                yield from _of_keys(part)
-            yield _of_logits(parts[0].work)
-
-
-def _of_keys(part: Part) -> Iterator[Traffic]:
-    """Yield context parallelism's exchange of keys in forwards and recomputed forwards."""
-    work, ranks = part.work, part.work.degrees.cp
-    modules = [name for name, m in part.module.named_modules() if isinstance(m, SelfAttention)]
-    if ranks == 1 or not modules:
-        return
-    # Selective recomputation keeps attention.
-    again = 0 if work.recomputation.by_operator else sum(map(part.recomputations, modules))
-    fetches = len(modules) * work.times + again
-    shape = work.spec.attention(work.args)
-    assert shape is not None, "the model attends"
-    elements = work.tokens() * shape.kv_heads // work.degrees.tp * shape.head_dim
-    size = elements * work.precision.compute.itemsize
-    if work.parallelism.context_parallel_rotate_method == "ring":
-        yield Traffic("cp", "keys", "send", size, (ranks - 1) * fetches)
-    else:
-        yield Traffic("cp", "keys", "all_gather", ranks * size, fetches)
-
-
-def _of_logits(work: Work) -> Traffic:
-    """Return the traffic of the largest attention logit of each head, which all ranks receive."""
-    spec = work.spec
-    assert spec.queries_and_keys is not None, "the recipe was checked"
-    of_queries = (f"{name}.{spec.queries_and_keys[0]}.weight" for name, _ in attentions(work.model))
-    heads = sum(found[1] for name in of_queries if (found := spec.heads(work.args, name)))
-    return Traffic("all", "attention logits", "all_reduce", heads * FP32, 1)

@@ -72,9 +72,6 @@ class QSDPWeights(WithLevels, WeightsConfig):
         wire_format = self.wire_format(unit, "minmax")
         return QSDPGather(wire_format, group, self.open_levels(wire_format, group))
 
-    def sent_bytes(self, unit: Unit, ranks: int, dtype: torch.dtype) -> int:
-        return ranks * self.wire_format(unit, "minmax").bytes(dtype)
-
 
 class QSDPGather(Clock, Gather):
     """Gather with one shift per step, so that the backward has the weights of the forward."""

@@ -24,7 +24,7 @@ v follows from sums over g, before g is centralized or normalized.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -42,8 +42,6 @@ from torchtitan.torch_private.dtensor import laid_out_as
 
 class Ranger21(OptimizerConfig):
     """AdamW with adaptive clipping, two momenta, lookahead and more, each of them optional."""
-
-    sends: ClassVar[bool] = True
 
     name: Literal["Ranger21"] = "Ranger21"
     """Name of the optimizer."""

@@ -30,7 +30,6 @@ from torchtitan.models.attention import attends
 from torchtitan.models.output import LinearLoss
 from torchtitan.models.spec import TensorRole, tensor_roles
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
-from torchtitan.parallel.work import Part, Traffic
 from torchtitan.research.common import gathered
 from torchtitan.research.rtp.ring import Neighbours, RingHop, rotate
 
@@ -92,46 +91,6 @@ class Rotated(ShardingConfig):
     def open(self, target: ShardingTarget) -> "Ring":
         group = target.mesh.get_group(target.mesh.ndim - 1)
         return Ring(target, Neighbours(group, self.in_place, PIECE))
-
-    def messages(self, part: Part) -> Iterator[Traffic]:
-        """Yield a message for each part and hop, and the gathers of parameters without a matrix."""
-        work, precision = part.work, part.work.precision
-        hops, times = work.degrees.fsdp - 1, work.times
-        for name, parameter in part.module.named_parameters():
-            owner, _, kind = name.rpartition(".")
-            module, again = part.module.get_submodule(owner), part.recomputations(name)
-            if not (_is_rotated(module) and kind == "weight"):
-                shapes = {name: part.shape(name, parameter.shape)}
-                yield from part.of_unit(shapes, gathers=times + again, scatters=times, sums=times)
-                continue
-            elements = _part(parameter.shape, _dim(part.plan.get(owner)), hops + 1).numel()
-            is_end = isinstance(module, nn.Embedding) or part.plan.get(owner) == "logits"
-            uses = [isinstance(module, nn.Linear)] * (work.heads if is_end else 1)
-            if isinstance(module, nn.Embedding) and work.spec.tied(work.args):
-                uses += [True] * work.heads
-            for is_product in uses:
-                # A look-up needs no weights in its backward.
-                passes = times * (1 + is_product) + again
-                for what, dtype, count in (
-                    ("parameters", precision.compute, hops * passes),
-                    ("gradients", precision.reduce, hops * times),
-                ):
-                    for size, pieces in self._pieces(elements * dtype.itemsize):
-                        yield Traffic("fsdp", what, "send", size, count * pieces)
-
-            copies = work.degrees.dp_replicate
-            if copies > 1 and work.communication.replicas.in_backward:
-                size = elements * precision.parameters.itemsize
-                yield Traffic("dp_replicate", "gradients", "all_reduce", size, 1)
-
-    def _pieces(self, size: int) -> Iterator[tuple[int, int]]:
-        """Yield the sizes of a part's messages, with the number of each."""
-        if not self.in_place:
-            yield size, 1
-            return
-        whole, rest = divmod(size, PIECE)
-        yield PIECE, whole
-        yield rest, bool(rest)
 
 
 class RotatedMatrix(NamedTuple):

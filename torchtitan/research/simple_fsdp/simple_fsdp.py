@@ -21,7 +21,6 @@ from torchtitan.config import Context, Problem, between, has_wing, import_wing, 
 from torchtitan.parallel.settings import ReshardPolicy
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.stages import Unit
-from torchtitan.parallel.work import Part, Traffic
 from torchtitan.research.common import gathered
 from torchtitan.research.simple_fsdp import bucketing
 from torchtitan.research.simple_fsdp.bucketing import Bucketing
@@ -119,23 +118,6 @@ class SimpleFSDP(ShardingConfig):
 
     def open(self, target: ShardingTarget) -> "InGraph":
         return InGraph(self, target)
-
-    def messages(self, part: Part) -> Iterator[Traffic]:
-        """Yield the traffic of each parameter as a unit, reduced in every microbatch."""
-        work, is_tied = part.work, part.work.spec.tied(part.work.args)
-        for name, parameter in part.module.named_parameters():
-            owner = name.rpartition(".")[0]
-            is_table = isinstance(part.module.get_submodule(owner), nn.Embedding)
-            reads = work.times * ((work.heads + is_tied) if is_table else 1)
-            yield from part.of_unit(
-                {name: part.shape(name, parameter.shape)},
-                gathers=reads + part.recomputations(name),
-                scatters=reads,
-                sums=reads,
-            )
-
-    def reductions(self, passes: int, microbatches: int) -> int:
-        return passes * microbatches
 
 
 class InGraph(Sharding):

@@ -179,10 +179,6 @@ class MaskedAutoencoder(Task):
     def split_loss(cls, group: dist.ProcessGroup, size: int) -> LossFunction:
         return partial(split_squares, group=group)
 
-    @classmethod
-    def split_sums(cls, positions: int) -> Sequence[int]:
-        return [1]
-
 
 def normalized(patches: Tensor) -> Tensor:
     """Subtract each patch's own mean, and divide by its own deviation; float32."""

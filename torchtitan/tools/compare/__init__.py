@@ -19,7 +19,7 @@ from torchtitan.device import DeviceType, pick
 from torchtitan.estimate.fitting import peak_of, plan_on
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.tools.compare.gather import Candidate, formulas, of_folder, report
+from torchtitan.tools.compare.gather import Candidate, of_folder, planned_collectives, report
 from torchtitan.tools.compare.html_page import html_page
 from torchtitan.tools.compare.markdown import byte_size, markdown
 from torchtitan.tools.compare.measured_run import MeasuredRun
@@ -88,16 +88,15 @@ def dry_run(study: Study) -> Iterator[str]:
 
 
 def foreseen(job: JobConfig, ranks: int, device_type: DeviceType) -> str:
-    """Plan the memory of a rank, and compute the bytes that it sends."""
+    """Plan the memory of a rank, and the bytes that it sends."""
     device = pick().name if device_type == pick().type else ""
     try:
-        peak = peak_of(plan_on(job, ranks, device_type, device))
-        memory = f"about {peak.device + peak.host:.3g} GiB a rank"
+        plan = plan_on(job, ranks, device_type, device)
     except RecipeError as error:
-        memory = error.lines[0]
-    sent = formulas(job, ranks)
-    sends = "" if sent is None else byte_size(sum(size for _, size in sent.values()))
-    return "; ".join(filter(None, (memory, sends and f"rank 0 sends {sends} a step")))
+        return error.lines[0]
+    peak, sent = peak_of(plan), sum(size for _, size in planned_collectives(plan).values())
+    memory = f"about {peak.device + peak.host:.3g} GiB a rank"
+    return f"{memory}; rank 0 sends {byte_size(sent)} a step"
 
 
 def compare(study: Study) -> Report:

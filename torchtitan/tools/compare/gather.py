@@ -12,11 +12,12 @@ from typing import Any
 from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, RecipeError
 from torchtitan.estimate.fitting import plan_on, reported_gib
+from torchtitan.estimate.link_traffic import link_traffic
 from torchtitan.estimate.plan import Plan
-from torchtitan.estimate.traffic import of_step
 from torchtitan.job import JobConfig
 from torchtitan.metrics.startup import NEIGHBORS
 from torchtitan.models import MODELS
+from torchtitan.parallel.world import JOINED_AXES
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import PHASES, REST
@@ -25,12 +26,6 @@ from torchtitan.tools.compare.parity import compare_curves
 from torchtitan.tools.compare.results import Collectives, Parity, Report, Spread, Status, Variant
 from torchtitan.tools.history import RunHistory, median
 
-SHARING = {
-    "sharing": ("dp_replicate", "fsdp", "tp"),
-    "shards": ("fsdp", "tp"),
-    "all": ("pp", "dp_replicate", "fsdp", "tp"),
-}
-"""Sets of ranks in formulas, by the axes that they join; no group of a run has their names."""
 NO_DIFFERENCE = ("job.", "profiling.", "metrics.", "training.steps")
 """Prefixes of keys that have no influence on the training of a run."""
 DATA = ("data.", "debug.seed", "training.seq_len")
@@ -123,7 +118,7 @@ def _variant(
     job, flat = each.job, each.flat
     degrees = job.degrees(each.ranks) if job and each.status != "cannot run" else None
     first = each.runs[0] if each.runs else None
-    collectives, sent, sent_note = _traffic(each)
+    collectives, sent, sent_note = _traffic(each, planned)
     finished = each.runs
     task = TASKS[MODELS[job.model.name].task] if job else None
     units = 0
@@ -182,13 +177,15 @@ def _shares(runs: Sequence[MeasuredRun]) -> dict[str, float]:
 
 def sent_bytes(each: Candidate) -> dict[str, float]:
     """Bytes that rank 0 sends in a step, by axis."""
-    return _traffic(each)[1]
+    return _traffic(each, _plan(each))[1]
 
 
-def _traffic(each: Candidate) -> tuple[tuple[Collectives, ...], dict[str, float], str]:
-    """Collectives of a step, recorded and by formula; their bytes by axis, and a note on these.
+def _traffic(
+    each: Candidate, plan: Plan | str | None
+) -> tuple[tuple[Collectives, ...], dict[str, float], str]:
+    """Collectives of a step, recorded and planned; their bytes by axis, and a note on these.
 
-    Messages, which gloo does not record, are counted by formula.
+    Messages, which gloo does not record, are those of the plan.
     """
     if not each.runs:
         return (), {}, ""
@@ -196,47 +193,36 @@ def _traffic(each: Candidate) -> tuple[tuple[Collectives, ...], dict[str, float]
     if run.left_out:
         return (), run.sent, run.left_out
     recorded = {(kind["axis"], kind["operation"]): kind for kind in run.collectives}
-    foreseen = (each.job and formulas(each.job, each.ranks)) or {}
+    planned = planned_collectives(plan) if isinstance(plan, Plan) else {}
     kinds, by_axis, estimated = [], dict(run.sent), []
-    for kind in sorted(recorded.keys() | foreseen.keys()):
+    for kind in sorted(recorded.keys() | planned.keys()):
         axis, operation = kind
         found = recorded.get(kind, {"count": 0, "bytes": 0.0})
-        count, size = foreseen.get(kind, (None, None))
+        count, size = planned.get(kind, (None, None))
         if operation == "send" and kind not in recorded and not run.has_messages:
             found = {"count": None, "bytes": None}
             by_axis[axis] = by_axis.get(axis, 0.0) + (size or 0.0)
             estimated.append(axis)
         kinds.append(Collectives(axis, operation, found["count"], found["bytes"], count, size))
     axes = ", ".join(estimated)
-    note = f"messages of {axes}: by formula, as gloo records none" if estimated else ""
+    note = f"messages of {axes}: planned, as gloo records none" if estimated else ""
     return tuple(kinds), by_axis, note
 
 
-def formulas(job: JobConfig, ranks: int) -> dict[tuple[str, str], tuple[int, float]] | None:
-    """Count the collectives of a step and the bytes that rank 0 sends, by axis and operation.
-
-    Returns None if there are not formulas for everything that it sends.
-    """
-    degrees = job.degrees(ranks)
-    try:
-        traffic = of_step(job.layout(degrees), job.work(ranks), job.optimizer)
-    except NotImplementedError:
-        return None
-    found: dict[tuple[str, str], tuple[int, float]] = {}
-    sizes = degrees._asdict() | {"fsdp": degrees.fsdp}
+def planned_collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
+    """Count the collectives of a step and the bytes that rank 0 sends, by axis and operation."""
+    degrees = plan.job.degrees(plan.ranks)
     used = [axis for axis, size in degrees._asdict().items() if size > 1]
-    # A run names ranks that share parameters by the axis that they are all of.
-    names = {"fsdp": "dp_shard" if degrees.cp == 1 else "fsdp"}
-    for joined, axes in SHARING.items():
-        sizes[joined] = math.prod(sizes[axis] for axis in axes)
-        apart = [axis for axis in axes if sizes[axis] > 1]
-        whole = "all" if sizes[joined] == ranks else "matrices"
-        names[joined] = names.get(apart[0], apart[0]) if len(apart) == 1 else whole
-    for one in traffic:
-        axis = used[0] if len(used) == 1 else names.get(one.axis, one.axis)
-        kind = NEIGHBORS if one.ranks else axis, one.operation
+    # A run names a group by the axes that it joins, and a mesh that FSDP2 makes for itself so.
+    names = {"mesh_dim_1": NEIGHBORS}
+    for name, axes in ({axis: (axis,) for axis in used} | JOINED_AXES).items():
+        joined = [axis for axis in axes if axis in used]
+        names[name] = "all" if joined == used and len(used) > 1 else "_".join(joined)
+    found: dict[tuple[str, str], tuple[int, float]] = {}
+    for one in link_traffic(plan.kinds[0].step, plan.ranks):
+        kind = names.get(one.axis, one.axis), one.operation
         count, size = found.get(kind, (0, 0.0))
-        found[kind] = count + one.count, size + one.sent(sizes[one.axis])
+        found[kind] = count + one.count, size + one.sent
     return found
 
 

@@ -293,7 +293,7 @@ def sent(report: Report) -> str:
 
 
 def collectives(report: Report) -> str:
-    """Collectives of a step, as recorded and by formula."""
+    """Collectives of a step, as recorded and as planned."""
     rows = [
         (
             *(each.name, kind.axis, kind.operation.replace("_", "-")),
@@ -304,8 +304,8 @@ def collectives(report: Report) -> str:
         for kind in each.collectives
     ]
     return table(
-        "Collectives of a step of rank 0; single numbers, as losses, are in no formula",
-        ("variant", "axis", "operation", "recorded", "formula", "sent", "by formula"),
+        "Collectives of a step of rank 0; sums of losses and counts are not planned",
+        ("variant", "axis", "operation", "recorded", "planned", "sent", "planned bytes"),
         rows,
     )
 

@@ -72,7 +72,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Collectives:
-    """The collectives of a step with the same axis and operation: recorded, and by formula."""
+    """The collectives of a step with the same axis and operation: recorded, and planned."""
 
     axis: str
     operation: str
@@ -81,8 +81,9 @@ class Collectives:
     bytes: float | None
     """Bytes that rank 0 sends for all of them."""
     formula_count: int | None
-    """Number by formula; None if there is none."""
+    """Planned number; None if the plan has none."""
     formula_bytes: float | None
+    """Planned bytes."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Variant:
     sent_bytes: dict[str, float]
     """Bytes that rank 0 sends in a step, by axis."""
     sent_note: str
-    """Note on numbers in `sent_bytes` from a formula, or the reason why there are none."""
+    """Note on numbers in `sent_bytes` from a plan, or the reason why there are none."""
     startup_s: float | None
     compile_s: float | None
     parity: Parity

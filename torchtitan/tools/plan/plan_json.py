@@ -128,15 +128,15 @@ def _pipeline(plan: Plan) -> Json | None:
     job, degrees = plan.job, plan.job.degrees(plan.ranks)
     if degrees.pp == 1:
         return None
-    config, work = job.parallelism, job.work(plan.ranks)
+    config, spec = job.parallelism, MODELS[job.model.name]
+    network = build_empty(spec.build, job.model_args(), job.training.seq_len)
+    blocks, microbatches = len(spec.blocks(network)), config.microbatches(job.local_batch(degrees))
     return {
         "schedule": config.pipeline_parallel_schedule_csv or config.pipeline_parallel_schedule,
-        "stages": len(work.stages.ranks),
-        "microbatches": work.microbatches,
+        "stages": len(stages.ranks(config, blocks)),
+        "microbatches": microbatches,
         "bubble": plan.time.bubble / plan.time.seconds if plan.time else None,
-        "bubble_if_stages_are_equal": stages.predicted_bubble(
-            config, work.layers, work.microbatches
-        ),
+        "bubble_if_stages_are_equal": stages.predicted_bubble(config, blocks, microbatches),
     }
 
 
