@@ -5,27 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.test_resume import PAIRS
-from tests.layouts import DAILY, GATE, LAYOUTS
-from tests.parallel.test_cover import COVER
+from tests.layouts import DAILY, LAYOUTS
 from tests.research import layouts as research
-from tests.research.test_layouts import PAIRS as CHANGES
 from tests.tiers import tiers
 from torchtitan.parallel.sharding import SHARDING
 
 ROOT = Path(__file__).parent.parent
-
-
-def test_every_layout_stands_in_one_tier():
-    cases = {param.values[0]: [mark.name for mark in param.marks] for param in marked()}
-    assert list(cases) == list(LAYOUTS)
-    assert {name for name, marks in cases.items() if not marks} == set(DAILY)
-    assert {name for name, marks in cases.items() if marks == ["gate"]} == set(GATE)
-    assert all(marks in ([], ["gate"], ["slow"]) for marks in cases.values())
-
-
-def marked() -> list[pytest.param]:
-    return tiers(LAYOUTS, DAILY, gate=GATE)
 
 
 def test_a_tier_names_only_what_there_is():
@@ -66,9 +51,3 @@ def test_ci_runs_the_commands_of_the_readme_and_then_the_rest():
         "./scripts/test -n auto -m gate",
     ]
     assert {"./run_train.sh", "./scripts/test"} <= set(readme)
-
-
-def test_the_page_counts_the_changes_of_layout_and_the_cover():
-    page = (ROOT / "docs/parallelism.md").read_text()
-    assert f"the tests do so for {len(PAIRS) + len(CHANGES)} pairs" in page
-    assert f"{len(COVER)} more that together have every pair" in page
