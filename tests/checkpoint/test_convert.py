@@ -53,7 +53,7 @@ from torchtitan.train import choose
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setitem(MODELS, "small", SPEC)
 
 
@@ -64,7 +64,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     ("other", "flavor"),
     [*(("hf", each) for each in FLAVORS), *(("meta", each) for each in IN_META)],
 )
-def test_there_and_back_is_the_same_to_the_bit(other: str, flavor: str, tmp_path: Path) -> None:
+def test_there_and_back_is_the_same_to_the_bit(other, flavor, tmp_path):
     source = saved(tmp_path / "ours", flavor)
     size = {"max_shard_size": "60KB"} if other == "hf" else {}
     away = run(source, tmp_path / "away", target_format=other, **size)
@@ -74,9 +74,7 @@ def test_there_and_back_is_the_same_to_the_bit(other: str, flavor: str, tmp_path
     assert read_manifest(back).model_only
 
 
-def test_from_one_to_the_other_needs_no_flavor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_one_to_the_other_needs_no_flavor(tmp_path, monkeypatch):
     source = saved(tmp_path / "ours", "plain")
     monkeypatch.setitem(MODELS, "small", dataclasses.replace(SPEC, flavors={}))
     monkeypatch.setattr(opening, "of_recipe", lambda *_: Network(SPEC, ARGS))
@@ -86,7 +84,7 @@ def test_from_one_to_the_other_needs_no_flavor(
     assert same(load_file(again / "model.safetensors"), load_file(away / "model.safetensors"))
 
 
-def test_files_are_of_the_size_asked_for_and_the_index_names_each_tensor(tmp_path: Path) -> None:
+def test_files_are_of_the_size_asked_for_and_the_index_names_each_tensor(tmp_path):
     folder = run(saved(tmp_path / "ours"), tmp_path / "hf", max_shard_size="80KB")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}
@@ -99,7 +97,7 @@ def test_files_are_of_the_size_asked_for_and_the_index_names_each_tensor(tmp_pat
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_files_have_the_mode_of_the_umask(umask: int, tmp_path: Path) -> None:
+def test_files_have_the_mode_of_the_umask(umask, tmp_path):
     before = os.umask(umask)
     try:
         run(saved(tmp_path / "ours"), tmp_path / "hf")
@@ -109,7 +107,7 @@ def test_files_have_the_mode_of_the_umask(umask: int, tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~umask}
 
 
-def test_dtype_is_that_asked_for(tmp_path: Path) -> None:
+def test_dtype_is_that_asked_for(tmp_path):
     source = saved(tmp_path / "ours")
     folder = run(source, tmp_path / "hf", dtype="bfloat16")
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
@@ -126,7 +124,7 @@ def test_dtype_is_that_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_transformers_loads_it_and_gives_the_same_logits(flavor: str, tmp_path: Path) -> None:
+def test_transformers_loads_it_and_gives_the_same_logits(flavor, tmp_path):
     from transformers import AutoModelForCausalLM
 
     folder = run(saved(tmp_path / "ours", flavor), tmp_path / "hf", max_shard_size="60KB")
@@ -140,7 +138,7 @@ def test_transformers_loads_it_and_gives_the_same_logits(flavor: str, tmp_path: 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_what_transformers_saves_is_read(flavor: str, tmp_path: Path) -> None:
+def test_what_transformers_saves_is_read(flavor, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     about = SPEC.formats["hf"].config(FLAVORS[flavor], SEQ_LEN) | {"initializer_range": 0.1}
@@ -156,7 +154,7 @@ def test_what_transformers_saves_is_read(flavor: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flavor", ["plain", "tied"])
-def test_metas_code_loads_it_and_gives_the_same_logits(flavor: str, tmp_path: Path) -> None:
+def test_metas_code_loads_it_and_gives_the_same_logits(flavor, tmp_path):
     folder = run(saved(tmp_path / "ours", flavor), tmp_path / "meta", target_format="meta")
     params = json.loads((folder / "params.json").read_text())
     with code_of_meta() as meta:
@@ -169,7 +167,7 @@ def test_metas_code_loads_it_and_gives_the_same_logits(flavor: str, tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("default")
-def test_tokenizer_goes_along_and_says_where_a_text_ends(tmp_path: Path) -> None:
+def test_tokenizer_goes_along_and_says_where_a_text_ends(tmp_path):
     from transformers import AutoTokenizer, GenerationConfig
 
     home = tmp_path / "tokenizer"
@@ -197,9 +195,7 @@ def test_tokenizer_goes_along_and_says_where_a_text_ends(tmp_path: Path) -> None
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("add_bos", [None, True, False])
 @pytest.mark.parametrize("declared", [None, True, False])
-def test_an_exported_tokenizer_starts_texts_as_training_did(
-    declared: bool | None, add_bos: bool | None, tmp_path: Path
-) -> None:
+def test_an_exported_tokenizer_starts_texts_as_training_did(declared, add_bos, tmp_path):
     from transformers import AutoTokenizer
 
     home = tmp_path / "tokenizer"
@@ -217,7 +213,7 @@ def test_an_exported_tokenizer_starts_texts_as_training_did(
     assert (expected[0] == own.bos) == adds
 
 
-def test_the_tokenizer_of_the_run_is_exported_by_any_name(tmp_path: Path) -> None:
+def test_the_tokenizer_of_the_run_is_exported_by_any_name(tmp_path):
     """And no other one that happens to be next to it."""
     home = tmp_path / "tokenizers"
     train_bpe(["a text of some words\n" * 9], 300, home / "code.json")
@@ -229,9 +225,7 @@ def test_the_tokenizer_of_the_run_is_exported_by_any_name(tmp_path: Path) -> Non
     assert not (folder / "special_tokens_map.json").exists()
 
 
-def test_a_format_without_the_tokenizer_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_format_without_the_tokenizer_says_so(tmp_path, caplog):
     path = tmp_path / "code.json"
     train_bpe(["a text of some words\n" * 9], 300, path)
     source = saved(tmp_path / "ours", recipe={"model.tokenizer_path": str(path)})
@@ -239,7 +233,7 @@ def test_a_format_without_the_tokenizer_says_so(
     assert f"without their tokenizer, {path}: this format has tokenizer.model" in caplog.text
 
 
-def test_weights_of_bytes_say_so_in_every_copy(tmp_path: Path) -> None:
+def test_weights_of_bytes_say_so_in_every_copy(tmp_path):
     source = saved(tmp_path / "ours", recipe={"model.tokenizer_path": None})
     folder = run(source, tmp_path / "hf")
     for path in (
@@ -263,7 +257,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().err.removeprefix("error: ")
 
 
-def test_command_converts_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_converts_and_says_so(tmp_path, capsys):
     source, folder = saved(tmp_path / "ours/step-7"), tmp_path / "new/hf"
     words = ["checkpoint", "convert", str(source.parent), str(folder)]
     assert main([*words, "--to", "hf", "--dtype", "float16", "--max-shard-size", "1MB"]) == 0
@@ -272,7 +266,7 @@ def test_command_converts_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {path.name for path in folder.parent.iterdir()} == {"hf"}
 
 
-def test_command_refuses_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_refuses_what_cannot_be(tmp_path, capsys):
     ours, new = saved(tmp_path / "ours"), tmp_path / "new"
     assert refused(capsys, ours, ours) == f"{ours}: already exists; nothing was written\n"
     nowhere, empty = tmp_path / "nowhere", tmp_path / "empty"
@@ -302,7 +296,7 @@ def test_command_refuses_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFi
     assert said.startswith("--imports: got no_such_module; it cannot be imported")
 
 
-def test_models_from_outside_are_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_from_outside_are_imported(tmp_path, monkeypatch):
     folder = run(saved(tmp_path / "ours"), tmp_path / "hf")
     monkeypatch.delitem(MODELS, "small")
     (tmp_path / "small_outside.py").write_text(
@@ -317,7 +311,7 @@ def test_models_from_outside_are_imported(tmp_path: Path, monkeypatch: pytest.Mo
     assert same(content(tmp_path / "new"), weights())
 
 
-def test_numbers_that_a_dtype_cannot_hold_are_told(tmp_path: Path) -> None:
+def test_numbers_that_a_dtype_cannot_hold_are_told(tmp_path):
     source = tmp_path / "ours"
     source.mkdir()
     large = weights() | {"model.norm.weight": torch.full((ARGS.dim,), 1e5)}
@@ -328,9 +322,7 @@ def test_numbers_that_a_dtype_cannot_hold_are_told(tmp_path: Path) -> None:
     assert run(source, tmp_path / "hf", dtype="bfloat16").is_dir()
 
 
-def test_weights_of_no_flavor_are_those_of_one_with_other_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_no_flavor_are_those_of_one_with_other_sizes(tmp_path, monkeypatch):
     folder = run(saved(tmp_path / "ours", "scaled"), tmp_path / "hf")
     without = {name: args for name, args in FLAVORS.items() if name != "scaled"}
     monkeypatch.setitem(MODELS, "small", dataclasses.replace(SPEC, flavors=without))
@@ -341,9 +333,7 @@ def test_weights_of_no_flavor_are_those_of_one_with_other_sizes(
     assert same(content(back), weights("scaled"))
 
 
-def test_weights_that_no_recipe_could_name_are_told_with_the_nearest_flavor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_no_recipe_could_name_are_told_with_the_nearest_flavor(tmp_path, monkeypatch):
     """As its settings have no keys for sizes."""
     folder = run(saved(tmp_path / "ours", "scaled"), tmp_path / "hf")
     without = {name: args for name, args in FLAVORS.items() if name != "scaled"}
@@ -357,7 +347,7 @@ def test_weights_that_no_recipe_could_name_are_told_with_the_nearest_flavor(
     )
 
 
-def test_what_meta_cannot_say_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_meta_cannot_say_is_told(tmp_path, caplog):
     with caplog.at_level("WARNING", logger="torchtitan"):
         run(saved(tmp_path / "plain"), tmp_path / "a", target_format="meta")
         assert not caplog.messages
@@ -365,9 +355,7 @@ def test_what_meta_cannot_say_is_told(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "the format meta cannot express this: rope_scaling is" in caplog.messages[0]
 
 
-def test_a_network_that_meta_cannot_build_is_not_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_network_that_meta_cannot_build_is_not_written(tmp_path, capsys):
     source, new = saved(tmp_path / "ours", "window"), tmp_path / "new"
     assert refused(capsys, source, new, "--to", "meta") == (
         "sliding_window: got 12; Meta's params.json has no such size\n  use the format hf\n"
@@ -375,7 +363,7 @@ def test_a_network_that_meta_cannot_build_is_not_written(
     )
 
 
-def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_converted(tmp_path):
     source = saved(tmp_path / "ours")
     path = next(source.glob("*.safetensors"))
     data = bytearray(path.read_bytes())
@@ -386,9 +374,7 @@ def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["ours", "hf", "meta"])
-def test_what_fails_half_way_leaves_nothing(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_half_way_leaves_nothing(target, tmp_path, monkeypatch):
     source, read = saved(tmp_path / "ours"), Verified.read
     # As a killed conversion leaves it; the next one takes its place.
     (tmp_path / "new.saving").mkdir()
@@ -413,12 +399,12 @@ def test_what_fails_half_way_leaves_nothing(
     ("text", "size"),
     [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("512MiB", 2**29), ("7b", 7), ("60", 60)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes(text, size):
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5XB", "-1GB", "0", "5GBs"])
-def test_what_is_no_size(text: str) -> None:
+def test_what_is_no_size(text):
     with pytest.raises(ConfigError, match="--max-shard-size"):
         parse_size(text)
 
@@ -476,7 +462,7 @@ def peaks(folder: Path) -> dict[str, int]:
 
 @pytest.mark.gate
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_model(tmp_path):
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in SPEC.build(LONG, 8).state_dict().items()}
     assert sum(4 * shape.numel() for shape in shapes.values()) > MODEL
@@ -497,7 +483,7 @@ def trained(job: JobConfig) -> dict[str, Tensor]:
     return run_ranks(train, 1, job)[0]  # type: ignore[no-any-return]
 
 
-def test_a_run_starts_from_weights_of_hugging_face_on_any_layout(tmp_path: Path) -> None:
+def test_a_run_starts_from_weights_of_hugging_face_on_any_layout(tmp_path):
     saves = {"enable": True, "last_save_in_hf": True, "export_dtype": "bfloat16"}
     whole = trained(tiny.job(tmp_path / "a", training={"steps": 2}, checkpoint=saves))
     exported = tmp_path / "a/checkpoint/step-2-hf"
@@ -520,9 +506,7 @@ def test_a_run_starts_from_weights_of_hugging_face_on_any_layout(tmp_path: Path)
                 assert torch.equal(values, whole[weight].bfloat16().float()), (name, weight)
 
 
-def test_a_recipe_of_torchtitan_starts_from_the_weights_beside_its_tokenizer(
-    tmp_path: Path,
-) -> None:
+def test_a_recipe_of_torchtitan_starts_from_the_weights_beside_its_tokenizer(tmp_path):
     """`initial_load_in_hf` without a path: not from random weights."""
     saves = {"enable": True, "last_save_in_hf": True}
     whole = trained(tiny.job(tmp_path / "a", training={"steps": 2}, checkpoint=saves))
@@ -558,7 +542,7 @@ initial_load_in_hf = true
         assert torch.equal(values, whole[weight]), weight
 
 
-def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_named(tmp_path):
     saves = {"enable": True, "last_save_in_hf": True}
     trained(tiny.job(tmp_path / "a", training={"steps": 1}, checkpoint=saves))
     exported = tmp_path / "a/checkpoint/step-1-hf"
@@ -575,7 +559,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
             run_ranks(train, 2 if degree else 1, job)
 
 
-def test_weights_of_another_model_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused_before_anything_starts(tmp_path):
     saves = {"enable": True, "last_save_in_hf": True}
     trained(tiny.job(tmp_path / "a", training={"steps": 1}, checkpoint=saves))
     initial = {"initial_load_path": str(tmp_path / "a/checkpoint/step-1-hf")}

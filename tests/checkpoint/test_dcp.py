@@ -9,7 +9,7 @@ import random
 import re
 import resource
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ VALUES = {"step": 3, "lr": 0.1, "betas": (0.9, 0.95), "loader": b"\x80\x04N.", "
 
 
 @pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
+def one_process():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled|.*single process")
         yield
@@ -65,11 +65,11 @@ def save(path: Path, state: dict[str, Any]) -> Path:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     return save(tmp_path / "step-3", {"tensors": TENSORS, "values": [VALUES]})
 
 
-def test_everything_is_read_by_its_name(saved: Path) -> None:
+def test_everything_is_read_by_its_name(saved):
     checkpoint = DcpCheckpoint(saved)
     assert checkpoint.shapes() == {
         f"tensors.{name}": (t.dtype, tuple(t.shape)) for name, t in TENSORS.items()
@@ -81,9 +81,7 @@ def test_everything_is_read_by_its_name(saved: Path) -> None:
     }
 
 
-def test_enums_as_early_python_3_11_pickles_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_enums_as_early_python_3_11_pickles_them(tmp_path, monkeypatch):
     def by_name(self: Any, protocol: int) -> Any:
         return getattr, (type(self), self.name)
 
@@ -94,7 +92,7 @@ def test_enums_as_early_python_3_11_pickles_them(
 
 
 @pytest.mark.parametrize("name", ["matrix", "transposed", "eighth"])
-def test_blocks_are_read(saved: Path, name: str) -> None:
+def test_blocks_are_read(saved, name):
     checkpoint, whole = DcpCheckpoint(saved), TENSORS[name]
     rows, columns = whole.shape
     for top in range(rows):
@@ -107,7 +105,7 @@ OF_TORCH_2_4 = Path(__file__).parent / "dcp_of_torch_2.4"
 """Written by torch 2.4.0 on two ranks that share `rows`, its moment and `columns`."""
 
 
-def test_a_checkpoint_of_the_oldest_torch_is_read() -> None:
+def test_a_checkpoint_of_the_oldest_torch_is_read():
     checkpoint = DcpCheckpoint(OF_TORCH_2_4)
     rows = torch.arange(15.0).view(5, 3)
     assert torch.equal(checkpoint.read("rows"), rows)
@@ -119,7 +117,7 @@ def test_a_checkpoint_of_the_oldest_torch_is_read() -> None:
 
 
 @pytest.mark.parametrize("folder", ["whole", "whole/sharded"])
-def test_safetensors_that_dcp_wrote_are_read(tmp_path: Path, folder: str) -> None:
+def test_safetensors_that_dcp_wrote_are_read(tmp_path, folder):
     path, named = tmp_path / "whole", {name: TENSORS[name] for name in ("matrix", "half")}
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
     dcp.save(named, storage_writer=writer)
@@ -143,13 +141,13 @@ def two_shards(folder: Path) -> Tensor:
     return whole
 
 
-def test_blocks_in_safetensors_are_put_together(tmp_path: Path) -> None:
+def test_blocks_in_safetensors_are_put_together(tmp_path):
     whole = two_shards(tmp_path)
     assert torch.equal(DcpCheckpoint(tmp_path).read("matrix"), whole)
     assert torch.equal(DcpCheckpoint(tmp_path).read("matrix", (2, 1), (2, 3)), whole[2:4, 1:])
 
 
-def test_safetensors_of_which_a_block_is_missing_are_refused(tmp_path: Path) -> None:
+def test_safetensors_of_which_a_block_is_missing_are_refused(tmp_path):
     two_shards(tmp_path)
     (tmp_path / "shard-1.safetensors").unlink()
     with pytest.raises(Damaged, match=r"a file is missing.*matrix: its blocks do not add up"):
@@ -169,9 +167,7 @@ def test_safetensors_of_which_a_block_is_missing_are_refused(tmp_path: Path) -> 
         (lambda data: data.replace(b'"F32"', b'"F99"'), "matrix: dtype F99 is not supported"),
     ],
 )
-def test_safetensors_with_a_header_that_lies_are_refused(
-    tmp_path: Path, change: Callable[[bytes], bytes], message: str
-) -> None:
+def test_safetensors_with_a_header_that_lies_are_refused(tmp_path, change, message):
     two_shards(tmp_path)
     file = tmp_path / "shard-1.safetensors"
     file.write_bytes(change(file.read_bytes()))
@@ -179,9 +175,7 @@ def test_safetensors_with_a_header_that_lies_are_refused(
         DcpCheckpoint(tmp_path)
 
 
-def test_more_files_are_read_than_may_be_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_files_are_read_than_may_be_open(tmp_path, monkeypatch):
     """One of a thousand ranks has a file of each other."""
     for number in range(40):
         shard(tmp_path / f"shard-{number}.safetensors", {f"t{number}": ((0,), torch.ones(2))})
@@ -249,7 +243,7 @@ def with_attack(saved: Path, attack: Any, where: str) -> Any:
 @pytest.mark.parametrize(
     "where", ["whole", "planner_data", "a key", "a class's state", "an argument", "sizes"]
 )
-def test_metadata_that_attacks_is_refused_by_name(saved: Path, number: int, where: str) -> None:
+def test_metadata_that_attacks_is_refused_by_name(saved, number, where):
     marker = saved / "run"
     pickled = pickle.dumps(with_attack(saved, leaves(marker)[number], where))
     (saved / ".metadata").write_bytes(pickled)
@@ -281,9 +275,7 @@ METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
         pickle.dumps({"state_dict_metadata": {}}),
     ],
 )
-def test_a_pickle_that_makes_no_sense_is_refused_and_leaves_no_trace(
-    saved: Path, pickled: bytes
-) -> None:
+def test_a_pickle_that_makes_no_sense_is_refused_and_leaves_no_trace(saved, pickled):
     before = dict(vars(Inert)), dict(vars(Metadata))
     (saved / ".metadata").write_bytes(pickled)
     with pytest.raises(Damaged, match=r"\.metadata: damaged"):
@@ -306,7 +298,7 @@ def append_item(saved: Path, name: str, content: Any) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_items_that_attack_are_refused_by_name(saved: Path, nested: bool) -> None:
+def test_items_that_attack_are_refused_by_name(saved, nested):
     marker = saved / "run"
     attack = leaves(marker)[0]
     content = {"state": [attack]} if nested else attack
@@ -321,7 +313,7 @@ def test_items_that_attack_are_refused_by_name(saved: Path, nested: bool) -> Non
 
 
 @pytest.mark.parametrize("outside", ["../x.distcp", "/etc/passwd", "a/../../b", "", "."])
-def test_files_outside_the_folder_are_refused(saved: Path, outside: str) -> None:
+def test_files_outside_the_folder_are_refused(saved, outside):
     metadata = metadata_of(saved)
     for info in metadata.storage_data.values():
         info.relative_path = outside
@@ -333,26 +325,26 @@ def test_files_outside_the_folder_are_refused(saved: Path, outside: str) -> None
 # --- damage ---
 
 
-def test_a_checkpoint_that_is_being_written_is_refused(saved: Path) -> None:
+def test_a_checkpoint_that_is_being_written_is_refused(saved):
     (saved / ".metadata").rename(saved / ".metadata.tmp")
     with pytest.raises(ConfigError, match="step-3: still being written, or never finished"):
         DcpCheckpoint(saved)
 
 
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"not a checkpoint: it has no \.metadata"):
         DcpCheckpoint(tmp_path)
     with pytest.raises(ConfigError, match="there is no such folder"):
         DcpCheckpoint(tmp_path / "nowhere")
 
 
-def test_ranks_that_saved_each_for_itself_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_saved_each_for_itself_are_refused(tmp_path):
     (tmp_path / "__0.metadata").touch()
     with pytest.raises(ConfigError, match="each rank has its own metadata"):
         DcpCheckpoint(tmp_path)
 
 
-def test_a_file_that_is_missing_or_cut_is_named_before_anything_is_read(saved: Path) -> None:
+def test_a_file_that_is_missing_or_cut_is_named_before_anything_is_read(saved):
     file = saved / "__0_0.distcp"
     size = file.stat().st_size
     with file.open("r+b") as opened:
@@ -364,7 +356,7 @@ def test_a_file_that_is_missing_or_cut_is_named_before_anything_is_read(saved: P
         DcpCheckpoint(saved)
 
 
-def test_compressed_items_are_refused_by_name(saved: Path) -> None:
+def test_compressed_items_are_refused_by_name(saved):
     metadata = metadata_of(saved)
     for info in metadata.storage_data.values():
         info.transform_descriptors = ["stream.zstd/1"]
@@ -395,9 +387,7 @@ def blocks_of(metadata: Any, *blocks: tuple[tuple[int, int], tuple[int, int]]) -
         ([((0, 0), (4, 3)), ((0, 2), (4, 3))], "the blocks at (0, 0) and (0, 2) overlap"),
     ],
 )
-def test_blocks_that_are_not_the_tensor_are_refused(
-    saved: Path, blocks: list[Any], message: str
-) -> None:
+def test_blocks_that_are_not_the_tensor_are_refused(saved, blocks, message):
     metadata = metadata_of(saved)
     blocks_of(metadata, *blocks)
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -407,7 +397,7 @@ def test_blocks_that_are_not_the_tensor_are_refused(
         DcpCheckpoint(saved)
 
 
-def test_a_block_that_no_file_has_is_named(saved: Path) -> None:
+def test_a_block_that_no_file_has_is_named(saved):
     metadata = metadata_of(saved)
     del metadata.storage_data[MetadataIndex("tensors.matrix", (0, 0))]
     (saved / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -415,7 +405,7 @@ def test_a_block_that_no_file_has_is_named(saved: Path) -> None:
         DcpCheckpoint(saved)
 
 
-def test_exchanged_files_are_found_by_shape_and_dtype(saved: Path, tmp_path: Path) -> None:
+def test_exchanged_files_are_found_by_shape_and_dtype(saved, tmp_path):
     others = {name: torch.zeros(6, 4, dtype=t.dtype) for name, t in TENSORS.items()}
     other = save(tmp_path / "other", {"tensors": others, "values": [VALUES]})
     file = saved / "__0_0.distcp"
@@ -440,7 +430,7 @@ def read_all(path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp"])
-def test_whatever_bytes_are_there_an_error_is_in_words(saved: Path, file: str) -> None:
+def test_whatever_bytes_are_there_an_error_is_in_words(saved, file):
     """Any other exception fails the test, and so does a file that is never found damaged."""
     path, dice, refused = saved / file, random.Random(0), 0
     data = path.read_bytes()
@@ -456,7 +446,7 @@ def test_whatever_bytes_are_there_an_error_is_in_words(saved: Path, file: str) -
     assert refused > 100
 
 
-def test_flipped_bits_of_a_tensor_are_found_where_it_has_a_checksum(saved: Path) -> None:
+def test_flipped_bits_of_a_tensor_are_found_where_it_has_a_checksum(saved):
     assert set(DcpCheckpoint(saved).verify()) == {""}
     flip(saved / "__0_0.distcp", TENSORS["matrix"])
     found = set(DcpCheckpoint(saved).verify()) - {""}
@@ -472,7 +462,7 @@ def flip(file: Path, of: Tensor) -> None:
     file.write_bytes(data)
 
 
-def test_without_checksums_flipped_bits_cannot_be_known(tmp_path: Path) -> None:
+def test_without_checksums_flipped_bits_cannot_be_known(tmp_path):
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -492,9 +482,7 @@ def line_of(text: str, path: Path) -> str:
 
 
 @pytest.mark.parametrize("folder", ["outputs", "a name as long as a path may well be, " * 5])
-def test_ls_says_what_it_holds(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_says_what_it_holds(folder, tmp_path, capsys):
     where = tmp_path / folder.strip()
     counters = {"step": torch.tensor(3), "ntokens_seen": torch.tensor(98_304)}
     state = {"weight": torch.ones(1000), "optimizer": {"state": {"weight": {"m": torch.ones(1)}}}}
@@ -508,7 +496,7 @@ def test_ls_says_what_it_holds(
     assert "step-5: still being written, or never finished" in " ".join(said.split())
 
 
-def test_verify_reads_every_item(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_every_item(saved, capsys):
     assert main(["checkpoint", "verify", str(saved)]) == 0
     said = capsys.readouterr().out
     assert f"{saved}: complete; every item matches its CRC-32. The format cannot tell" in said
@@ -520,9 +508,7 @@ def test_verify_reads_every_item(saved: Path, capsys: pytest.CaptureFixture[str]
     assert ".metadata: refused: it names posix.getpid" in capsys.readouterr().out
 
 
-def test_verify_says_what_cannot_be_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_says_what_cannot_be_known(tmp_path, capsys):
     two_shards(tmp_path)
     assert main(["checkpoint", "verify", str(tmp_path)]) == 0
     assert (
@@ -531,9 +517,7 @@ def test_verify_says_what_cannot_be_known(
     )
 
 
-def test_diff_compares_tensors_and_values(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_compares_tensors_and_values(saved, tmp_path, capsys):
     assert main(["checkpoint", "diff", str(saved), str(saved)]) == 0
     assert capsys.readouterr().out.startswith(f"{len(TENSORS)} tensors are equal, 0 differ")
     tensors = {**TENSORS, "matrix": TENSORS["matrix"] + torch.eye(4, 6), "half": torch.ones(5)}
@@ -549,9 +533,7 @@ def test_diff_compares_tensors_and_values(
     ]
 
 
-def test_diff_compares_with_a_checkpoint_of_ours_under_our_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_compares_with_a_checkpoint_of_ours_under_our_names(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(MODELS, "small", SPEC)
     ours = small_weights.saved(tmp_path / "ours")
     theirs = small_weights.run(ours, tmp_path / "theirs", target_format="dcp")

@@ -11,7 +11,7 @@ import math
 import pickle
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -59,7 +59,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
     tensors, places = {}, {}
     for name, shape in shapes().items():
@@ -94,7 +94,7 @@ def item(folder: Path, sizes: tuple[int, ...]) -> _StorageInfo:
 
 
 @pytest.fixture
-def world() -> Iterator[DeviceMesh]:
+def world():
     dist.init_process_group("fake", store=FakeStore(), rank=11, world_size=LOADED_BY)
     yield init_device_mesh("cpu", (LOADED_BY,))
     dist.destroy_process_group()
@@ -177,9 +177,7 @@ def load_watched(tensors: dict[str, Tensor], source: TensorSource) -> Watched:
 
 
 @pytest.mark.gate
-def test_a_rank_reads_its_share_and_needs_memory_for_it_and_one_block(
-    large: Path, world: DeviceMesh
-) -> None:
+def test_a_rank_reads_its_share_and_needs_memory_for_it_and_one_block(large, world):
     source = DcpCheckpoint(large)
     total = sum(math.prod(shape) for shape in shapes().values()) * 4
     assert total > 14.8e9
@@ -196,9 +194,7 @@ def test_a_rank_reads_its_share_and_needs_memory_for_it_and_one_block(
 
 
 @pytest.mark.gate
-def test_of_long_rows_a_part_is_taken_without_memory_for_all_of_them(
-    large: Path, world: DeviceMesh
-) -> None:
+def test_of_long_rows_a_part_is_taken_without_memory_for_all_of_them(large, world):
     """Columns: the rows that they are in are read through, a part at a time."""
     source = DcpCheckpoint(large)
     name = "tok_embeddings.weight"

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setitem(MODELS, "small", SPEC)
 
 
@@ -58,16 +58,14 @@ def theirs(flavor: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_torch_opens_weights(flavor: str, tmp_path: Path) -> None:
+def test_torch_opens_weights(flavor, tmp_path):
     folder = run(saved(tmp_path / "ours", flavor), tmp_path / "dcp", target_format="dcp")
     state = {name: torch.zeros_like(tensor) for name, tensor in theirs(flavor).items()}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     assert same(state, theirs(flavor))
 
 
-def test_sizes_that_torchtitan_does_not_have_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sizes_that_torchtitan_does_not_have_are_named(tmp_path, caplog):
     run(saved(tmp_path / "ours", "window"), tmp_path / "dcp", target_format="dcp")
     assert [message.split("TorchTitan cannot: ")[1] for message in caplog.messages] == [
         "model.head_dim: TorchTitan's Llama has heads of dim / n_heads",
@@ -75,9 +73,7 @@ def test_sizes_that_torchtitan_does_not_have_are_named(
     ]
 
 
-def test_that_torchtitan_has_norms_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_that_torchtitan_has_norms_is_said(tmp_path, caplog, monkeypatch):
     without = dataclasses.replace(FLAVORS["plain"], norm="none")
     monkeypatch.setitem(FLAVORS, "without", without)
     run(saved(tmp_path / "ours", "without"), tmp_path / "dcp", target_format="dcp")
@@ -85,16 +81,14 @@ def test_that_torchtitan_has_norms_is_said(
     assert message.endswith("TorchTitan cannot: model.norm: TorchTitan's Llama has norms")
 
 
-def test_torch_makes_one_file_of_it(tmp_path: Path) -> None:
+def test_torch_makes_one_file_of_it(tmp_path):
     folder = run(saved(tmp_path / "ours"), tmp_path / "dcp", target_format="dcp", dtype="bfloat16")
     dcp_to_torch_save(folder, tmp_path / "one.pt")
     rounded = {name: tensor.bfloat16() for name, tensor in theirs("plain").items()}
     assert same(torch.load(tmp_path / "one.pt"), rounded)
 
 
-def test_files_and_items_are_of_limited_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_and_items_are_of_limited_size(tmp_path, monkeypatch):
     """So that a rank that needs a few rows reads but these."""
     monkeypatch.setattr(writer, "CHUNK_BYTES", 5_000)
     source = saved(tmp_path / "ours")
@@ -111,7 +105,7 @@ def test_files_and_items_are_of_limited_size(
     assert same(state, theirs("plain"))
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     alive: list[weakref.ref[Tensor]] = []
     read = Verified.read
 
@@ -137,15 +131,13 @@ def sharded(folder: Path, found: dict[str, Tensor]) -> bool:
     return same({name: tensor.full_tensor() for name, tensor in state.items()}, found)
 
 
-def test_each_rank_reads_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_reads_its_part(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "CHUNK_BYTES", 5_000)
     folder = run(saved(tmp_path / "ours"), tmp_path / "dcp", target_format="dcp")
     assert run_ranks(sharded, 2, folder, theirs("plain")) == [True, True]
 
 
-def test_weights_that_torchtitan_cannot_open_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_that_torchtitan_cannot_open_are_told(tmp_path, caplog):
     run(saved(tmp_path / "ours", "tied"), tmp_path / "dcp", target_format="dcp")
     assert "PyTorch can read this checkpoint, but TorchTitan cannot: model.tied" in caplog.text
 
@@ -175,7 +167,7 @@ def converted(folder: Path, step: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(tmp_path_factory):
     """A run on two ranks, by AdamW."""
     folder = tmp_path_factory.mktemp("straight")
     run_ranks(train, 2, recipe(folder, case(shard=2), optimizer={"name": "AdamW"}))
@@ -183,7 +175,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", tiers(["AdamW", "Adam"], daily=["AdamW"]))
-def test_torch_takes_the_step_that_the_run_takes(name: str, tmp_path: Path, straight: Path) -> None:
+def test_torch_takes_the_step_that_the_run_takes(name, tmp_path, straight):
     """What torch makes of all keys is the next update of the run, and the rate after it."""
     if name == "AdamW":
         shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
@@ -232,7 +224,7 @@ def factor(done: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A run of one step."""
     folder = tmp_path_factory.mktemp("trained")
     run_ranks(train, 1, recipe(folder, case(batch=8), training={"steps": 1}))
@@ -250,9 +242,7 @@ CANNOT = {
 
 
 @pytest.mark.parametrize("change", CANNOT, ids=lambda change: change[0])
-def test_run_that_torchtitan_cannot_continue_is_refused(
-    change: tuple[str, Any], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_that_torchtitan_cannot_continue_is_refused(change, trained, tmp_path, capsys):
     source = Path(shutil.copytree(trained, tmp_path / "step-1"))
     state = read_state(source, read_manifest(source))
     replace_state(source, {**state, "recipe": {**state["recipe"], change[0]: change[1]}})
@@ -265,9 +255,7 @@ def test_run_that_torchtitan_cannot_continue_is_refused(
     assert not (tmp_path / "new").exists()
 
 
-def test_only_a_run_has_an_optimizer(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_run_has_an_optimizer(trained, tmp_path, capsys):
     def refused(source: Path, *options: str) -> str:
         words = ["checkpoint", "convert", str(source), str(tmp_path / "new")]
         assert main([*words, "--with-optimizer", *options]) == 2
@@ -305,7 +293,7 @@ def all_of(path: Path) -> dict[str, Tensor]:
         for flavor in (IN_META if other == "meta" else FLAVORS)
     ],
 )
-def test_weights_come_back_to_the_bit(other: str, flavor: str, tmp_path: Path) -> None:
+def test_weights_come_back_to_the_bit(other, flavor, tmp_path):
     away = run(saved(tmp_path / "ours", flavor), tmp_path / "dcp", target_format="dcp")
     back = run(away, tmp_path / "back", target_format=other, flavor=flavor, model="small")
     if other != "ours":
@@ -313,9 +301,7 @@ def test_weights_come_back_to_the_bit(other: str, flavor: str, tmp_path: Path) -
     assert same(content(back), weights(flavor))
 
 
-def test_sizes_that_no_flavor_has_come_back_by_the_recipe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_that_no_flavor_has_come_back_by_the_recipe(tmp_path, capsys):
     """Shapes do not say all of them: how many heads there are, say."""
     model = {"flavor": "flat", "dim": 48, "n_heads": 6, "n_kv_heads": 3, "rope_theta": 1e4}
     job = recipe(tmp_path / "ours", case(batch=8), model=model, training={"steps": 1})
@@ -342,9 +328,7 @@ def test_sizes_that_no_flavor_has_come_back_by_the_recipe(
     assert in_recipe(found).args == job.model_args()
 
 
-def test_what_shapes_do_not_show_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_shapes_do_not_show_is_said(tmp_path, capsys):
     """The base of RoPE has no part in any shape."""
     model = {"flavor": "flat", "rope_theta": 1e4}
     job = recipe(tmp_path / "ours", case(batch=8), model=model, training={"steps": 1})
@@ -356,7 +340,7 @@ def test_what_shapes_do_not_show_is_said(
     assert "its shapes match tiny flat, from which settings that do not" in said.out + said.err
 
 
-def test_run_comes_back_to_the_bit_and_goes_on(tmp_path: Path, straight: Path) -> None:
+def test_run_comes_back_to_the_bit_and_goes_on(tmp_path, straight):
     """On one rank after two, as the run that never left, but for the position of the data."""
     shutil.copytree(straight, tmp_path / "straight")
     away = converted(tmp_path / "straight", 2)
@@ -376,7 +360,7 @@ def test_run_comes_back_to_the_bit_and_goes_on(tmp_path: Path, straight: Path) -
 
 
 @pytest.fixture(scope="module")
-def theirs_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def theirs_step(tmp_path_factory):
     """A run of TorchTitan, after two steps."""
     folder = tmp_path_factory.mktemp("theirs")
     theirs = TorchTitanRun(recipe(folder, case(batch=8)))
@@ -385,7 +369,7 @@ def theirs_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoint"
 
 
-def test_run_of_torchtitan_becomes_one_of_ours(theirs_step: Path, tmp_path: Path) -> None:
+def test_run_of_torchtitan_becomes_one_of_ours(theirs_step, tmp_path):
     words = ["--with-optimizer", "--model", "tiny", "--flavor", "flat"]
     back = tmp_path / "step-2"
     assert main(["checkpoint", "convert", str(theirs_step), str(back), *words]) == 0
@@ -397,12 +381,7 @@ def test_run_of_torchtitan_becomes_one_of_ours(theirs_step: Path, tmp_path: Path
     assert options["optimizer.beta1"] == 0.8
 
 
-def test_what_cannot_become_one_of_ours(
-    theirs_step: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_become_one_of_ours(theirs_step, tmp_path, capsys, monkeypatch):
     def refused(source: Path, name: str, *options: str) -> str:
         words = ["checkpoint", "convert", str(source), str(tmp_path / name), *options]
         assert main([*words, "--model", "tiny"]) == 2

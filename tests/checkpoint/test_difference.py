@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
@@ -17,9 +15,7 @@ def saved(folder: Path, seed: int) -> Path:
     return folder / "checkpoint/step-1"
 
 
-def test_weights_come_first_and_all_shows_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_come_first_and_all_shows_the_rest(tmp_path, capsys):
     one, other = (str(saved(tmp_path / f"{seed}", seed)) for seed in (1, 2))
     assert main(["checkpoint", "diff", one, other]) == 1
     brief = capsys.readouterr().out.splitlines()
@@ -39,7 +35,7 @@ def test_weights_come_first_and_all_shows_the_rest(
     assert full.index("debug.seed: 1 -> 2") >= len(tensors)
 
 
-def test_checkpoints_that_are_equal() -> None:
+def test_checkpoints_that_are_equal():
     assert list(Difference((), (), (), (), 3).lines()) == [
         "3 tensors are equal, 0 differ in value, 0 of them weights"
     ]

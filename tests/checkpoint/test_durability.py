@@ -106,13 +106,13 @@ def content(path: Path) -> str:
 
 
 @pytest.fixture
-def flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Flushes:
+def flushes(tmp_path, monkeypatch):
     (tmp_path / "notes").mkdir()
     return Flushes(tmp_path / "notes", monkeypatch)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_what_is_saved_outlives_a_power_cut(mode: str, tmp_path: Path, flushes: Flushes) -> None:
+def test_what_is_saved_outlives_a_power_cut(mode, tmp_path, flushes):
     """And older checkpoints are deleted only then, and when it was read back from the disk."""
     once = {"interval": 1, "keep_latest_k": 1, "async_mode": mode}
     train(test_folder.recipe(tmp_path / "run", steps=2, checkpoint=once))
@@ -122,9 +122,7 @@ def test_what_is_saved_outlives_a_power_cut(mode: str, tmp_path: Path, flushes: 
     assert flushes.names == [*files, "step-1", *read, *files, "step-2", *read, "step-1.deleting"]
 
 
-def test_what_is_not_flushed_is_found(
-    tmp_path: Path, flushes: Flushes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_flushed_is_found(tmp_path, flushes, monkeypatch):
     job = test_folder.recipe(
         tmp_path / "run", steps=2, checkpoint={"interval": 1, "keep_latest_k": 1}
     )
@@ -138,7 +136,7 @@ def test_what_is_not_flushed_is_found(
     assert flushes.at_the_end(tmp_path / "run/checkpoint")[-1] == "step-2"
 
 
-def test_a_state_that_is_replaced_outlives_a_power_cut(tmp_path: Path, flushes: Flushes) -> None:
+def test_a_state_that_is_replaced_outlives_a_power_cut(tmp_path, flushes):
     path = tmp_path / "folder/step-1"
     path.mkdir(parents=True)
     write_tensors(path, [("a", torch.ones(3))], {"recipe": {}}, 100)
@@ -149,9 +147,7 @@ def test_a_state_that_is_replaced_outlives_a_power_cut(tmp_path: Path, flushes: 
     assert flushes.names[-2:] == ["train_state.1.json", MANIFEST]
 
 
-def test_a_small_file_that_cannot_be_flushed_replaces_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_file_that_cannot_be_flushed_replaces_none(tmp_path, monkeypatch):
     path = tmp_path / MANIFEST
     write_json(path, {"step": 1})
 
@@ -164,7 +160,7 @@ def test_a_small_file_that_cannot_be_flushed_replaces_none(
     assert json.loads(path.read_text()) == {"step": 1}
 
 
-def test_a_copy_that_changed_before_it_was_written_is_refused(tmp_path: Path) -> None:
+def test_a_copy_that_changed_before_it_was_written_is_refused(tmp_path):
     """Of several, the one that changed is named."""
     tensors = {name: torch.arange(4.0) for name in ("kept", "changed")}
     pieces = [
@@ -178,9 +174,7 @@ def test_a_copy_that_changed_before_it_was_written_is_refused(tmp_path: Path) ->
         write_file(tmp_path / "file", pieces)
 
 
-def test_a_save_whose_copy_changes_is_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_whose_copy_changes_is_no_checkpoint(tmp_path, monkeypatch, caplog):
     arrange = storage._arrange
 
     def spoil(pieces: Any) -> Any:

@@ -76,7 +76,7 @@ class Made(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+def made(tmp_path_factory):
     @cache
     def of(name: str) -> Made:
         folder, family = tmp_path_factory.mktemp("made"), FAMILIES[name]
@@ -133,9 +133,7 @@ def are_the_tensors(name: str, tensors: Tensors, ours: Any) -> None:
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
 @pytest.mark.parametrize("name", FAMILIES)
-def test_there_and_back_and_with_transformers_in_between(
-    name: str, made: Callable[[str], Made], tmp_path: Path
-) -> None:
+def test_there_and_back_and_with_transformers_in_between(name, made, tmp_path):
     import transformers
 
     (source, folder), ours = made(name), FAMILIES[name].network()
@@ -227,13 +225,7 @@ REFUSED: list[tuple[str, Callable[[Tensors], Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "message"), REFUSED)
-def test_missing_unused_and_transposed_tensors_are_refused(
-    name: str,
-    change: Callable[[Tensors], Any],
-    message: str,
-    made: Callable[[str], Made],
-    tmp_path: Path,
-) -> None:
+def test_missing_unused_and_transposed_tensors_are_refused(name, change, message, made, tmp_path):
     with pytest.raises(ConfigError, match=message):
         run(changed(made(name).hf, tmp_path / "hf", change), tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -242,9 +234,7 @@ def test_missing_unused_and_transposed_tensors_are_refused(
 @pytest.mark.parametrize(
     ("name", "is_fused"), [("Qwen3-MoE", False), ("Qwen3-MoE", True), ("GPT-OSS", False)]
 )
-def test_a_rank_reads_its_block_of_the_experts(
-    name: str, is_fused: bool, made: Callable[[str], Made], tmp_path: Path
-) -> None:
+def test_a_rank_reads_its_block_of_the_experts(name, is_fused, made, tmp_path):
     """Across the expert with the number 9."""
     folder = made(name).hf
     if is_fused:
@@ -258,9 +248,7 @@ def test_a_rank_reads_its_block_of_the_experts(
         assert torch.equal(block, whole[part]), f"{kind}: experts are out of order"
 
 
-def test_a_config_of_weights_in_4_bits_is_refused(
-    made: Callable[[str], Made], tmp_path: Path
-) -> None:
+def test_a_config_of_weights_in_4_bits_is_refused(made, tmp_path):
     other = changed(made("GPT-OSS").hf, tmp_path / "hf", lambda tensors: None)
     config = json.loads((other / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": "mxfp4"}
@@ -271,7 +259,7 @@ def test_a_config_of_weights_in_4_bits_is_refused(
         run(other, tmp_path / "new")
 
 
-def test_an_expert_that_is_doubled_is_found(made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_an_expert_that_is_doubled_is_found(made, tmp_path):
     """As where each of two ranks saved what it had as the experts 0 to 5: the loss is the same."""
     source = made("Qwen3-MoE").ours
     assert verify(source) == (True, [f"{source}: OK"])
@@ -286,7 +274,7 @@ def test_an_expert_that_is_doubled_is_found(made: Callable[[str], Made], tmp_pat
     assert verify(doubled) == (False, [problem])
 
 
-def test_an_expert_that_is_missing_is_found() -> None:
+def test_an_expert_that_is_missing_is_found():
     """No memory without values is taken for it."""
     whole = torch.arange(24.0).view(4, 3, 2)
     blocks = [StoredBlock((first, 0, 0), (1, 3, 2), first) for first in (0, 1, 3)]
@@ -301,7 +289,7 @@ def test_an_expert_that_is_missing_is_found() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_tokenizer_and_the_config_go_along(tmp_path: Path) -> None:
+def test_the_tokenizer_and_the_config_go_along(tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer, family = tmp_path / "tokenizer", FAMILIES["Qwen3"]
@@ -319,9 +307,7 @@ def test_the_tokenizer_and_the_config_go_along(tmp_path: Path) -> None:
     assert ids == library.encode(text).ids
 
 
-def test_meta_has_no_such_network(
-    made: Callable[[str], Made], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_meta_has_no_such_network(made, tmp_path, capsys):
     words = ["checkpoint", "convert", str(made("Qwen3").ours), str(tmp_path / "new")]
     assert main([*words, "--to", "meta"]) == 2
     assert capsys.readouterr().err == (
@@ -330,9 +316,7 @@ def test_meta_has_no_such_network(
     assert not any(tmp_path.iterdir())
 
 
-def test_dcp_is_for_pytorch_alone(
-    made: Callable[[str], Made], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dcp_is_for_pytorch_alone(made, tmp_path, caplog):
     folder = run(made("Qwen3").ours, tmp_path / "dcp", target_format="dcp")
     assert "TorchTitan cannot: model.name: TorchTitan's Llama has no norms in heads" in caplog.text
     recipe = {f"model.{key}": value for key, value in FAMILIES["Qwen3"].sizes.items()}

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -45,14 +44,14 @@ def run(job: JobConfig) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+def saved(tmp_path_factory):
     """Four steps, saved at 2 and 4, and their weights."""
     folder = tmp_path_factory.mktemp("saved")
     return folder, run(recipe(folder))
 
 
 @pytest.fixture
-def finished(saved: tuple[Path, Any], tmp_path: Path) -> Path:
+def finished(saved, tmp_path):
     """A copy of that run."""
     return Path(shutil.copytree(saved[0], tmp_path / "finished"))
 
@@ -61,15 +60,13 @@ def steps_in(folder: Path) -> list[int]:
     return list(saved_steps(folder / "checkpoint"))
 
 
-def test_saves_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
+def test_saves_at_the_interval_and_at_the_end(tmp_path):
     run(recipe(tmp_path, steps=3))
     assert steps_in(tmp_path) == [2, 3]
 
 
 @pytest.mark.parametrize("off", [{"enable": False}, {"load_only": True}], ids=str)
-def test_a_run_saves_unless_it_is_told_not_to_and_says_so(
-    off: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_saves_unless_it_is_told_not_to_and_says_so(off, tmp_path, monkeypatch):
     """By default at the end; without saves it is said before and after, and by `check`."""
     said = io.StringIO()
     monkeypatch.setattr(sys, "stderr", said)
@@ -90,9 +87,7 @@ def test_a_run_saves_unless_it_is_told_not_to_and_says_so(
     assert "ended at step 1 of 1, and nothing is saved" in ended
 
 
-def test_a_key_that_has_no_effect_without_saves_is_found(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_key_that_has_no_effect_without_saves_is_found(capsys):
     words = ["debug_model", "--checkpoint.enable=false", "--checkpoint.keep_latest_k=2"]
     assert main(["check", *words]) == 0
     out, err = capsys.readouterr()
@@ -101,7 +96,7 @@ def test_a_key_that_has_no_effect_without_saves_is_found(
         assert re.search(rf"checkpoint.{key}: got .* no effect while checkpoint.enable is", err)
 
 
-def test_keeps_the_latest(tmp_path: Path) -> None:
+def test_keeps_the_latest(tmp_path):
     run(recipe(tmp_path, steps=5, checkpoint={"keep_latest_k": 2}))
     assert steps_in(tmp_path) == [4, 5]
     run(recipe(tmp_path, steps=8, checkpoint={"keep_latest_k": 1}))
@@ -109,7 +104,7 @@ def test_keeps_the_latest(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-8"]
 
 
-def test_first_step_and_load_only(tmp_path: Path) -> None:
+def test_first_step_and_load_only(tmp_path):
     run(recipe(tmp_path, steps=2, checkpoint={"enable_first_step_checkpoint": True}))
     assert steps_in(tmp_path) == [1, 2]
     run(recipe(tmp_path, steps=4, checkpoint={"load_only": True}))
@@ -135,9 +130,7 @@ def killed_at(module: ModuleType | type, stage: str, job: JobConfig) -> None:
     ("module", "stage"),
     [(Disk, "begin"), (saver, "write_file"), (saver, "write_manifest_of"), (Disk, "commit")],
 )
-def test_a_save_cut_short_is_no_checkpoint(
-    module: ModuleType | type, stage: str, tmp_path: Path
-) -> None:
+def test_a_save_cut_short_is_no_checkpoint(module, stage, tmp_path):
     process = torch.multiprocessing.get_context("fork").Process(
         target=killed_at, args=(module, stage, recipe(tmp_path))
     )
@@ -153,12 +146,12 @@ def test_a_save_cut_short_is_no_checkpoint(
 
 
 @pytest.mark.parametrize("name", ["old-step-5", "step-5.saving", "step-5x", "step-", "5"])
-def test_other_names_are_no_checkpoints(name: str, tmp_path: Path) -> None:
+def test_other_names_are_no_checkpoints(name, tmp_path):
     (tmp_path / name).mkdir()
     assert saved_steps(tmp_path) == {}
 
 
-def test_the_newest_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_that_of_the_last_step(tmp_path):
     """Neither the last name, nor the last file."""
     for step in (100, 9, 20):
         (tmp_path / f"step-{step}").mkdir()
@@ -167,7 +160,7 @@ def test_the_newest_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
     assert list(saved_steps(tmp_path)) == [20, 100]
 
 
-def test_never_refuses_a_used_folder(finished: Path, tmp_path: Path) -> None:
+def test_never_refuses_a_used_folder(finished, tmp_path):
     never = {"resume": "never"}
     assert not choose(recipe(tmp_path / "new", checkpoint=never)).is_resume
     with pytest.raises(ConfigError, match=r'resume: got "never", but .* has been used'):
@@ -176,12 +169,12 @@ def test_never_refuses_a_used_folder(finished: Path, tmp_path: Path) -> None:
         choose(recipe(finished, checkpoint=never | {"enable": False}))
 
 
-def test_must_needs_a_checkpoint(tmp_path: Path) -> None:
+def test_must_needs_a_checkpoint(tmp_path):
     with pytest.raises(ConfigError, match=r'got "must", but there is no checkpoint in'):
         choose(recipe(tmp_path, checkpoint={"resume": "must"}))
 
 
-def test_auto_refuses_another_run_and_must_takes_it(finished: Path) -> None:
+def test_auto_refuses_another_run_and_must_takes_it(finished):
     other = {"model": {"flavor": "tied"}, "debug": {"seed": 3}}
     message = (
         r'belongs to another run \(debug.seed: 0 -> 3; model.flavor: "tiny" -> "tied"; '
@@ -194,15 +187,13 @@ def test_auto_refuses_another_run_and_must_takes_it(finished: Path) -> None:
     assert "debug.seed: 0 -> 3" in start.changes
 
 
-def test_other_sizes_are_another_run_however_they_are_said(finished: Path) -> None:
+def test_other_sizes_are_another_run_however_they_are_said(finished):
     with pytest.raises(ConfigError, match=r"belongs to another run \(model.ffn_dim: 64 -> 128\)"):
         choose(recipe(finished, model={"ffn_dim": 128}))
     assert choose(recipe(finished, model={"ffn_dim": 64, "tied": False})).is_resume
 
 
-def test_a_checkpoint_that_recorded_no_sizes_has_those_of_its_flavor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_recorded_no_sizes_has_those_of_its_flavor(tmp_path, monkeypatch):
     in_effect = JobConfig.in_effect
 
     def as_before(job: JobConfig) -> dict[str, Any]:
@@ -217,7 +208,7 @@ def test_a_checkpoint_that_recorded_no_sizes_has_those_of_its_flavor(
         choose(recipe(tmp_path, model={"dim": 64}))
 
 
-def test_auto_goes_on_when_only_settings_changed_and_says_which(finished: Path) -> None:
+def test_auto_goes_on_when_only_settings_changed_and_says_which(finished):
     start = choose(recipe(finished, steps=6, optimizer={"name": "AdamW", "lr": 0.1}))
     assert start.is_resume
     moved, *changes = start.changes
@@ -225,7 +216,7 @@ def test_auto_goes_on_when_only_settings_changed_and_says_which(finished: Path) 
     assert changes == ["optimizer.lr: 0.0008 -> 0.1", "training.steps: 4 -> 6"]
 
 
-def test_a_change_of_the_next_learning_rate_is_told_in_a_line(finished: Path) -> None:
+def test_a_change_of_the_next_learning_rate_is_told_in_a_line(finished):
     """By more steps, another schedule or optimizer; of a run that is resumed or branched."""
     same = recipe(finished)
     assert choose(same).rate == ""
@@ -255,14 +246,14 @@ def test_a_change_of_the_next_learning_rate_is_told_in_a_line(finished: Path) ->
         assert choose(job).rate == f"learning rate of step 5: {there:g} -> {here:g}"
 
 
-def test_load_step(finished: Path) -> None:
+def test_load_step(finished):
     start = choose(recipe(finished, steps=3, checkpoint={"load_step": 2}))
     assert start.path == finished / "checkpoint/step-2"
     with pytest.raises(ConfigError, match=r"no checkpoint of step 3 .* there are step-2, step-4"):
         choose(recipe(finished, checkpoint={"load_step": 3}))
 
 
-def test_going_back_does_not_overwrite_what_came_later(finished: Path) -> None:
+def test_going_back_does_not_overwrite_what_came_later(finished):
     before = (finished / "metrics.jsonl").read_text()
     with pytest.raises(
         ConfigError, match=r"load_step: \S+/step-4: already exists, .*Delete it; or"
@@ -284,14 +275,12 @@ def test_going_back_does_not_overwrite_what_came_later(finished: Path) -> None:
     ("checkpoint", "steps"),
     [({"interval": 100}, 3), ({"interval": 3}, 5), ({"interval": 3}, 3), ({"load_only": True}, 4)],
 )
-def test_going_back_where_no_save_would_overwrite_what_came_later(
-    checkpoint: dict[str, Any], steps: int, finished: Path
-) -> None:
+def test_going_back_where_no_save_would_overwrite_what_came_later(checkpoint, steps, finished):
     run(recipe(finished, steps, checkpoint={"load_step": 2} | checkpoint))
     assert {2, 4} <= set(steps_in(finished))
 
 
-def test_weights_alone_cannot_be_resumed_but_can_start_another_run(tmp_path: Path) -> None:
+def test_weights_alone_cannot_be_resumed_but_can_start_another_run(tmp_path):
     only = {"interval": 100, "last_save_model_only": True, "export_dtype": "bfloat16"}
     trained = run(recipe(tmp_path / "a", checkpoint=only))
     with pytest.raises(ConfigError, match="holds only weights"):
@@ -305,9 +294,7 @@ def test_weights_alone_cannot_be_resumed_but_can_start_another_run(tmp_path: Pat
         choose(recipe(tmp_path / "c", checkpoint=initial | {"initial_load_model_only": False}))
 
 
-def test_a_checkpoint_of_this_run_comes_before_initial_weights(
-    tmp_path: Path, saved: tuple[Path, Any]
-) -> None:
+def test_a_checkpoint_of_this_run_comes_before_initial_weights(tmp_path, saved):
     initial = {"initial_load_path": str(saved[0] / "checkpoint/step-2")}
     assert choose(recipe(tmp_path / "b", checkpoint=initial)).model_only
     run(recipe(tmp_path / "b", checkpoint=initial))
@@ -315,7 +302,7 @@ def test_a_checkpoint_of_this_run_comes_before_initial_weights(
     assert start.path == tmp_path / "b/checkpoint/step-4"
 
 
-def test_everything_of_another_run(tmp_path: Path, saved: tuple[Path, Any]) -> None:
+def test_everything_of_another_run(tmp_path, saved):
     initial = {
         "initial_load_path": str(saved[0] / "checkpoint/step-2"),
         "initial_load_model_only": False,
@@ -330,7 +317,7 @@ def state_of(folder: Path, step: int) -> dict[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def test_parts_left_out_of_loading_start_afresh(finished: Path) -> None:
+def test_parts_left_out_of_loading_start_afresh(finished):
     excluded = {"exclude_from_loading": ["lr_scheduler", "data", "optimizer"]}
     run(recipe(finished, steps=6, checkpoint=excluded))
     state = state_of(finished, 6)
@@ -359,14 +346,12 @@ def test_parts_left_out_of_loading_start_afresh(finished: Path) -> None:
         ),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_named(
-    sections: dict[str, Any], message: str, finished: Path
-) -> None:
+def test_a_checkpoint_that_does_not_fit_is_named(sections, message, finished):
     with pytest.raises(AssertionError, match=message):
         run(recipe(finished, steps=6, checkpoint={"resume": "must"}, **sections))
 
 
-def test_what_is_written_says_what_ran(finished: Path) -> None:
+def test_what_is_written_says_what_ran(finished):
     state = state_of(finished, 4)
     assert state["recipe"]["training.steps"] == 4
     assert state["seed"] == 0
@@ -407,8 +392,8 @@ DAILY += [(Path.unlink, FILES[3]), (Path.unlink, FILES[0])]
 
 @pytest.mark.parametrize(("damage", "name"), tiers(DAMAGES, DAILY))
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
-    damage: Callable[[Path], None], name: str, finished: Path, saved: tuple[Path, Any]
-) -> None:
+    damage, name, finished, saved
+):
     damage(finished / "checkpoint/step-4" / name)
     with pytest.raises((ConfigError, AssertionError), match=f"step-4.*{name}"):
         choose_and_run(recipe(finished, checkpoint={"resume": "must"}))
@@ -420,7 +405,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     assert not any("are of later steps" in line for line in said)  # of none that stays
 
 
-def test_without_a_good_checkpoint_nothing_starts_afresh(finished: Path) -> None:
+def test_without_a_good_checkpoint_nothing_starts_afresh(finished):
     for step in (2, 4):
         flip(finished / f"checkpoint/step-{step}/rank-0.safetensors")
     with pytest.raises(AssertionError, match=r"all checkpoints in \S+ are damaged"):
@@ -428,16 +413,14 @@ def test_without_a_good_checkpoint_nothing_starts_afresh(finished: Path) -> None
     assert steps_in(finished) == [2, 4]
 
 
-def test_damaged_initial_weights_are_refused(tmp_path: Path, finished: Path) -> None:
+def test_damaged_initial_weights_are_refused(tmp_path, finished):
     flip(finished / "checkpoint/step-4/rank-0.safetensors")
     initial = {"initial_load_path": str(finished / "checkpoint")}
     with pytest.raises(AssertionError, match=r"initial_load_path: \S+/step-4/rank-0.safetensors"):
         run(recipe(tmp_path / "b", checkpoint=initial))
 
 
-def test_one_run_at_a_time_writes_into_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_run_at_a_time_writes_into_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "LOCK_SECONDS", 0)
     with lock(tmp_path):
         message = f"another run writes into {tmp_path} \\(process {os.getpid()} on"
@@ -447,9 +430,7 @@ def test_one_run_at_a_time_writes_into_a_folder(
         pass
 
 
-def test_a_lock_that_is_about_to_be_let_go_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_is_about_to_be_let_go_is_waited_for(tmp_path, monkeypatch):
     """As of a process that a killed run has forked, and that is not yet another program."""
     with ExitStack() as killed:
         killed.enter_context(lock(tmp_path))
@@ -458,9 +439,7 @@ def test_a_lock_that_is_about_to_be_let_go_is_waited_for(
             assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_a_run_that_is_ending_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_is_ending_is_waited_for(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO", "torchtitan")
     monkeypatch.setattr(disk, "LOCK_SECONDS", 0)
     with ExitStack() as ending:
@@ -487,7 +466,7 @@ def test_a_run_that_is_ending_is_waited_for(
             pass
 
 
-def test_a_lock_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_lock_leaves_no_trace(tmp_path):
     with lock(tmp_path / "new/run"):
         assert (tmp_path / "new/run/lock").read_text().startswith("process ")
     assert not (tmp_path / "new").exists()
@@ -497,16 +476,14 @@ def test_a_lock_leaves_no_trace(tmp_path: Path) -> None:
     assert (tmp_path / "lock").read_text() == "of a run that was killed"
 
 
-def test_a_folder_that_cannot_be_written_into_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_into_is_refused(tmp_path):
     (tmp_path / "file").touch()
     message = f"job.dump_folder: cannot write into {tmp_path}/file/run: "
     with pytest.raises(ConfigError, match=message), lock(tmp_path / "file" / "run"):
         pass
 
 
-def test_what_cannot_be_deleted_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch, caplog):
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -521,12 +498,12 @@ def test_what_cannot_be_deleted_ends_no_run(
     assert list(saved_steps(tmp_path)) == [4]
 
 
-def test_checkpoints_of_every_so_many_steps_are_kept(tmp_path: Path) -> None:
+def test_checkpoints_of_every_so_many_steps_are_kept(tmp_path):
     run(recipe(tmp_path, steps=7, checkpoint={"interval": 1, "keep_latest_k": 2, "keep_every": 3}))
     assert steps_in(tmp_path) == [3, 6, 7]
 
 
-def test_finished_run_has_nothing_to_do(finished: Path) -> None:
+def test_finished_run_has_nothing_to_do(finished):
     before = (finished / "metrics.jsonl").read_text()
     run(recipe(finished))
     assert (finished / "metrics.jsonl").read_text() == before
@@ -543,7 +520,7 @@ def words_of_a_finished_run(job: JobConfig) -> list[str]:
     return told
 
 
-def test_a_run_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_run_that_is_done_says_how_to_go_on(tmp_path):
     run(recipe(tmp_path, steps=2))
     (told,) = run_ranks(words_of_a_finished_run, 1, recipe(tmp_path, steps=2))
     assert told[-1] == (

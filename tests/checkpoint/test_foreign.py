@@ -23,7 +23,7 @@ Sizes = tuple[int, ...]
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setitem(MODELS, "small", SPEC)
 
 
@@ -67,9 +67,7 @@ def blocks(shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
 
 
 @pytest.mark.parametrize(("files", "embedding_dim"), [(2, 0), (4, 0), (2, 1)])
-def test_files_of_tensor_parallelism_are_joined(
-    files: int, embedding_dim: int, tmp_path: Path
-) -> None:
+def test_files_of_tensor_parallelism_are_joined(files, embedding_dim, tmp_path):
     """Llama 3 splits the embedding by its rows, Llama 2 by its columns."""
     n_kv_heads = {2: "plain", 4: "tied"}  # no fewer heads than files
     folder = meta(tmp_path, files, n_kv_heads[files], embedding_dim)
@@ -78,7 +76,7 @@ def test_files_of_tensor_parallelism_are_joined(
 
 
 @pytest.mark.parametrize("kind", ["hf", "meta", "meta in 2 files"])
-def test_a_block_is_that_of_the_whole(kind: str, tmp_path: Path) -> None:
+def test_a_block_is_that_of_the_whole(kind, tmp_path):
     source: ForeignWeights
     if kind == "hf":
         source = HuggingFaceWeights(hugging_face(tmp_path), [SPEC], "plain")
@@ -93,9 +91,7 @@ def test_a_block_is_that_of_the_whole(kind: str, tmp_path: Path) -> None:
             assert torch.equal(block, tensor[place])
 
 
-def test_a_block_is_read_from_the_heads_it_is_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_read_from_the_heads_it_is_in(tmp_path, monkeypatch):
     source = HuggingFaceWeights(hugging_face(tmp_path), [SPEC], "plain")
     asked: list[tuple[str, Sizes, Sizes]] = []
     block = HuggingFaceWeights._block
@@ -142,7 +138,7 @@ def open_meta(folder: Path, flavor: str | None = "plain") -> list[str]:
     return refusal(folder, lambda: MetaWeights(folder, [SPEC], flavor))
 
 
-def test_every_tensor_that_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_every_tensor_that_does_not_fit_is_told(tmp_path):
     folder = hugging_face(tmp_path)
     tensors = load(folder / "model.safetensors")
     layer = "model.layers.1."
@@ -164,7 +160,7 @@ def test_every_tensor_that_does_not_fit_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_of_many_that_do_not_fit_the_number_is_told(tmp_path: Path) -> None:
+def test_of_many_that_do_not_fit_the_number_is_told(tmp_path):
     folder = hugging_face(tmp_path)
     save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
     told = open_hugging_face(folder)
@@ -193,7 +189,7 @@ def test_of_many_that_do_not_fit_the_number_is_told(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_another_architecture_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_another_architecture_is_refused(change, told, tmp_path):
     folder = hugging_face(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
@@ -236,9 +232,7 @@ TWICE: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("change", "values"), TWICE, ids=str)
-def test_a_fact_with_two_values_is_refused_with_both(
-    change: dict[str, Any], values: list[str], tmp_path: Path
-) -> None:
+def test_a_fact_with_two_values_is_refused_with_both(change, values, tmp_path):
     folder = hugging_face(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))
@@ -246,7 +240,7 @@ def test_a_fact_with_two_values_is_refused_with_both(
     assert all(value in told for value in values), told
 
 
-def test_a_fact_that_is_in_two_places_may_be_equal(tmp_path: Path) -> None:
+def test_a_fact_that_is_in_two_places_may_be_equal(tmp_path):
     folder = hugging_face(tmp_path, "both")
     config = json.loads((folder / "config.json").read_text())
     scaling = {"type": config["rope_scaling"].pop("rope_type"), **config["rope_scaling"]}
@@ -259,9 +253,7 @@ def test_a_fact_that_is_in_two_places_may_be_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["hf", "meta"])
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "model.", "module._orig_mod.model."])
-def test_prefixes_of_wrappers_are_left_out_and_said(
-    prefix: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prefixes_of_wrappers_are_left_out_and_said(prefix, kind, tmp_path, caplog):
     if kind == "hf":
         folder = hugging_face(tmp_path)
         tensors = load(folder / "model.safetensors")
@@ -280,9 +272,7 @@ def test_prefixes_of_wrappers_are_left_out_and_said(
     assert "names are read without wrappers" in caplog.text
 
 
-def test_weights_that_are_there_twice_are_refused_or_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_that_are_there_twice_are_refused_or_said(tmp_path, caplog):
     folder = hugging_face(tmp_path)
     whole = load(folder / "model.safetensors")
     (folder / "pytorch_model.bin").write_bytes(b"not read")
@@ -307,7 +297,7 @@ def test_weights_that_are_there_twice_are_refused_or_said(
     assert f"are both {first}; remove one" in told
 
 
-def test_both_sides_of_a_difference_of_names_are_shown(tmp_path: Path) -> None:
+def test_both_sides_of_a_difference_of_names_are_shown(tmp_path):
     folder = hugging_face(tmp_path)
     tensors = load(folder / "model.safetensors")
     save_file({f"net.{n}": t for n, t in tensors.items()}, folder / "model.safetensors")
@@ -316,7 +306,7 @@ def test_both_sides_of_a_difference_of_names_are_shown(tmp_path: Path) -> None:
     assert sum("unexpected: net." in line for line in told) == 5
 
 
-def test_another_flavor_than_the_one_named_is_refused(tmp_path: Path) -> None:
+def test_another_flavor_than_the_one_named_is_refused(tmp_path):
     assert open_hugging_face(hugging_face(tmp_path, "both"), "plain") == [
         "HERE/config.json: not small plain:",
         "  n_kv_heads is 8 instead of 2",
@@ -326,7 +316,7 @@ def test_another_flavor_than_the_one_named_is_refused(tmp_path: Path) -> None:
     ]
 
 
-def test_the_flavor_that_is_named_tells_the_family(tmp_path: Path) -> None:
+def test_the_flavor_that_is_named_tells_the_family(tmp_path):
     folder = hugging_face(tmp_path, "tied")
     every = [MODELS["llama3"], SPEC]
     told = refusal(folder, lambda: HuggingFaceWeights(folder, every, "plain"))
@@ -334,7 +324,7 @@ def test_the_flavor_that_is_named_tells_the_family(tmp_path: Path) -> None:
     assert HuggingFaceWeights(folder, every).network.flavor == "tied"
 
 
-def test_what_may_be_several_flavors_has_to_be_named(tmp_path: Path) -> None:
+def test_what_may_be_several_flavors_has_to_be_named(tmp_path):
     """Of params.json a tied network is one like any other."""
     flavors = FLAVORS | {"twin": dataclasses.replace(FLAVORS["plain"], tied=True)}
     spec = dataclasses.replace(SPEC, flavors=flavors)
@@ -347,7 +337,7 @@ def test_what_may_be_several_flavors_has_to_be_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hf", "meta"])
-def test_a_tied_matrix_may_be_repeated_but_not_differ(kind: str, tmp_path: Path) -> None:
+def test_a_tied_matrix_may_be_repeated_but_not_differ(kind, tmp_path):
     if kind == "hf":
         folder, name = hugging_face(tmp_path, "tied"), "lm_head.weight"
         path, opened = folder / "model.safetensors", HuggingFaceWeights
@@ -368,7 +358,7 @@ def test_a_tied_matrix_may_be_repeated_but_not_differ(kind: str, tmp_path: Path)
     assert same(everything(opened(folder, [SPEC], "tied")), weights("tied"))
 
 
-def test_files_that_are_not_there_or_not_whole_are_named(tmp_path: Path) -> None:
+def test_files_that_are_not_there_or_not_whole_are_named(tmp_path):
     folder = run(saved(tmp_path / "ours"), tmp_path / "hf", max_shard_size="200KB")
     path = sorted(folder.glob("model-*"))[1]
     data = path.read_bytes()
@@ -392,7 +382,7 @@ class Foreign:
     """Something that reading a pickle would make."""
 
 
-def test_files_of_meta_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_files_of_meta_that_cannot_be_read_are_named(tmp_path):
     folder = meta(tmp_path, 2)
     second = sorted(folder.glob("*.pth"))[1]
     whole = torch.load(second)
@@ -407,7 +397,7 @@ def test_files_of_meta_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert open_meta(folder) == ["HERE/consolidated.01.pth: there is no such file"]
 
 
-def test_blocks_that_make_no_whole_are_told(tmp_path: Path) -> None:
+def test_blocks_that_make_no_whole_are_told(tmp_path):
     folder = meta(tmp_path, 2)
     second = folder / "consolidated.01.pth"
     tensors = torch.load(second)

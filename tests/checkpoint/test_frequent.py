@@ -104,14 +104,14 @@ def held(folder: Path, node: int) -> dict[int, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+def whole(tmp_path_factory):
     """A run on two nodes that is never stopped."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, run(recipe(folder), 0, 1)
 
 
 @pytest.fixture(scope="module")
-def after_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def after_5(tmp_path_factory):
     """A run on two nodes that is killed after its fifth step."""
     folder = tmp_path_factory.mktemp("killed")
     killed(recipe(folder), Death(STEP, 6), 0, 1)
@@ -143,7 +143,7 @@ def is_the_same(folder: Path, ended: Ended, whole: tuple[Path, Ended]) -> None:
     assert all(torch.equal(ended.weights[name], w) for name, w in whole[1].weights.items())
 
 
-def test_each_node_keeps_few_files_of_its_own(whole: tuple[Path, Ended]) -> None:
+def test_each_node_keeps_few_files_of_its_own(whole):
     folder, _ = whole
     # Step 6 is due in both tiers, and is saved once.
     assert held(folder, 0) == {4: [0], 5: [0]}
@@ -156,7 +156,7 @@ def test_each_node_keeps_few_files_of_its_own(whole: tuple[Path, Ended]) -> None
     assert "start" not in rare  # as any version reads it
 
 
-def test_resumes_from_local_disks(after_5: Path, tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+def test_resumes_from_local_disks(after_5, tmp_path, whole):
     copied(after_5, tmp_path)
     ended = run(recipe(tmp_path), 0, 1)
     assert f"resumed from {disk(tmp_path, 0)}/step-5 at step 5" in ended.said
@@ -165,9 +165,7 @@ def test_resumes_from_local_disks(after_5: Path, tmp_path: Path, whole: tuple[Pa
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.gate)])
-def test_lost_node_costs_the_steps_since_the_rare_checkpoint(
-    lost: int, after_5: Path, tmp_path: Path, whole: tuple[Path, Ended]
-) -> None:
+def test_lost_node_costs_the_steps_since_the_rare_checkpoint(lost, after_5, tmp_path, whole):
     copied(after_5, tmp_path, lost)
     ended = run(recipe(tmp_path), 0, 1)
     (line,) = (line for line in ended.said if "is lost" in line)
@@ -177,16 +175,14 @@ def test_lost_node_costs_the_steps_since_the_rare_checkpoint(
     assert held(tmp_path, 1 - lost) == {4: [1 - lost], 5: [1 - lost]}
 
 
-def test_no_disk_is_left(after_5: Path, tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+def test_no_disk_is_left(after_5, tmp_path, whole):
     copied(after_5, tmp_path, 0, 1)
     ended = run(recipe(tmp_path), 0, 1)
     assert any("no node holds a checkpoint of this run" in line for line in ended.said)
     is_the_same(tmp_path, ended, whole)
 
 
-def test_node_that_comes_back_does_not_bring_back_the_past(
-    after_5: Path, tmp_path: Path, whole: tuple[Path, Ended]
-) -> None:
+def test_node_that_comes_back_does_not_bring_back_the_past(after_5, tmp_path, whole):
     copied(after_5, tmp_path)
     for node in range(2):
         shutil.move(tmp_path / f"disk-{node}", tmp_path / f"away-{node}")
@@ -199,7 +195,7 @@ def test_node_that_comes_back_does_not_bring_back_the_past(
     is_the_same(tmp_path, ended, whole)
 
 
-def test_past_of_a_run() -> None:
+def test_past_of_a_run():
     starts = [("a", 0), ("b", 4), ("c", 6)]
     assert [is_past(starts, "a", step) for step in (3, 4, 5)] == [True, True, False]
     assert [is_past(starts, "b", step) for step in (6, 7)] == [True, False]
@@ -207,9 +203,7 @@ def test_past_of_a_run() -> None:
     assert not is_past(starts, "d", 1)
 
 
-def test_damaged_file_is_named_and_the_one_before_is_used(
-    after_5: Path, tmp_path: Path, whole: tuple[Path, Ended]
-) -> None:
+def test_damaged_file_is_named_and_the_one_before_is_used(after_5, tmp_path, whole):
     copied(after_5, tmp_path)
     path = disk(tmp_path, 1) / "step-5/rank-1.safetensors"
     data = bytearray(path.read_bytes())
@@ -224,9 +218,7 @@ def test_damaged_file_is_named_and_the_one_before_is_used(
 
 
 @pytest.mark.parametrize("name", ["tensors.json", "train_state.json", "manifest.json"])
-def test_damaged_description_costs_a_checkpoint(
-    name: str, after_5: Path, tmp_path: Path, whole: tuple[Path, Ended]
-) -> None:
+def test_damaged_description_costs_a_checkpoint(name, after_5, tmp_path, whole):
     copied(after_5, tmp_path)
     path = disk(tmp_path, 0) / "step-5" / name
     path.write_text(path.read_text().replace("0", "1"))
@@ -243,9 +235,7 @@ def test_damaged_description_costs_a_checkpoint(
         [("FSDP 2", (1, 0))],
     ),
 )
-def test_files_of_other_ranks_do_not_count(
-    layout: str, disks: tuple[int, ...], after_5: Path, tmp_path: Path, whole: tuple[Path, Ended]
-) -> None:
+def test_files_of_other_ranks_do_not_count(layout, disks, after_5, tmp_path, whole):
     """Nodes in another order, another layout, or one node alone."""
     copied(after_5, tmp_path)
     ended = run(recipe(tmp_path, layout), *disks)
@@ -274,18 +264,14 @@ DEATHS = {
         [(when, "disabled") for when in DEATHS if "manifest" not in when and "read" not in when],
     ),
 )
-def test_killed_during_a_save(
-    when: str, mode: str, tmp_path: Path, whole: tuple[Path, Ended]
-) -> None:
+def test_killed_during_a_save(when, mode, tmp_path, whole):
     killed(recipe(tmp_path, mode=mode), DEATHS[when], 0, 1)
     ended = run(recipe(tmp_path, mode=mode), 0, 1)
     assert any(line.startswith("resumed from") for line in ended.said)
     is_the_same(tmp_path, ended, whole)
 
 
-def test_tools_tell_what_is_on_this_node(
-    after_5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tools_tell_what_is_on_this_node(after_5, tmp_path, capsys):
     copied(after_5, tmp_path)
     own = disk(tmp_path, 0)
     history = tmp_path / "run/checkpoint/frequent.json"
@@ -307,7 +293,7 @@ def test_tools_tell_what_is_on_this_node(
     assert "step-5/rank-0.safetensors: damaged" in capsys.readouterr().out
 
 
-def test_folder_that_all_share_is_one_node(tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+def test_folder_that_all_share_is_one_node(tmp_path, whole):
     job = recipe(tmp_path, folder="often")
     with pytest.raises(AssertionError, match="ended with status -9"):
         run_ranks(shared, 2, job, Death(STEP, 5))
@@ -347,7 +333,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_refuses(message: str, tmp_path: Path) -> None:
+def test_refuses(message, tmp_path):
     frequent, checkpoint = REFUSED[message]
     keys = {"enable": True, "interval": 4, "frequent": frequent} | checkpoint
     found = tiny.problems(tiny.job(tmp_path, checkpoint=keys))
@@ -365,7 +351,7 @@ def on_a_full_disk(job: JobConfig) -> Ended:
     return on_nodes(job, (0, 1))
 
 
-def test_full_disk_of_one_node_costs_a_save(tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+def test_full_disk_of_one_node_costs_a_save(tmp_path, whole):
     job = recipe(tmp_path, keep_latest_k=8)
     once = job.checkpoint.model_copy(update={"save_attempts": 1})
     ended = run_ranks(on_a_full_disk, 2, job.model_copy(update={"checkpoint": once}))[0]
@@ -383,9 +369,7 @@ def test_full_disk_of_one_node_costs_a_save(tmp_path: Path, whole: tuple[Path, E
         "torchtitan.checkpoint.tiers:FrequentTier._clear",
     ],
 )
-def test_killed_while_it_resumes(
-    place: str, after_5: Path, tmp_path: Path, whole: tuple[Path, Ended]
-) -> None:
+def test_killed_while_it_resumes(place, after_5, tmp_path, whole):
     copied(after_5, tmp_path)
     killed(recipe(tmp_path), Death(place, 1, (1,)), 0, 1)
     is_the_same(tmp_path, run(recipe(tmp_path), 0, 1), whole)
@@ -394,7 +378,7 @@ def test_killed_while_it_resumes(
 @pytest.mark.parametrize(
     "layout", tiers(["FSDP 4", "FSDP 2 x TP 2", "HSDP 2 x 2"], [], gate=["HSDP 2 x 2"])
 )
-def test_two_nodes_of_two_ranks(layout: str, tmp_path: Path, whole: tuple[Path, Ended]) -> None:
+def test_two_nodes_of_two_ranks(layout, tmp_path, whole):
     """Each node writes what its ranks hold, once."""
     job = recipe(tmp_path, layout, "async")
     killed(job, Death(STEP, 6), 0, 0, 1, 1)

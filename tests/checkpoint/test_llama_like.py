@@ -53,7 +53,7 @@ def convert(source: Path, destination: Path, *words: str) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers_there_and_back(case: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers_there_and_back(case, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from torchtitan.tools.inference import InferenceModel, ModelLocation, find_model
@@ -73,7 +73,7 @@ def test_logits_are_those_of_transformers_there_and_back(case: str, tmp_path: Pa
         torch.testing.assert_close(theirs(TOKENS).logits, expected, atol=1e-5, rtol=0)
 
 
-def test_window_matters() -> None:
+def test_window_matters():
     """Or the comparison above would not see it."""
     model = model_of("mistral")
     with torch.no_grad():
@@ -82,9 +82,7 @@ def test_window_matters() -> None:
         assert (model(TOKENS).logits - windowed).abs().max() > 1e-2
 
 
-def test_a_recipe_with_the_section_trains_from_the_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_with_the_section_trains_from_the_weights(tmp_path, capsys, monkeypatch):
     source = folder_of(tmp_path / "hf")
     train_bpe(["a text of some words\n" * 9], 280, source / "tokenizer.json")
     ours = convert(source, tmp_path / "ours")
@@ -140,15 +138,13 @@ last_save_in_hf = true
         assert all(torch.equal(exported[key], wanted[key]) for key in wanted)
 
 
-def test_without_a_tokenizer_the_section_says_so(tmp_path: Path) -> None:
+def test_without_a_tokenizer_the_section_says_so(tmp_path):
     ours = convert(folder_of(tmp_path / "hf"), tmp_path / "ours")
     last = (ours / "model_section.toml").read_text().splitlines()[-1]
     assert last.startswith("# tokenizer_path: there was none next to the weights")
 
 
-def test_only_weights_from_elsewhere_have_a_section(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_weights_from_elsewhere_have_a_section(tmp_path, capsys):
     ours = convert(folder_of(tmp_path / "hf"), tmp_path / "ours")
     capsys.readouterr()
     back = convert(ours, tmp_path / "back", "--to", "hf")
@@ -217,15 +213,11 @@ def refused(capsys: pytest.CaptureFixture[str], source: Path) -> list[str]:
     ],
     ids=["architecture", "options", "sizes", "tensors"],
 )
-def test_a_folder_that_cannot_be_taken_is_refused_in_words(
-    changes: dict[str, Any], told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_taken_is_refused_in_words(changes, told, tmp_path, capsys):
     assert refused(capsys, folder_of(tmp_path / "hf", **changes)) == told
 
 
-def test_a_config_that_is_no_object_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_that_is_no_object_is_refused(tmp_path, capsys):
     folder = folder_of(tmp_path / "hf")
     (folder / "config.json").write_text("[]")
     assert refused(capsys, folder) == ["error: HERE/config.json: not a JSON object"]
@@ -234,7 +226,7 @@ def test_a_config_that_is_no_object_is_refused(
     assert first == "error: HERE/config.json: architectures: got nothing"
 
 
-def test_an_empty_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_file_is_refused(tmp_path, capsys):
     folder = folder_of(tmp_path / "hf")
     (folder / "model.safetensors").write_bytes(b"")
     (told,) = refused(capsys, folder)
@@ -244,9 +236,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
 
 
-def test_tensors_that_are_missing_or_of_another_shape_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensors_that_are_missing_or_of_another_shape_are_named(tmp_path, capsys):
     folder = folder_of(tmp_path / "hf")
     tensors = {name: t.clone() for name, t in load_file(folder / "model.safetensors").items()}
     del tensors["model.norm.weight"]

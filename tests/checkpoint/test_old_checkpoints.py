@@ -28,7 +28,7 @@ TWO = {
 
 
 @pytest.fixture(autouse=True)
-def where_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def where_it_was_written(monkeypatch):
     """The recipe names its text and its model as they are there."""
     monkeypatch.chdir(EARLIER)
     monkeypatch.syspath_prepend(str(EARLIER))
@@ -54,12 +54,12 @@ def recorded(commit: str) -> list[dict[str, float]]:
     ]
 
 
-def test_the_versions_that_are_promised() -> None:
+def test_the_versions_that_are_promised():
     assert {"6ebf193", "38f6c66", "ff7c037", "c54eb56"} <= set(COMMITS)
 
 
 @pytest.mark.parametrize("layout", tiers(["one rank", *TWO], ["one rank", "FSDP"]))
-def test_it_goes_on_with_the_same_numbers(layout: str, tmp_path: Path) -> None:
+def test_it_goes_on_with_the_same_numbers(layout, tmp_path):
     jobs = [resumed(commit, tmp_path / commit, layout) for commit in COMMITS]
     run_ranks(train_each, 1 + (layout in TWO), jobs)
     for commit in COMMITS:
@@ -71,7 +71,7 @@ def test_it_goes_on_with_the_same_numbers(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("commit", COMMITS)
-def test_it_keeps_the_separators_of_its_documents(commit: str, tmp_path: Path) -> None:
+def test_it_keeps_the_separators_of_its_documents(commit, tmp_path):
     """Which were added wherever the tokenizer had them, whatever it said."""
     job = resumed(commit, tmp_path, "one rank")
     assert (job.data.add_bos, job.data.add_eos) == (None, None)
@@ -83,7 +83,7 @@ def test_it_keeps_the_separators_of_its_documents(commit: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize("part", ["optimizer", "data"])
-def test_the_numbers_show_what_is_not_loaded(commit: str, part: str, tmp_path: Path) -> None:
+def test_the_numbers_show_what_is_not_loaded(commit, part, tmp_path):
     left_out = f"--checkpoint.exclude_from_loading={part}"
     run_ranks(train, 1, resumed(commit, tmp_path, "one rank", left_out))
     found, expected = (curve(each, "loss") for each in (rows(tmp_path), recorded(commit)))
@@ -91,7 +91,7 @@ def test_the_numbers_show_what_is_not_loaded(commit: str, part: str, tmp_path: P
 
 
 @pytest.mark.parametrize("commit", COMMITS)
-def test_its_digests_are_verified(commit: str, tmp_path: Path) -> None:
+def test_its_digests_are_verified(commit, tmp_path):
     path = EARLIER / commit / "checkpoint/step-3"
     assert inspection.verify(path) == (True, [f"{path}: OK"])
     saved = SavedTensors(path)

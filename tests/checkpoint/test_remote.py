@@ -37,7 +37,7 @@ from torchtitan.train import choose
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def quick(monkeypatch, caplog):
     """Attempts follow each other at once, and all that is logged is kept."""
     caplog.set_level("INFO", "torchtitan")
     monkeypatch.setattr(remote, "RETRY_SECONDS", 0.0)
@@ -46,13 +46,13 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.fixture(params=["store", pytest.param("memory", marks=pytest.mark.gate)])
-def store(request: pytest.FixtureRequest) -> Iterator[Path]:
+def store(request):
     """A folder in the memory of this process."""
     yield from folder_on(request.param)
 
 
 @pytest.fixture
-def own_store() -> Iterator[Path]:
+def own_store():
     """A folder in the store that can be told to fail."""
     yield from folder_on("store")
 
@@ -78,9 +78,7 @@ def copy(folder: Path, destination: Path) -> Path:
     return destination
 
 
-def test_rare_checkpoints_in_a_store_and_frequent_ones_on_disk(
-    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rare_checkpoints_in_a_store_and_frequent_ones_on_disk(store, tmp_path, caplog):
     job = on(store, tmp_path, checkpoint={"frequent": {"interval": 1}})
     whole = train(job)
     assert list(saved_steps(store)) == [2, 4]
@@ -98,9 +96,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize(
     ("store", "mode"), [("store", "disabled"), ("memory", "async")], indirect=["store"]
 )
-def test_a_run_is_saved_in_a_store_and_resumed_as_from_a_disk(
-    mode: str, store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_is_saved_in_a_store_and_resumed_as_from_a_disk(mode, store, tmp_path, caplog):
     whole = train(recipe(tmp_path / "disk", steps=6))
     train(on(store, tmp_path / "run", checkpoint={"async_mode": mode}))
     assert list(saved_steps(store)) == [2, 4]
@@ -115,9 +111,7 @@ def test_a_run_is_saved_in_a_store_and_resumed_as_from_a_disk(
     assert (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_a_damaged_checkpoint_in_a_store_is_set_aside(
-    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_in_a_store_is_set_aside(store, tmp_path, caplog):
     whole = train(on(store, tmp_path))
     flip(store / "step-4/rank-0.safetensors")
     with pytest.raises(ConfigError, match="step-4"):
@@ -131,9 +125,7 @@ def test_a_damaged_checkpoint_in_a_store_is_set_aside(
     assert list(saved_steps(store)) == [2, 4]
 
 
-def test_a_folder_is_a_checkpoint_from_the_moment_its_manifest_is_there(
-    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_is_a_checkpoint_from_the_moment_its_manifest_is_there(store, tmp_path, caplog):
     train(on(store, tmp_path))
     (store / "step-4/manifest.json").unlink()
     assert list(saved_steps(store)) == [2]
@@ -144,16 +136,14 @@ def test_a_folder_is_a_checkpoint_from_the_moment_its_manifest_is_there(
     assert not (store / "step-4").exists()
 
 
-def test_checkpoints_in_a_store_are_kept_and_deleted_as_on_a_disk(
-    store: Path, tmp_path: Path
-) -> None:
+def test_checkpoints_in_a_store_are_kept_and_deleted_as_on_a_disk(store, tmp_path):
     keep = {"interval": 1, "keep_latest_k": 2, "keep_every": 3}
     train(on(store, tmp_path, steps=7, checkpoint=keep))
     assert list(saved_steps(store)) == [3, 6, 7]
     assert not (store / "step-5").exists()
 
 
-def test_the_policies_of_a_start_hold_in_a_store(store: Path, tmp_path: Path) -> None:
+def test_the_policies_of_a_start_hold_in_a_store(store, tmp_path):
     with pytest.raises(ConfigError, match=r'got "must", but there is no checkpoint in \w+://'):
         choose(on(store, tmp_path, checkpoint={"resume": "must"}))
     train(on(store, tmp_path))
@@ -167,7 +157,7 @@ def test_the_policies_of_a_start_hold_in_a_store(store: Path, tmp_path: Path) ->
     assert list(saved_steps(store)) == [2, 4]
 
 
-def test_another_run_starts_from_weights_in_a_store(store: Path, tmp_path: Path) -> None:
+def test_another_run_starts_from_weights_in_a_store(store, tmp_path):
     whole = train(on(store, tmp_path / "a"))
     frozen = {"name": "SGD", "lr": 1e-30, "weight_decay": 0.0}
     initial = {"initial_load_path": str(store), "enable": False}
@@ -180,9 +170,7 @@ def test_another_run_starts_from_weights_in_a_store(store: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("flavor", ["plain", "tied"])
-def test_weights_of_hugging_face_are_read_from_a_store(
-    flavor: str, store: Path, tmp_path: Path
-) -> None:
+def test_weights_of_hugging_face_are_read_from_a_store(flavor, store, tmp_path):
     ours = small_weights.saved(tmp_path / "ours", flavor)
     local = small_weights.run(ours, tmp_path / "hf", max_shard_size="200KB")
     there = copy(local, store / "hf")
@@ -194,9 +182,7 @@ def test_weights_of_hugging_face_are_read_from_a_store(
     assert torch.equal(part, expected[name][8:32, 16:48])
 
 
-def test_damaged_weights_of_hugging_face_in_a_store_are_refused(
-    store: Path, tmp_path: Path
-) -> None:
+def test_damaged_weights_of_hugging_face_in_a_store_are_refused(store, tmp_path):
     local = small_weights.run(small_weights.saved(tmp_path / "ours"), tmp_path / "hf")
     there = copy(local, store / "hf")
     file = there / "model.safetensors"
@@ -212,14 +198,12 @@ def test_damaged_weights_of_hugging_face_in_a_store_are_refused(
         HuggingFaceWeights(there, [small_weights.SPEC])
 
 
-def test_weights_of_meta_in_a_store_are_refused_in_words(store: Path) -> None:
+def test_weights_of_meta_in_a_store_are_refused_in_words(store):
     with pytest.raises(ConfigError, match=r"Meta's files can only be read from a disk; copy them"):
         MetaWeights(store, [small_weights.SPEC])
 
 
-def test_tools_look_at_checkpoints_in_a_store(
-    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tools_look_at_checkpoints_in_a_store(store, tmp_path, capsys):
     train(on(store, tmp_path))
     assert main(["checkpoint", "ls", str(store)]) == 0
     assert "complete" in capsys.readouterr().out
@@ -230,7 +214,7 @@ def test_tools_look_at_checkpoints_in_a_store(
     assert "its bytes differ from those saved" in capsys.readouterr().out
 
 
-def test_weights_are_converted_from_a_store_and_into_one(store: Path, tmp_path: Path) -> None:
+def test_weights_are_converted_from_a_store_and_into_one(store, tmp_path):
     ours = copy(small_weights.saved(tmp_path / "ours"), store / "ours")
     there = small_weights.run(ours, store / "hf")
     small_weights.run(tmp_path / "ours", tmp_path / "hf")
@@ -244,7 +228,7 @@ def test_weights_are_converted_from_a_store_and_into_one(store: Path, tmp_path: 
         small_weights.run(ours, store / "hf")
 
 
-def test_the_last_weights_are_exported_to_a_store(store: Path, tmp_path: Path) -> None:
+def test_the_last_weights_are_exported_to_a_store(store, tmp_path):
     (store / "step-4-hf/model.safetensors").write_bytes(b"of an export that was killed")
     exports = {"last_save_in_hf": True}
     train(on(store, tmp_path / "a", checkpoint=exports))
@@ -254,9 +238,7 @@ def test_the_last_weights_are_exported_to_a_store(store: Path, tmp_path: Path) -
             assert (store / "step-4-hf" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_store_that_fails_for_a_moment_is_asked_again(
-    own_store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_fails_for_a_moment_is_asked_again(own_store, tmp_path, caplog):
     ObjectStore.break_down("pipe_file", within="manifest.json", times=2)
     train(on(own_store, tmp_path))
     ObjectStore.break_down("open", within="step-6/rank-0", times=2)
@@ -269,9 +251,7 @@ def test_a_store_that_fails_for_a_moment_is_asked_again(
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("what", ["rank-0.safetensors", "tensors.json", "manifest.json"])
-def test_a_store_that_fails_does_not_stop_training(
-    mode: str, what: str, own_store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_fails_does_not_stop_training(mode, what, own_store, tmp_path, caplog):
     ObjectStore.break_down("open", "pipe_file", within=f"step-4/{what}")
     train(on(own_store, tmp_path, steps=6, checkpoint={"async_mode": mode}))
     assert any(
@@ -283,16 +263,14 @@ def test_a_store_that_fails_does_not_stop_training(
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_run_whose_last_state_no_store_takes_says_so(own_store: Path, tmp_path: Path) -> None:
+def test_a_run_whose_last_state_no_store_takes_says_so(own_store, tmp_path):
     ObjectStore.break_down("open", "pipe_file", "rm", within="step-4/")
     with pytest.raises(SaveFailed, match="step 4 could not be saved"):
         train(on(own_store, tmp_path))
     assert list(saved_steps(own_store)) == [2]
 
 
-def test_what_cannot_be_read_back_is_not_taken_for_damaged(
-    own_store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_read_back_is_not_taken_for_damaged(own_store, tmp_path, caplog):
     ObjectStore.break_down("cat_file", "ls", within="step-4")
     train(on(own_store, tmp_path, checkpoint={"keep_latest_k": 1}))
     assert "step-4 could not be read back, so older checkpoints are kept" in caplog.text
@@ -300,9 +278,7 @@ def test_what_cannot_be_read_back_is_not_taken_for_damaged(
     assert list(saved_steps(own_store)) == [2, 4]
 
 
-def test_a_store_that_cannot_be_read_at_the_start_is_refused_in_words(
-    own_store: Path, tmp_path: Path
-) -> None:
+def test_a_store_that_cannot_be_read_at_the_start_is_refused_in_words(own_store, tmp_path):
     train(on(own_store, tmp_path))
     for method in ("ls", "info", "cat_file"):
         ObjectStore.break_down(method)
@@ -318,9 +294,7 @@ def test_a_store_that_cannot_be_read_at_the_start_is_refused_in_words(
     assert list(saved_steps(own_store)) == [2, 4]  # none was set aside
 
 
-def test_training_goes_on_while_a_slow_store_is_written_to(
-    own_store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_goes_on_while_a_slow_store_is_written_to(own_store, tmp_path, caplog):
     def wait(method: str, path: str) -> None:
         until = time.monotonic() + 60
         while method == "open" and "step-2/" in path and "step 3/4" not in caplog.text:
@@ -332,9 +306,7 @@ def test_training_goes_on_while_a_slow_store_is_written_to(
     assert list(saved_steps(own_store)) == [2, 4]
 
 
-def test_old_checkpoints_that_cannot_be_deleted_end_no_run(
-    own_store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_old_checkpoints_that_cannot_be_deleted_end_no_run(own_store, tmp_path, caplog):
     ObjectStore.break_down("rm", within="step-2/rank-0")
     train(on(own_store, tmp_path, checkpoint={"keep_latest_k": 1}))
     assert "could not delete old checkpoints" in caplog.text
@@ -349,7 +321,7 @@ def sharded(folder: str, dump_folder: Path, steps: int = 4) -> JobConfig:
     return on(location(folder), dump_folder, steps, parallelism=two)
 
 
-def test_ranks_write_their_own_files_and_others_read_them(tmp_path: Path) -> None:
+def test_ranks_write_their_own_files_and_others_read_them(tmp_path):
     """Through fsspec, by `file://`: processes of a test share no memory."""
     store = f"file://{tmp_path}/store"
     jobs = [
@@ -383,7 +355,7 @@ def refusal(job: JobConfig, fails: bool = False) -> str:
     return "trained"
 
 
-def test_ranks_whose_store_is_not_the_same_are_refused(tmp_path: Path) -> None:
+def test_ranks_whose_store_is_not_the_same_are_refused(tmp_path):
     found = run_ranks(refusal, 2, sharded("memory://somewhere", tmp_path))
     assert found[0] == found[1]
     assert "checkpoint.folder: rank 1 cannot write into memory://somewhere" in found[0]
@@ -393,7 +365,7 @@ def trained_and_refused(first: JobConfig, second: JobConfig) -> tuple[str, str]:
     return refusal(first), refusal(second, fails=True)
 
 
-def test_a_store_that_fails_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
+def test_a_store_that_fails_on_one_rank_is_told_by_all(tmp_path):
     store = f"file://{tmp_path}/store"
     jobs = (sharded(store, tmp_path, steps) for steps in (2, 4))
     found = run_ranks(trained_and_refused, 2, *jobs)
@@ -403,7 +375,7 @@ def test_a_store_that_fails_on_one_rank_is_told_by_all(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_requests(monkeypatch: pytest.MonkeyPatch) -> int:
+def small_requests(monkeypatch):
     """Bytes of a request."""
     for module in (remote, ranges):
         monkeypatch.setattr(module, "PART", 4096)
@@ -418,9 +390,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor]) -> SavedTensors:
     return found
 
 
-def test_of_a_tensor_in_a_store_only_the_block_is_read(
-    own_store: Path, small_requests: int
-) -> None:
+def test_of_a_tensor_in_a_store_only_the_block_is_read(own_store, small_requests):
     whole = torch.arange(512 * 256, dtype=torch.float32).view(512, 256)
     saved = write(own_store / "step-0", {"model.a": whole})
     assert torch.equal(saved.read("model.a", (128, 0), (32, 256)), whole[128:160])
@@ -430,8 +400,8 @@ def test_of_a_tensor_in_a_store_only_the_block_is_read(
 
 
 def test_columns_of_a_matrix_in_a_store_need_no_more_memory_than_they_have(
-    own_store: Path, small_requests: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    own_store, small_requests, monkeypatch
+):
     whole = torch.arange(512 * 256, dtype=torch.float32).view(512, 256)
     saved = write(own_store / "step-0", {"model.a": whole})
     fetched: list[int] = []
@@ -447,7 +417,7 @@ def test_columns_of_a_matrix_in_a_store_need_no_more_memory_than_they_have(
     assert max(fetched) <= ranges.SPAN < part.nbytes
 
 
-def test_small_tensors_in_a_store_are_read_together(own_store: Path, small_requests: int) -> None:
+def test_small_tensors_in_a_store_are_read_together(own_store, small_requests):
     norms = {f"model.{n:03}": torch.full((16,), float(n)) for n in range(200)}
     saved = write(own_store / "step-0", norms)
     assert all(torch.equal(saved.read(name), norm) for name, norm in norms.items())
@@ -458,7 +428,7 @@ def test_small_tensors_in_a_store_are_read_together(own_store: Path, small_reque
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8"])
-def test_scalars_and_empty_tensors_in_a_store(dtype: str, own_store: Path) -> None:
+def test_scalars_and_empty_tensors_in_a_store(dtype, own_store):
     kind = getattr(torch, dtype)
     tensors = {"model.a": torch.tensor(3, dtype=kind), "model.b": torch.empty((0, 4), dtype=kind)}
     saved = write(own_store / "step-0", {**tensors, "model.c": torch.arange(7).to(kind)})
@@ -468,9 +438,7 @@ def test_scalars_and_empty_tensors_in_a_store(dtype: str, own_store: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_checkpoints_of_dcp_in_a_store_are_read(
-    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_of_dcp_in_a_store_are_read(store, tmp_path, capsys):
     state = {"model": {"w": torch.randn(300, 40)}, "step": torch.tensor(7), "words": ["a", 1]}
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
     there = copy(tmp_path / "dcp", store / "dcp")
@@ -485,9 +453,7 @@ def test_checkpoints_of_dcp_in_a_store_are_read(
     assert main(["checkpoint", "verify", str(there)]) == 1
 
 
-def test_the_state_of_a_checkpoint_in_a_store_is_replaced_as_a_rollback_does(
-    store: Path, tmp_path: Path
-) -> None:
+def test_the_state_of_a_checkpoint_in_a_store_is_replaced_as_a_rollback_does(store, tmp_path):
     train(on(store, tmp_path))
     path = store / "step-4"
     state = read_state(path, read_manifest(path))
@@ -499,9 +465,7 @@ def test_the_state_of_a_checkpoint_in_a_store_is_replaced_as_a_rollback_does(
     assert choose(on(store, tmp_path, steps=6)).path == path
 
 
-def test_weights_for_a_store_are_written_where_tmpdir_says(
-    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_for_a_store_are_written_where_tmpdir_says(store, tmp_path, monkeypatch, caplog):
     (tmp_path / "spool").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "spool"))
     monkeypatch.setattr(tempfile, "tempdir", None)

@@ -106,7 +106,7 @@ def flavor_of(*names: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def straights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def straights(tmp_path_factory):
     """Four steps of each flavor on one rank."""
     folder = tmp_path_factory.mktemp("straight")
     found = {flavor: folder / flavor for flavor in ("flat", "deep")}
@@ -119,7 +119,7 @@ def straights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     "pairs",
     groups([(n, n) for n in BITWISE], [(n, n) for n in (ALONE, "FSDP 2", "PP 2, 1F1B")], []),
 )
-def test_same_layout_is_bitwise_the_same(pairs: Pairs, tmp_path: Path) -> None:
+def test_same_layout_is_bitwise_the_same(pairs, tmp_path):
     names = [name for name, _ in pairs]
     jobs = [
         recipe(tmp_path / name / part, LAYOUTS[name], steps, "flat")
@@ -146,9 +146,7 @@ def is_bitwise_the_same(halves: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("pairs", groups(PAIRS, DAILY, GATE))
-def test_another_layout_goes_on_with_the_same_run(
-    pairs: Pairs, tmp_path: Path, straights: dict[str, Path]
-) -> None:
+def test_another_layout_goes_on_with_the_same_run(pairs, tmp_path, straights):
     here = LAYOUTS[pairs[0][1]].ranks
     first: dict[int, list[JobConfig]] = {}
     then: list[JobConfig] = []
@@ -181,7 +179,7 @@ def is_the_same_run(folder: Path, straight: Path) -> None:
     assert positions[0] == positions[1], folder
 
 
-def test_pairs_are_many_and_every_axis_is_left_and_entered() -> None:
+def test_pairs_are_many_and_every_axis_is_left_and_entered():
     assert len(set(PAIRS)) >= 20
     for axis in ("pp", "replicate", "shard", "cp", "tp"):
         befores, afters = (
@@ -192,7 +190,7 @@ def test_pairs_are_many_and_every_axis_is_left_and_entered() -> None:
         assert max(afters) >= 2
 
 
-def test_lanes_carry_a_run_over_to_another_global_batch(tmp_path: Path) -> None:
+def test_lanes_carry_a_run_over_to_another_global_batch(tmp_path):
     lanes = {"data": {"lanes": 16}}
     run_ranks(train, 1, recipe(tmp_path, LAYOUTS[ALONE], 2, "flat", **lanes))
     half = {"training": {"steps": 4, "global_batch_size": 4}}
@@ -201,7 +199,7 @@ def test_lanes_carry_a_run_over_to_another_global_batch(tmp_path: Path) -> None:
     assert state["data"]["samples"] == 2 * 8 + 2 * 4
 
 
-def test_curve_past_the_last_checkpoint_is_replaced_not_repeated(tmp_path: Path) -> None:
+def test_curve_past_the_last_checkpoint_is_replaced_not_repeated(tmp_path):
     run_ranks(train, 1, recipe(tmp_path, LAYOUTS[ALONE], 3, "flat"))
     # As after a kill: step 3 was logged but its checkpoint does not exist.
     shutil.rmtree(tmp_path / "checkpoint/step-3")

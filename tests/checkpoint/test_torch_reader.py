@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +97,7 @@ def run_each(folder: Path, kinds: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     """A folder with a run of each recipe; those on as many ranks share their processes."""
     folder = tmp_path_factory.mktemp("runs")
     for ranks in (1, 2, 4):
@@ -109,7 +108,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.costs("a run of each recipe, on up to four ranks")
 @pytest.mark.parametrize("kind", RECIPES)
-def test_torch_opens_what_any_recipe_saves(kind: str, runs: Path) -> None:
+def test_torch_opens_what_any_recipe_saves(kind, runs):
     path = runs / kind / "checkpoint/step-2"
     assert same(loaded(path), path)
 
@@ -122,7 +121,7 @@ def opens_what_a_recipe_saves(
     assert same(loaded(path), path)
 
 
-def test_torch_opens_converted_weights(tmp_path: Path) -> None:
+def test_torch_opens_converted_weights(tmp_path):
     path = saved_weights(tmp_path / "ours", "tied")
     assert same(loaded(path), path)
 
@@ -131,7 +130,7 @@ def test_torch_opens_converted_weights(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, runs: Path) -> Path:
+def page(tmp_path_factory, runs):
     """A folder with the script and with the checkpoint that it opens."""
     folder = tmp_path_factory.mktemp("page")
     found = (block for block in blocks(ROOT / "docs/weights.md") if block.language == "python")
@@ -177,9 +176,7 @@ def run_alone(world: dict[str, str], folder: Path) -> int:
     ("ranks", "run"),
     [(1, run_forked), (2, run_forked), pytest.param(2, run_alone, marks=pytest.mark.slow)],
 )
-def test_script_of_the_documentation_opens_it_without_torchtitan(
-    ranks: int, run: Callable[[dict[str, str], Path], int], page: Path
-) -> None:
+def test_script_of_the_documentation_opens_it_without_torchtitan(ranks, run, page):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -195,7 +192,7 @@ def test_script_of_the_documentation_opens_it_without_torchtitan(
 # --- what is kept ---
 
 
-def test_files_without_sharding_information_are_still_read(page: Path, tmp_path: Path) -> None:
+def test_files_without_sharding_information_are_still_read(page, tmp_path):
     """Where pieces had names such as `a[0:4]`, as they had in checkpoints of before."""
     path = Path(shutil.copytree(page / "outputs/source/checkpoint/step-2", tmp_path / "step-2"))
     wanted = {n: SavedTensors(path).read(n).clone() for n in SavedTensors(path).shapes()}
@@ -219,7 +216,7 @@ def test_files_without_sharding_information_are_still_read(page: Path, tmp_path:
     assert same(wanted, path)
 
 
-def test_a_file_has_one_piece_of_a_tensor(tmp_path: Path) -> None:
+def test_a_file_has_one_piece_of_a_tensor(tmp_path):
     """Its name in the file is that of the tensor, so a second one would replace the first."""
     halves = [(Piece("a", torch.float32, (4,), (at,), (2,)), torch.zeros(2)) for at in (0, 2)]
     with pytest.raises(AssertionError, match="one piece of each tensor"):

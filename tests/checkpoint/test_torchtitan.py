@@ -57,7 +57,7 @@ State = dict[str, Any]
         (None, "rng.0.cpu"),
     ],
 )
-def test_tensors_have_one_name_here_and_one_there(theirs: str | None, ours: str | None) -> None:
+def test_tensors_have_one_name_here_and_one_there(theirs, ours):
     assert theirs is None or to_ours(theirs) == ours
     assert ours is None or to_theirs(ours) == theirs
 
@@ -85,7 +85,7 @@ class Theirs(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
+def theirs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("theirs")
     run = TorchTitanRun(recipe(folder))
     seed = save(folder / "seed/step-0", {**run.state(), "train_state.step": 0})
@@ -117,9 +117,7 @@ def resumed(
 
 
 @pytest.mark.parametrize("names", [[ALONE], ["FSDP 2", "TP 2", "PP 2, 1F1B"]])
-def test_the_losses_are_those_that_it_goes_on_with(
-    names: list[str], tmp_path: Path, theirs: Theirs
-) -> None:
+def test_the_losses_are_those_that_it_goes_on_with(names, tmp_path, theirs):
     jobs = [resumed(tmp_path / name, theirs.folder / "checkpoint", name) for name in names]
     run_ranks(train_each, LAYOUTS[names[0]].ranks, jobs)
     for name in names:
@@ -129,7 +127,7 @@ def test_the_losses_are_those_that_it_goes_on_with(
 
 
 @pytest.mark.parametrize("part", ["optimizer", "lr_scheduler", "data"])
-def test_each_part_matters(part: str, tmp_path: Path, theirs: Theirs) -> None:
+def test_each_part_matters(part, tmp_path, theirs):
     """Without one of them, or on other samples, the losses differ by more than rounding."""
     without = {"checkpoint": {"exclude_from_loading": [part]}}
     sections = {"data": {"skip_samples": 0}} if part == "data" else without
@@ -138,12 +136,12 @@ def test_each_part_matters(part: str, tmp_path: Path, theirs: Theirs) -> None:
     assert losses(tmp_path) != pytest.approx(theirs.losses, rel=1e-4)
 
 
-def test_a_checkpoint_of_v01_is_the_same(tmp_path: Path, theirs: Theirs) -> None:
+def test_a_checkpoint_of_v01_is_the_same(tmp_path, theirs):
     run_ranks(train, 1, resumed(tmp_path, theirs.folder / "v01"))
     assert losses(tmp_path) == pytest.approx(theirs.losses, rel=1e-5)
 
 
-def test_a_checkpoint_of_v03_goes_on_without_moments(tmp_path: Path, theirs: Theirs) -> None:
+def test_a_checkpoint_of_v03_goes_on_without_moments(tmp_path, theirs):
     without = {"checkpoint": {"exclude_from_loading": ["optimizer"]}}
     for name, there in {"v03": "v03", "v02": "checkpoint"}.items():
         train(resumed(tmp_path / name, theirs.folder / there, **without))
@@ -152,7 +150,7 @@ def test_a_checkpoint_of_v03_goes_on_without_moments(tmp_path: Path, theirs: The
     assert "missing: optimizer.state.layers.0.attention.wq.weight.exp_avg" in words
 
 
-def test_adam_goes_on_from_adam(tmp_path: Path) -> None:
+def test_adam_goes_on_from_adam(tmp_path):
     adam = {"optimizer": {"name": "Adam"}}
     run = TorchTitanRun(recipe(tmp_path, **adam))
     run.train(3)
@@ -176,9 +174,7 @@ def train_until_killed(job: JobConfig, step: int) -> None:
             Trainer(run).train(start)
 
 
-def test_a_run_that_is_killed_resumes_from_a_checkpoint_of_its_own(
-    tmp_path: Path, theirs: Theirs
-) -> None:
+def test_a_run_that_is_killed_resumes_from_a_checkpoint_of_its_own(tmp_path, theirs):
     """On another layout; and before it has one, from that of TorchTitan again."""
     checkpoint = {"enable": True, "interval": 1}
     where = theirs.folder / "checkpoint"
@@ -232,7 +228,7 @@ def begun(job: JobConfig) -> Begun:
 @pytest.mark.parametrize(
     "kind", ["checkpoint", "v01", "v03", "weights", "hf", "hf blocks", "safetensors", "seed"]
 )
-def test_weights_alone_are_taken(kind: str, tmp_path: Path, theirs: Theirs) -> None:
+def test_weights_alone_are_taken(kind, tmp_path, theirs):
     """Of a full checkpoint, an export in bfloat16, one for Hugging Face, a seed checkpoint."""
     path = theirs.folder / kind
     only = {"initial_load_model_only": True}
@@ -246,9 +242,7 @@ def test_weights_alone_are_taken(kind: str, tmp_path: Path, theirs: Theirs) -> N
         assert torch.equal(weight, expected.bfloat16().float() if kind == "weights" else expected)
 
 
-def test_samples_are_not_skipped_where_the_position_is_known(
-    tmp_path: Path, theirs: Theirs
-) -> None:
+def test_samples_are_not_skipped_where_the_position_is_known(tmp_path, theirs):
     """A full checkpoint of this project has it."""
     ours = tmp_path / "ours"
     sections = {"checkpoint": {"enable": True}, "training": {"steps": 4}}
@@ -260,12 +254,12 @@ def test_samples_are_not_skipped_where_the_position_is_known(
         choose(again)
 
 
-def test_a_seed_checkpoint_is_a_run_that_has_done_nothing(tmp_path: Path, theirs: Theirs) -> None:
+def test_a_seed_checkpoint_is_a_run_that_has_done_nothing(tmp_path, theirs):
     found = begun(resumed(tmp_path, theirs.folder / "seed"))
     assert (found.step, found.tokens, found.samples) == (0, 0, 0)
 
 
-def test_what_the_recipe_has_otherwise_is_told(tmp_path: Path, theirs: Theirs) -> None:
+def test_what_the_recipe_has_otherwise_is_told(tmp_path, theirs):
     groups = [{"roles": ["norm"], "weight_decay": 0.0}]
     optimizer = {"name": "Adam", "lr": 2e-3, "beta2": 0.99, "groups": groups}
     found = begun(
@@ -291,20 +285,20 @@ def test_what_the_recipe_has_otherwise_is_told(tmp_path: Path, theirs: Theirs) -
     ]
 
 
-def test_of_a_recipe_that_is_the_same_nothing_is_told(tmp_path: Path, theirs: Theirs) -> None:
+def test_of_a_recipe_that_is_the_same_nothing_is_told(tmp_path, theirs):
     found = begun(resumed(tmp_path, theirs.folder / "checkpoint"))
     assert not [line for line in found.log if line.startswith("changed")]
     assert "data: skipping 24 samples" in found.log
 
 
-def test_the_schedule_goes_on_where_it_was_begun_anew(tmp_path: Path, theirs: Theirs) -> None:
+def test_the_schedule_goes_on_where_it_was_begun_anew(tmp_path, theirs):
     """As after `exclude_from_loading = ["lr_scheduler"]` there."""
     path = save(tmp_path / "theirs/step-3", {**theirs.state, "lr_scheduler.last_epoch": 1})
     found = begun(resumed(tmp_path / "run", path))
     assert (found.step, found.schedule_start) == (3, 2)
 
 
-def test_another_optimizer_begins_with_the_weights(tmp_path: Path, theirs: Theirs) -> None:
+def test_another_optimizer_begins_with_the_weights(tmp_path, theirs):
     without = {"exclude_from_loading": ["optimizer"]}
     path = f"file://{theirs.folder}/checkpoint"
     found = begun(resumed(tmp_path, path, checkpoint=without, optimizer={"name": "SGD"}))
@@ -312,7 +306,7 @@ def test_another_optimizer_begins_with_the_weights(tmp_path: Path, theirs: Their
     assert all(torch.equal(w, theirs.state[name]) for name, w in found.weights.items())
 
 
-def test_the_newest_checkpoint_that_is_complete_is_taken(tmp_path: Path, theirs: Theirs) -> None:
+def test_the_newest_checkpoint_that_is_complete_is_taken(tmp_path, theirs):
     folder = tmp_path / "theirs"
     shutil.copytree(theirs.folder / "checkpoint", folder)
     shutil.copytree(folder / "step-3", folder / "step-6")
@@ -409,7 +403,7 @@ WRONG: dict[str, tuple[Callable[[State], State], dict[str, dict[str, Any]], str]
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_refused(case: str, tmp_path: Path, theirs: Theirs) -> None:
+def test_what_does_not_fit_is_refused(case, tmp_path, theirs):
     change, sections, told = WRONG[case]
     path = save(tmp_path / "theirs/step-3", change(theirs.state))
     folder = tmp_path / "run"
@@ -433,9 +427,7 @@ def refused_on(job: JobConfig) -> tuple[str, int, int, bool]:
 
 
 @pytest.mark.parametrize("name", ["output.weight", "optimizer.state.output.weight.exp_avg"])
-def test_what_one_rank_finds_in_the_middle_of_a_load_ends_all(
-    name: str, tmp_path: Path, theirs: Theirs
-) -> None:
+def test_what_one_rank_finds_in_the_middle_of_a_load_ends_all(name, tmp_path, theirs):
     """Only the last stage reads this item; the others would wait for it."""
     path = shutil.copytree(theirs.folder / "checkpoint/step-3", tmp_path / "theirs/step-3")
     item = DcpCheckpoint(path).contents.tensors[name].chunks[0].place
@@ -452,7 +444,7 @@ def test_what_one_rank_finds_in_the_middle_of_a_load_ends_all(
     assert not (tmp_path / "run/checkpoint").exists()
 
 
-def test_one_that_is_still_being_written_is_refused(tmp_path: Path, theirs: Theirs) -> None:
+def test_one_that_is_still_being_written_is_refused(tmp_path, theirs):
     path = tmp_path / "step-3"
     shutil.copytree(theirs.folder / "checkpoint/step-3", path)
     (path / ".metadata").unlink()
@@ -460,9 +452,7 @@ def test_one_that_is_still_being_written_is_refused(tmp_path: Path, theirs: Thei
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "hf", "hf blocks"])
-def test_it_does_not_write_beside_their_checkpoints(
-    kind: str, tmp_path: Path, theirs: Theirs
-) -> None:
+def test_it_does_not_write_beside_their_checkpoints(kind, tmp_path, theirs):
     shutil.copytree(theirs.folder / kind, tmp_path / "checkpoint")
     job = recipe(tmp_path, checkpoint={"enable": True})
     assert refusal(job) == (
@@ -473,12 +463,7 @@ def test_it_does_not_write_beside_their_checkpoints(
     )
 
 
-def test_check_says_what_a_run_begins_with(
-    tmp_path: Path,
-    theirs: Theirs,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_check_says_what_a_run_begins_with(tmp_path, theirs, capsys, monkeypatch):
     plans.leave_out(monkeypatch)
     job = resumed(tmp_path, theirs.folder / "checkpoint", optimizer={"weight_decay": 0.2})
     (tmp_path / "recipe.toml").write_text(to_toml(job))

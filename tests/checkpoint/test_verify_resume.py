@@ -41,7 +41,7 @@ async_mode = "async"
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     Path("r.toml").write_text(TINY, encoding="utf-8")
@@ -55,7 +55,7 @@ def alone(*words: str) -> int:
     return verify("--world-size", "1", *words)
 
 
-def test_a_run_on_one_rank_and_then_on_two(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_one_rank_and_then_on_two(capsys):
     assert alone() == 0
     said = capsys.readouterr()
     lines = said.out.splitlines()
@@ -76,17 +76,13 @@ def test_a_run_on_one_rank_and_then_on_two(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.gate
-def test_a_run_on_two_ranks_and_then_in_a_layout_that_is_given(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_on_two_ranks_and_then_in_a_layout_that_is_given(capsys):
     assert verify("--then-layout", "tp=2") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert "resumed on 2 ranks (dp_shard 2), to the bit; on 2 ranks (tp 2): max loss" in last
 
 
-def test_optimizer_state_that_is_not_loaded_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_optimizer_state_that_is_not_loaded_is_named(capsys, monkeypatch):
     load = contents.load_into
 
     def forgetful(tensors: Mapping[str, Tensor], source: Any) -> None:
@@ -101,9 +97,7 @@ def test_optimizer_state_that_is_not_loaded_is_named(
     assert last.endswith("; 2 of 85 tensors differ")
 
 
-def test_a_position_that_is_off_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_position_that_is_off_is_named(capsys, monkeypatch):
     load = DataStream.load_state_dict
     monkeypatch.setattr(
         DataStream,
@@ -115,9 +109,7 @@ def test_a_position_that_is_off_is_named(
     assert last.endswith("step 2, as it was loaded: rank 0: data.samples is 9, uninterrupted 8")
 
 
-def test_samples_that_are_skipped_are_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_are_skipped_are_named(capsys, monkeypatch):
     make = Lane.__init__
 
     def skipping(lane: Lane, number: int, *rest: Any) -> None:
@@ -134,9 +126,7 @@ def test_samples_that_are_skipped_are_named(
     )
 
 
-def test_random_numbers_that_are_not_restored_are_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_numbers_that_are_not_restored_are_named(capsys, monkeypatch):
     train = ParallelModel.forward_backward
 
     def noisy(model: ParallelModel, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
@@ -153,15 +143,13 @@ def test_random_numbers_that_are_not_restored_are_named(
     assert "resumed on one rank, step 2, as it was loaded: rng.0.cpu[" in last
 
 
-def test_a_run_that_survives_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_survives_is_told(capsys, monkeypatch):
     monkeypatch.setattr(measure, "die", lambda: None)
     assert alone() == 1
     assert capsys.readouterr().err == "error: no comparison: the killed run: it was not killed\n"
 
 
-def test_what_cannot_be_resumed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_resumed_is_refused(capsys):
     assert alone("--then", "3") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --then: the run cannot be resumed on 3 ranks (dp_shard 3):\n")
@@ -210,7 +198,7 @@ def off(name: str, by: float) -> dict[str, Any]:
         (False, {"samples": {4: 40, 5: 61}}, "its sample 5 where this one reads its sample 7"),
     ],
 )
-def test_what_is_a_fault(is_exact: bool, found: dict[str, Any], fault: str | None) -> None:
+def test_what_is_a_fault(is_exact, found, fault):
     whole = [[note(0, None), note(1), note(2), note(3)]] * 2
     good = [note(1, None), note(2), note(3)]
     resumed = [good, [note(1, None), note(2, **found), note(3)]]
@@ -221,7 +209,7 @@ def test_what_is_a_fault(is_exact: bool, found: dict[str, Any], fault: str | Non
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_what_is_loaded_is_what_was_saved_on_any_layout(is_exact: bool) -> None:
+def test_what_is_loaded_is_what_was_saved_on_any_layout(is_exact):
     whole = [[note(0, None), note(1), note(2)]]
     resumed = [[note(1, None, **off("model.a", 1e-9)), note(2)]]
     said = Resumption(whole, resumed, 1, is_exact).fault()
@@ -232,7 +220,7 @@ def test_what_is_loaded_is_what_was_saved_on_any_layout(is_exact: bool) -> None:
     assert said == "it resumes from step 0, but step 1 was saved"
 
 
-def test_samples_of_all_ranks_are_joined() -> None:
+def test_samples_of_all_ranks_are_joined():
     whole = [[note(0, None), note(1), note(2, samples={4: 40})]]
     whole += [[note(0, None), note(1), note(2, samples={5: 41})]]
     assert Resumption(whole, [[note(1, None), note(2)]], 1, True).fault() is None
@@ -241,9 +229,7 @@ def test_samples_of_all_ranks_are_joined() -> None:
     assert said == "step 2: sample 5 of the run was not read"
 
 
-def test_the_bar_is_drawn_on_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bar_is_drawn_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr("torchtitan.logging.on_terminal", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")
     with progress_bar("the killed run", 4) as show:
