@@ -70,6 +70,7 @@ def write_format(folder: Path, name: str, parts: Sequence[Documents], dtype: str
     """Write shards in any of the formats that we read, without its library."""
     folder.mkdir(parents=True)
     entries = []
+    parts = [[tokens.astype(dtype) for tokens in part] for part in parts]
     for number, part in enumerate(parts):
         stem, content = folder / f"{number:05d}", b"".join(tokens.tobytes() for tokens in part)
         lengths = [len(tokens) for tokens in part]

@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.token_shards import drawn_documents, write_format
 from torchtitan.checkpoint.headers import read_header
 from torchtitan.checkpoint.ranges import files_in
 from torchtitan.checkpoint.weights.meta_files import _load
@@ -129,9 +130,7 @@ def test_suffixes_in_any_case(name: str, tmp_path: Path) -> None:
 
 
 def test_tokens_in_capitals(tmp_path: Path) -> None:
-    source, shards = tmp_path / "tokens", tmp_path / "shards"
-    tokenize(DataConfig(dataset=str(write(tmp_path / "a.jsonl", LINES))), ByteTokenizer(), source)
-    assert main(["data", "convert", str(source), str(shards), "--to", "megatron"]) == 0
+    shards = write_format(tmp_path / "shards", "megatron", [drawn_documents(12)], "uint16")
     for file in list(shards.iterdir()):
         file.rename(file.with_suffix(file.suffix.upper()))
     found = open_tokens(shards, TOKEN_FORMATS["megatron"](), ByteTokenizer(), 258, tmp_path)
@@ -283,14 +282,9 @@ def test_the_index_of_tokens_notices_other_documents(tmp_path: Path) -> None:
         found = open_tokens(shards, format, ByteTokenizer(), 258, tmp_path / "cache")
         return found.lengths(np.arange(len(found))).tolist()
 
-    def convert(texts: list[str], name: str) -> Path:
-        path = write(tmp_path / f"{name}.jsonl", [json.dumps({"text": text}) for text in texts])
-        tokenize(DataConfig(dataset=str(path)), ByteTokenizer(), tmp_path / name, processes=1)
-        made = tmp_path / f"{name}.shards"
-        assert main(["data", "convert", str(tmp_path / name), str(made), "--to", "megatron"]) == 0
-        return made
-
-    shards, other = convert(["a", "bcd"], "one"), convert(["bcd", "a"], "other")
+    documents = [np.arange(3, dtype=np.uint16), np.arange(5, dtype=np.uint16)]
+    shards = write_format(tmp_path / "one", "megatron", [documents], "uint16")
+    other = write_format(tmp_path / "other", "megatron", [documents[::-1]], "uint16")
     assert lengths() == [3, 5]
     stamps = next((tmp_path / "cache").glob("index-*/files.json"))
     with_digests = stamps.read_text()

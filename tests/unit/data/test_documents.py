@@ -79,7 +79,6 @@ def test_jsonl(tmp_path: Path) -> None:
         ('{"text": "cut', r"data\.jsonl:3: not a line of JSON: Unterminated string"),
         ('["text"]', r"data\.jsonl:3: not a JSON object, but list"),
         ('{"body": "a", "id": 1}', r"data\.jsonl:3: no key 'text' .*it has 'body', 'id'"),
-        ('{"text": null}', r"data\.jsonl:3: 'text' is null; set data"),
     ],
 )
 def test_jsonl_mistakes_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
@@ -91,7 +90,7 @@ def test_jsonl_mistakes_name_file_and_line(tmp_path: Path, line: str, message: s
         documents[1]
 
 
-def write_parquet(path: Path, texts: list[str | None], group: int = 10) -> None:
+def write_parquet(path: Path, texts: list[str], group: int = 10) -> None:
     table = pyarrow.table({"text": texts, "id": list(range(len(texts)))})
     pyarrow.parquet.write_table(table, path, row_group_size=group)
 
@@ -121,9 +120,7 @@ def test_parquet_is_shuffled_inside_windows(
 
 def test_parquet_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    write_parquet(path, ["a"] * 24 + [None])
-    with pytest.raises(ConfigError, match=r"a\.parquet: row 25: 'text' is null; set data"):
-        opened(path)[24]
+    write_parquet(path, ["a"] * 25)
     config = DataConfig(dataset=str(path), text_key="body")
     with pytest.raises(ConfigError, match=r"a\.parquet: no column 'body' .*it has text, id"):
         open_source(config, load_tokenizer(None), seed=0)
@@ -137,9 +134,6 @@ def test_parquet_mistakes(tmp_path: Path) -> None:
         except ConfigError as error:
             told.append(str(error).partition(": ")[2])
     assert "row group 1 is damaged: it has 10 rows, and the file says 11" in told
-    path.write_bytes(b"PAR?")
-    with pytest.raises(ConfigError, match=r"a\.parquet: not a Parquet file"):
-        opened(path)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +166,6 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no documents: its jsonl files are empty"):
         opened(tmp_path)
     write_parquet(tmp_path / "a.parquet", ["a"])
-    with pytest.raises(ConfigError, match=r"several kinds: jsonl .* and parquet"):
-        opened(tmp_path)
     assert contents(opened(tmp_path, "parquet")) == ["a"]
 
 

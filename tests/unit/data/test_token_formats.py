@@ -58,8 +58,8 @@ def expected(count: int) -> list[list[int]]:
 
 def write(folder: Path, name: str, count: int = 12, dtype: str = "uint16") -> Path:
     """Write documents in a format, into two shards."""
-    stored = [tokens.astype(dtype) for tokens in documents(count)]
-    return write_format(folder, name, (stored[: count // 2], stored[count // 2 :]), dtype)
+    written = documents(count)
+    return write_format(folder, name, (written[: count // 2], written[count // 2 :]), dtype)
 
 
 def edit(file: Path, change: Edit) -> None:
