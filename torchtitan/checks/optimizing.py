@@ -33,6 +33,8 @@ def updates_in_backward(job: JobConfig, world: PlannedWorld) -> Iterator[Problem
     """Check that nothing needs a gradient after its update in the backward."""
     if not job.optimizer.early_step_in_backward:
         return
+    if why := job.optimizer.needs_all_gradients:
+        yield Problem(EARLY, f"{why}; use false", ("optimizer.name",))
     values = job.flat()
     for key, (allowed, why) in NOT_IN_BACKWARD.items():
         if values[key] != allowed:

@@ -59,6 +59,10 @@ class Muon(OptimizerConfig):
 
     by_role: ClassVar[bool] = True
     multiplies_matrices: ClassVar[bool] = True
+    needs_all_gradients: ClassVar[str] = (
+        "Muon assigns matrices to ranks when all gradients are complete; during the backward, all "
+        "ranks but one would wait for each matrix"
+    )
 
     name: Literal["Muon"] = "Muon"
     """Name of the optimizer."""
@@ -190,12 +194,6 @@ class Muon(OptimizerConfig):
         yield from super().problems(context)
         if self.nesterov and not self.momentum:
             yield Problem("nesterov", "it needs self.momentum > 0; use false", ("momentum",))
-        if self.early_step_in_backward:
-            message = (
-                "Muon assigns matrices to ranks when all gradients are complete; during the "
-                "backward, all ranks but one would wait for each matrix; use false"
-            )
-            yield Problem("early_step_in_backward", message, ("name",))
 
 
 class MuonOptimizer(torch.optim.Optimizer):

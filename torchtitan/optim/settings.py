@@ -156,6 +156,8 @@ class OptimizerConfig(UpdateRule):
     """Whether roles decide the rule of a parameter."""
     multiplies_matrices: ClassVar[bool] = False
     """Whether its updates are matrix products, which are slow on a host."""
+    needs_all_gradients: ClassVar[str] = ""
+    """Why no parameter can be updated before all gradients are complete; empty if it can."""
 
     name: str
     """Name of the optimizer: a key of torchtitan.optim.OPTIMIZERS."""

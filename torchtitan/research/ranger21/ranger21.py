@@ -24,7 +24,7 @@ v follows from sums over g, before g is centralized or normalized.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -42,6 +42,10 @@ from torchtitan.torch_private.dtensor import laid_out_as
 
 class Ranger21(OptimizerConfig):
     """AdamW with adaptive clipping, two momenta, lookahead and more, each of them optional."""
+
+    needs_all_gradients: ClassVar[str] = (
+        "Ranger21 computes sums over all gradients before it updates any weight"
+    )
 
     name: Literal["Ranger21"] = "Ranger21"
     """Name of the optimizer."""
@@ -158,9 +162,6 @@ class Ranger21(OptimizerConfig):
         if self.decay_to_norm_1 and self.norm_loss:
             message = "it replaces norm loss; use self.norm_loss = 0"
             yield Problem("decay_to_norm_1", message, ("norm_loss",))
-        if self.early_step_in_backward:
-            message = "Ranger21 computes sums over all gradients before it updates any weight; use "
-            yield Problem("early_step_in_backward", f"{message}false", ("name",))
 
 
 class Ranger21Optimizer(torch.optim.Optimizer):
