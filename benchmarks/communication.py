@@ -37,7 +37,7 @@ are ends of the range, so a better one may be beyond it.)
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
 The machine was shared, so **the times are unreliable**, as their quartiles show.
 
-*MB sent* is by rank 0 in a step, by axis: counted, but for RTP's messages, which are by formula.
+*MB sent* is by rank 0 in a step, by axis: counted, but for RTP's messages, which are planned.
 *Loss* is the mean of the last {last} steps over the seeds, ± their standard deviation. *Gap* is the
 loss minus that of {base} with the same seed: the mean and the range. *First steps*:
 whether loss and gradient norm of the first ten are those of {base} within rounding, by the rule of

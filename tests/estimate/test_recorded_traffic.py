@@ -14,6 +14,11 @@ GATHERED, REDUCED = 188_800, 151_680
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
+        # Gradients are reduced in float32.
+        (
+            case(shard=2, training={"mixed_precision_param": "bfloat16"}),
+            {"all_gather": GATHERED // 2, "reduce_scatter": REDUCED},
+        ),
         # Each half of an all-reduce is as much (arXiv:2205.05198, section 4.2.2): the numbers of
         # the loss, and of norms, are apart.
         (case(tp=2), {"all_gather": 163_840, "reduce_scatter": 163_840, "all_reduce": 3_720}),
@@ -27,7 +32,7 @@ GATHERED, REDUCED = 188_800, 151_680
         ),
         ("PP 2, 1F1B", {"send": 32_768}),
     ],
-    ids=("TP", "TP without sequence parallelism", "CP", "ring", "Ulysses", "PP"),
+    ids=("FSDP, bfloat16", "TP", "TP without sequence parallelism", "CP", "ring", "Ulysses", "PP"),
 )
 def test_a_layout_sends_as_much_as_it_needs(layout: Case | str, expected: dict[str, int]) -> None:
     step = recorded.step(recorded.job(layout), 2)
