@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.small_weights import SEQ_LEN, content, run, same, write_run
 from tests.unit.data.test_tokenizer import like_qwen
 from torchtitan.checkpoint.folder import look_at, read_state
-from torchtitan.checkpoint.storage import SavedTensors, Sizes, StoredBlock, assemble, write_tensors
+from torchtitan.checkpoint.ranges import Sizes
+from torchtitan.checkpoint.storage import SavedTensors, StoredBlock, assemble, write_tensors
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS

@@ -3,20 +3,26 @@
 On a disk a file is mapped into memory, and what is read is a view of it. From a store ranges are
 fetched: long ones by several requests at once, short ones out of blocks that are kept for a while,
 since tensors that are loaded one after the other are adjacent in the file.
+
+A safetensors file starts with the length of its header in 8 bytes; the header is JSON, and the
+tensors follow (https://github.com/huggingface/safetensors#format). So reading a block of a tensor
+takes only its own bytes.
 """
 
+import json
 import math
 import mmap
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.manifest import Damaged, reading
-from torchtitan.remote import PART, RemotePath
+from torchtitan.remote import PART, RemotePath, refuse_pointer
 
 AHEAD = 4
 """Number of blocks fetched together when files are read sequentially."""
@@ -26,6 +32,25 @@ MAPPED = 256
 """Number of files mapped at once; each counts toward a process's open files, often 1,024."""
 SPAN = 64 * 2**20
 """Bytes of rows that are copied or fetched together, to slice a part of each."""
+LONGEST = 100 * 10**6
+"""Maximum bytes of a header, as in the safetensors library."""
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of dtypes in safetensors."""
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+Sizes = tuple[int, ...]
 
 
 class Files(ABC):
@@ -168,3 +193,67 @@ class FetchedFiles(Files):
             while len(self._blocks) > KEPT:
                 self._blocks.popitem(last=False)
         return self._blocks[name, number]
+
+
+class Stored(NamedTuple):
+    """Location and type of a tensor in a file."""
+
+    code: str
+    """Name of the dtype in safetensors."""
+    shape: Sizes
+    begin: int
+    """Offset of the first byte in the file."""
+    end: int
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Torch's dtype; None if it is not supported."""
+        return DTYPES.get(self.code)
+
+
+class Header(NamedTuple):
+    """Header of a file: tensors by name, and metadata."""
+
+    tensors: dict[str, Stored]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path, files: Files) -> Header:
+    """Read the header of a file among `files`.
+
+    Raises:
+        Damaged: if it is malformed, or the file is truncated.
+    """
+    where, size = f"{path}: not a complete safetensors file", files.size(path.name)
+    data = 8 + int.from_bytes(files.read(path.name, 0, min(8, size)), "little")
+    if not 10 <= data <= min(size, LONGEST):
+        refuse_pointer(path, files.read(path.name, 0, min(1024, size)))
+        raise Damaged(f"{where}: cut: it has {size:,} bytes; it ends in its header")
+    try:
+        header: dict[str, Any] = json.loads(bytes(files.read(path.name, 8, data)))
+        metadata = dict(header.pop("__metadata__", {}))
+        tensors = {name: _stored(name, entry, data) for name, entry in header.items()}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Damaged(f"{where}: its header is invalid: {error}") from None
+    ends = {stored.end: name for name, stored in tensors.items()}
+    last = max(ends, default=data)
+    if last > size:
+        raise Damaged(f"{where}: cut: it has {size:,} bytes, and {ends[last]} ends at {last:,}")
+    if last < size:
+        raise Damaged(f"{where}: it has {size:,} bytes, and ends at {last:,} by its header")
+    return Header(tensors, metadata)
+
+
+def _stored(name: str, entry: dict[str, Any], data: int) -> Stored:
+    shape, (begin, end) = sizes(entry["shape"]), sizes(entry["data_offsets"])
+    stored = Stored(str(entry["dtype"]), shape, data + begin, data + end)
+    if stored.dtype and end - begin != math.prod(shape) * stored.dtype.itemsize:
+        raise ValueError(f"{name} has {end - begin:,} bytes")
+    return stored
+
+
+def sizes(value: Any) -> Sizes:
+    """Return `value` as a tuple of sizes or offsets; raise ValueError if it is anything else."""
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(f"found {value!r:.80} in place of sizes")
+    return tuple(value)

@@ -40,27 +40,11 @@ from torchtitan.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
-from torchtitan.checkpoint.ranges import contiguous, files_in
+from torchtitan.checkpoint.ranges import CODES, Sizes, contiguous, files_in
 from torchtitan.checkpoint.store import store_of
 from torchtitan.digest import digest, unsigned
 
 INDEX = "tensors.json"
-CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of dtypes in safetensors."""
-Sizes = tuple[int, ...]
 
 
 class Piece(NamedTuple):

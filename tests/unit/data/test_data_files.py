@@ -13,8 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.token_shards import drawn_documents, write_format
-from torchtitan.checkpoint.headers import read_header
-from torchtitan.checkpoint.ranges import files_in
+from torchtitan.checkpoint.ranges import files_in, read_header
 from torchtitan.checkpoint.weights.meta_files import _load
 from torchtitan.checkpoint.weights.network import read_config
 from torchtitan.config import ConfigError

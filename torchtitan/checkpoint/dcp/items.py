@@ -17,8 +17,7 @@ import torch
 
 from torchtitan.checkpoint.dcp.pickles import Inert, InertUnpickler
 from torchtitan.checkpoint.manifest import BLOCK, Damaged
-from torchtitan.checkpoint.ranges import Files
-from torchtitan.checkpoint.storage import Sizes
+from torchtitan.checkpoint.ranges import Files, Sizes
 from torchtitan.config import ConfigError
 
 STORAGES = {

@@ -15,7 +15,8 @@ import torch
 from torchtitan.checkpoint.dcp.items import Item, TensorLayout
 from torchtitan.checkpoint.dcp.pickles import Inert, InertUnpickler
 from torchtitan.checkpoint.manifest import Damaged, reading
-from torchtitan.checkpoint.storage import Sizes, StoredBlock
+from torchtitan.checkpoint.ranges import Sizes
+from torchtitan.checkpoint.storage import StoredBlock
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config import ConfigError
 from torchtitan.remote import refuse_pointer

@@ -24,10 +24,16 @@ from torchtitan.checkpoint.dcp.metadata import (
     read_metadata,
     unfinished,
 )
-from torchtitan.checkpoint.headers import read_header, sizes
 from torchtitan.checkpoint.manifest import Damaged
-from torchtitan.checkpoint.ranges import Files, contiguous, files_in
-from torchtitan.checkpoint.storage import Sizes, assemble
+from torchtitan.checkpoint.ranges import (
+    Files,
+    Sizes,
+    contiguous,
+    files_in,
+    read_header,
+    sizes,
+)
+from torchtitan.checkpoint.storage import assemble
 from torchtitan.checkpoint.store import MANIFEST
 from torchtitan.config import ConfigError
 

@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
-from torchtitan.checkpoint.headers import Stored, read_header
-from torchtitan.checkpoint.ranges import contiguous, files_in
+from torchtitan.checkpoint.ranges import Stored, contiguous, files_in, read_header
 from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.extras import BYTES, Extras, write_json
 from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated, unwrapped
