@@ -1,12 +1,16 @@
 """What each way to send costs, saves and learns: a page of the runs of a study.
 
-    torchtitan compare train_configs/studies/communication_debug.toml
+    study=communication_debug
+    torchtitan compare train_configs/studies/$study.toml
+    for seed in 1 2; do
+        torchtitan compare train_configs/studies/$study.toml --debug.seed $seed \\
+            --output outputs/studies/${study}_seed_$seed
+    done
     python benchmarks/communication.py --output benchmarks/results/communication.md
 
-The first makes the runs, and goes on where it was stopped; the second reads those that are there.
-Variants that round otherwise are run from three
-seeds: the spread is their standard deviation, and the gap is taken seed by seed, since a seed
-determines the data and the first weights.
+Comparisons make the runs, and go on where they were stopped; the last command reads those that are
+there. The spread is the standard deviation over seeds, and the gap is taken seed by seed, since a
+seed determines the data and the first weights.
 """
 
 import argparse
@@ -17,9 +21,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from variants import LAST, ROOT, Variant, draw, finished, model_size
+from variants import LAST, ROOT, Variant, draw, finished, model_size, studies
 
-from torchtitan.tools.compare.study import Study, read_study
+from torchtitan.tools.compare.study import Study
 
 STUDY = ROOT / "train_configs/studies/communication_debug.toml"
 PAGE = """\
@@ -120,8 +124,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="file for the page; the plot stands beside it")
     arguments = parser.parse_args()
-    study = read_study(STUDY)
-    found = finished(study)
+    study, *others = studies(STUDY)
+    found = finished([study, *others])
     plot = arguments.output.with_suffix(".svg").name if arguments.output else "communication.svg"
     command = " ".join(["python", "benchmarks/communication.py", *sys.argv[1:]])
     text = page(study, found, plot, command)

@@ -2,14 +2,12 @@
 
     torchtitan compare train_configs/studies/optimizers_debug.toml
     python benchmarks/optimizers.py --output benchmarks/results/optimizers.md
-    torchtitan compare train_configs/studies/galore_debug.toml
-    python benchmarks/optimizers.py galore --output benchmarks/results/galore.md
 
-The first of each two makes the runs, and resumes where it was stopped; the second reads those
-that are finished. A variant is named after its optimizer and its rate. The best rate of an
-optimizer is that with the lowest loss from the seed that all were run with, of those at which no
-run diverged; it is run from the others too. Times are not those of the runs: each optimizer takes a
-step in turn, so that other load slows all of them alike.
+The first makes the runs, and resumes where it was stopped; the second reads those that are
+finished, from other seeds too (benchmarks/README.md). A variant is named after its optimizer and
+its rate. The best rate of an optimizer is that with the lowest loss from the first seed, of those
+at which no run diverged. Times are not those of the runs: each optimizer takes a step in turn, so
+that other load slows all of them alike.
 """
 
 import argparse
@@ -25,13 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quoted import quote
-from variants import LAST, ROOT, Variant, draw, finished, model_size
+from variants import LAST, ROOT, Variant, draw, finished, model_size, studies
 
 from torchtitan.device import Device
 from torchtitan.resilience.stop import DIVERGED
-from torchtitan.tools.compare.prepare import prepare, tasks
-from torchtitan.tools.compare.running import read_outcome
-from torchtitan.tools.compare.study import Study, read_study
+from torchtitan.tools.compare.runs import read_outcome
+from torchtitan.tools.compare.study import Study, prepare, tasks
 from torchtitan.tools.verify.measure import training
 
 WARM, TURNS = 5, 60
@@ -176,14 +173,15 @@ RATES = """\
 """
 
 
-def ended(study: Study) -> tuple[dict[str, Variant], Counter[str]]:
+def ended(studies: Sequence[Study]) -> tuple[dict[str, Variant], Counter[str]]:
     """Return the variants with finished runs, and how many runs of each variant diverged."""
-    found, diverged = finished(study), Counter[str]()
-    for task in tasks(study, prepare(study)):
-        outcome = read_outcome(task.folder)
-        if outcome is not None and outcome.key == task.key and outcome.status == DIVERGED:
-            diverged[task.ready.name] += 1
-        assert task.ready.name in {*found, *diverged}, task.folder
+    found, diverged = finished(studies), Counter[str]()
+    for study in studies:
+        for task in tasks(study, prepare(study)):
+            outcome = read_outcome(task.folder)
+            if outcome is not None and outcome.key == task.key and outcome.status == DIVERGED:
+                diverged[task.ready.name] += 1
+            assert task.ready.name in {*found, *diverged}, task.folder
     return found, diverged
 
 
@@ -350,8 +348,8 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="page of the documentation that quotes the table")
     arguments = parser.parse_args()
     name = arguments.study
-    study = read_study(path_of(name))
-    ran, diverged = ended(study)
+    study, *others = studies(path_of(name))
+    ran, diverged = ended([study, *others])
     found = {name: each for name, each in ran.items() if not diverged[name]}
     listed = rates(study, ran, diverged)
     plot = arguments.output.with_suffix(".svg").name if arguments.output else f"{name}.svg"

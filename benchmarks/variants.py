@@ -10,11 +10,9 @@ from pathlib import Path
 
 from torchtitan.job import JobConfig
 from torchtitan.tools.compare.gather import Candidate, sent_bytes
-from torchtitan.tools.compare.measured_run import MeasuredRun, spread
 from torchtitan.tools.compare.parity import compare_curves
-from torchtitan.tools.compare.prepare import Ready, prepare, tasks
-from torchtitan.tools.compare.running import is_done
-from torchtitan.tools.compare.study import Study
+from torchtitan.tools.compare.runs import MeasuredRun, is_done, spread
+from torchtitan.tools.compare.study import Ready, Study, prepare, read_study, tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -23,6 +21,8 @@ from svg import INK, LINE, MUTED, Picture  # noqa: E402
 
 LAST = 30
 """Steps whose mean is the loss of a run."""
+SEEDS = (1, 2)
+"""Seeds of further runs, besides that of the recipe."""
 
 
 class Variant:
@@ -59,22 +59,34 @@ class Variant:
         """Whether the first steps are those of the baseline, and how far the loss is off."""
         ours, theirs = self.first, base.first
         curves = [run.curve(key) for key in ("loss", "grad_norm") for run in (ours, theirs)]
-        found = compare_curves(*curves, (self.job, base.job), [])
+        found = compare_curves(*curves, (self.job, base.job))
         off = f": {found.loss.largest:.0e} at step {found.loss.step}" if found.loss else ""
         return f"{found.verdict}{off}"
 
 
-def finished(study: Study) -> dict[str, Variant]:
+def studies(path: Path) -> list[Study]:
+    """A study, and the same from each further seed, which has a folder of its own."""
+    first = read_study(path)
+    others = (
+        read_study(path, [f"--debug.seed={seed}"], output=f"{first.output}_seed_{seed}")
+        for seed in SEEDS
+    )
+    return [first, *others]
+
+
+def finished(studies: Sequence[Study]) -> dict[str, Variant]:
     """The variants that have runs."""
-    conditions = study.conditions
-    warmup, last = conditions.warmup_steps, conditions.warmup_steps + conditions.steps
     found: dict[str, dict[int, MeasuredRun]] = {}
     ready: dict[str, Ready] = {}
-    for task in tasks(study, prepare(study)):
-        if is_done(task):
-            run = MeasuredRun(task.folder, task.round, task.seed, warmup, last)
-            found.setdefault(task.ready.name, {}).setdefault(task.seed, run)
-            ready[task.ready.name] = task.ready
+    for study in studies:
+        warmup = study.conditions.warmup_steps
+        last = warmup + study.conditions.steps
+        for task in tasks(study, prepare(study)):
+            if is_done(task):
+                seed = task.job.debug.seed
+                run = MeasuredRun(task.folder, task.round, seed, warmup, last)
+                found.setdefault(task.ready.name, {}).setdefault(seed, run)
+                ready[task.ready.name] = task.ready
     return {
         name: Variant(name, ready[name].job, ready[name].plan.ranks, runs)
         for name, runs in found.items()

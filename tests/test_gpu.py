@@ -14,7 +14,7 @@ from tests.gpu.hosted import HostedGroup
 ROOT = Path(__file__).resolve().parents[1]
 
 
-NOT_NEEDED = ("datasets", "wandb", "plotly", "pandas", "pytest", "hypothesis")
+NOT_NEEDED = ("datasets", "wandb", "pandas", "pytest", "hypothesis")
 
 
 def gpu(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

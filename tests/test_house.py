@@ -32,8 +32,8 @@ LAYERS = [
     ["tools.evaluate"],
     ["tools.inference"],
     ["tools.trace_summary"],
-    ["tools.history", "tools.options"],
-    ["tools.reference"],
+    ["tools.history", "tools.options", "tools.page"],
+    ["tools.reference", "tools.charts"],
     ["tools.commands"],
     ["launch"],
     ["train"],
@@ -57,7 +57,7 @@ Node = TypeVar("Node", bound=ast.AST)
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = [
     *("datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich", "torchao"),
-    *("plotly", "markdown_it", "fsspec"),
+    "fsspec",
 ]
 FAMILY = ("model", "spec", "hugging_face", "meta")
 SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint"]

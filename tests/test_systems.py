@@ -16,8 +16,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.tools.compare.gather import planned_collectives
-from torchtitan.tools.compare.prepare import prepare
-from torchtitan.tools.compare.study import read_study
+from torchtitan.tools.compare.study import prepare, read_study
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "systems.md"

@@ -148,9 +148,9 @@ def sample() -> Report:
         CurveDifference(2e-6, 10, 2.4e-3),
         CurveDifference(2e-5, 10, 7.3e-2),
     )
-    seeds = Parity(
-        "within seeds",
-        "Other samples, so only the ends of the curves are compared: seeds differ by 0.012.",
+    rounded = Parity(
+        "not judged",
+        "linears in Float8 or MXFP8 have no tolerance by dtype",
         CurveDifference(0.019, 76, 0.0),
     )
     differs = Parity(
@@ -173,7 +173,6 @@ def sample() -> Report:
             "rounds": 3,
             "steps": 100,
             "warm-up": "10 steps left out",
-            "seeds": [0],
             "recipe": "train_configs/llama3_1b.toml",
         },
         baseline="fsdp",
@@ -195,7 +194,7 @@ def sample() -> Report:
             ran(
                 LONG,
                 1.04,
-                seeds,
+                rounded,
                 off=5e-3,
                 differs={degree: 1, "compile.enable": True},
                 tokens=32_768,

@@ -2,24 +2,22 @@
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import tiny
-from tests.compare.samples import sample
 from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.config import RecipeError
 from torchtitan.device import GIB
+from torchtitan.job import JobConfig
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
 from torchtitan.tools.compare import compare_folders, gather
-from torchtitan.tools.compare.markdown import markdown
-from torchtitan.tools.compare.measured_run import MeasuredRun, spread
 from torchtitan.tools.compare.parity import JUDGED, compare_curves, difference
 from torchtitan.tools.compare.results import RunCurve, Spread
+from torchtitan.tools.compare.runs import MeasuredRun, spread
 
 CONVERTED = tiny.job().model_copy(update={"convert": ("float8",)})
 
@@ -29,15 +27,11 @@ def curve(values: list[float | None]) -> RunCurve:
     return RunCurve(steps, tuple(100 * step for step in steps), tuple(values))
 
 
-def verdict(ours: list[float | None], theirs: list[float | None], **more: Any) -> str:
-    job = more.get("job", tiny.job())
-    norms = curve([1.0] * len(ours))
-    others, our_others = (
-        [curve(values) for values in more.get(name, [])] for name in ("others", "our_others")
-    )
-    return compare_curves(
-        curve(ours), curve(theirs), norms, norms, (job, tiny.job()), others, our_others
-    ).verdict
+def verdict(
+    ours: list[float | None], theirs: list[float | None], job: JobConfig | None = None
+) -> str:
+    norms, jobs = curve([1.0] * len(ours)), (job or tiny.job(), tiny.job())
+    return compare_curves(curve(ours), curve(theirs), norms, norms, jobs).verdict
 
 
 def leave(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
@@ -79,6 +73,7 @@ def test_rounding_is_the_same_run_and_more_is_not() -> None:
     assert verdict(base, base) == "same"
     assert verdict([v * (1 + 2e-7) for v in base if v], base) == "same"
     assert verdict([v * (1 + 1e-4) for v in base if v], base) == "differs"
+    assert verdict(base, base, CONVERTED) == "not judged", "Float8 has no tolerance"
     # Later, rounding has grown to anything.
     late = [*base[:JUDGED], *(v * 1.02 for v in base[JUDGED:] if v)]
     assert verdict(late, base) == "same"
@@ -87,25 +82,9 @@ def test_rounding_is_the_same_run_and_more_is_not() -> None:
 def test_the_rule_names_the_steps_that_ran() -> None:
     short = curve([5.0, 4.0, 3.0, 2.0])
     jobs = [tiny.job()] * 2
-    assert "steps 1 to 4" in compare_curves(short, short, short, short, jobs, []).why
+    assert "steps 1 to 4" in compare_curves(short, short, short, short, jobs).why
     late = RunCurve((5, 6, 20), (0, 0, 0), (3.0, 2.0, 1.0))
-    assert "steps 5 to 6" in compare_curves(late, late, late, late, jobs, []).why
-
-
-def test_seeds_are_the_yardstick_of_what_rounds_otherwise() -> None:
-    base: list[float | None] = [5.0 - 0.1 * step for step in range(20)]
-    near, far = ([v + d for v in base if v] for d in (0.01, 0.5))
-    others = [[v + 0.05 for v in base if v], [v - 0.05 for v in base if v]]
-    assert verdict(near, base, job=CONVERTED) == "not judged"
-    assert verdict(near, base, job=CONVERTED, others=others) == "within seeds"
-    assert verdict(far, base, job=CONVERTED, others=others) == "differs"
-    assert verdict(near, base, others=others) == "within seeds"
-    assert verdict([*near[:-1], None], base, job=CONVERTED, others=others) == "not judged"
-    # Where the variant was run with them too, means are compared.
-    lower = [[v - 0.3 for v in base if v], [v - 0.25 for v in base if v]]
-    assert verdict(far, base, others=others, our_others=lower) == "within seeds"
-    assert verdict(near, base, others=others, our_others=lower) == "differs"
-    assert verdict(near, base, others=others, our_others=lower[:1]) == "not judged"
+    assert "steps 5 to 6" in compare_curves(late, late, late, late, jobs).why
 
 
 def test_only_steps_after_the_warm_up_are_measured(tmp_path: Path) -> None:
@@ -261,17 +240,3 @@ optimizer.lr = 1e30
     for name in ("one", "two"):
         path = tmp_path / f"out/runs/{name}/round-1/metrics.jsonl"
         assert path.stat().st_mtime_ns == before[path]
-
-
-def test_a_report_says_nothing_of_conditions_that_were_not_set() -> None:
-    unset = {"ranks": None, "launcher": "", "recipe": None, "rounds": 3, "seeds": []}
-    differs = [{"training.global_batch_size": None}, {"training.global_batch_size": 8}]
-    report = sample()
-    variants = [
-        replace(one, differs=two) for one, two in zip(report.variants, differs, strict=False)
-    ]
-    page = markdown(replace(report, conditions=unset, variants=tuple(variants)))
-    assert "| rounds | 3 |" in page
-    assert "`training.global_batch_size = none`" in page
-    for word in ("| ranks |", "| launcher |", "None", "null"):
-        assert word not in page

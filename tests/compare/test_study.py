@@ -8,9 +8,17 @@ from tests.recipes.test_recipes import FOLDER, main_road, tokenizer  # noqa: F40
 from torchtitan.checkpoint import lock
 from torchtitan.config import RecipeError
 from torchtitan.tools.cli import main
-from torchtitan.tools.compare.prepare import prepare, tasks
-from torchtitan.tools.compare.running import launch_all
-from torchtitan.tools.compare.study import Study, is_study, of_recipes, read_study, slug
+from torchtitan.tools.compare import runs
+from torchtitan.tools.compare.study import (
+    REMOVED,
+    Study,
+    is_study,
+    of_recipes,
+    prepare,
+    read_study,
+    slug,
+    tasks,
+)
 
 DEBUG = FOLDER / "debug_model.toml"
 STUDIES = main_road("studies/*.toml")
@@ -86,9 +94,9 @@ def test_mistakes_of_all_variants_are_told_at_once_with_their_lines(tmp_path: Pa
             'baseline = "2"\n' + variants("", ""),
             ':1: baseline: got "2"; allowed: 0, 1',
         ),
-        (
-            'seeds_of = ["2"]\n' + variants("", ""),
-            ': seeds_of: got "2"; allowed: 0, 1',
+        *(
+            (f"{key} = [1]\n{variants('', '')}", f":1: {key}: this key was removed; {instead}")
+            for key, instead in REMOVED.items()
         ),
         ("round = 2\n" + variants("", ""), ":1: round: unknown key; allowed: "),
         ("rounds = 0\n" + variants("", ""), ":1: rounds: got 0; wanted an integer >= 1"),
@@ -105,12 +113,12 @@ def test_wrong_studies_are_refused(tmp_path: Path, text: str, line: str) -> None
 
 
 def test_what_the_comparison_decides_no_variant_sets(tmp_path: Path) -> None:
-    path = write(tmp_path, variants("training.steps = 5", "", "debug.seed = 3"))
+    path = write(tmp_path, variants("training.steps = 5", "", 'job.dump_folder = "x"'))
     lines = refused(read_study(path))
     ending = "; the comparison sets it, alike for all variants"
     assert lines == [
         f"{path}:4: training.steps: got 5{ending}; use --steps",
-        f"{path}:10: debug.seed: got 3{ending}; use --seeds",
+        f'{path}:10: job.dump_folder: got "x"{ending}; use --output',
     ]
 
 
@@ -118,7 +126,6 @@ def test_what_the_comparison_decides_no_variant_sets(tmp_path: Path) -> None:
     ("flags", "line"),
     [
         (["--training.steps=5"], "--training.steps: got 5; {}; use --steps"),
-        (["--debug.seed", "5"], "--debug.seed: got 5; {}; use --seeds"),
         (["--no-metrics.save-events"], "--metrics.save_events: got false; {}"),
     ],
 )
@@ -140,20 +147,12 @@ def test_a_variant_that_cannot_run_is_told_and_the_others_stay(tmp_path: Path) -
     assert {task.ready.name for task in tasks(study, [fine, uneven, large])} == {"0"}
 
 
-def test_rounds_alternate_and_seeds_follow_the_first(tmp_path: Path) -> None:
-    study = read_study(write(tmp_path, "rounds = 3\nseeds = [7, 8]\n" + variants("", "")))
-    found = [
-        (task.ready.name, task.folder.name, task.seed) for task in tasks(study, prepare(study))
-    ]
+def test_rounds_alternate(tmp_path: Path) -> None:
+    study = read_study(write(tmp_path, "rounds = 3\n" + variants("", "")))
+    found = [(task.ready.name, task.folder.name) for task in tasks(study, prepare(study))]
     assert found == [
-        *[("0", "round-1", 0), ("1", "round-1", 0), ("0", "seed-7", 7), ("0", "seed-8", 8)],
-        *[("1", "round-2", 0), ("0", "round-2", 0)],
-        *[("0", "round-3", 0), ("1", "round-3", 0)],
-    ]
-    text = 'rounds = 1\nseeds = [7]\nseeds_of = ["2"]\n' + variants("", "", "")
-    study = read_study(write(tmp_path, text))
-    assert [(task.ready.name, task.seed) for task in tasks(study, prepare(study))] == [
-        *[("0", 0), ("1", 0), ("2", 0), ("0", 7), ("2", 7)],
+        *[("0", "round-1"), ("1", "round-1"), ("1", "round-2"), ("0", "round-2")],
+        *[("0", "round-3"), ("1", "round-3")],
     ]
 
 
@@ -183,47 +182,34 @@ def test_one_recipe_varied_in_all_ways() -> None:
         of_recipes([DEBUG], ["seq_len=3"], [])
 
 
-def test_a_launcher_needs_the_variables_it_names(
+def test_runs_are_launched_once_and_not_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = read_study(write(tmp_path, 'launcher = "srun $NODES_HEAD"\n' + variants("", "")))
-    monkeypatch.delenv("NODES_HEAD", raising=False)
-    (line,) = refused(study)
-    assert line.endswith(
-        "launcher: the environment has no $NODES_HEAD; it is that of 'srun $NODES_HEAD'"
-    )
-    monkeypatch.setenv("NODES_HEAD", "a")
-    assert len(prepare(study)) == 2
-
-
-def test_runs_are_launched_once_and_not_again(tmp_path: Path) -> None:
-    """A launcher that notes its arguments, and fails for one variant."""
-    script = tmp_path / "launcher.sh"
-    script.write_text(
-        f'echo "$@" >> {tmp_path}/calls\n'
-        'if grep -q "seq_len = 64" "$3"; then echo broken; exit 5; fi\n'
-    )
     text = f'rounds = 2\noutput = "{tmp_path}/out"\n' + variants("", "training.seq_len = 64")
     study = read_study(write(tmp_path, text))
     todo = tasks(study, prepare(study))
-    command = f"sh {script} {{ranks}}"
+    calls: list[str] = []
 
-    def calls() -> list[str]:
-        words = (tmp_path / "calls").read_text().splitlines()
-        return [word.split("/runs/")[1].removesuffix(".toml") for word in words]
+    def run(command: list[str], output: int) -> int:
+        calls.append(command[-1].split("/runs/")[1].removesuffix(".toml"))
+        assert command[1:-1] == [
+            *("-m", "torchtitan", "train", "--max-restarts", "0", "--processes", "1"),
+            "--job.config_file",
+        ]
+        return 5 if "seq_len = 64" in Path(command[-1]).read_text() else 0
 
-    launch_all(todo, command)
+    monkeypatch.setattr(runs, "_run", run)
+    runs.launch_all(todo)
     # The one that failed is not tried in the second round.
-    assert calls() == ["0/round-1", "1/round-1", "0/round-2"]
-    launch_all(todo, command)
-    assert calls()[3:] == ["1/round-1"]
-    assert (tmp_path / "calls").read_text().startswith("1 --job.config_file ")
+    assert calls == ["0/round-1", "1/round-1", "0/round-2"]
+    runs.launch_all(todo)
+    assert calls[3:] == ["1/round-1"]
     # What is left of a run that was interrupted is set aside, and it begins anew.
     todo[0].folder.mkdir()
     (todo[0].folder / "half").touch()
     todo[0].folder.with_name("round-1.outcome.json").unlink()
-    launch_all(todo[:1], command)
-    assert calls()[4:] == ["0/round-1"]
+    runs.launch_all(todo[:1])
+    assert calls[4:] == ["0/round-1"]
     assert (todo[0].folder.with_name("round-1.before-1") / "half").exists()
 
 
@@ -242,9 +228,7 @@ def test_two_comparisons_do_not_share_a_folder(
 def test_shipped_studies_can_run_where_they_are_meant_to(
     studies: list[Path],
     tokenizer: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HEAD_NODE", "node1")
     for path in studies:
         # Symmetric memory is CUDA's.
         cannot = ["FSDP x async TP"] if path.stem == "ladder_2d_debug" else []
@@ -254,9 +238,8 @@ def test_shipped_studies_can_run_where_they_are_meant_to(
 def assert_can_run(path: Path, needed: list[str], cannot: list[str]) -> None:
     """All variants of a study, but `cannot`, with what a large one needs of its user."""
     is_large = not path.stem.endswith("_debug")
-    where = {"launcher": "srun", "device": "cuda"} if is_large else {}
-    study = read_study(path, needed if is_large else [], **where)
-    found = prepare(study)
+    study = read_study(path, needed if is_large else [])
+    found = prepare(study, is_here=not is_large)
     assert [ready.name for ready in found if ready.problems] == cannot
     batches = {
         ready.job.global_batch(ready.job.degrees(ready.plan.ranks)) * ready.job.training.seq_len

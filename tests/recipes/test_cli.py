@@ -264,7 +264,7 @@ def test_what_the_command_line_does_not_know(capsys: pytest.CaptureFixture[str])
         ),
         (["plot"], "Missing argument"),
         (["evaluate"], "Missing argument"),
-        (["compare", "--seeds"], "Option '--seeds' requires an argument."),
+        (["compare", "--rounds"], "Option '--rounds' requires an argument."),
     ]:
         assert main(words) == 2, words
         printed = capsys.readouterr()

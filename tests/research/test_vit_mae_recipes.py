@@ -85,8 +85,7 @@ def test_nothing_is_said_twice():
 
 
 @pytest.mark.parametrize("name", ["vit_mae_3b", "vit_mae_debug"])
-def test_studies_can_run_where_they_are_meant_to(name, images, monkeypatch):
-    monkeypatch.setenv("HEAD_NODE", "node1")
+def test_studies_can_run_where_they_are_meant_to(name, images):
     assert_can_run(FOLDER / f"studies/{name}.toml", images, [])
 
 

@@ -72,6 +72,8 @@ ABSENT: Final = {
     "tokenize": "use torchtitan data tokenize",
     "data convert": "write with the library of that format; a run reads shards of each format",
     "data inspect --output": "lengths.u32 in the index of the shards has the lengths of documents",
+    "compare --seeds": "vary the seed: --vary debug.seed=0,1,2",
+    "compare --launcher": "compare runs of several machines by their folders",
     "generate --tensor-parallel": "a model is read on one rank",
     **dict.fromkeys(
         (f"evaluate --{option}" for option in ("tensor-parallel", "num-fewshot", "include-path")),

@@ -1,6 +1,6 @@
 """Plot the loss, or other metrics, of runs in one SVG file, which every browser shows.
 
-`torchtitan compare` has interactive plots of much more.
+`torchtitan compare` has charts of more.
 """
 
 import math

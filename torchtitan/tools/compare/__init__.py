@@ -1,50 +1,49 @@
 """`torchtitan compare`: recipes side by side, run under the same conditions.
 
-study      the variants to compare: a file, recipes, or one recipe varied
-prepare    checks each variant, and plans its runs
-running    starts the runs, one after the other
-measured_run  numbers of a run; parity: whether two runs train the same
-gather     builds the report (results) from all of them
-markdown   the report as text, with its verdict; html_page: the page, with plots
+study    the variants to compare, checked: a file, recipes, or one recipe varied
+runs     starts the runs, one after the other, and reads their numbers
+parity   whether two runs train the same
+gather   builds the results, which are report.json, from all runs
+report_page  shows them as Markdown and as a page
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torchtitan.checkpoint import lock
 from torchtitan.config import RecipeError
-from torchtitan.device import DeviceType, pick
+from torchtitan.device import pick
 from torchtitan.estimate.fitting import peak_of, plan_on
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.tools.compare.gather import Candidate, of_folder, planned_collectives, report
-from torchtitan.tools.compare.html_page import html_page
-from torchtitan.tools.compare.markdown import byte_size, markdown
-from torchtitan.tools.compare.measured_run import MeasuredRun
-from torchtitan.tools.compare.prepare import PlannedRun, Ready, launcher, prepare, tasks
+from torchtitan.tools.compare.report_page import LOSSES, byte_size, report_page
 from torchtitan.tools.compare.results import Report
-from torchtitan.tools.compare.running import (
+from torchtitan.tools.compare.runs import (
+    MeasuredRun,
     is_done,
     launch_all,
     read_outcome,
     terminable,
     write_whole,
 )
-from torchtitan.tools.compare.study import Study, is_study, of_recipes, read_study, slug
+from torchtitan.tools.compare.study import (
+    PlannedRun,
+    Ready,
+    Study,
+    is_study,
+    of_recipes,
+    prepare,
+    read_study,
+    slug,
+    tasks,
+)
 from torchtitan.tools.history import METRICS_FILE
 
 __all__ = ["FORMS", "compare", "compare_folders", "dry_run", "read", "summary"]
 
-LOSSES = {
-    "baseline": "baseline",
-    "same": "same loss",
-    "within seeds": "loss of a seed",
-    "differs": "other loss",
-    "not judged": "loss not judged",
-}
-"""Verdicts on a variant, as a line has room for them."""
 FORMS = ("md", "html", "json")
 """Formats in which a report is written."""
 
@@ -73,12 +72,9 @@ def dry_run(study: Study) -> Iterator[str]:
         RecipeError: as `compare`.
     """
     variants = prepare(study)
-    device_type = cast(DeviceType, study.conditions.device or pick().type)
     for ready in variants:
         ranks = f"{ready.plan.ranks} rank{'s' * (ready.plan.ranks > 1)}"
-        told = (
-            "cannot run" if ready.problems else foreseen(ready.job, ready.plan.ranks, device_type)
-        )
+        told = "cannot run" if ready.problems else foreseen(ready.job, ready.plan.ranks)
         yield f"{ready.name}: {ranks}: {told}"
         yield from (f"  {line}" for line in ready.problems)
     todo = tasks(study, variants)
@@ -87,11 +83,11 @@ def dry_run(study: Study) -> Iterator[str]:
     yield f"{len(todo)} runs of {steps} steps, {done} of them there already; in {study.output}"
 
 
-def foreseen(job: JobConfig, ranks: int, device_type: DeviceType) -> str:
+def foreseen(job: JobConfig, ranks: int) -> str:
     """Plan the memory of a rank, and the bytes that it sends."""
-    device = pick().name if device_type == pick().type else ""
+    device = pick()
     try:
-        plan = plan_on(job, ranks, device_type, device)
+        plan = plan_on(job, ranks, device.type, device.name)
     except RecipeError as error:
         return error.lines[0]
     peak, sent = peak_of(plan), sum(size for _, size in planned_collectives(plan).values())
@@ -112,7 +108,7 @@ def compare(study: Study) -> Report:
             logger.warning("%s cannot run: %s", ready.name, line)
     todo = tasks(study, variants)
     with lock(study.output, "output"), terminable():
-        launch_all(todo, launcher(study))
+        launch_all(todo)
     conditions = study.conditions
     last = conditions.warmup_steps + conditions.steps
     chosen = conditions.model_dump(exclude={"title", "description", "baseline", "output"})
@@ -182,8 +178,9 @@ def write(found: Report, folder: Path) -> None:
     """Write a report in all formats."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "report.json", found.to_json())
-    write_whole(folder / "report.md", markdown(found))
-    write_whole(folder / "report.html", html_page(found))
+    page = report_page(found)
+    write_whole(folder / "report.md", page.markdown())
+    write_whole(folder / "report.html", page.html())
 
 
 def _candidate(ready: Ready, todo: Sequence[PlannedRun], warmup: int, last: int) -> Candidate:
@@ -192,9 +189,8 @@ def _candidate(ready: Ready, todo: Sequence[PlannedRun], warmup: int, last: int)
     if ready.problems:
         return Candidate(name, job, ranks, "cannot run", ready.problems)
     done = [task for task in own if is_done(task) and (task.folder / METRICS_FILE).is_file()]
-    runs = [(task, MeasuredRun(task.folder, task.round, task.seed, warmup, last)) for task in done]
-    rounds = tuple(run for task, run in runs if task.folder.name.startswith("round"))
-    seeds = tuple(run for task, run in runs if task.folder.name.startswith("seed"))
+    seed = job.debug.seed
+    runs = tuple(MeasuredRun(task.folder, task.round, seed, warmup, last) for task in done)
     failed = [(task, outcome) for task in own if (outcome := read_outcome(task.folder))]
     reasons = tuple(
         f"{task.folder.name}: status {outcome.status}: {line}"
@@ -202,5 +198,5 @@ def _candidate(ready: Ready, todo: Sequence[PlannedRun], warmup: int, last: int)
         if outcome.status
         for line in outcome.last_lines[-3:]
     )
-    status = "ran" if rounds else "failed" if reasons else "not run"
-    return Candidate(name, job, ranks, status, reasons, rounds, seeds)  # type: ignore[arg-type]
+    status = "ran" if runs else "failed" if reasons else "not run"
+    return Candidate(name, job, ranks, status, reasons, runs)  # type: ignore[arg-type]

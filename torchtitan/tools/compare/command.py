@@ -8,7 +8,7 @@ import typer
 from torchtitan.config import ConfigError, find_recipe
 from torchtitan.tools.compare import FORMS, compare_folders, dry_run, read, summary
 from torchtitan.tools.compare import compare as run_and_compare
-from torchtitan.tools.options import Count, RecipeVerb, count, verb
+from torchtitan.tools.options import Count, RecipeVerb, verb
 
 DEFAULT = "(default: that of the study, or"
 app = verb()
@@ -37,20 +37,6 @@ def compare(
         int | None, Count(f"Number of steps before those measured {DEFAULT} 5).")
     ] = None,
     steps: Annotated[int | None, Count(f"Number of measured steps {DEFAULT} 20).")] = None,
-    seeds: Annotated[
-        list[int] | None,
-        typer.Option(
-            parser=count,
-            metavar="N...",
-            help="Additional seeds, to measure the variation between seeds.",
-        ),
-    ] = None,
-    launcher: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND", help="Command that starts a run, in which {ranks} is replaced."
-        ),
-    ] = None,
     no_trace: Annotated[bool, typer.Option("--no-trace", help="Trace no step.")] = False,
     output: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Folder for the runs and the report.")
@@ -77,8 +63,6 @@ def compare(
             rounds=rounds,
             warmup_steps=warmup_steps,
             steps=steps,
-            seeds=seeds or None,
-            launcher=launcher,
             trace=False if no_trace else None,
             output=output,
         )

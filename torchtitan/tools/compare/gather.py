@@ -21,9 +21,9 @@ from torchtitan.parallel.world import JOINED_AXES
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import PHASES, REST
-from torchtitan.tools.compare.measured_run import MeasuredRun, spread
 from torchtitan.tools.compare.parity import compare_curves
 from torchtitan.tools.compare.results import Collectives, Parity, Report, Spread, Status, Variant
+from torchtitan.tools.compare.runs import MeasuredRun, spread
 from torchtitan.tools.history import RunHistory, median
 
 NO_DIFFERENCE = ("job.", "profiling.", "metrics.", "training.steps")
@@ -44,7 +44,6 @@ class Candidate:
     status: Status
     reasons: tuple[str, ...] = ()
     runs: tuple[MeasuredRun, ...] = ()
-    other_seeds: tuple[MeasuredRun, ...] = ()
 
     @property
     def flat(self) -> dict[str, Any]:
@@ -133,7 +132,7 @@ def _variant(
         layout=degrees._asdict() if degrees else {},
         unit=task.unit if task else "tokens",
         units_per_step=units,
-        runs=tuple(run.summary(root) for run in (*each.runs, *each.other_seeds)),
+        runs=tuple(run.summary(root) for run in each.runs),
         tps=spread([tps for run in finished for tps in run.tps]),
         ratio=_ratio(each, base),
         step_s=spread([seconds for run in finished for seconds in run.step_seconds]),
@@ -276,8 +275,6 @@ def _parity(each: Candidate, base: Candidate) -> Parity:
         ours.curve("grad_norm"),
         base_run.curve("grad_norm"),
         (each.job, base.job),
-        [run.curve("loss") for run in base.other_seeds],
-        [run.curve("loss") for run in each.other_seeds],
     )
 
 

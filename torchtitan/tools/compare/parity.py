@@ -9,12 +9,9 @@ steps are compared, by the coarser dtype of computation,
 
 and for the gradient norm NORM times as much. GROWTH is 16 unit roundoffs of float32, and 1/16 of
 one of bfloat16, whose errors average out over the tokens of a batch and whose sums are float32; the
-numbers were chosen by measuring (docs/compare.md). Float8 has too few bits for such a bound. Then,
-and where a study has seeds, the yardstick is what chance alone does: how far the baseline with
-other seeds is from itself.
+numbers were chosen by measuring (docs/compare.md). Float8 has too few bits for such a bound.
 """
 
-import statistics
 from collections.abc import Sequence
 
 from torchtitan.job import JobConfig
@@ -23,10 +20,6 @@ from torchtitan.tools.compare.results import CurveDifference, Parity, RunCurve
 GROWTH = {"float32": 2.0**-20, "bfloat16": 2.0**-12}
 NORM = 30.0
 JUDGED = 10
-ALONG = ("steps", "units")
-"""Horizontal axes of a curve."""
-LAST = 3
-"""One over the share of the last steps whose mean loss is compared with other seeds."""
 
 
 def compare_curves(
@@ -35,8 +28,6 @@ def compare_curves(
     our_norms: RunCurve,
     their_norms: RunCurve,
     jobs: Sequence[JobConfig],
-    others: Sequence[RunCurve],
-    our_others: Sequence[RunCurve] = (),
 ) -> Parity:
     """Decide whether a variant trains the same run as the baseline.
 
@@ -44,16 +35,12 @@ def compare_curves(
         ours, our_norms: loss and gradient norm of the variant.
         theirs, their_norms: those of the baseline.
         jobs: both recipes.
-        others: loss of the baseline with other seeds.
-        our_others: loss of the variant with these seeds, if it was run with them.
     """
     dtype = coarsest(jobs)
     if dtype is None:
         differences = (difference(ours, theirs, 0.0), difference(our_norms, their_norms, 0.0))
-        if not others:
-            why = "linears in Float8 or MXFP8 have no tolerance by dtype; give the study seeds"
-            return Parity("not judged", why, *differences)
-        return _by_seeds((ours, *our_others), (theirs, *others), differences)
+        why = "linears in Float8 or MXFP8 have no tolerance by dtype"
+        return Parity("not judged", why, *differences)
     growth = GROWTH[dtype]
     loss = difference(ours, theirs, growth)
     norm = difference(our_norms, their_norms, NORM * growth)
@@ -67,8 +54,6 @@ def compare_curves(
         assert overall is not None, "what is judged is a part of all"
         later = f"; at step {overall.step} the loss is {overall.largest:.1e} off"
         return Parity("same", f"within {rule}{later}", loss, norm)
-    if others:
-        return _by_seeds((ours, *our_others), (theirs, *others), (loss, norm))
     return Parity("differs", f"more than {rule}", loss, norm)
 
 
@@ -93,42 +78,11 @@ def difference(ours: RunCurve, theirs: RunCurve, growth: float) -> CurveDifferen
     return max(found, key=lambda one: one.largest / (one.tolerance or 1.0), default=None)
 
 
-def relative_differences(
-    ours: RunCurve, theirs: RunCurve, along: str = "steps"
-) -> dict[int, float]:
-    """Compute the differences by step, or by units, where both curves have a value."""
-    baseline = dict(zip(getattr(theirs, along), theirs.values, strict=True))
+def relative_differences(ours: RunCurve, theirs: RunCurve) -> dict[int, float]:
+    """Compute the differences by step, where both curves have a value."""
+    baseline = dict(zip(theirs.steps, theirs.values, strict=True))
     return {
-        place: abs(value - other) / abs(other)
-        for place, value in zip(getattr(ours, along), ours.values, strict=True)
-        if value is not None and (other := baseline.get(place))
+        step: abs(value - other) / abs(other)
+        for step, value in zip(ours.steps, ours.values, strict=True)
+        if value is not None and (other := baseline.get(step))
     }
-
-
-def _by_seeds(
-    ours: Sequence[RunCurve],
-    theirs: Sequence[RunCurve],
-    differences: tuple[CurveDifference | None, CurveDifference | None],
-) -> Parity:
-    """Judge by the spread over seeds; both lists start with the seed of the study."""
-    if 1 < len(ours) < len(theirs):
-        return Parity("not judged", "it was not run with every seed of the baseline", *differences)
-    ends = [end for end in map(loss_at_end, (*ours, *theirs)) if end is not None]
-    if len(ends) < len(ours) + len(theirs):
-        return Parity("not judged", "a loss at the end is not finite", *differences)
-    mine, base = ends[: len(ours)], ends[len(ours) :]
-    apart = abs(statistics.fmean(mine) - statistics.fmean(base[: len(mine)]))
-    chance = max(base) - min(base)
-    over = f", over {len(mine)} seeds," if len(mine) > 1 else ""
-    rule = (
-        f"the mean loss of the last third{over} is {apart:.4f} from the baseline's, and "
-        f"{len(base)} seeds of it lie within {chance:.4f}"
-    )
-    return Parity("within seeds" if apart <= chance else "differs", rule, *differences)
-
-
-def loss_at_end(curve: RunCurve) -> float | None:
-    """The mean over the last third of the steps; None if one of them is not finite."""
-    last = curve.values[-max(len(curve.values) // LAST, 1) :]
-    finite = [value for value in last if value is not None]
-    return statistics.fmean(finite) if len(finite) == len(last) and last else None

@@ -48,7 +48,7 @@ class CurveDifference:
 class Parity:
     """Whether a variant trains the run that the baseline trains."""
 
-    verdict: Literal["baseline", "same", "within seeds", "differs", "not judged"]
+    verdict: Literal["baseline", "same", "differs", "not judged"]
     why: str
     """Sentence with the rule and the basis of the tolerance."""
     loss: CurveDifference | None = None
@@ -124,7 +124,7 @@ class Variant:
     compile_s: float | None
     parity: Parity
     loss: RunCurve | None
-    """Loss of the first finished run with the seed of the study."""
+    """Loss of the first finished run."""
     grad_norm: RunCurve | None
     collectives: tuple[Collectives, ...] = ()
     memory_formula: dict[str, float] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class Report:
     machine: dict[str, Any]
     """Device, platform and versions of the runs, not of the process that wrote the report."""
     conditions: dict[str, Any]
-    """Rounds, steps, steps left out as warm-up, seeds, recipe."""
+    """Rounds, steps, steps left out as warm-up, recipe."""
     baseline: str
     variants: tuple[Variant, ...]
     notes: tuple[str, ...]

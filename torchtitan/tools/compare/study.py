@@ -13,21 +13,32 @@ each `[[variants]]` a name and the settings in which it differs, written as in a
     name = "TP 2"
     parallelism.tensor_parallel_degree = 2
 
-Each setting keeps its line, so that mistakes in a variant are reported as of any recipe.
+Each setting keeps its line, so that mistakes in a variant are reported as of any recipe. A setting
+that does not exist refuses the whole study. A variant whose settings cannot work together, or not
+on this machine, is reported, and the others run.
 """
 
+import hashlib
 import itertools
+import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import Field
 
+from torchtitan.checks import load_job
+from torchtitan.checks.memory import problems_of_memory
 from torchtitan.config import (
+    CannotRun,
     Config,
     KeyPath,
+    Problem,
     RecipeError,
     Setting,
     allowed_names,
@@ -37,7 +48,10 @@ from torchtitan.config import (
     show,
     validate_all,
 )
+from torchtitan.device import pick
+from torchtitan.inputs import problems_of_task
 from torchtitan.job import JobConfig
+from torchtitan.provenance import to_toml, versions
 
 Settings = dict[KeyPath, Setting]
 
@@ -61,19 +75,16 @@ class Conditions(Config):
     """First steps of a run that are not measured."""
     steps: int = Field(20, ge=2)
     """Steps after those, which are measured."""
-    seeds: tuple[int, ...] = ()
-    """Further seeds for the baseline: the spread that chance alone has."""
-    seeds_of: tuple[str, ...] = ()
-    """Variants that are run with them too: those that round otherwise."""
     trace: bool = True
     """Trace a last step, not measured, for the time spent communicating."""
-    launcher: str = ""
-    """Command that starts a run, to which recipe and folder are added; {ranks} is replaced
-    (default: torchtitan train --processes, on this machine)."""
-    device: str | None = Field(None, pattern="^(cpu|cuda)$")
-    """Device of the runs of a custom launcher (default: this machine's)."""
     output: str | None = None
     """Folder of runs and report (default: outputs/studies/ and the file's name)."""
+
+
+SEEDS = "vary the seed: --vary debug.seed=0,1,2"
+MACHINES = "a comparison runs on this machine; compare runs of several by their folders"
+REMOVED = {"seeds": SEEDS, "seeds_of": SEEDS, "launcher": MACHINES, "device": MACHINES}
+"""Keys of studies of earlier versions, with what replaces them."""
 
 
 class VariantKeys(Config):
@@ -130,10 +141,13 @@ def read_study(path: Path, flags: Sequence[str] = (), **changes: Any) -> Study:
     known = "; and [common], [[variants]]"
     own = {key: value for key, value in settings.items() if key[0] not in ("common", "variants")}
     written, faults, _ = validate_all(Conditions, own)
-    problems += [
-        f"{own[key].origin}: {'.'.join(key)}: {text}{known * text.startswith('unknown')}"
-        for key, text in faults.items()
-    ]
+    for key, text in faults.items():
+        name = ".".join(key)
+        if name in REMOVED:
+            text = f"this key was removed; {REMOVED[name]}"
+        elif text.startswith("unknown"):
+            text += known
+        problems.append(f"{own[key].origin}: {name}: {text}")
     conditions = _changed(written, changes)
     common, plans = _below(settings, ("common",)), []
     variants = settings.get(("variants",), Setting([], "")).value
@@ -223,13 +237,9 @@ def _study(
             problems.append(f"{where}: variants {both} would share a folder")
         taken[slug(name)] = name
     baseline = conditions.baseline or (names[0] if names else "")
-    chosen = [(f"{baseline_at or where}: baseline", baseline)] if names else []
-    chosen += [(f"{where}: seeds_of", name) for name in conditions.seeds_of]
-    problems += [
-        f"{key}: got {show(name)}; {allowed_names(name, names)}"
-        for key, name in chosen
-        if name not in names
-    ]
+    if names and baseline not in names:
+        got = f"got {show(baseline)}; {allowed_names(baseline, names)}"
+        problems.append(f"{baseline_at or where}: baseline: {got}")
     if problems:
         raise RecipeError(problems)
     return Study(
@@ -268,7 +278,7 @@ def setting_of(words: Mapping[str, Any], origin: str) -> Settings:
     return settings
 
 
-OPTIONS = {"training.steps": "--steps", "debug.seed": "--seeds", "job.dump_folder": "--output"}
+OPTIONS = {"training.steps": "--steps", "job.dump_folder": "--output"}
 """Options of `torchtitan compare`, and keys of a study, that set a key for all variants."""
 
 
@@ -291,3 +301,144 @@ def refuse_conditions(plans: Sequence[VariantPlan], keys: Sequence[str]) -> None
                     )
     if lines:
         raise RecipeError(lines)
+
+
+TRACED = 2
+"""Steps for a trace at the end of a run: one to warm up the profiler, and one that is kept."""
+
+OFF = {"checkpoint.enable": False, "validation.enable": False}
+"""Defaults of a study, which should not fill a disk; a variant or `[common]` may override them."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A variant that was checked."""
+
+    plan: VariantPlan
+    job: JobConfig
+    problems: tuple[str, ...]
+    """Reasons why it cannot run."""
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a variant."""
+
+    ready: Ready
+    job: JobConfig
+    folder: Path
+    round: int
+    key: str
+    """Digest of everything that its numbers may depend on."""
+
+
+def prepare(study: Study, *, is_here: bool = True) -> list[Ready]:
+    """Check every variant, for this machine or else for CUDA devices of others.
+
+    Raises:
+        RecipeError: with the mistakes of all variants, except settings that do not work together.
+    """
+    decided = decisions(study)
+    refuse_conditions(study.plans, [*decided, "job.dump_folder"])
+    found, wrong, notices = [], list[str](), list[str]()
+    for plan in study.plans:
+        try:
+            found.append(_check(study, plan, decided, is_here))
+        except RecipeError as error:
+            wrong += error.lines
+            notices += error.notices
+    if wrong:
+        raise RecipeError(wrong, dict.fromkeys(notices))
+    return found
+
+
+def decisions(study: Study) -> dict[str, Any]:
+    """The settings that the comparison fixes for all variants, by dotted key."""
+    conditions = study.conditions
+    steps = conditions.warmup_steps + conditions.steps
+    decided: dict[str, Any] = {
+        "training.steps": steps,
+        "metrics.log_freq": 1,
+        "metrics.save_events": True,
+        "profiling.enable_profiling": conditions.trace,
+    }
+    if conditions.trace:
+        decided |= {
+            "training.steps": steps + TRACED,
+            "profiling.profile_freq": steps + TRACED,
+            "profiling.profiler_warmup": TRACED - 1,
+            "profiling.profiler_active": 1,
+        }
+    return decided
+
+
+def _check(study: Study, plan: VariantPlan, decided: dict[str, Any], is_here: bool) -> Ready:
+    kind = pick().type if is_here else "cuda"
+    over: list[Settings] = [setting_of(OFF, "compare"), *plan.over, setting_of(decided, "compare")]
+    load = partial(load_job, plan.recipe, plan.flags, device_type=kind, is_here=is_here, over=over)
+    try:
+        if not plan.ranks:
+            plan = replace(plan, ranks=load(None).config.parallelism.least_ranks)
+        recipe = load(plan.ranks, local_ranks=plan.ranks if is_here else None)
+        if is_here:
+            recipe.refuse(problems_of_memory(recipe.config, plan.ranks, plan.ranks, kind))
+        recipe.refuse(problems_of_task(recipe.config))
+        if is_here:
+            recipe.refuse(_too_many(plan))
+    except CannotRun as error:
+        plan = replace(plan, ranks=plan.ranks or error.config.parallelism.least_ranks)
+        return Ready(plan, error.config, tuple(error.lines))
+    return Ready(plan, recipe.config, ())
+
+
+def _too_many(plan: VariantPlan) -> Iterator[Problem]:
+    """Refuse more ranks than this machine has devices."""
+    devices = torch.cuda.device_count()
+    if pick().type == "cuda" and plan.ranks > devices:
+        message = f"{plan.ranks} ranks need as many devices, and this machine has {devices}"
+        advice = "start each run over several machines by itself, and compare their folders"
+        yield Problem("parallelism", f"{message}; {advice}")
+
+
+def tasks(study: Study, variants: list[Ready]) -> list[PlannedRun]:
+    """All runs in the order in which they are launched.
+
+    Every other round is in reverse order, so that a machine that warms up or slows down favors no
+    variant.
+    """
+    runnable = [ready for ready in variants if not ready.problems]
+    found = []
+    for number in range(1, study.conditions.rounds + 1):
+        for ready in runnable[:: 1 if number % 2 else -1]:
+            found.append(_task(study, ready, number))
+    return found
+
+
+def _task(study: Study, ready: Ready, number: int) -> PlannedRun:
+    folder = study.output / "runs" / slug(ready.name) / f"round-{number}"
+    section = ready.job.job.model_copy(update={"dump_folder": str(folder)})
+    job = ready.job.model_copy(update={"job": section})
+    return PlannedRun(ready, job, folder, number, _key(ready, job))
+
+
+def _key(ready: Ready, job: JobConfig) -> str:
+    about = {
+        "recipe": {k: v for k, v in job.flat().items() if not k.startswith("job.")},
+        "ranks": ready.plan.ranks,
+        "versions": versions(),
+        "device": pick().name,
+        "cores": os.cpu_count(),
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def write_recipe(task: PlannedRun) -> Path:
+    """Write the recipe of a run next to its folder."""
+    path = task.folder.with_name(f"{task.folder.name}.toml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_toml(task.job), encoding="utf-8")
+    return path

@@ -209,7 +209,7 @@ def plan_recipe(
     text += search_text(layouts) if given and not as_json else []
     text += ["", *measured_text(rows)] if rows and not as_json else []
     if html:
-        html.write_text(plan_page(planned, answer), encoding="utf-8")
+        html.write_text(plan_page(planned, answer).html(), encoding="utf-8")
         text += [] if as_json else ["", f"page: {html}"]
     # In one piece, so that `| head` does not close the pipe in between.
     print("".join(f"{line}\n" for line in text), end="", flush=True)
