@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from PIL import Image
 
 from torchtitan.config import ConfigError, Context
 from torchtitan.data import DataConfig
+from torchtitan.remote import POINTER
 from torchtitan.research.vit_mae.images import decoding
 from torchtitan.research.vit_mae.images.decoding import CorruptImage, decode
+from torchtitan.research.vit_mae.images.folders import ImageFolder
 from torchtitan.research.vit_mae.images.open_images import open_images, open_view
 from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
+from torchtitan.research.vit_mae.images.tar_shards import shards_at
 
 PLAIN = ImagesConfig(crop="none", augment=False)
 
@@ -260,3 +264,36 @@ def test_settings_of_images_are_refused_together():
     config = ImagesConfig(crop="none", min_area=0.5, flips=("vertical", "vertical"), bands=(-1,))
     found = {problem.path for problem in config.problems(Context())}
     assert found == {"min_area", "flips", "bands"}
+
+
+@pytest.mark.parametrize(
+    "find", [lambda path: ImageFolder(path, (".jpg", ".jsonl"), ImagesConfig(), 3), shards_at]
+)
+def test_odd_files_are_named(find, tmp_path, monkeypatch):
+    odd = tmp_path / "one/b.tar"
+    odd.parent.mkdir()
+    (tmp_path / "one/a.jsonl").write_text("{}")
+    odd.symlink_to("/nowhere/b.tar")
+    with pytest.raises(ConfigError, match=r"one/b\.tar: it is a link to /nowhere/b\.tar, which"):
+        find(tmp_path)
+    odd.unlink()
+    os.mkfifo(odd)
+    with pytest.raises(ConfigError, match=r"one/b\.tar: it is neither a file nor a folder"):
+        find(tmp_path)
+    odd.unlink()
+    for name in ("c.jpg", "c.tar"):
+        (tmp_path / "one" / name).write_bytes(POINTER + b"v1\noid sha256:%064d\nsize 9\n" % 7)
+    with pytest.raises(
+        ConfigError, match=r"c\.(jpg|tar): it is only the pointer of a file that Git"
+    ):
+        find(tmp_path)
+    scandir = os.scandir
+
+    def refused(path):
+        if str(path).endswith("one"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(ConfigError, match="/one: cannot be read: Permission denied"):
+        find(tmp_path)

@@ -1,22 +1,41 @@
 """Local files: every document found, every mistake told with its file and line."""
 
+import gzip
 import itertools
 import json
 import math
+import multiprocessing
+import os
+import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests import token_shards
+from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, Context, Problem
-from torchtitan.data import DataConfig, load_tokenizer, open_source, order
+from torchtitan.data import (
+    DataConfig,
+    check_local,
+    first_look,
+    line_index,
+    load_tokenizer,
+    open_source,
+    order,
+)
 from torchtitan.data.discovery import find_files
 from torchtitan.data.documents import Documents, ParquetDocuments, open_documents
+from torchtitan.data.line_index import line_starts
 from torchtitan.data.order import drawn_order
 from torchtitan.data.sources import ShuffledDocuments
+from torchtitan.data.tokens.index import TokenDocuments
+from torchtitan.inputs import problems_of_files
 
 
 def opened(path: Path, kind: str | None = None, document_bytes: int = 65536) -> Documents:
@@ -307,3 +326,191 @@ class TokenTexts:
 
     def __getitem__(self, index: int) -> str:
         return str(index)
+
+
+CONTENT = b'\n{"text": "a"}\n\r\n{"text": "b"}\r\n\n' + b'{"text": "c"}\n' * 50
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that were indexed; all are large enough to be cached, and read in blocks."""
+    files: list[Path] = []
+    blocks = line_index._blocks
+    monkeypatch.setattr(line_index, "CACHED_BYTES", 1)
+    monkeypatch.setattr(line_index, "BLOCK", 7)
+    monkeypatch.setattr(line_index, "_blocks", lambda path: (files.append(path), blocks(path))[1])
+    return files
+
+
+def expected(content: bytes) -> list[int]:
+    places = [0, *(i + 1 for i, byte in enumerate(content) if byte == ord("\n"))]
+    return [i for i in places if content[i : i + 1] not in (b"", b"\n", b"\r")]
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_an_index_is_built_once_and_after_a_change(
+    is_elsewhere: bool, tmp_path: Path, built: list[Path]
+) -> None:
+    path = tmp_path / "data" / "a.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(CONTENT)
+    cache = tmp_path / "cache" if is_elsewhere else None
+    for _ in range(2):
+        found = line_starts(path, cache)
+        assert isinstance(found, np.memmap)  # of a file, so it takes no memory
+        assert found.tolist() == expected(CONTENT)
+    assert built == [path]
+    assert (path.parent / ".torchtitan").exists() != is_elsewhere
+    assert find_files(path.parent, None) == ([path], "jsonl")
+    path.write_bytes(b"\n" + CONTENT[1:])
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    line_starts(path, cache)
+    path.write_bytes(CONTENT[:-14])
+    assert line_starts(path, cache).tolist() == expected(CONTENT[:-14])
+    assert built == [path] * 3
+
+
+def test_an_index_that_cannot_be_written_is_in_memory(tmp_path: Path, built: list[Path]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(CONTENT)
+    (tmp_path / ".torchtitan").write_text("no folder")
+    assert line_starts(path).tolist() == expected(CONTENT)
+    assert built == [path]
+
+
+def test_the_setting_names_the_folder(tmp_path: Path, built: list[Path]) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some text"}) + "\n")
+    config = DataConfig(dataset=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"))
+    open_source(config, load_tokenizer(None), seed=0)
+    assert len(list((tmp_path / "cache").glob("lines-a.jsonl-*.i64"))) == 1
+    assert not (tmp_path / ".torchtitan").exists()
+
+
+KINDS = {"text": "a.txt", "jsonl": "a.jsonl", "compressed": "a.jsonl.gz", "parquet": "a.parquet"}
+
+
+def write(file: Path) -> None:
+    texts = ["document"] * 100
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=10)
+    else:
+        file.write_bytes(gzip.compress(lines.encode()) if file.suffix == ".gz" else lines.encode())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_that_is_deleted(kind: str, tmp_path: Path) -> None:
+    files = [tmp_path / KINDS[kind].replace("a.", f"{name}.") for name in "abc"]
+    for file in files:
+        write(file)
+    config = DataConfig(dataset=str(tmp_path), shuffle=False)
+    documents = open_source(config, None, seed=0).read({0: None}, 1)[0]
+    next(documents)
+    for file in files[1:]:
+        file.unlink()
+    with pytest.raises(ConfigError, match=f"{files[1].name}.*No such file"):
+        list(itertools.islice(documents, 400))
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_text_that_is_truncated(kind: str, tmp_path: Path) -> None:
+    """A mapped file would end the process by a signal."""
+    write(file := tmp_path / KINDS[kind])
+    config = DataConfig(dataset=str(file), shuffle=False, document_bytes=100)
+    documents = open_source(config, None, seed=0).read({0: None}, 1)[0]
+    next(documents)
+    os.truncate(file, 1000)
+    with pytest.raises(ConfigError, match=rf"{file.name}: byte 1,000: the file ends here"):
+        list(itertools.islice(documents, 400))
+
+
+def test_shards_that_are_deleted_or_truncated(tmp_path: Path) -> None:
+    written = [np.arange(100) for _ in range(30)]
+    folder = token_shards.write_shards(tmp_path / "web", written)
+    documents = TokenDocuments(folder, folder, 256)
+    for document in (0, 10):
+        documents.read(document)
+    os.truncate(folder / "shard-00000.tokens", 310)
+    documents.read(0)
+    with pytest.raises(ConfigError, match=r"shard-00000.tokens: byte 310: the file ends here"):
+        documents.read(1)
+    (folder / "shard-00001.tokens").unlink()
+    assert (documents.read(11) == written[11]).all()  # it is open
+    (folder / "shard-00002.tokens").unlink()
+    with pytest.raises(ConfigError, match=r"shard-00002.tokens: cannot be read: .*No such file"):
+        documents.read(20)
+    again = TokenDocuments(folder, folder, 256)
+    with pytest.raises(ConfigError, match=r"shard-00000.tokens: has 310 bytes; wanted 2,000"):
+        again.read(0)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]:
+    """Counts the looks of all processes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(first_look, "SHARED_BYTES", 1)
+    check = first_look._check
+
+    def counted(*arguments: Any) -> None:
+        with (tmp_path / "looks").open("a") as file:
+            file.write(".")
+        check(*arguments)
+
+    monkeypatch.setattr(first_look, "_check", counted)
+    return lambda: len((tmp_path / "looks").read_text())
+
+
+def _refused(config: DataConfig) -> None:
+    try:
+        check_local(config)
+    except ConfigError:
+        os._exit(2)
+
+
+def exit_codes(config: DataConfig) -> list[int | None]:
+    """What some processes that start together say."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_refused, args=(config,)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    return [process.exitcode for process in processes]
+
+
+def test_one_process_looks_and_all_refuse(tmp_path: Path, looks: Callable[[], int]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    config = DataConfig(dataset=str(path))
+    assert exit_codes(config) == [0] * 4
+    assert looks() == 1
+    path.write_text('{"body": "a"}\n')
+    assert exit_codes(config) == [2] * 4
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: no key 'text'"):
+        check_local(config)
+    path.write_text('{"text": "b"}\n')
+    before = looks()
+    assert exit_codes(config) == [0] * 4
+    assert looks() == before + 1
+    with pytest.raises(ConfigError, match="no key 'body'"):
+        check_local(config.model_copy(update={"text_key": "body"}))
+
+
+def test_the_launcher_and_its_ranks_look_once(tmp_path: Path, looks: Callable[[], int]) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    for _ in range(3):
+        job = load_job(None, ["--data.dataset", str(path)], 1, "cpu", is_here=True).config
+        assert list(problems_of_files(job)) == []
+    assert looks() == 1
+
+
+def test_without_a_folder_every_process_looks(
+    tmp_path: Path, looks: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    monkeypatch.setattr(tempfile, "tempdir", str(path))
+    assert exit_codes(DataConfig(dataset=str(path))) == [0] * 4
+    assert looks() == 4
