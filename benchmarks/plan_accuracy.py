@@ -33,9 +33,9 @@ from svg import INK, LINE, MUTED, Picture  # noqa: E402
 from tests.gpu.fast import MODELS_HERE, ROWS, extended  # noqa: E402
 from torchtitan.checks import load_job  # noqa: E402
 from torchtitan.config import ConfigError  # noqa: E402
-from torchtitan.estimate.hardware import AttentionRate, find_hardware  # noqa: E402
-from torchtitan.estimate.plan import MEMORY_LIMITS, TIME_LIMITS, plan  # noqa: E402
 from torchtitan.job import JobConfig  # noqa: E402
+from torchtitan.plan.hardware import AttentionRate, find_hardware  # noqa: E402
+from torchtitan.plan.plan import MEMORY_LIMITS, TIME_LIMITS, plan  # noqa: E402
 
 PUBLISHED = ROOT / "benchmarks/published_rows.toml"
 PAGE = ROOT / "benchmarks/results/gpu_h100.md"

@@ -15,7 +15,7 @@ from torchtitan.checks import load_job
 from torchtitan.checks.memory import model_states
 from torchtitan.config import RecipeError
 from torchtitan.device import GIB
-from torchtitan.estimate.plan import Plan, plan
+from torchtitan.plan.plan import Plan, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/layouts.md"

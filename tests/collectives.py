@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from tests.estimate import recorded as recordings
 from torchtitan.device import Device
-from torchtitan.estimate.link_traffic import messages_of
 from torchtitan.flight_recorder import Collective, recorded
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
+from torchtitan.plan.link_traffic import messages_of
 from torchtitan.tools.verify.measure import training
 
 SINGLE_NUMBERS = 6

@@ -12,12 +12,12 @@ from tests.research import layouts as research
 from tests.sources import ROOT
 from tests.test_docs import prose
 from torchtitan.checks import load_job
-from torchtitan.estimate import device_streams, libraries, search
-from torchtitan.estimate import plan as plans
-from torchtitan.estimate.hardware import find_hardware
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.tools.plan import plan_search
+from torchtitan.plan import device_streams, libraries, search
+from torchtitan.plan import plan as plans
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.report import plan_search
 
 PAGES = {name: ROOT / name for name in ("README.md", "docs/plan.md")}
 NUMBER = r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?!\w)"

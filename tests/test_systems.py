@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.estimate.plan import plan
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.optim import OPTIMIZERS
+from torchtitan.plan.plan import plan
 from torchtitan.tools.compare.gather import planned_collectives
 from torchtitan.tools.compare.study import prepare, read_study
 

@@ -12,11 +12,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torchtitan.build import Observer, build
 from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.estimate.expansion import expand
-from torchtitan.estimate.fake_rank import record
-from torchtitan.estimate.recording import IN_PARTS
 from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
+from torchtitan.plan.expansion import expand
+from torchtitan.plan.fake_rank import record
+from torchtitan.plan.recording import IN_PARTS
 from torchtitan.timeline import Timeline
 from torchtitan.trainer import Trainer
 

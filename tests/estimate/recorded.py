@@ -6,13 +6,13 @@ from unittest import mock
 
 from tests import layouts
 from tests.layouts import LAYOUTS, Case
-from torchtitan.estimate import fake_rank
-from torchtitan.estimate.expansion import RankStep, expand
-from torchtitan.estimate.fake_rank import RankRecording
-from torchtitan.estimate.plan import Plan
-from torchtitan.estimate.plan import plan as make_plan
 from torchtitan.job import JobConfig
 from torchtitan.parallel.schedules import SCHEDULES
+from torchtitan.plan import fake_rank
+from torchtitan.plan.expansion import RankStep, expand
+from torchtitan.plan.fake_rank import RankRecording
+from torchtitan.plan.plan import Plan
+from torchtitan.plan.plan import plan as make_plan
 
 RECORDINGS: dict[tuple[Any, ...], RankRecording] = {}
 
@@ -51,5 +51,5 @@ def step(job: JobConfig, ranks: int, rank: int = 0, device_type: Any = "cpu") ->
 
 def plan(job: JobConfig, ranks: int, **settings: Any) -> Plan:
     """A plan from these recordings."""
-    with mock.patch("torchtitan.estimate.plan.record", record):
+    with mock.patch("torchtitan.plan.plan.record", record):
         return make_plan(job, ranks, **settings)

@@ -16,14 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests import tiny
 from tests.tiers import tiers
-from torchtitan.estimate.compiled import SharedGraphs, places_taken
-from torchtitan.estimate.expansion import RankStep, expand
-from torchtitan.estimate.fake_rank import RankRecording, record
-from torchtitan.estimate.fusion import FusedGraph, size_of
-from torchtitan.estimate.recording import Change, Mark
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import activation_checkpoint
+from torchtitan.plan.compiled import SharedGraphs, places_taken
+from torchtitan.plan.expansion import RankStep, expand
+from torchtitan.plan.fake_rank import RankRecording, record
+from torchtitan.plan.fusion import FusedGraph, size_of
+from torchtitan.plan.recording import Change, Mark
 from torchtitan.torch_private.compiler import compilations, compiler_counts
 
 COMPILE = {"enable": True, "components": ["model"]}

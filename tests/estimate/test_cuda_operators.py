@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis.strategies import integers
 
 from tests import tiny
-from torchtitan.estimate.cuda_operators import pairs_of_band
-from torchtitan.estimate.fake_rank import MAX_PASSES, record
-from torchtitan.estimate.recording import Kernel
 from torchtitan.models import MODELS
+from torchtitan.plan.cuda_operators import pairs_of_band
+from torchtitan.plan.fake_rank import MAX_PASSES, record
+from torchtitan.plan.recording import Kernel
 
 BF16 = {"training": {**tiny.SECTIONS["training"], "mixed_precision_param": "bfloat16"}}
 ONE_BATCH = {"training": {**BF16["training"], "global_batch_size": 2}}

@@ -9,8 +9,8 @@ import torch
 from tests import layouts
 from tests.parallel.test_parity import is_the_run_of_one_rank
 from tests.ranks import run_ranks
-from torchtitan.estimate.fake_rank import ASSUMED, RankRecording, record
 from torchtitan.optim import Muon, Optimizers
+from torchtitan.plan.fake_rank import ASSUMED, RankRecording, record
 
 
 @pytest.mark.skipif(

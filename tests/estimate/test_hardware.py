@@ -9,8 +9,8 @@ import torch
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.device import peak_flops
-from torchtitan.estimate.hardware import FOLDER, find_hardware, hardware_names
-from torchtitan.estimate.hardware.calibrate import calibrate
+from torchtitan.plan.hardware import FOLDER, find_hardware, hardware_names
+from torchtitan.plan.hardware.calibrate import calibrate
 from torchtitan.tools.cli import main
 
 NAMES = ["a100-40", "a100-80", "b200", "cpu", "gb200", "h100", "h100-96", "h200", "mi300x"]

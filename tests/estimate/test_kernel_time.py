@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from torchtitan.estimate.hardware import find_hardware
-from torchtitan.estimate.kernel_time import kernel_seconds
-from torchtitan.estimate.recording import Kernel
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.kernel_time import kernel_seconds
+from torchtitan.plan.recording import Kernel
 
 H100 = find_hardware("h100")
 

@@ -5,10 +5,10 @@ import pytest
 from tests.estimate import recorded
 from tests.layouts import LAYOUTS
 from torchtitan.device import GIB
-from torchtitan.estimate.allocator import reserved
-from torchtitan.estimate.expansion import RankStep
-from torchtitan.estimate.hardware import find_hardware
-from torchtitan.estimate.libraries import PAIR_GIB, outside, workspaces
+from torchtitan.plan.allocator import reserved
+from torchtitan.plan.expansion import RankStep
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.libraries import PAIR_GIB, outside, workspaces
 
 H100 = find_hardware("h100")
 

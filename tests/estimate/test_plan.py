@@ -11,14 +11,14 @@ import torch
 from tests import layouts
 from tests.estimate import recorded
 from torchtitan.config import RecipeError
-from torchtitan.estimate.expansion import RankStep, expand
-from torchtitan.estimate.fake_rank import RankRecording
-from torchtitan.estimate.hardware import find_hardware
-from torchtitan.estimate.plan import plan
-from torchtitan.estimate.recording import Kernel
-from torchtitan.estimate.speed import StepTime, step_time
 from torchtitan.optim import Optimizers
 from torchtitan.parallel.schedules import SCHEDULES, order
+from torchtitan.plan.expansion import RankStep, expand
+from torchtitan.plan.fake_rank import RankRecording
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.plan import plan
+from torchtitan.plan.recording import Kernel
+from torchtitan.plan.speed import StepTime, step_time
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -65,7 +65,7 @@ def test_a_plan_without_some_of_the_work_of_the_model_refuses_itself(
         recording = dataclasses.replace(source.recording, events=[*events])
         return expand(dataclasses.replace(source, recording=recording), passes)
 
-    monkeypatch.setattr("torchtitan.estimate.plan.expand", without)
+    monkeypatch.setattr("torchtitan.plan.plan.expand", without)
     with pytest.raises(RecipeError, match=r"cannot be planned yet: its .* would execute 0\.0%"):
         recorded.plan(recorded.job("FSDP 2"), 2)
 
@@ -76,7 +76,7 @@ def test_a_plan_that_is_faster_than_the_device_refuses_itself(
     def fast(*words: Any) -> StepTime:
         return dataclasses.replace(step_time(*words), mfu=1.01)
 
-    monkeypatch.setattr("torchtitan.estimate.plan.step_time", fast)
+    monkeypatch.setattr("torchtitan.plan.plan.step_time", fast)
     with pytest.raises(RecipeError, match="its MFU would be"):
         recorded.plan(recorded.job("FSDP 2"), 2, hardware=find_hardware("h100"))
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.tiers import tiers
 from torchtitan.checks import load_job
-from torchtitan.estimate.hardware import find_hardware
-from torchtitan.estimate.plan import Plan, plan
-from torchtitan.estimate.plan_notes import memory_notes, plan_notes
-from torchtitan.estimate.recording import Kernel
 from torchtitan.job import JobConfig
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.plan import Plan, plan
+from torchtitan.plan.plan_notes import memory_notes, plan_notes
+from torchtitan.plan.recording import Kernel
 
 RECIPE = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 H100, A100 = find_hardware("h100"), find_hardware("a100-80")

@@ -5,7 +5,7 @@ import torch.distributed.tensor  # noqa: F401  (its operators are recorded)
 
 from tests.estimate import recorded
 from tests.layouts import NO_SEQUENCE, ULYSSES, Case, case
-from torchtitan.estimate.link_traffic import LinkTraffic, link_traffic, nodes
+from torchtitan.plan.link_traffic import LinkTraffic, link_traffic, nodes
 
 GATHERED, REDUCED = 188_800, 151_680
 """Bytes that FSDP sends over two ranks, which it does on ranks with parts of sequences, too."""

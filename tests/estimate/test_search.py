@@ -10,9 +10,10 @@ import pytest
 from tests.tiers import tiers
 from torchtitan.checks import load_job, problems
 from torchtitan.config import PlannedWorld, RecipeError
-from torchtitan.estimate.hardware import find_hardware
-from torchtitan.estimate.layout_costs import LayoutCosts
-from torchtitan.estimate.layouts import (
+from torchtitan.job import JobConfig
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.layout_costs import LayoutCosts
+from torchtitan.plan.layouts import (
     COPIES,
     CP,
     EP,
@@ -26,8 +27,9 @@ from torchtitan.estimate.layouts import (
     own_layout,
     with_changes,
 )
-from torchtitan.estimate.plan import Plan, Range, plan
-from torchtitan.estimate.search import (
+from torchtitan.plan.plan import Plan, Range, plan
+from torchtitan.plan.report import plan_search, timing
+from torchtitan.plan.search import (
     LEAST,
     Cost,
     LayoutQueue,
@@ -36,9 +38,7 @@ from torchtitan.estimate.search import (
     reason,
     search,
 )
-from torchtitan.job import JobConfig
 from torchtitan.tools.cli import main
-from torchtitan.tools.plan import plan_search, timing
 
 RECIPE = "train_configs/debug_model.toml"
 
@@ -132,7 +132,7 @@ def test_what_is_planned_without_time_depends_on_no_speed(monkeypatch: pytest.Mo
         time.sleep(0.1 * (os.getpid() % 2))
         return own
 
-    monkeypatch.setattr("torchtitan.estimate.search.plan", slow_first)
+    monkeypatch.setattr("torchtitan.plan.search.plan", slow_first)
     runs = [search(job, own, hardware, device_type="cpu", seconds=0) for _ in range(2)]
     first, second = ([each.changes for each in found.layouts] for found in runs)
     assert first == second
@@ -147,8 +147,8 @@ def test_a_search_shows_what_it_found_before_it_writes(
         raise OSError("no space left")
 
     own = on_cpu(debug_job(2, "--compile.enable=false"), 2)
-    monkeypatch.setattr("torchtitan.estimate.search.plan", lambda *_: own)
-    monkeypatch.setattr("torchtitan.tools.plan.command.write_best", fails)
+    monkeypatch.setattr("torchtitan.plan.search.plan", lambda *_: own)
+    monkeypatch.setattr("torchtitan.plan.report.command.write_best", fails)
     words = ("--world-size=2", "--compile.enable=false", "--search", "--seconds=0")
     with pytest.raises(OSError, match="no space"):
         main(["plan", RECIPE, *words, f"--output={tmp_path / 'best.toml'}"])

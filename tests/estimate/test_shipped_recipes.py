@@ -9,10 +9,10 @@ from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.checks.memory import model_states
 from torchtitan.config import CannotRun
-from torchtitan.estimate.fitting import peak_of
-from torchtitan.estimate.hardware import find_hardware
-from torchtitan.estimate.plan import plan
 from torchtitan.job import JobConfig
+from torchtitan.plan.fitting import peak_of
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.plan import plan
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 RECIPES = sorted(

@@ -9,15 +9,15 @@ from tests import layouts
 from tests.layouts import FULL, INTERLEAVED, Case, case, schedule
 from tests.tiers import tiers
 from torchtitan.checks import load_job
-from torchtitan.estimate.expansion import RankStep, expand
-from torchtitan.estimate.fake_rank import record
-from torchtitan.estimate.hardware import find_hardware
-from torchtitan.estimate.plan import alike_ranks
-from torchtitan.estimate.shortening import Abridged
-from torchtitan.estimate.speed import step_time
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.parallel.schedules import order
+from torchtitan.plan.expansion import RankStep, expand
+from torchtitan.plan.fake_rank import record
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.plan import alike_ranks
+from torchtitan.plan.shortening import Abridged
+from torchtitan.plan.speed import step_time
 
 CASES = {
     "FSDP 2, accumulating 6": case(shard=2, batch=1, training={"global_batch_size": 12}),

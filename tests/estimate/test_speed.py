@@ -10,16 +10,16 @@ import torch.distributed.tensor
 from tests.estimate import recorded
 from tests.layouts import LAYOUTS, case, schedule
 from tests.tiers import tiers
-from torchtitan.estimate.device_streams import CONTENTION, DeviceStreams
-from torchtitan.estimate.expansion import StepSegment
-from torchtitan.estimate.fake_rank import RankRecording
-from torchtitan.estimate.hardware import Hardware, Link, find_hardware
-from torchtitan.estimate.message_time import START, message_seconds
-from torchtitan.estimate.recording import Kernel, Message, Recording
-from torchtitan.estimate.speed import StepTime, step_time
 from torchtitan.job import JobConfig
 from torchtitan.parallel.schedules import Action, timeline
 from torchtitan.parallel.stages import orders
+from torchtitan.plan.device_streams import CONTENTION, DeviceStreams
+from torchtitan.plan.expansion import StepSegment
+from torchtitan.plan.fake_rank import RankRecording
+from torchtitan.plan.hardware import Hardware, Link, find_hardware
+from torchtitan.plan.message_time import START, message_seconds
+from torchtitan.plan.recording import Kernel, Message, Recording
+from torchtitan.plan.speed import StepTime, step_time
 
 SECOND = 10**9
 """Bytes that memory and links move in a second."""

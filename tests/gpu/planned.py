@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torchtitan.build import allocate, lay_out, update_compiler
 from torchtitan.data import Batch
 from torchtitan.device import GIB, Device
-from torchtitan.estimate.hardware import Hardware, find_hardware, hardware_names
-from torchtitan.estimate.hardware.calibrate import calibrate
-from torchtitan.estimate.plan import plan
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.optim import Optimizers, name_parameters, open_optimizers
 from torchtitan.parallel import ParallelModel
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.parallel.world import make_world
+from torchtitan.plan.hardware import Hardware, find_hardware, hardware_names
+from torchtitan.plan.hardware.calibrate import calibrate
+from torchtitan.plan.plan import plan
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.pipeline_stages import skip_shape_inference

@@ -25,10 +25,10 @@ from torchtitan.build import Run, build
 from torchtitan.checks import load_job
 from torchtitan.data import Batch
 from torchtitan.device import GIB, Device
-from torchtitan.estimate.hardware import find_hardware, hardware_names
-from torchtitan.estimate.plan import plan
 from torchtitan.job import JobConfig
 from torchtitan.parallel import open_world
+from torchtitan.plan.hardware import find_hardware, hardware_names
+from torchtitan.plan.plan import plan
 from torchtitan.step import StepStatus
 from torchtitan.trainer import Trainer
 

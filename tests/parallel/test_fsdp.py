@@ -17,11 +17,11 @@ from tests.ranks import run_ranks
 from tests.runs import Trace, trace
 from torchtitan.comm import Communicator, PlainGather, PlainGradients, PlainWeights
 from torchtitan.comm.gradients import PlainReduce
-from torchtitan.estimate.link_traffic import link_traffic
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.sharding import fsdp2
+from torchtitan.plan.link_traffic import link_traffic
 
 ALWAYS, NEVER = {RESHARD: "always"}, {RESHARD: "never"}
 STRATEGIES = {

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
-from torchtitan.estimate.hardware import hardware_names
+from torchtitan.plan.hardware import hardware_names
+from torchtitan.plan.report.command import token_count
+from torchtitan.plan.report.plan_text import count, plan_text
 from torchtitan.tools.cli import main
-from torchtitan.tools.plan.command import token_count
-from torchtitan.tools.plan.plan_text import count, plan_text
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "train_configs/debug_model.toml")
@@ -203,7 +203,7 @@ def test_a_recipe_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture[s
 def test_nothing_fits_in_a_tiny_device(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.estimate.changes.MOST_TRIED", 0)
+    monkeypatch.setattr("torchtitan.plan.changes.MOST_TRIED", 0)
     words = ("--training.seq_len", "64", "--job.hardware=")
     found = answer(capsys, *words, "--device-memory", "0.01")
     [rank] = found["memory"]["ranks"]
@@ -264,7 +264,7 @@ def test_bad_input_is_refused_with_the_nearest_possibility(
 def test_a_file_of_hardware_that_is_wrong_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    lines = (ROOT / "torchtitan/estimate/hardware/h100.toml").read_text().splitlines()
+    lines = (ROOT / "torchtitan/plan/hardware/h100.toml").read_text().splitlines()
     for key, wrong, expected in [
         ("memory_gib", "", "memory_gib is missing\n  set it: Memory of a device in GiB"),
         ("memory_gib", "memory_gib = -3", "memory_gib: got -3\n  did you mean 3?"),
@@ -290,7 +290,7 @@ def test_a_file_of_hardware_that_is_wrong_is_refused(
 def test_a_flavor_too_large_for_any_layout_is_an_answer(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan.estimate.changes.MOST_TRIED", 0)
+    monkeypatch.setattr("torchtitan.plan.changes.MOST_TRIED", 0)
     words = ("--model.flavor", "8B", "--training.seq_len", "64", "--hardware", "a100-40")
     found = answer(capsys, *words)
     assert found["memory"]["fits"]["value"] is False

@@ -8,8 +8,8 @@ import pytest
 
 from tests.run_folders import row, write_run
 from torchtitan.checks import load_job
-from torchtitan.estimate.hardware import find_hardware
-from torchtitan.estimate.plan import plan
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.plan import plan
 from torchtitan.tools.cli import main
 
 CPU = """

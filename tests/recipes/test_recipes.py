@@ -14,10 +14,10 @@ from tests.estimate import recorded
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config.files import read_recipe
-from torchtitan.estimate.link_traffic import messages_of
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import count_parameters
+from torchtitan.plan.link_traffic import messages_of
 from torchtitan.tools.cli import main
 
 FOLDER = Path(__file__).parents[2] / "train_configs"

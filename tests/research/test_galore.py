@@ -13,8 +13,6 @@ from tests.several import uncompiled
 from torchtitan.checks import load_job
 from torchtitan.config import Context
 from torchtitan.device import GIB
-from torchtitan.estimate.hardware import find_hardware
-from torchtitan.estimate.plan import plan
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty
@@ -22,6 +20,8 @@ from torchtitan.optim import AdamW, Muon, OptimizerConfig, Optimizers, name_para
 from torchtitan.optim.adam import STATE_DTYPES
 from torchtitan.optim.grouping import assign
 from torchtitan.optim.parameters import NamedParameter
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.plan import plan
 from torchtitan.research.galore.galore import GaLore, state_elements
 from torchtitan.research.galore.low_rank import Method, Projection, Reduced, complete, find_bases
 

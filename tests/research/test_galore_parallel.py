@@ -20,11 +20,11 @@ from tests.research.layouts import SIMPLE, installed
 from tests.runs import off, trace
 from tests.several import are_the_runs_of_one_rank, each, resumes, uncompiled
 from tests.tiers import tiers
-from torchtitan.estimate.fake_rank import record
-from torchtitan.estimate.recording import Kernel
 from torchtitan.job import JobConfig
 from torchtitan.optim import NamedParameter, Optimizers
 from torchtitan.optim.adam import STATE_DTYPES
+from torchtitan.plan.fake_rank import record
+from torchtitan.plan.recording import Kernel
 from torchtitan.research.galore.galore import GaLore
 from torchtitan.torch_private.dtensor import placed
 

@@ -31,10 +31,10 @@ from tests.research.layouts import ROTATED, SIMPLE
 from tests.runs import Trace, assert_complete, compare, compare_converted, losses, trace, train
 from tests.tiers import tiers
 from torchtitan import build
-from torchtitan.estimate.expansion import expand
-from torchtitan.estimate.fake_rank import record
 from torchtitan.job import JobConfig
 from torchtitan.models.initialize import initialize
+from torchtitan.plan.expansion import expand
+from torchtitan.plan.fake_rank import record
 
 MODEL = tiny.VIT_MAE
 EVEN = {**MODEL, "n_layers": 2, "decoder_dim": 32, "decoder_ffn_dim": 64}

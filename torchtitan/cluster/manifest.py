@@ -185,7 +185,7 @@ def devices_of_node(hardware: str) -> int:
     Raises:
         ConfigError: if the hardware is not known.
     """
-    known = import_wing("torchtitan.estimate.hardware", "without --devices-per-node, --hardware")
+    known = import_wing("torchtitan.plan.hardware", "without --devices-per-node, --hardware")
     count: int = known.find_hardware(hardware).ranks_per_node
     return count
 

@@ -5,11 +5,11 @@ from typing import cast
 
 from torchtitan.config import Problem, RecipeError
 from torchtitan.device import Device, DeviceType, pick
-from torchtitan.estimate.changes import Load
-from torchtitan.estimate.fitting import in_words, peak_of, remedy, room
-from torchtitan.estimate.hardware import find_hardware
-from torchtitan.estimate.plan import Plan, plan
 from torchtitan.job import JobConfig
+from torchtitan.plan.changes import Load
+from torchtitan.plan.fitting import in_words, peak_of, remedy, room
+from torchtitan.plan.hardware import find_hardware
+from torchtitan.plan.plan import Plan, plan
 from torchtitan.tools.options import progress
 
 

@@ -122,8 +122,8 @@ class Times:
     """Estimated times of nodes, the same on all ranks: by FLOPs, bytes and links of a hardware."""
 
     def __init__(self, name: str) -> None:
-        self.hardware = import_wing("torchtitan.estimate.hardware", KEY).find_hardware(name)
-        self.message_seconds = import_wing("torchtitan.estimate.message_time", KEY).message_seconds
+        self.hardware = import_wing("torchtitan.plan.hardware", KEY).find_hardware(name)
+        self.message_seconds = import_wing("torchtitan.plan.message_time", KEY).message_seconds
         self.bandwidth = self.hardware.memory_bandwidth * 1e9
         peaks = self.hardware.peaks
         self.flops = (peaks.bfloat16 or peaks.float32 or 0.0) * 1e12

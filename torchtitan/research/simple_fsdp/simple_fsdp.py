@@ -31,7 +31,7 @@ SECTIONS = ("compile", "training", "parallelism", "sharding.name")
 def _known(name: str) -> str:
     if not has_wing("plan"):
         return name
-    known = import_wing("torchtitan.estimate.hardware", "sharding.hardware").hardware_names()
+    known = import_wing("torchtitan.plan.hardware", "sharding.hardware").hardware_names()
     if name not in known:
         raise ValueError(f"allowed: {', '.join(known)}")
     return name

@@ -15,9 +15,9 @@ from typing import Any
 from torchtitan.checkpoint import lock
 from torchtitan.config import RecipeError
 from torchtitan.device import pick
-from torchtitan.estimate.fitting import peak_of, plan_on
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
+from torchtitan.plan.fitting import peak_of, plan_on
 from torchtitan.tools.compare.gather import Candidate, of_folder, planned_collectives, report
 from torchtitan.tools.compare.report_page import LOSSES, byte_size, report_page
 from torchtitan.tools.compare.results import Report

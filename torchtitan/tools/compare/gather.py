@@ -11,13 +11,13 @@ from typing import Any
 
 from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, RecipeError
-from torchtitan.estimate.fitting import plan_on, reported_gib
-from torchtitan.estimate.link_traffic import link_traffic
-from torchtitan.estimate.plan import Plan
 from torchtitan.job import JobConfig
 from torchtitan.metrics.startup import NEIGHBORS
 from torchtitan.models import MODELS
 from torchtitan.parallel.world import JOINED_AXES
+from torchtitan.plan.fitting import plan_on, reported_gib
+from torchtitan.plan.link_traffic import link_traffic
+from torchtitan.plan.plan import Plan
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import PHASES, REST

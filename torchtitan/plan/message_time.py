@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 
 from torchtitan.comm.unit import Operation
-from torchtitan.estimate.hardware import Hardware
-from torchtitan.estimate.link_traffic import nodes
+from torchtitan.plan.hardware import Hardware
+from torchtitan.plan.link_traffic import nodes
 
 START = 6.6e-6
 """Seconds from the launch of a collective to its first hop, as in NCCL's own model of a ring."""

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan.device import allocator_settings
-from torchtitan.estimate.expansion import RankStep, StepSegment
-from torchtitan.estimate.recording import Change, Event
+from torchtitan.plan.expansion import RankStep, StepSegment
+from torchtitan.plan.recording import Change, Event
 
 MIB = 1024**2
 SMALLEST = 512

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtitan.config import RecipeError
-from torchtitan.estimate.hardware import Hardware
+from torchtitan.plan.hardware import Hardware
 from torchtitan.tools.compare import compare, read
 from torchtitan.tools.compare.results import Variant
 

@@ -16,13 +16,19 @@ from torchtitan import config
 from torchtitan.checks import ELSEWHERE, is_error_of, load_job, problems
 from torchtitan.config import PlannedWorld, RecipeError, find_recipe, print_message
 from torchtitan.device import DeviceType
-from torchtitan.estimate.changes import FittingChange, changes
-from torchtitan.estimate.hardware import Hardware, find_hardware, hardware_names, hardware_of
-from torchtitan.estimate.hardware.calibrate import calibrate
-from torchtitan.estimate.plan import plan
-from torchtitan.estimate.search import LEAST
 from torchtitan.inputs import require_recipe
 from torchtitan.job import JobConfig
+from torchtitan.plan.changes import FittingChange, changes
+from torchtitan.plan.hardware import Hardware, find_hardware, hardware_names, hardware_of
+from torchtitan.plan.hardware.calibrate import calibrate
+from torchtitan.plan.plan import plan
+from torchtitan.plan.report.measured import measured_rows, measured_text
+from torchtitan.plan.report.plan_json import Json, plan_json
+from torchtitan.plan.report.plan_page import plan_page
+from torchtitan.plan.report.plan_search import SECONDS, search_layouts, search_text, write_best
+from torchtitan.plan.report.plan_text import plan_text
+from torchtitan.plan.report.timing import require_devices
+from torchtitan.plan.search import LEAST
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tools.history import RunHistory
 from torchtitan.tools.options import (
@@ -35,12 +41,6 @@ from torchtitan.tools.options import (
     progress,
     verb,
 )
-from torchtitan.tools.plan.measured import measured_rows, measured_text
-from torchtitan.tools.plan.plan_json import Json, plan_json
-from torchtitan.tools.plan.plan_page import plan_page
-from torchtitan.tools.plan.plan_search import SECONDS, search_layouts, search_text, write_best
-from torchtitan.tools.plan.plan_text import plan_text
-from torchtitan.tools.plan.timing import require_devices
 
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 MOST_RANKS = 2**20

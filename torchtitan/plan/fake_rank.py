@@ -24,10 +24,6 @@ from torch import Tensor, nn
 from torchtitan.build import allocate
 from torchtitan.data import Batch
 from torchtitan.device import Device, DeviceType
-from torchtitan.estimate.compiled import SharedGraphs, recorded_compilation
-from torchtitan.estimate.cuda_operators import cuda_operators, mxfp8_kernels
-from torchtitan.estimate.recording import KernelRecorder, Recording
-from torchtitan.estimate.shortening import Abridged, Shortened, block_kinds
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.experts import Experts
@@ -40,6 +36,10 @@ from torchtitan.parallel.sharding.fsdp2 import FullyShard
 from torchtitan.parallel.stages import Stages, prune
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.parallel.world import make_world
+from torchtitan.plan.compiled import SharedGraphs, recorded_compilation
+from torchtitan.plan.cuda_operators import cuda_operators, mxfp8_kernels
+from torchtitan.plan.recording import KernelRecorder, Recording
+from torchtitan.plan.shortening import Abridged, Shortened, block_kinds
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.collectives import group_members

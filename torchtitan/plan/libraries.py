@@ -19,10 +19,10 @@ from typing import Final
 
 from torchtitan.comm.unit import Operation
 from torchtitan.device import GIB
-from torchtitan.estimate.expansion import RankStep
-from torchtitan.estimate.hardware import Hardware
-from torchtitan.estimate.link_traffic import messages_of
 from torchtitan.job import JobConfig
+from torchtitan.plan.expansion import RankStep
+from torchtitan.plan.hardware import Hardware
+from torchtitan.plan.link_traffic import messages_of
 
 PAIR_GIB: Final = 3.28e9 / 7 / GIB
 """Memory of NCCL for the messages of two ranks of a node."""

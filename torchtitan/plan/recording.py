@@ -26,15 +26,15 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from torchtitan.comm.unit import Operation
-from torchtitan.estimate.cuda_operators import (
+from torchtitan.losses import chunked_gradients, chunked_statistics
+from torchtitan.parallel.context import context_attention, context_attention_backward
+from torchtitan.plan.cuda_operators import (
     ON_CUDA,
     is_causal,
     is_packed_attention,
     packed_attention_flops,
     workspace_bytes,
 )
-from torchtitan.losses import chunked_gradients, chunked_statistics
-from torchtitan.parallel.context import context_attention, context_attention_backward
 from torchtitan.torch_private.collectives import process_group
 
 

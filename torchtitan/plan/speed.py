@@ -15,17 +15,17 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from torchtitan.estimate.device_streams import COMPUTE, HOST, DeviceStreams, Interval
-from torchtitan.estimate.expansion import RankStep, StepSegment
-from torchtitan.estimate.fake_rank import GATHER, REDUCTION
-from torchtitan.estimate.hardware import Hardware
-from torchtitan.estimate.link_traffic import messages_of
-from torchtitan.estimate.message_time import message_seconds
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import stages
 from torchtitan.parallel.schedules import Action, Orders, Slot, timeline
+from torchtitan.plan.device_streams import COMPUTE, HOST, DeviceStreams, Interval
+from torchtitan.plan.expansion import RankStep, StepSegment
+from torchtitan.plan.fake_rank import GATHER, REDUCTION
+from torchtitan.plan.hardware import Hardware
+from torchtitan.plan.link_traffic import messages_of
+from torchtitan.plan.message_time import message_seconds
 from torchtitan.tasks import TASKS
 
 AGREEMENTS = 3

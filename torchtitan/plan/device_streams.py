@@ -24,13 +24,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from torchtitan.estimate.expansion import StepSegment
-from torchtitan.estimate.fake_rank import REDUCED, RankRecording
-from torchtitan.estimate.hardware import Hardware
-from torchtitan.estimate.kernel_time import kernel_seconds
-from torchtitan.estimate.link_traffic import nodes
-from torchtitan.estimate.message_time import message_seconds
-from torchtitan.estimate.recording import DISPATCH, Kernel, Message
+from torchtitan.plan.expansion import StepSegment
+from torchtitan.plan.fake_rank import REDUCED, RankRecording
+from torchtitan.plan.hardware import Hardware
+from torchtitan.plan.kernel_time import kernel_seconds
+from torchtitan.plan.link_traffic import nodes
+from torchtitan.plan.message_time import message_seconds
+from torchtitan.plan.recording import DISPATCH, Kernel, Message
 
 COMPUTE, HOST = "compute", "host"
 CONTENTION: Final = 1.35

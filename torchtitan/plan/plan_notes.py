@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from torchtitan.convert.settings import LinearConverterConfig
-from torchtitan.estimate.hardware import Hardware
 from torchtitan.job import JobConfig
 from torchtitan.optim.settings import OptimizerConfig
+from torchtitan.plan.hardware import Hardware
 
 UNTIMED = "not in the time of a step"
 LAUNCHES = 33.7, 37.3

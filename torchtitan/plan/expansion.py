@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchtitan.estimate.fake_rank import GATHER, RankRecording
-from torchtitan.estimate.recording import (
+from torchtitan.parallel.schedules import Action
+from torchtitan.plan.fake_rank import GATHER, RankRecording
+from torchtitan.plan.recording import (
     DISPATCH,
     Change,
     Event,
@@ -21,7 +22,6 @@ from torchtitan.estimate.recording import (
     Message,
     StorageRecord,
 )
-from torchtitan.parallel.schedules import Action
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,15 @@ import torch
 from torch import nn
 
 from torchtitan.device import GIB
-from torchtitan.estimate.hardware import Hardware, Link, dtype_name
-from torchtitan.estimate.kernel_time import product_rate
-from torchtitan.estimate.layouts import (
+from torchtitan.job import JobConfig
+from torchtitan.models import MODELS
+from torchtitan.models.sparse_decoder import SparseArgs
+from torchtitan.models.spec import build_empty, count_parameters
+from torchtitan.optim import name_parameters, state_bytes
+from torchtitan.parallel.schedules import SCHEDULES
+from torchtitan.plan.hardware import Hardware, Link, dtype_name
+from torchtitan.plan.kernel_time import product_rate
+from torchtitan.plan.layouts import (
     BATCH,
     COPIES,
     CP,
@@ -30,12 +36,6 @@ from torchtitan.estimate.layouts import (
     Changes,
     Recomputation,
 )
-from torchtitan.job import JobConfig
-from torchtitan.models import MODELS
-from torchtitan.models.sparse_decoder import SparseArgs
-from torchtitan.models.spec import build_empty, count_parameters
-from torchtitan.optim import name_parameters, state_bytes
-from torchtitan.parallel.schedules import SCHEDULES
 
 KEPT, KEPT_COMPILED = 1.4, 1.1
 """Elements that a block keeps for its backward, and those that compiled code keeps, relative to the

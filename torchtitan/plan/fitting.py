@@ -6,10 +6,10 @@ from typing import NamedTuple
 from torchtitan.checks.memory import pools
 from torchtitan.config import Problem
 from torchtitan.device import GIB, Device, DeviceType
-from torchtitan.estimate.changes import Load, changes, described, no_change
-from torchtitan.estimate.hardware import hardware_of
-from torchtitan.estimate.plan import Plan, plan
 from torchtitan.job import JobConfig
+from torchtitan.plan.changes import Load, changes, described, no_change
+from torchtitan.plan.hardware import hardware_of
+from torchtitan.plan.plan import Plan, plan
 
 SHOWN_GIB = 0.05
 """Memory of a kind that is too little to be listed."""

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchtitan.config import amount
-from torchtitan.estimate.changes import described, no_change
-from torchtitan.tools.plan.plan_json import Json
+from torchtitan.plan.changes import described, no_change
+from torchtitan.plan.report.plan_json import Json
 
 ORDER = (
     *("parameters", "gradients", "optimizer states", "gathered", "activations", "logits"),

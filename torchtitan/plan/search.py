@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 from torchtitan.checks import ELSEWHERE, is_error_of, problems
 from torchtitan.config import PlannedWorld
-from torchtitan.estimate.hardware import Hardware
-from torchtitan.estimate.layout_costs import LayoutCosts, sequences
-from torchtitan.estimate.layouts import (
+from torchtitan.job import JobConfig
+from torchtitan.plan.hardware import Hardware
+from torchtitan.plan.layout_costs import LayoutCosts, sequences
+from torchtitan.plan.layouts import (
     CP,
     EP,
     MODE,
@@ -40,8 +41,7 @@ from torchtitan.estimate.layouts import (
     own_layout,
     with_changes,
 )
-from torchtitan.estimate.plan import Plan, Range, plan
-from torchtitan.job import JobConfig
+from torchtitan.plan.plan import Plan, Range, plan
 from torchtitan.provenance import to_toml
 
 PROCESSES = 2

@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 from torchtitan.config import RecipeError
 from torchtitan.device import GIB, DeviceType
-from torchtitan.estimate.allocator import Reserved, of_tensors, reserved
-from torchtitan.estimate.compiled import SharedGraphs
-from torchtitan.estimate.expansion import RankStep, expand
-from torchtitan.estimate.fake_rank import record
-from torchtitan.estimate.hardware import Hardware
-from torchtitan.estimate.libraries import outside, workspaces
-from torchtitan.estimate.link_traffic import LinkTraffic, link_traffic
-from torchtitan.estimate.plan_notes import memory_notes, plan_notes
-from torchtitan.estimate.recording import Change
-from torchtitan.estimate.shortening import block_kinds
-from torchtitan.estimate.speed import StepTime, step_time
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.stages import plan as plan_stages
+from torchtitan.plan.allocator import Reserved, of_tensors, reserved
+from torchtitan.plan.compiled import SharedGraphs
+from torchtitan.plan.expansion import RankStep, expand
+from torchtitan.plan.fake_rank import record
+from torchtitan.plan.hardware import Hardware
+from torchtitan.plan.libraries import outside, workspaces
+from torchtitan.plan.link_traffic import LinkTraffic, link_traffic
+from torchtitan.plan.plan_notes import memory_notes, plan_notes
+from torchtitan.plan.recording import Change
+from torchtitan.plan.shortening import block_kinds
+from torchtitan.plan.speed import StepTime, step_time
 from torchtitan.tasks import TASKS
 
 RANKS_PER_NODE = 8

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torchtitan.estimate.fitting import reported_gib
-from torchtitan.estimate.plan import MEMORY_LIMITS, TIME_LIMITS, Plan, Range
-from torchtitan.estimate.speed import StepTime
+from torchtitan.plan.fitting import reported_gib
+from torchtitan.plan.plan import MEMORY_LIMITS, TIME_LIMITS, Plan, Range
+from torchtitan.plan.speed import StepTime
 from torchtitan.tools.history import RunHistory, median, seconds_of
 
 

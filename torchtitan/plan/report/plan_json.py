@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.device import GIB
-from torchtitan.estimate.changes import FittingChange
-from torchtitan.estimate.plan import TIME_LIMITS, Plan, Range
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.parallel import stages
+from torchtitan.plan.changes import FittingChange
+from torchtitan.plan.plan import TIME_LIMITS, Plan, Range
 from torchtitan.tasks import TASKS
 
 UNKNOWN = {"value": None, "low": None, "high": None}

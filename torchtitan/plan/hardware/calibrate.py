@@ -21,19 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.device import GIB, Device, pick
-from torchtitan.estimate.expansion import expand
-from torchtitan.estimate.fake_rank import record
-from torchtitan.estimate.hardware import (
+from torchtitan.job import JobConfig
+from torchtitan.local_ranks import run_ranks
+from torchtitan.plan.expansion import expand
+from torchtitan.plan.fake_rank import record
+from torchtitan.plan.hardware import (
     LEAST_TFLOPS,
     Hardware,
     dtype_name,
     find_hardware,
     hardware_names,
 )
-from torchtitan.estimate.kernel_time import attention_share
-from torchtitan.estimate.recording import DISPATCH, Kernel, KernelRecorder, Message
-from torchtitan.job import JobConfig
-from torchtitan.local_ranks import run_ranks
+from torchtitan.plan.kernel_time import attention_share
+from torchtitan.plan.recording import DISPATCH, Kernel, KernelRecorder, Message
 
 PRODUCTS = 6
 """Number of products that are measured: the largest by their FLOPs in a step."""

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Final
 
-from torchtitan.estimate.hardware import Hardware, dtype_name
-from torchtitan.estimate.recording import Kernel
+from torchtitan.plan.hardware import Hardware, dtype_name
+from torchtitan.plan.recording import Kernel
 
 TILES: Final = {
     (256, 128): 1.0,

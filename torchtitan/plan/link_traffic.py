@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan.comm.unit import Operation, sent_bytes
-from torchtitan.estimate.expansion import RankStep
-from torchtitan.estimate.recording import Message
+from torchtitan.plan.expansion import RankStep
+from torchtitan.plan.recording import Message
 
 LinkName = Literal["node", "network"]
 Kind = tuple[str, Operation, LinkName]

@@ -8,10 +8,10 @@ from typing import Any
 from torchtitan.checks import ELSEWHERE, load_job
 from torchtitan.config import RecipeError
 from torchtitan.device import DeviceType
-from torchtitan.estimate.layouts import BATCH, SHARDS, Changes, own_layout, with_changes
-from torchtitan.estimate.plan import Plan
-from torchtitan.estimate.search import SearchResult, fastest, planned_recipe, search
-from torchtitan.tools.plan.timing import fastest_run, run_text, time_layouts
+from torchtitan.plan.layouts import BATCH, SHARDS, Changes, own_layout, with_changes
+from torchtitan.plan.plan import Plan
+from torchtitan.plan.report.timing import fastest_run, run_text, time_layouts
+from torchtitan.plan.search import SearchResult, fastest, planned_recipe, search
 
 Json = dict[str, Any]
 SECONDS = 45.0

@@ -21,9 +21,12 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from torchtitan import losses
-from torchtitan.estimate.cuda_operators import workspace_bytes
-from torchtitan.estimate.fusion import FusedGraph, FusedKernel, base, is_view, size_of
-from torchtitan.estimate.recording import (
+from torchtitan.optim import adam
+from torchtitan.parallel import compile
+from torchtitan.parallel.compile import CompileConfig
+from torchtitan.plan.cuda_operators import workspace_bytes
+from torchtitan.plan.fusion import FusedGraph, FusedKernel, base, is_view, size_of
+from torchtitan.plan.recording import (
     COMMUNICATION,
     IN_PARTS,
     NO_KERNEL,
@@ -33,9 +36,6 @@ from torchtitan.estimate.recording import (
     describe_kernel,
     messages,
 )
-from torchtitan.optim import adam
-from torchtitan.parallel import compile
-from torchtitan.parallel.compile import CompileConfig
 from torchtitan.torch_private.compiler import (
     any_number_of_shapes,
     compile_until_code,

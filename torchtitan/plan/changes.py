@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torchtitan.checks.memory import model_states
 from torchtitan.config import RecipeError
-from torchtitan.estimate.compiled import SharedGraphs
-from torchtitan.estimate.plan import Plan, plan
 from torchtitan.job import JobConfig
+from torchtitan.plan.compiled import SharedGraphs
+from torchtitan.plan.plan import Plan, plan
 
 Load = Callable[[int, Sequence[str]], JobConfig]
 """Function from a number of ranks and additional flags to the recipe, or a RecipeError."""
