@@ -24,7 +24,6 @@ LAYERS = [
     ["plan", "cluster", "research"],
     ["__main__"],
     ["tools.cli"],
-    ["tools.plan"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
     ["tools.recipes", "tools.doctor", "tools.starting_point"],
     ["tools.plot", "tools.profile", "tools.trace"],
@@ -38,7 +37,6 @@ LAYERS = [
     ["launch"],
     ["train"],
     ["trainer"],
-    ["estimate"],
     ["build"],
     ["inputs", "provenance"],
     ["checks"],
@@ -116,7 +114,9 @@ def repeated(named: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
 def test_names_of_modules_are_unique():
     files = [path for path in MODULES if not of_its_kind(path)]
     folders = [path.parent for path in MODULES if path.name == "__init__.py"][1:]
-    commands = [path for path in folders if path.parent.name == "tools" or path.name == "plan"]
+    commands = [
+        path for path in folders if (path / "command.py").exists() or path.parent.name == "tools"
+    ]
     assert repeated((path.stem, path) for path in [*files, *folders] if path not in commands) == {}
 
 
@@ -352,7 +352,7 @@ def test_commands_import_what_their_answer_needs(tmp_path):
         *("checkpoint convert --help", "recipes", "recipes copy debug_model", "--version"),
     ):
         assert not imported_by(words, tmp_path) & {"torch", "numpy"}, words
-    of_a_run = {f"torchtitan.{name}" for name in ("build", "train", "estimate", "checkpoint.saver")}
+    of_a_run = {f"torchtitan.{name}" for name in ("build", "train", "plan", "checkpoint.saver")}
     slow = {*HEAVY, *SLOW_TORCH, "torch._dynamo", "sympy", *of_a_run} - {"rich"}
     for words in (
         "check llama3_8b --model.tokenizer_path none",

@@ -14,8 +14,8 @@ import pytest
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.optim import OPTIMIZERS
+from torchtitan.plan.comparison import planned_collectives
 from torchtitan.plan.plan import plan
-from torchtitan.tools.compare.gather import planned_collectives
 from torchtitan.tools.compare.study import prepare, read_study
 
 ROOT = Path(__file__).parent.parent

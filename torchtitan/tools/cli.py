@@ -40,7 +40,6 @@ VERBS: Final = {
     "Train": {"train": "train"},
     "Recipes": {
         "check": "check",
-        "plan": "plan.command",
         "compare": "compare.command",
         "verify-parallelism": "verify.parallelism_command",
         "verify-resume": "verify.resume_command",

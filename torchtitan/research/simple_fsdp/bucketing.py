@@ -124,9 +124,9 @@ class Times:
     def __init__(self, name: str) -> None:
         self.hardware = import_wing("torchtitan.plan.hardware", KEY).find_hardware(name)
         self.message_seconds = import_wing("torchtitan.plan.message_time", KEY).message_seconds
-        self.bandwidth = self.hardware.memory_bandwidth * 1e9
+        self.bandwidth: float = self.hardware.memory_bandwidth * 1e9
         peaks = self.hardware.peaks
-        self.flops = (peaks.bfloat16 or peaks.float32 or 0.0) * 1e12
+        self.flops: float = (peaks.bfloat16 or peaks.float32 or 0.0) * 1e12
 
     def seconds(self, node: Node, size: int | None) -> float:
         """Return the time of a node; of a collective, if it read and wrote `size` bytes."""

@@ -17,8 +17,7 @@ from torchtitan.config import RecipeError
 from torchtitan.device import pick
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.plan.fitting import peak_of, plan_on
-from torchtitan.tools.compare.gather import Candidate, of_folder, planned_collectives, report
+from torchtitan.tools.compare.gather import Candidate, of_folder, plan_of, report
 from torchtitan.tools.compare.report_page import LOSSES, byte_size, report_page
 from torchtitan.tools.compare.results import Report
 from torchtitan.tools.compare.runs import (
@@ -86,13 +85,11 @@ def dry_run(study: Study) -> Iterator[str]:
 def foreseen(job: JobConfig, ranks: int) -> str:
     """Plan the memory of a rank, and the bytes that it sends."""
     device = pick()
-    try:
-        plan = plan_on(job, ranks, device.type, device.name)
-    except RecipeError as error:
-        return error.lines[0]
-    peak, sent = peak_of(plan), sum(size for _, size in planned_collectives(plan).values())
-    memory = f"about {peak.device + peak.host:.3g} GiB a rank"
-    return f"{memory}; rank 0 sends {byte_size(sent)} a step"
+    plan = plan_of(job, ranks, device.type, device.name)
+    if isinstance(plan, str):
+        return plan
+    sent = sum(size for _, size in plan.collectives.values())
+    return f"about {plan.peak_gib:.3g} GiB a rank; rank 0 sends {byte_size(sent)} a step"
 
 
 def compare(study: Study) -> Report:

@@ -4,28 +4,33 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan.checks import load_job
-from torchtitan.config import CannotRun, RecipeError
+from torchtitan.config import CannotRun, RecipeError, Registry, needs_wing
 from torchtitan.job import JobConfig
-from torchtitan.metrics.startup import NEIGHBORS
 from torchtitan.models import MODELS
-from torchtitan.parallel.world import JOINED_AXES
-from torchtitan.plan.fitting import plan_on, reported_gib
-from torchtitan.plan.link_traffic import link_traffic
-from torchtitan.plan.plan import Plan
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import PHASES, REST
 from torchtitan.tools.compare.parity import compare_curves
-from torchtitan.tools.compare.results import Collectives, Parity, Report, Spread, Status, Variant
+from torchtitan.tools.compare.results import (
+    Collectives,
+    ComparedPlan,
+    Parity,
+    Report,
+    Spread,
+    Status,
+    Variant,
+)
 from torchtitan.tools.compare.runs import MeasuredRun, spread
 from torchtitan.tools.history import RunHistory, median
 
+PLANS = Registry[Callable[[JobConfig, int, str, str], ComparedPlan]]("comparison")
+"""Its entry `plan` plans a recipe on a number of ranks, for a type and a name of devices."""
 NO_DIFFERENCE = ("job.", "profiling.", "metrics.", "training.steps")
 """Prefixes of keys that have no influence on the training of a run."""
 DATA = ("data.", "debug.seed", "training.seq_len")
@@ -112,7 +117,11 @@ def _differing(candidates: Sequence[Candidate]) -> list[str]:
 
 
 def _variant(
-    each: Candidate, base: Candidate, differing: list[str], root: Path, planned: Plan | str | None
+    each: Candidate,
+    base: Candidate,
+    differing: list[str],
+    root: Path,
+    planned: ComparedPlan | str | None,
 ) -> Variant:
     job, flat = each.job, each.flat
     degrees = job.degrees(each.ranks) if job and each.status != "cannot run" else None
@@ -143,8 +152,8 @@ def _variant(
         sent_bytes=sent,
         sent_note=sent_note,
         collectives=collectives,
-        planned=_figures(planned) if isinstance(planned, Plan) else None,
-        memory_formula=_by_purpose(planned) if isinstance(planned, Plan) else {},
+        planned=planned.figures if isinstance(planned, ComparedPlan) else None,
+        memory_formula=planned.memory_gib if isinstance(planned, ComparedPlan) else {},
         state_bytes=first.state_bytes if first else None,
         startup_s=median(run.startup_s for run in finished),
         compile_s=median(run.compile_s for run in finished),
@@ -180,7 +189,7 @@ def sent_bytes(each: Candidate) -> dict[str, float]:
 
 
 def _traffic(
-    each: Candidate, plan: Plan | str | None
+    each: Candidate, plan: ComparedPlan | str | None
 ) -> tuple[tuple[Collectives, ...], dict[str, float], str]:
     """Collectives of a step, recorded and planned; their bytes by axis, and a note on these.
 
@@ -192,7 +201,7 @@ def _traffic(
     if run.left_out:
         return (), run.sent, run.left_out
     recorded = {(kind["axis"], kind["operation"]): kind for kind in run.collectives}
-    planned = planned_collectives(plan) if isinstance(plan, Plan) else {}
+    planned = plan.collectives if isinstance(plan, ComparedPlan) else {}
     kinds, by_axis, estimated = [], dict(run.sent), []
     for kind in sorted(recorded.keys() | planned.keys()):
         axis, operation = kind
@@ -208,48 +217,22 @@ def _traffic(
     return tuple(kinds), by_axis, note
 
 
-def planned_collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
-    """Count the collectives of a step and the bytes that rank 0 sends, by axis and operation."""
-    degrees = plan.job.degrees(plan.ranks)
-    used = [axis for axis, size in degrees._asdict().items() if size > 1]
-    # A run names a group by the axes that it joins, and a mesh that FSDP2 makes for itself so.
-    names = {"mesh_dim_1": NEIGHBORS}
-    for name, axes in ({axis: (axis,) for axis in used} | JOINED_AXES).items():
-        joined = [axis for axis in axes if axis in used]
-        names[name] = "all" if joined == used and len(used) > 1 else "_".join(joined)
-    found: dict[tuple[str, str], tuple[int, float]] = {}
-    for one in link_traffic(plan.kinds[0].step, plan.ranks):
-        kind = names.get(one.axis, one.axis), one.operation
-        count, size = found.get(kind, (0, 0.0))
-        found[kind] = count + one.count, size + one.sent
-    return found
-
-
-def _plan(each: Candidate) -> Plan | str | None:
+def _plan(each: Candidate) -> ComparedPlan | str | None:
     """Plan a variant on the device of its runs, or say why it cannot be; None without runs."""
     if each.job is None or not each.runs:
         return None
     history = each.runs[0].history
+    return plan_of(each.job, each.ranks, history.device_type, history.device or "")
+
+
+def plan_of(job: JobConfig, ranks: int, device_type: str, device: str) -> ComparedPlan | str:
+    """Plan a recipe on devices of this name, or say why it cannot be."""
+    if "plan" not in PLANS:
+        return needs_wing("plan")
     try:
-        return plan_on(each.job, each.ranks, history.device_type, history.device or "")
+        return PLANS["plan"](job, ranks, device_type, device)
     except RecipeError as error:
         return error.lines[0]
-
-
-def _by_purpose(plan: Plan) -> dict[str, float]:
-    """Return the planned memory, with the keys that reports had before there were plans."""
-    names = ("parameters", "gradients", "states", "gathered", "activations", "logits")
-    found = {kind.removeprefix("optimizer "): size for kind, size in plan.by_kind_gib.items()}
-    return dict.fromkeys(names, 0.0) | found
-
-
-def _figures(plan: Plan) -> dict[str, float]:
-    """Return the planned figures that are measured too."""
-    found = {"memory_gib": reported_gib(plan)}
-    if plan.time:
-        found |= {"tps": plan.time.tokens_per_second_per_device, "step_s": plan.time.seconds}
-        found |= {} if plan.time.mfu is None else {"mfu": plan.time.mfu}
-    return found
 
 
 def _parity(each: Candidate, base: Candidate) -> Parity:
@@ -282,13 +265,13 @@ def _notes(
     candidates: Sequence[Candidate],
     variants: Sequence[Variant],
     machines: Sequence[Mapping[str, Any]],
-    plans: Sequence[Plan | str | None],
+    plans: Sequence[ComparedPlan | str | None],
 ) -> list[str]:
     notes = []
     for each, planned in zip(candidates, plans, strict=True):
         if isinstance(planned, str):
             notes.append(f"{each.name} has no plan: {planned}.")
-    if any(isinstance(planned, Plan) and planned.hardware is None for planned in plans):
+    if any(isinstance(planned, ComparedPlan) and not planned.is_on_hardware for planned in plans):
         notes.append(
             "Without known hardware (job.hardware), a plan has no speed, and no memory outside the "
             "allocator."

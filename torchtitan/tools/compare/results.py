@@ -71,6 +71,22 @@ class FinishedRun:
 
 
 @dataclass(frozen=True)
+class ComparedPlan:
+    """What a plan says of a run."""
+
+    figures: dict[str, float]
+    """Figures that are measured too: `memory_gib`, and on known hardware `tps`, `step_s`, `mfu`."""
+    peak_gib: float
+    """Memory of the fullest rank, on the device and the host."""
+    memory_gib: dict[str, float]
+    """Memory of a rank by kind."""
+    collectives: dict[tuple[str, str], tuple[int, float]]
+    """Number of a step, and bytes that rank 0 sends, by axis and operation."""
+    is_on_hardware: bool
+    """Whether the hardware is known."""
+
+
+@dataclass(frozen=True)
 class Collectives:
     """The collectives of a step with the same axis and operation: recorded, and planned."""
 
