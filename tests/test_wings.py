@@ -234,6 +234,7 @@ MISTAKES = {
 """A file of a wing, its content, and what is refused."""
 
 
+@pytest.mark.costs("a process that imports torch")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wing_that_is_half_there_is_refused(mistake, tmp_path):
     file, content, message = MISTAKES[mistake]

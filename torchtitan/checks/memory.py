@@ -2,7 +2,7 @@
 
 Of N parameters a rank holds N / (pp x fsdp x tp), with as many gradients, and the states of its
 optimizer (Rajbhandari et al., 2020, arXiv:1910.02054). This takes milliseconds, so every launch is
-checked. All that depends on the samples is left to a plan (`torchtitan.plan`), which takes
+checked. All that depends on the samples is left to a plan (`torchtitan plan`), which takes
 seconds.
 """
 
