@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config import has_wing
 from torchtitan.logging import logger
 from torchtitan.resilience.stop import handled
 from torchtitan.tools.compare.results import FinishedRun, RunCurve, Spread
@@ -89,8 +90,11 @@ def launch(task: PlannedRun) -> Outcome:
     outcome_file(task.folder).unlink(missing_ok=True)
     recipe = write_recipe(task)
     # A run that dies and starts again tells nothing about speed.
-    command = [sys.executable, "-m", "torchtitan", "train", "--max-restarts", "0"]
-    command += ["--processes", str(task.ready.plan.ranks), "--job.config_file", str(recipe)]
+    ranks = str(task.ready.plan.ranks)
+    launcher = ["torch.distributed.run", "--nproc-per-node", ranks, "-m", "torchtitan.train"]
+    if has_wing("cluster"):
+        launcher = ["torchtitan", "train", "--max-restarts", "0", "--processes", ranks]
+    command = [sys.executable, "-m", *launcher, "--job.config_file", str(recipe)]
     launched = time.time()
     with log_of(task).open("wb") as log:
         status = _run(command, log.fileno())
