@@ -52,6 +52,8 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
         markdown += "\n\n" + "\n".join(help_of_verbs())
     if page.file.src_uri == "modules.md":
         markdown += "\n\n" + "\n".join(modules())
+    if page.file.src_uri == "architecture.md":
+        markdown = re.sub(r"(?<=\n## The road\n).*?(?=\n## )", with_lines, markdown, flags=re.S)
     if page.file.src_uri == "install.md":
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         section = readme.partition("\n## Install\n")[2].partition("\n## ")[0]
@@ -83,6 +85,17 @@ def on_page_content(html: str, **_: Any) -> str:
     return re.sub(
         r"<code>[^<]+/[^<]+</code>", lambda m: m[0][:-7].replace("/", "/<wbr>") + "</code>", html
     )
+
+
+def with_lines(section: re.Match[str]) -> str:
+    """Return a section with the numbers of lines of the files in its table."""
+    lines = section[0].replace("| contents |\n|---|---|", "| contents | lines |\n|---|---|---:|")
+
+    def counted(row: re.Match[str]) -> str:
+        text = (ROOT / "torchtitan" / row[1]).read_text(encoding="utf-8")
+        return f"{row[0]} {len(text.splitlines())} |"
+
+    return re.sub(r"^\| `([\w/]+\.py)` \|.*\|$", counted, lines, flags=re.M)
 
 
 def help_of_verbs() -> Iterator[str]:

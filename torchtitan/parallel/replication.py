@@ -44,7 +44,7 @@ class Replicas:
         """Prepare for an update; weights may have changed."""
 
     def complete_gradients(self) -> None:
-        """Sum the gradients of a step over replicas."""
+        """Sum gradients over replicas, after the last backward of a step."""
         if self.agree is not None:
             named = (pair for part in self.parts for pair in part.named_parameters())
             self.agree({name: local(p.grad) for name, p in named if p.grad is not None})

@@ -35,7 +35,7 @@ def add_up(
     batches: Sequence[Batch],
     losses: Losses,
 ) -> None:
-    """Sum the losses and gradients of a step over all groups, in place."""
+    """Sum losses and gradients over all groups, in place."""
     with timeline.phase("sync"):
         group.sum([*losses.values(), *gradients()])
 
