@@ -74,7 +74,7 @@ def ours(run: Run) -> Iterator[Step]:
 
         def step() -> None:
             trainer.step()
-            run.after_step(run.state)
+            run.after_step()
 
         yield step
 
