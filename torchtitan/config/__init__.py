@@ -1,7 +1,16 @@
 """Recipes: frozen settings, read strictly, with errors that name the fix."""
 
 from torchtitan.config.faults import validate_all
-from torchtitan.config.files import extended, read_file, read_recipe, read_text
+from torchtitan.config.files import (
+    extended,
+    find_recipe,
+    packaged_folder,
+    packaged_name,
+    packaged_recipes,
+    read_file,
+    read_recipe,
+    read_text,
+)
 from torchtitan.config.flags import read_flags, split_options, split_recipe
 from torchtitan.config.help import (
     HelpEntry,
@@ -12,8 +21,6 @@ from torchtitan.config.help import (
     sections,
 )
 from torchtitan.config.load import Gathered, Recipe, Sources, gather, load, merge, read_sources
-from torchtitan.config.packaged import find_recipe, packaged_folder, packaged_name, packaged_recipes
-from torchtitan.config.problems import Context, PlannedWorld, Problem, between
 from torchtitan.config.registry import Registry, check_protocol, import_wing, load_entry, with_wings
 from torchtitan.config.reporting import print_error, print_message
 from torchtitan.config.schema import descriptions, find, flat
@@ -21,14 +28,18 @@ from torchtitan.config.settings import (
     CannotRun,
     Config,
     ConfigError,
+    Context,
     Discriminated,
     KeyOf,
     KeyPath,
     ListOf,
     OneOf,
+    PlannedWorld,
+    Problem,
     RecipeError,
     Setting,
     Unreachable,
+    between,
 )
 from torchtitan.config.wings import absent_wings, has_wing, needs_wing
 from torchtitan.config.words import (

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torchtitan.config.faults import validate_all
-from torchtitan.config.files import read_recipe
+from torchtitan.config.files import find_recipe, read_recipe
 from torchtitan.config.flags import read_flags
 from torchtitan.config.other_names import translate
-from torchtitan.config.packaged import find_recipe
-from torchtitan.config.problems import Problem
 from torchtitan.config.schema import class_at, find
-from torchtitan.config.settings import CannotRun, Config, KeyPath, RecipeError, Setting
+from torchtitan.config.settings import CannotRun, Config, KeyPath, Problem, RecipeError, Setting
 from torchtitan.config.words import dotted, holds_sections, located, show
 
 ConfigT = TypeVar("ConfigT", bound=Config)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan.config.lines import key_lines
+from torchtitan.config.files import key_lines
 
 TEXT = '''\
 # [not] = "a key"
@@ -95,7 +95,7 @@ def paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def test_lines_are_found_without_asserts() -> None:
-    code = "from torchtitan.config.lines import key_lines; print(key_lines('a = 1\\nb = \"c\"'))"
+    code = "from torchtitan.config.files import key_lines; print(key_lines('a = 1\\nb = \"c\"'))"
     done = subprocess.run(
         [sys.executable, "-OO", "-c", code], capture_output=True, check=True, timeout=60
     )
