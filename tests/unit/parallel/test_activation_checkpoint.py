@@ -7,10 +7,10 @@ import torch
 import torch._functorch.config
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torchtitan.checks.execution import recomputation
 
 from tests import tiny
 from tests.operators import Operators
+from torchtitan.checks.execution import recomputation
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import (
