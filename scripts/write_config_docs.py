@@ -98,10 +98,21 @@ def pages() -> dict[Path, str]:
 
 
 def reference_json() -> str:
-    """Return the reference of verbs and settings."""
+    """Return the reference of verbs and settings, with the names that complete a value."""
     modules = {name: module for group in verbs().values() for name, module in group.items()}
     commands = {name: command(module) for name, module in modules.items()}
-    return reference.as_json(commands, all_sections(JobConfig))
+    return reference.as_json(commands, map(with_values, all_sections(JobConfig)))
+
+
+def with_values(section: HelpSection) -> HelpSection:
+    """Add the names that registries have for the values of a section's keys."""
+    names = {"data.dataset": [*DATASETS], "validation.dataset": [*DATASETS]}
+    if section.choice:
+        names[f"{section.path}.name"] = [section.choice]
+    if section.path == "model":
+        names["model.flavor"] = [*MODELS[str(section.choice)].flavors]
+    entries = [each._replace(values=names.get(each.path, each.values)) for each in section.entries]
+    return section._replace(entries=entries)
 
 
 def about(parts: Sequence[HelpSection]) -> str:

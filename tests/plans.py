@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan.config import RecipeError
 
-PLANNERS = ("torchtitan.tools.compare.gather.plan_on",)
+PLANNERS = ("torchtitan.plan.comparison.plan_on",)
 
 
 def leave_out(patch: pytest.MonkeyPatch) -> None:

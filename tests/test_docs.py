@@ -355,7 +355,10 @@ def keys_named(text: str) -> set[str]:
 
 @functools.cache
 def known_keys() -> set[str]:
-    return {entry.path for section in all_sections(JobConfig) for entry in section.entries}
+    """Keys, and sections within sections."""
+    found = all_sections(JobConfig)
+    keys = {entry.path for section in found for entry in section.entries}
+    return keys | {section.path for section in found}
 
 
 def test_changelog_has_this_version() -> None:

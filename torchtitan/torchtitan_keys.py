@@ -103,7 +103,7 @@ TABLE: Rows = {name: row for rows in UNTIL.values() for name, row in rows.items(
 PRESENT_NAMES = {
     name: row.to.replace("*", "0") for name, row in TABLE.items() if isinstance(row, Moved)
 }
-"""Our keys by those of TorchTitan, to suggest them where a recipe of ours has one of those."""
+"""Keys of this project by their names in TorchTitan, for suggestions."""
 
 
 def foreign_keys(settings: Iterable[KeyPath]) -> list[KeyPath]:

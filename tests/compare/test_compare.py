@@ -12,9 +12,10 @@ from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.config import RecipeError
 from torchtitan.device import GIB
 from torchtitan.job import JobConfig
+from torchtitan.plan import comparison
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
-from torchtitan.tools.compare import compare_folders, gather
+from torchtitan.tools.compare import compare_folders
 from torchtitan.tools.compare.parity import JUDGED, compare_curves, difference
 from torchtitan.tools.compare.results import RunCurve, Spread
 from torchtitan.tools.compare.runs import MeasuredRun, spread
@@ -107,7 +108,7 @@ def test_phases_and_pauses_are_seconds_of_all_steps(tmp_path: Path) -> None:
 def test_runs_that_exist_are_compared_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather, "plan_on", functools.cache(gather.plan_on))
+    monkeypatch.setattr(comparison, "plan_on", functools.cache(comparison.plan_on))
     slow = leave(tmp_path / "slow", [row(step, 10.0) for step in range(1, 9)])
     fast = leave(
         tmp_path / "fast", [row(step, 25.0) for step in range(1, 9)], optimizer={"lr": 0.25}

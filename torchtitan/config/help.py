@@ -13,7 +13,9 @@ from torchtitan.config.schema import (
     describe,
     descriptions,
     field_schema,
+    json_types,
     kind_of,
+    names,
     places,
 )
 from torchtitan.config.settings import Config, ConfigError
@@ -27,6 +29,8 @@ class HelpEntry(NamedTuple):
     allowed: str
     default: str
     help: str
+    values: Sequence[str]
+    """Values to choose from, if they have names."""
 
 
 class HelpSection(NamedTuple):
@@ -166,4 +170,5 @@ def _entry(path: str, info: FieldInfo, text: str) -> HelpEntry:
     default = "none" if info.default is None else show(info.default)
     default = "required" if info.is_required() else default
     schema = field_schema(info)
-    return HelpEntry(path, describe(schema), default, text)
+    values = names(schema) or ["true", "false"] * ("boolean" in json_types(schema))
+    return HelpEntry(path, describe(schema), default, text, list(map(str, values)))

@@ -1,4 +1,4 @@
-"""What a plan says of a run, for `torchtitan compare`."""
+"""The plan of a run, as `torchtitan compare` reports it."""
 
 from typing import cast
 

@@ -60,4 +60,4 @@ ENTRIES = {
     }
     for kind, entries in ALL.items()
 }
-"""Those whose folders are here."""
+"""The entries whose folders exist."""

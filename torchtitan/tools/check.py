@@ -61,8 +61,8 @@ class MemoryPlan(Protocol):
 FACTS = Registry[
     Callable[[JobConfig, int, str | None, float | None, Callable[[int], None]], MemoryPlan]
 ]("check")
-"""What options of `check` add: `plan`, given the ranks, the device, its GiB, and what counts ranks
-that are planned."""
+"""Functions behind options of `check`: `plan` takes the recipe, its ranks, the device, its memory
+in GiB, and a function that is called with the number of ranks planned so far."""
 
 
 @app.command(cls=RecipeVerb, help=__doc__)

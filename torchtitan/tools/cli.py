@@ -32,9 +32,9 @@ from torchtitan.config import (
 from torchtitan.logging import configure
 from torchtitan.packages import warn_of_other
 from torchtitan.resilience.stop import IS_LAST
-from torchtitan.tools.commands import VerbGroup
+from torchtitan.tools.commands import CompletedVerb, VerbGroup
 from torchtitan.tools.options import RecipeVerb, Verb
-from torchtitan.tools.reference import verb_names, verb_of_help
+from torchtitan.tools.reference import completion_table, verb_names, verb_of_help
 
 VERBS: Final = {
     "Train": {"train": "train"},
@@ -173,7 +173,9 @@ class Verbs(VerbGroup):
         if name != "train" and not ctx.resilient_parsing:  # `train` warns on rank 0
             warn_of_other()
         modules = {verb: module for each in verbs().values() for verb, module in each.items()}
-        if ctx.resilient_parsing or {"--help", "-h"} & {*rest}:
+        if ctx.resilient_parsing:  # a shell completes the words
+            return name, CompletedVerb(name, completion_table()), rest
+        if {"--help", "-h"} & {*rest}:
             return name, verb_of_help(name, (Verb, RecipeVerb)), rest
         return name, command(modules[name]), rest
 

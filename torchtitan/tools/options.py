@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -37,22 +37,12 @@ class Verb(Command):
         return rest
 
 
-class Completion(NamedTuple):
-    """A word that a shell may complete to, as typer wants it."""
-
-    value: str
-    help: str
-    type: str = "plain"
-
-
 class RecipeVerb(Verb):
     """A verb that takes the flags of a recipe, too, `--section.key value`: they are `ctx.args`."""
 
     takes_recipe = True
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:  # a shell completes the words
-            return super().parse_args(ctx, args)
         words = ["--help" if word == "-h" else word for word in args]
         if "--help" in words:
             at = words.index("--help")
@@ -71,18 +61,6 @@ class RecipeVerb(Verb):
         super().parse_args(ctx, own)
         ctx.args = flags
         return flags
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        keys = (entry for section in settings() for entry in section.entries)
-        flags = {f"--{entry.path}": entry.help for entry in keys}
-        return [
-            *super().shell_complete(ctx, incomplete),
-            *(
-                Completion(f, text)
-                for f, text in flags.items()
-                if incomplete and f.startswith(incomplete)
-            ),
-        ]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[--SECTION.KEY VALUE]..."]
@@ -176,6 +154,7 @@ def Choice(names: Collection[str], help: str, *spellings: str) -> Any:
         parser=one_of(names),
         metavar=" | ".join(names),
         help=help,
+        autocompletion=lambda: list(names),
     )
 
 

@@ -5,7 +5,7 @@ recipes, is kept in `reference.json`, which scripts/write_config_docs.py writes 
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from inspect import Parameter, Signature
@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from torchtitan.config import HelpEntry, HelpSection, sections
 from torchtitan.logging import make_console
-from torchtitan.tools.commands import VerbGroup
+from torchtitan.tools.commands import CompletionTable, VerbGroup
 
 FILE = Path(__file__).with_suffix(".json")
 TYPES = {"str": str, "bool": bool, "int": int, "float": float, "Path": Path}
@@ -38,7 +38,7 @@ def as_json(verbs: Mapping[str, Any], settings: Iterable[HelpSection]) -> str:
 
 
 def _described(verb: Any) -> dict[str, Any]:
-    """Describe a command by what its help shows."""
+    """Describe a command by what its help and completion show."""
     context, options = verb.context_class(verb), []
     for option in verb.get_params(context):
         if option.name == "help":
@@ -56,6 +56,7 @@ def _described(verb: Any) -> dict[str, Any]:
                 "help": option.help,
                 "panel": option.rich_help_panel,
                 "required": option.required,
+                "values": [item.value for item in option.shell_complete(context, "")],
             }
         )
     return {
@@ -181,3 +182,32 @@ def _print_panels(panels: Iterable[tuple[str, Sequence[Any]]], is_long: bool = F
         for title, rows in panels:
             frame = Panel(Group(*rows), title=Text(title), title_align="left", border_style="dim")
             console.print(frame)
+
+
+def completion_table() -> CompletionTable:
+    """Return the options of all verbs and the settings of recipes, with their help and values."""
+    keys: dict[str, tuple[str, list[str]]] = {}
+    for entry in (entry for section in settings() for entry in section.entries):
+        of_others = keys.get(f"--{entry.path}", ("", []))[1]
+        keys[f"--{entry.path}"] = entry.help, list(dict.fromkeys([*of_others, *entry.values]))
+    about_help = "Show this message and exit.", [*section_lines(), "all"]
+    table: dict[str, Mapping[str, tuple[str, list[str] | None]]] = {}
+    for path, verb in _leaves(dict(_reference()["verbs"])):
+        options: dict[str, tuple[str, list[str] | None]] = {}
+        for option in verb["options"]:
+            values = None if option["type"] == "bool" else option["values"]
+            options |= dict.fromkeys(option["words"], (option["help"], values))
+        options["--help"] = about_help[0], None
+        if verb["takes_recipe"]:
+            options |= keys | dict.fromkeys(("-h", "--help"), about_help)
+        table[path] = options
+    return table
+
+
+def _leaves(verbs: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the verbs that have no verbs within them, by name: `checkpoint ls`."""
+    for name, verb in verbs.items():
+        if verb["verbs"]:
+            yield from _leaves(verb["verbs"], f"{above}{name} ")
+        else:
+            yield f"{above}{name}", verb

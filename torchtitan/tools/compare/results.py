@@ -72,7 +72,7 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """What a plan says of a run."""
+    """The plan of a run."""
 
     figures: dict[str, float]
     """Figures that are measured too: `memory_gib`, and on known hardware `tps`, `step_s`, `mfu`."""
