@@ -368,7 +368,8 @@ def test_changelog_has_this_version() -> None:
 
 def first_cells(page: str, section: str = "") -> list[str]:
     """The first cell of each row of the tables after a heading, without code marks."""
-    text = (ROOT / "docs" / page).read_text().partition(section)[2 if section else 0]
+    text = (ROOT / "docs" / page).read_text()
+    text = text.partition(section)[2] if section else text
     rows = re.findall(r"^\| ([^|]+?) \|", text, re.MULTILINE)
     return [cell.replace("`", "") for cell in rows]
 

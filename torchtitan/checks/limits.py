@@ -43,7 +43,7 @@ def numbers(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 
 def samples(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Check that one tensor of the hidden states of a rank's samples fits in any machine."""
+    """Check that the inputs of blocks, which every recomputation keeps, fit in any machine."""
     model, degrees = model_of(job), job.degrees(world.ranks or job.parallelism.least_ranks)
     if model is None or min(degrees) < 1:
         return
@@ -51,7 +51,8 @@ def samples(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     sequences = job.parallelism.pipeline_parallel_microbatch_size if is_in_pipeline else batch
     elements = sequences * math.prod(model.spec.shapes(model.args, job.training.seq_len).hidden)
     itemsize = getattr(torch, job.training.mixed_precision_param).itemsize
-    held = elements * itemsize / (degrees.cp * degrees.tp) / GIB
+    blocks = max(1, getattr(model.args, "n_layers", 1) / degrees.pp)
+    held = blocks * elements * itemsize / (degrees.cp * degrees.tp) / GIB
     if held > ANY_MACHINE:
         yield Problem(
             "training.seq_len",
