@@ -107,9 +107,9 @@ SENDING = {
 # largest logit of each head of all stages.
 UNPLANNED: dict[str, list[tuple[tuple[int, ...], str, int, int]]] = {
     "PP": [((0, 1, 2, 3), "all_reduce", 192, 1)],
-    "CP": [((0, 1), "send", 4096, 8)],
-    "CP, all at once": [((0, 1), "all_gather", 8192, 4)],
-    "CP, operators recomputed": [((0, 1), "all_gather", 8192, 4)],
+    "CP": [((0, 1), "send", 4096, 8), ((0, 1), "all_reduce", 64, 1)],
+    "CP, all at once": [((0, 1), "all_gather", 8192, 4), ((0, 1), "all_reduce", 64, 1)],
+    "CP, operators recomputed": [((0, 1), "all_gather", 8192, 4), ((0, 1), "all_reduce", 64, 1)],
 }
 
 
