@@ -1,4 +1,4 @@
-"""Checks of what a run writes, and that it can be resumed, restarted and rolled back."""
+"""Checks of the files that a run writes: that it can be resumed, restarted and rolled back."""
 
 import errno
 from collections.abc import Iterator
