@@ -110,7 +110,7 @@ def test_a_wheel_trains_outside_the_clone(build, tmp_path):
     wheel = build("wheel")
     with zipfile.ZipFile(wheel) as archive:
         others = [name for name in archive.namelist() if not name.endswith((".py", ".toml"))]
-    ours = r"torchtitan/(py\.typed|tools/reference\.json|tools/(compare|plan)/page/\w+\.\w+)"
+    ours = r"torchtitan/(py\.typed|tools/(reference\.json|page\.css)|cluster/manifests/\w+\.\w+)"
     expected = rf"{ours}|torchtitan_pretrain.*dist-info/.*"
     assert [name for name in others if not re.fullmatch(expected, name)] == []
     run(*pip, "--no-deps", "--no-index", wheel, cwd=folder)

@@ -83,6 +83,7 @@ SENDING_SLOW = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize(
     "name",
     tiers(SENDING, *([n for n in some if n in SENDING] for some in (SENDING_DAILY, SENDING_SLOW))),
