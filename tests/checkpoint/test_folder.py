@@ -1,5 +1,6 @@
 """What a run starts from, and that nothing on disk is taken for what it is not."""
 
+import gc
 import io
 import json
 import logging
@@ -114,6 +115,7 @@ def test_first_step_and_load_only(tmp_path):
 
 def killed_at(module: ModuleType | type, stage: str, job: JobConfig) -> None:
     """Die, as if killed, at a stage of the second save."""
+    gc.freeze()  # garbage of the parent may hold threads that a fork does not have
     original, calls = getattr(module, stage), []
 
     def die(*args: Any, **named: Any) -> Any:
