@@ -53,7 +53,7 @@ whether loss and gradient norm of the first ten are those of {base} within round
 ## Limits of this study
 
 - The bytes are exact, and do not depend on the machine.
-- {seeds} seeds of {base} lie {chance:.3f} apart; what is exact has one. Gaps are taken seed
+- {seeds} seeds of {base} lie {chance:.3f} apart. Gaps are taken seed
   by seed, and so are far smaller. Where they have one sign for all seeds, they suggest an order;
   so few seeds do not prove it, and a gap with both signs shows nothing. {steps} steps of a model
   this small have mostly learned how often each byte occurs: a loss that rounding spoils late would

@@ -65,8 +65,9 @@ checkpoint to start from; with `--plan` also the planned memory of a rank. `--re
 recipe with every key instead, as TOML that can be trained from. `--device-memory GIB` also refuses
 a recipe whose ranks need more memory than such a device has, and names up to three changes after
 which it fits. `train` makes the same checks before it starts anything; the [exit
-code](exit_codes.md) for a wrong recipe is 2. `train`, and `check --here`, refuse a run that cannot
-fit in the memory of this machine, with such changes: all ranks share that of a CPU host.
+code](exit_codes.md) for a wrong recipe is 2. `train`, and `check --here`, refuse a run whose
+parameters, gradients and optimizer states exceed the memory of this machine; all ranks share that
+of a CPU host.
 
 **Editors.** `torchtitan check --json-schema > recipe.schema.json` writes a JSON Schema. Taplo, the
 TOML extension of several editors, then completes and validates any recipe whose first line is
@@ -207,7 +208,8 @@ def old_keys() -> Iterator[str]:
     yield "every other verb refuses one, with that command.\n"
     yield "A key without a counterpart is dropped if its value changes nothing, and refused"
     yield "otherwise.\n"
-    yield "A recipe is TorchTitan's if it has several keys that only TorchTitan has, and no section"
+    yield "Other verbs refuse a recipe with several keys that only TorchTitan has; `migrate` takes"
+    yield "one with any such key to be TorchTitan's, if it has no section"
     yield f"that only this project has ({', '.join(f'`[{name}]`' for name in OUR_SECTIONS)}). It"
     yield "was written for the newest version that has all its keys. A key that it does not set"
     yield "gets the default of that version, with a notice, where that differs from ours:\n"

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +17,10 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 # Under nohup a hangup is ignored, also by what a test starts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# An example has no time limit on a busy machine, and the same ones are tried in every run.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
 
 # Ranks are forked, and a forked process cannot use the thread pool of its parent.
 torch.set_num_threads(1)

@@ -330,6 +330,8 @@ def anchors(page: Path) -> set[str]:
 
 def test_settings_that_are_named_exist() -> None:
     known = known_keys() | TABLE.keys() | OLD_KEYS.keys()
+    some = "`job.dump_folder`, `--validation.no-enable` and `training.steps = 3`; a `job`"
+    assert keys_named(some) == {"job.dump_folder", "validation.enable", "training.steps"}
     unknown = {page.name: keys_named(prose(page)) - known for page in PAGES}
     assert {name: keys for name, keys in unknown.items() if keys} == {}
 

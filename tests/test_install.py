@@ -113,6 +113,10 @@ def test_a_wheel_trains_outside_the_clone(build, tmp_path):
     ours = r"torchtitan/(py\.typed|tools/(reference\.json|page\.css)|cluster/manifests/\w+\.\w+)"
     expected = rf"{ours}|torchtitan_pretrain.*dist-info/.*"
     assert [name for name in others if not re.fullmatch(expected, name)] == []
+    manifests = (ROOT / "torchtitan/cluster/manifests").iterdir()
+    shipped = {f"torchtitan/cluster/manifests/{path.name}" for path in manifests}
+    shipped |= {"torchtitan/tools/page.css", "torchtitan/tools/reference.json"}
+    assert shipped <= {*others}
     run(*pip, "--no-deps", "--no-index", wheel, cwd=folder)
 
     file = run(python, "-c", "import torchtitan; print(torchtitan.__file__)", cwd=folder).strip()

@@ -1,8 +1,8 @@
 """The road of a run: what to read to follow plain FSDP 2 from `torchtitan train` to a step's end.
 
-A recipe is trained under a profiler. A file is on the road if one of its functions was called, but
-for what the road calls by name and need not be read to follow it (`ASIDE`). Of these files the
-functions that were called count, with their docstrings: the others belong to features that are off.
+A recipe is trained under a profiler. A file is on the road if one of its functions was called,
+unless it need not be read to follow the road (`ASIDE`). Only functions that were called are
+counted, with their docstrings; the others belong to features that are off.
 """
 
 import ast

@@ -1,6 +1,7 @@
 """The tiers of the tests: each layout is in one, and CI runs what the README says."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,11 @@ def test_ci_runs_the_commands_of_the_readme_and_then_the_rest():
         "./scripts/test -n auto -m gate",
     ]
     assert {"./run_train.sh", "./scripts/test"} <= set(readme)
+
+
+def test_what_is_left_out_is_the_gate_and_the_trials():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
+    assert settings["ini_options"]["addopts"].endswith("-m 'not gate and not slow'")
+    script = (ROOT / "scripts/test").read_text()
+    assert '--all) set -- -m "not slow"' in script
+    assert '--release) set -- -m "" --report benchmarks/results/release_tests.md' in script

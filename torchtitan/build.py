@@ -116,7 +116,7 @@ class Run:
             self.timeline,
             close=self.data.close,
         )
-        runs_apart = job.communication.replicas.runs_apart and degrees.dp_replicate > 1
+        runs_apart = job.layout(degrees).runs_apart(degrees)
         self.agree = Agreement(world, self.timeline, norms_differ=runs_apart)
         self.contents = Checkpointable(
             self.model.parts,

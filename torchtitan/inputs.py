@@ -54,7 +54,7 @@ def validation_streams(
 ) -> tuple[int, dict[str, Callable[[], BatchStream]]]:
     """Return the microbatches in a batch of validation, and functions that open each data set.
 
-    If an earlier version drew the order of the data of `training`, it draws theirs, too.
+    Held-out data is read in the order of the version that started `training`.
     """
     config = job.validation
     # A replica group validates alone, on the batches of all, and may fail while it does.

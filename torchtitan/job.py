@@ -58,7 +58,7 @@ from torchtitan.parallel import (
 from torchtitan.profiling import ProfilingConfig
 from torchtitan.resilience.replica_groups import FaultToleranceConfig
 from torchtitan.resilience.spikes import SpikesConfig
-from torchtitan.torchtitan_keys import PRESENT_NAMES
+from torchtitan.torchtitan_keys import ADVICE, PRESENT_NAMES
 from torchtitan.validate import ValidationConfig
 
 
@@ -205,6 +205,7 @@ class JobConfig(Config):
     """A recipe."""
 
     synonyms = SYNONYMS | PRESENT_NAMES
+    advice = ADVICE
     help_command = "torchtitan train --help"
 
     job: JobSection = JobSection()

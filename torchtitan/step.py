@@ -62,9 +62,10 @@ class Batches:
         """Takes the number of targets of these ranks, and returns that of all replica groups."""
 
     def __next__(self) -> tuple[list[Batch], Tensor]:
-        """Return the next step's microbatches of whole sequences, on the device.
+        """Return a step's microbatches and its number of targets.
 
-        And the number of targets that count in the global batch (0-d).
+        The microbatches are of whole sequences, on the device; the number (0-d) is that of the
+        global batch.
         """
         for call in self.before_step:
             call()

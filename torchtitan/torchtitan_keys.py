@@ -104,6 +104,8 @@ PRESENT_NAMES = {
     name: row.to.replace("*", "0") for name, row in TABLE.items() if isinstance(row, Moved)
 }
 """Keys of this project by their names in TorchTitan, for suggestions."""
+ADVICE = {name: row.instead for name, row in TABLE.items() if isinstance(row, Gone)}
+"""Advice on keys of TorchTitan that have no counterpart."""
 
 
 def foreign_keys(settings: Iterable[KeyPath]) -> list[KeyPath]:

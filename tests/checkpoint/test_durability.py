@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint import test_folder
+from tests.checkpoint import test_folder, test_frequent
 from tests.runs import train
 from torchtitan.checkpoint import saved_steps, storage
 from torchtitan.checkpoint.folder import read_state, replace_state
@@ -120,6 +120,14 @@ def test_what_is_saved_outlives_a_power_cut(mode, tmp_path, flushes):
     files = ["tensors.json", "train_state.json", MANIFEST]
     read = [f"{name} is read" for name in (MANIFEST, "rank-0.safetensors", *files[:2])]
     assert flushes.names == [*files, "step-1", *read, *files, "step-2", *read, "step-1.deleting"]
+
+
+def test_frequent_checkpoints_outlive_a_power_cut(tmp_path, flushes):
+    train(test_frequent.recipe(tmp_path, "one rank, accumulating 8", keep_latest_k=1))
+    (folder,) = (tmp_path / "disk").iterdir()
+    for each in (folder, tmp_path / "run/checkpoint"):
+        assert flushes.at_the_end(each) == []
+    assert "step-1.deleting" in flushes.names
 
 
 def test_what_is_not_flushed_is_found(tmp_path, flushes, monkeypatch):

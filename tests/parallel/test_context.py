@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -297,9 +298,6 @@ def test_another_balancing_or_mask_is_another_result():
     run_ranks(wrong_settings, 2)
 
 
-# In a model -----------------------------------------------------------------------------------
-
-
 # As an operator -------------------------------------------------------------------------------
 
 
@@ -444,3 +442,10 @@ def compare_kernels(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_parts_of_attention_merge(device):
     run_ranks(compare_kernels, 1, device, device=device)
+
+
+def test_a_model_that_attends_otherwise_is_not_split():
+    with pytest.raises(AssertionError, match="SelfAttention"):
+        context.apply(
+            nn.Linear(2, 2), SimpleNamespace(size=lambda: 2, group_name=""), "ring", "none"
+        )

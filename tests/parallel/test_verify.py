@@ -230,6 +230,8 @@ def test_a_shrunk_recipe_has_the_structure_of_the_large_one():
     assert wider.job.parallelism.tensor_parallel_degree == 8
     small = wider.job.model_args()
     assert (small.n_layers, small.n_kv_heads) == (8, 8)  # two stages on each of four ranks
+    Path("r.toml").write_text('[model]\nflavor = "1B"\n')
+    assert shrunk(Path("r.toml")).job.model_args().tied
 
 
 def test_the_flavor_of_a_flag_is_shrunk():

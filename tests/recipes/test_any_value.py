@@ -74,7 +74,6 @@ def examples(count: int) -> Any:
     """So many, the same in each run."""
     return settings(
         max_examples=count,
-        deadline=None,
         derandomize=True,
         database=None,
         phases=[Phase.explicit, Phase.generate],

@@ -139,7 +139,7 @@ def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is():
     assert (coarse.shape, exact.shape) == ((3, 64 + 160), (3, 24 + 6))
     assert torch.equal(wire_format.join(coarse, exact), rows)
     packed = wire_format.pack(wire_format.codec.encode(coarse), exact)
-    assert packed.shape == (3, wire_format.bytes(torch.bfloat16))
+    assert packed.shape == (3, wire_format.codec.bytes_of(64 + 160) + 2 * (24 + 6))
     codes, rest = wire_format.unpack(packed, torch.bfloat16)
     assert torch.equal(rest, exact)
     found = wire_format.codec.decode(codes, wire_format.coarse)

@@ -238,3 +238,8 @@ def test_allocator_settings_of_the_environment_win(variable, monkeypatch):
     Device("cuda").make_current()
     expected = "max_split_size_mb:100" if variable else "expandable_segments:True"
     assert device.allocator_settings() == os.environ["PYTORCH_ALLOC_CONF"] == expected
+
+
+def test_a_device_says_what_torch_should_be_told():
+    assert Device("cuda", 3).torch_device == torch.device("cuda:3")
+    assert (Device("cpu").backend, Device("cuda").backend) == ("gloo", "nccl")

@@ -22,7 +22,7 @@ from tests.runs import rows, train
 from torchtitan.build import Run
 from torchtitan.checkpoint import saved_steps, saver
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
-from torchtitan.checkpoint.staging import Staging
+from torchtitan.checkpoint.staging import SaveThread, Staging
 from torchtitan.checkpoint.storage import Piece
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
@@ -213,3 +213,14 @@ def test_copies_are_of_the_moment_and_tensors_are_released_once_copied(few_objec
     ((found, copy),) = copies()
     assert found.digest is not None
     assert copy.tolist() == [0, 1, 2, 3]
+
+
+def test_work_is_released_when_it_has_ended(few_objects):
+    held = torch.zeros(1)
+    reference = weakref.ref(held)
+    task = SaveThread(lambda held=held: held.numel())
+    task.wait()
+    del held
+    gc.collect()
+    assert task.result() == 1
+    assert reference() is None

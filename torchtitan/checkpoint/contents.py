@@ -79,19 +79,19 @@ class Checkpointable:
         state: TrainState,
         data: BatchStream,
         world: World,
-        of_techniques: Callable[[], Mapping[str, Tensor]] = dict,
+        of_communication: Callable[[], Mapping[str, Tensor]] = dict,
         copies: int = 1,
         start_over: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
-            of_techniques: returns the state of techniques on this rank, by name.
-            start_over: resets the state of techniques, given the current weights.
+            of_communication: returns the state of communication on this rank, by name.
+            start_over: resets that state, given the current weights.
             copies: number of replicas of the model whose weights may differ.
         """
         self.copies = copies
         self.copy = dist.get_rank(world.groups["dp_replicate"]) if copies > 1 else 0
-        self.of_techniques, self.start_over = of_techniques, start_over
+        self.of_communication, self.start_over = of_communication, start_over
         self.model, self.optimizers, self.state = model, optimizers, state
         self.data, self.world = data, world
 
@@ -235,7 +235,7 @@ class Checkpointable:
 
     def _of_sending(self) -> dict[str, Tensor]:
         prefix = f"communication.{self.world.rank}"
-        return {f"{prefix}.{name}": t for name, t in self.of_techniques().items()}
+        return {f"{prefix}.{name}": t for name, t in self.of_communication().items()}
 
     def _of_generators(self) -> dict[str, Tensor]:
         states = self.world.device.rng_state()

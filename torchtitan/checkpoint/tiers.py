@@ -19,9 +19,9 @@ from pathlib import Path
 
 import xxhash
 
-from torchtitan.checkpoint.folder import look_at, saved_steps, sweep
+from torchtitan.checkpoint.folder import look_at, saved_steps, state_file, sweep
 from torchtitan.checkpoint.initial import ResumePoint
-from torchtitan.checkpoint.manifest import Damaged, Manifest, write_json
+from torchtitan.checkpoint.manifest import Damaged, File, Manifest, write_json
 from torchtitan.checkpoint.placement import find_nodes, on_rank_0
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.start import ResumePolicy
@@ -88,14 +88,19 @@ class FrequentTier:
             more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
             if absent:
                 self.problems[step] = f"it is not on {', '.join(absent[:SHOWN])}{more}"
-            elif not all(found[step] for found in by_node):
+            elif None in (states := {found[step] for found in by_node}):
                 self.problems[step] = "it has the files of another layout, or of other nodes"
+            elif len(states) > 1:
+                self.problems[step] = "its state differs between nodes: a rollback was interrupted"
             else:
                 self.problems[step] = ""
 
-    def _found(self) -> dict[int, bool]:
-        """Return the steps of the run's past that this node has, and whether for its ranks."""
-        found = {}
+    def _found(self) -> dict[int, File | None]:
+        """Return the steps of the run's past on this node: their state, None if not for its ranks.
+
+        The state is the same on all nodes, by its size and digest.
+        """
+        found: dict[int, File | None] = {}
         for step, path in saved_steps(self.folder).items():
             try:
                 manifest = look_at(path)
@@ -103,7 +108,8 @@ class FrequentTier:
                 logger.error("%s", error)
                 continue
             if is_past(self.starts, manifest.start, step):
-                found[step] = self._is_for_ranks(manifest)
+                state = manifest.files[state_file(manifest)]
+                found[step] = state if self._is_for_ranks(manifest) else None
         return found
 
     def _is_for_ranks(self, manifest: Manifest) -> bool:

@@ -56,16 +56,12 @@ def has_block_losses(model: RecipeModel) -> bool:
     return any(auxiliary_losses(block) or routers(block) for block in blocks)
 
 
-def is_inside(config: AuxiliaryLossConfig, job: JobConfig) -> bool:
-    """Whether a loss is computed inside the model, not from its outputs."""
-    return bool(job.loss.vocabulary_chunk) or not isinstance(config, ZLoss)
-
-
 def conflicts(config: AuxiliaryLossConfig, job: JobConfig, model: RecipeModel) -> Iterator[str]:
     """Find reasons against a loss, each with a remedy."""
     task, chunk = TASKS[model.spec.task], job.loss.vocabulary_chunk
     in_one = job.compile.compiles("model") and job.compile.granularity == "model"
-    if in_one and is_inside(config, job) and (config.warmup_steps or config.decay_steps):
+    is_inside = chunk or not isinstance(config, ZLoss)  # in the model, not from its outputs
+    if in_one and is_inside and (config.warmup_steps or config.decay_steps):
         yield (
             "its weight is a constant of the graph of the whole model, which would be "
             'compiled again for each value; use compile.granularity = "block", or a weight '

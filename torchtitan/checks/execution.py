@@ -8,7 +8,6 @@ from torchtitan.parallel import SHARDING
 from torchtitan.torch_private.compiler import compiles_recomputed_attention
 
 SECTIONS = ("compile", "training", "parallelism", "sharding.name")
-COMPILED = ("compile", "parallelism", "training", "sharding", "model")
 
 
 def in_hooks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
@@ -137,7 +136,7 @@ def async_tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Pr
 def recomputation(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the compiler supports the requested recomputation."""
     key, c, p = "activation_checkpoint.mode", job.compile, job.parallelism
-    config, also = job.activation_checkpoint, ("activation_checkpoint", *COMPILED)
+    config, also = job.activation_checkpoint, ("activation_checkpoint", "compile")
     if config.mode == "memory_budget" and not c.compiles("model"):
         message = (
             "the compiler chooses what to keep, so it needs compile.enable = true with "

@@ -1,4 +1,4 @@
-"""Limits of any run: of numbers, checked first as other rules would loop up to them; of a CPU."""
+"""Limits of any run: on numbers, before other rules loop up to them; on samples; on a CPU."""
 
 import math
 from collections.abc import Iterator

@@ -22,7 +22,7 @@ from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.attention import attends
 from torchtitan.models.sparse_decoder import SparseArgs
-from torchtitan.models.spec import AttentionShape, ModelSpec, build_empty
+from torchtitan.models.spec import ModelSpec, build_empty
 from torchtitan.tasks import TASKS
 
 TENSOR = "parallelism.tensor_parallel_degree"
@@ -48,12 +48,6 @@ def model_of(job: JobConfig) -> RecipeModel | None:
     if flavor not in spec.flavors or any(job.model.size_problems(job.model_args())):
         return None
     return RecipeModel(spec, job.model_args(), f"{spec.name} {flavor}")
-
-
-def attention_of(job: JobConfig) -> AttentionShape | None:
-    """Return the sizes of attention of a recipe's model, if they are known."""
-    model = model_of(job)
-    return model.spec.attention(model.args) if model else None
 
 
 def sizes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

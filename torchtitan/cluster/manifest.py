@@ -22,7 +22,7 @@ from torchtitan.logging import logger
 from torchtitan.models.spec import count_parameters
 from torchtitan.resilience.grace import VARIABLE, planned_seconds
 from torchtitan.resilience.stop import DIVERGED, REQUEUE
-from torchtitan.tools.options import Count, Recipe, RecipeVerb, one_of, verb
+from torchtitan.tools.options import Count, Output, Recipe, RecipeVerb, one_of, verb
 
 FOLDER = Path(__file__).with_name("manifests")
 WORK = "/work"
@@ -115,12 +115,7 @@ def manifest(
             help=f"Volume with the recipe, at {WORK}, where the run writes (default: torchtitan).",
         ),
     ] = "torchtitan",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", metavar="FILE", help="File to write (default: standard output)."
-        ),
-    ] = None,
+    output: Output = None,
 ) -> None:
     path, flags = config.split_recipe([*([recipe] if recipe else []), *context.args])
     require_recipe(path, flags, "manifest")
@@ -185,7 +180,7 @@ def devices_of_node(hardware: str) -> int:
     Raises:
         ConfigError: if the hardware is not known.
     """
-    known = import_wing("torchtitan.plan.hardware", "without --devices-per-node, --hardware")
+    known = import_wing("torchtitan.plan.hardware", "--hardware, without --devices-per-node")
     count: int = known.find_hardware(hardware).ranks_per_node
     return count
 

@@ -35,8 +35,6 @@ class PlainReduce(Reduce):
 class GradientsConfig(Config):
     """Settings of a reducer; `name` picks the subclass."""
 
-    operation: ClassVar[Literal["reduce_scatter", "all_to_all"]] = "reduce_scatter"
-    """Collective that it uses."""
     remembers: ClassVar[bool] = False
     """Whether unused gradients would change those of later steps."""
 

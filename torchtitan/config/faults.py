@@ -269,6 +269,8 @@ def _hint(
     key, above = path[-1], path[:-1]
     if (whole := ".".join(path)) in schema.synonyms:
         return did_you_mean([schema.synonyms[whole]])
+    if whole in schema.advice:
+        return f"; {schema.advice[whole]}"
     close = near_names(key, known, 0.8)
     if close and key not in schema.synonyms and not _is_known_to_a_choice(parent, key):
         # Only misspelt. Keys elsewhere are not looked for, which imports all that have settings.

@@ -13,9 +13,9 @@ from typing import Any, Final
 import tomli
 
 from torchtitan.config.settings import KeyPath, Setting
+from torchtitan.config.wings import PACKAGE
 from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, nearest, shorten, show
 
-PACKAGE: Final = Path(__file__).parents[1]
 CLONED: Final = "train_configs"
 OTHER_FORMATS = {
     ".py": "TorchTitan 0.3's Python configs are not read; see docs/from_torchtitan.md",

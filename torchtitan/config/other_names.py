@@ -72,7 +72,8 @@ OLD_KEYS: Mapping[str, Moved | Gone] = {
         'they were not faster than compile.granularity = "model"; use that', falsy
     ),
     "checkpoint.frequent.replicas": Gone(
-        "files are not sent to other nodes; without a node, the run resumes from checkpoint.folder",
+        "files are not sent to other nodes; if a node is lost, the run resumes from "
+        "checkpoint.folder",
         falsy,
     ),
     "model.expert_products": Gone("products of experts are always grouped", just(None, "grouped")),

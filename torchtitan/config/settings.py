@@ -119,6 +119,8 @@ class Config(BaseModel):
     )
     synonyms: ClassVar[Mapping[str, str]] = {}
     """Keys of a whole recipe by the names, dotted or not, that other software has for them."""
+    advice: ClassVar[Mapping[str, str]] = {}
+    """Advice on such keys, dotted, that have no counterpart."""
     help_command: ClassVar[str] = ""
     """Command that, with the name of a section of the recipe, lists its keys."""
 

@@ -29,9 +29,9 @@ from torchtitan.parallel import (
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.loss_terms import AuxiliaryLosses
-from torchtitan.parallel.parallel_model import Losses, ParallelModel
+from torchtitan.parallel.parallel_model import LocallyUpdatedModel, Losses, ParallelModel
 from torchtitan.parallel.pipeline import Pipeline, Shapes
-from torchtitan.parallel.replication import LocallyUpdatedModel, open_replicas
+from torchtitan.parallel.replication import open_replicas
 from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
 from torchtitan.parallel.sharding import (
     FSDP2,
@@ -96,6 +96,10 @@ class Layout:
     def shards(self, degrees: Degrees) -> bool:
         """Whether parameters are gathered and reduced: over data ranks, or from host memory."""
         return degrees.dp_replicate * degrees.fsdp > 1 or self.cpu_offload
+
+    def runs_apart(self, degrees: Degrees) -> bool:
+        """Whether replicas make their own updates."""
+        return self.communication.replicas.runs_apart and degrees.dp_replicate > 1
 
 
 def parallelize(
@@ -236,8 +240,7 @@ def _model(
         loss_of_outputs = loss.of_outputs(
             TASKS[spec.task], group, sample.outputs[-1], layout.compile, auxiliary
         )
-    runs_apart = replicated.runs_apart and degrees.dp_replicate > 1
-    model = (LocallyUpdatedModel if runs_apart else ParallelModel)(
+    model = (LocallyUpdatedModel if layout.runs_apart(degrees) else ParallelModel)(
         parts, loss_of_outputs, sharding, auxiliary, world, timeline
     )
     if degrees.cp > 1:

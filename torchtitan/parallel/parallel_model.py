@@ -2,21 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.parallel.pipeline import Pipeline
+from torchtitan.parallel.replication import Replicas
 from torchtitan.parallel.sharding import Sharding
 from torchtitan.parallel.world import World
 from torchtitan.tasks import Batch
 from torchtitan.tasks.task import LossFunction
 from torchtitan.timeline import Timeline
-
-if TYPE_CHECKING:
-    from torchtitan.parallel.replication import Replicas
 
 Losses = dict[str, Tensor]
 """Means over the global batch by name (0-d, detached), or this rank's shares of them.
@@ -39,7 +37,7 @@ class ParallelModel:
     shard_batch: Callable[[Batch], Batch] = lambda batch: batch
     """Returns this rank's shard of a batch of whole sequences."""
     pipeline: Pipeline | None = None
-    replicas: "Replicas | None" = None
+    replicas: Replicas | None = None
     """Synchronization of replicas outside the sharding, if any."""
     before_pass: list[Callable[[], None]] = field(default_factory=list)
     """Calls before the forwards of a step or an evaluation; weights may have changed."""
@@ -151,3 +149,18 @@ class ParallelModel:
             tensor.zero_()
         if self.replicas:
             self.replicas.start_over()
+
+
+class LocallyUpdatedModel(ParallelModel):
+    """Model whose replicas make their own updates.
+
+    The gradient of each is that of the mean over its own targets; losses are still global means, to
+    which each replica contributes.
+    """
+
+    def _train(self, batches: Sequence[Batch], count: Tensor) -> Losses:
+        own = torch.stack([batch.count() for batch in batches]).sum()
+        with self.timeline.phase("sync"):
+            own = self.world.sum(own, over="dp_shard").clamp(min=1)
+        shares = self.accumulate(batches, own)
+        return self.sum_over_ranks({name: each * (own / count) for name, each in shares.items()})

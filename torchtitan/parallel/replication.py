@@ -10,8 +10,6 @@ from torch.distributed import ProcessGroup
 from torchtitan.comm import ReplicaReducer, ReplicasConfig, Unit
 from torchtitan.digest import digest
 from torchtitan.optim.norm import local
-from torchtitan.parallel.parallel_model import Losses, ParallelModel
-from torchtitan.tasks import Batch
 from torchtitan.torch_private.collectives import all_gather
 
 
@@ -162,18 +160,3 @@ def open_replicas(
     if not config.in_backward or config.steps_verified:
         return Replicas(config, parts, group, device)
     return None
-
-
-class LocallyUpdatedModel(ParallelModel):
-    """Model whose replicas make their own updates.
-
-    The gradient of each is that of the mean over its own targets; losses are still global means, to
-    which each replica contributes.
-    """
-
-    def _train(self, batches: Sequence[Batch], count: Tensor) -> Losses:
-        own = torch.stack([batch.count() for batch in batches]).sum()
-        with self.timeline.phase("sync"):
-            own = self.world.sum(own, over="dp_shard").clamp(min=1)
-        shares = self.accumulate(batches, own)
-        return self.sum_over_ranks({name: each * (own / count) for name, each in shares.items()})

@@ -4,8 +4,7 @@ A rank has a host that issues work, a stream that computes, and streams that sen
 the order of issue; the rest is known of PyTorch on a CUDA device:
 
     kernels         start when issued, after those before them; the host takes `Hardware.host_us`
-                    for each, and `Hardware.dispatch_us` for an operator on a DTensor, unless CUDA
-                    graphs replay them
+                    for each, and `Hardware.dispatch_us` for an operator on a DTensor
     FSDP's gathers  are issued a block ahead: in the forward as the host is ahead of the device, in
                     the backward as FSDP prefetches. At most two are held.
     its reductions  start when the gradients are there, and overlap with the backward of the next

@@ -31,7 +31,6 @@ def plan_on(
     ranks: int,
     device_type: DeviceType,
     device: str,
-    capacity_gib: float | None = None,
 ) -> Plan:
     """Plan a recipe on devices that exist.
 
@@ -42,7 +41,7 @@ def plan_on(
         RecipeError: if the recipe cannot be planned.
     """
     hardware = hardware_of(job.job.hardware, device_type, device)
-    return plan(job, ranks, hardware, device_type=device_type, capacity_gib=capacity_gib)
+    return plan(job, ranks, hardware, device_type=device_type)
 
 
 def peak_of(plan: Plan) -> PlannedPeak:
@@ -73,22 +72,15 @@ def remedy(before: Plan, load: Load) -> str:
     return f"use {', or '.join(uses)}" if uses else no_change(before.least_devices)
 
 
-def room(
-    job: JobConfig, ranks: int, local_ranks: int, device: Device, peak: PlannedPeak
-) -> Iterator[Problem]:
-    """Note when the ranks of this machine may not fit in the free memory by their plan.
-
-    Args:
-        device: device of this process, since querying its free memory allocates some of it.
-    """
-    free = {each.type: each.memory_available() for each in (device, Device("cpu"))}
-    for pool in pools(device, min(local_ranks, ranks), peak.device, peak.host):
-        if pool.holds > (left := free[pool.device.type]):
-            of_samples = sum(peak.by_kind.get(kind, 0.0) for kind in ("activations", "logits"))
-            message = (
-                f"{pool.subject} about {pool.holds:,.1f} GiB by its plan, and {left:,.1f} of "
-                f"{pool} are free; each: {in_words(peak.by_kind)}; torchtitan plan lists changes "
-                "after which it fits"
-            )
-            path = BATCH if 2 * of_samples > sum(peak.by_kind.values()) else MODEL
-            yield Problem(path, message, (), "note")
+def room(ranks: int, peak: PlannedPeak) -> Iterator[Problem]:
+    """Note when the ranks of this host may not fit in its free memory by their plan."""
+    (pool,) = pools(Device("cpu"), ranks, peak.device, peak.host)
+    if pool.holds > (left := pool.device.memory_available()):
+        of_samples = sum(peak.by_kind.get(kind, 0.0) for kind in ("activations", "logits"))
+        message = (
+            f"{pool.subject} about {pool.holds:,.1f} GiB by its plan, and {left:,.1f} of "
+            f"{pool} are free; each: {in_words(peak.by_kind)}; torchtitan plan lists changes "
+            "after which it fits"
+        )
+        path = BATCH if 2 * of_samples > sum(peak.by_kind.values()) else MODEL
+        yield Problem(path, message, (), "note")

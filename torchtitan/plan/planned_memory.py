@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 from torchtitan.config import Problem, RecipeError
-from torchtitan.device import Device, DeviceType, pick
+from torchtitan.device import DeviceType, pick
 from torchtitan.job import JobConfig
 from torchtitan.plan.changes import Load
 from torchtitan.plan.fitting import in_words, peak_of, remedy, room
@@ -25,7 +25,7 @@ class PlannedMemory:
         count: Callable[[int], None],
     ) -> None:
         """Plan a recipe for the hardware that it states, or for another type of device."""
-        self.job, self.ranks, self.reason = job, ranks, ""
+        self.ranks, self.reason = ranks, ""
         self.plan: Plan | None = None
         try:
             stated = job.job.hardware
@@ -54,7 +54,7 @@ class PlannedMemory:
     def notes(self) -> Iterator[Problem]:
         """Note when the ranks may not fit in the free memory of this host."""
         if self.plan is not None:
-            yield from room(self.job, self.ranks, self.ranks, Device("cpu"), peak_of(self.plan))
+            yield from room(self.ranks, peak_of(self.plan))
 
     def summary(self) -> str:
         """Describe the memory of the fullest rank."""

@@ -71,8 +71,10 @@ ABSENT: Final = {
     "tokenize": "use torchtitan data tokenize",
     "data convert": "write with the library of that format; a run reads shards of each format",
     "data inspect --output": "lengths.u32 in the index of the shards has the lengths of documents",
-    "compare --seeds": "vary the seed: --vary debug.seed=0,1,2",
-    "compare --launcher": "compare runs of several machines by their folders",
+    "compare --seeds": "vary the seed of a recipe by --vary debug.seed=0,1,2, that of a study by "
+    "--debug.seed 1 --output FOLDER",
+    "compare --launcher": "start runs over several machines yourself, and give compare their "
+    "folders",
     "generate --tensor-parallel": "a model is read on one rank",
     **dict.fromkeys(
         (f"evaluate --{option}" for option in ("tensor-parallel", "num-fewshot", "include-path")),
@@ -114,7 +116,8 @@ def run(argv: Sequence[str]) -> int:
         sys.path.append(os.getcwd())  # as `python -m` has it: job.imports may name modules there
     configure()
     status = call(list(argv))
-    if status == 2 and (absent := absent_wings()):
+    # Of the ranks that torchrun started, the first reports a refusal.
+    if status == 2 and os.environ.get("RANK", "0") == "0" and (absent := absent_wings()):
         print_message("note", absent)  # it may be a name or a key of theirs
     return status
 

@@ -105,7 +105,7 @@ def evaluate(
             f"lm_eval --model hf --model_args pretrained=FOLDER --tasks {tasks}"
         )
     request = EvaluationRequest(
-        ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()), convert),
+        ModelLocation(source, model, flavor, tokenizer, format, convert),
         dataset,
         dataset_path,
         limit,

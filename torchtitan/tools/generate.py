@@ -90,7 +90,7 @@ def generate(
 ) -> None:
     import_modules(imports or (), "--imports")
     convert = converters_of_flags(context.args, no_convert)
-    place = ModelLocation(source, model, flavor, tokenizer, format, tuple(imports or ()), convert)
+    place = ModelLocation(source, model, flavor, tokenizer, format, convert)
     stored = find_model(place)
     texts = requested(stored, list(prompts(prompt or [], prompts_file)), samples, seed)
     longest = max(len(text.row.prompt) for text in texts) + tokens

@@ -91,8 +91,6 @@ class ModelLocation:
     """File, folder or BYTES; None: the one of the model."""
     format: str | None = None
     """Key of OPEN; None: detected from the files."""
-    imports: tuple[str, ...] = ()
-    """Modules that add to MODELS."""
     convert: tuple[ConverterConfig, ...] | None = None
     """Converters; None: those of its recipe."""
 
@@ -121,7 +119,6 @@ def find_model(place: ModelLocation) -> StoredModel:
     Raises:
         ConfigError: if there is none, or an option that it needs is missing.
     """
-    import_modules(place.imports, "--imports")
     kind = place.format or find_format(place.path)
     stored = _find_ours(place) if kind == "ours" else _find_foreign(place, kind)
     convert = converters_in_use(place.convert, stored.convert, stored.network)

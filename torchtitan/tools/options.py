@@ -177,6 +177,16 @@ Flavor = Annotated[str | None, Text("NAME", "Flavor of the model (default: that 
 Imports = Annotated[
     list[str] | None, Text("MODULE...", "Modules to import, which register models.")
 ]
+Dataset = Annotated[
+    str, Text("NAME", "Name of a data set of text, or a path (default: python_stdlib).")
+]
+DatasetPath = Annotated[str | None, Text("PATH", "File or folder of a data set that needs one.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--output", metavar="FILE", help="File to write (default: standard output)."
+    ),
+]
 TokenizerPath = Annotated[
     str | None, Text("PATH", "Tokenizer, model.tokenizer_path (default: bytes).", "--tokenizer")
 ]

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from torchtitan.data import train_tokenizer
-from torchtitan.tools.options import Text, Verb, verb
+from torchtitan.tools.options import Dataset, DatasetPath, Text, Verb, verb
 
 app = verb(help=__doc__)
 
@@ -16,12 +16,8 @@ def tokenizer() -> None:
 @app.command(cls=Verb)
 def train(
     output: Annotated[str, Text("FILE", "File to write: tokenizer.json.")],
-    dataset: Annotated[
-        str, Text("NAME", "Name of a data set of text, or a path (default: python_stdlib).")
-    ] = "python_stdlib",
-    dataset_path: Annotated[
-        str | None, Text("PATH", "File or folder of a data set that needs one.")
-    ] = None,
+    dataset: Dataset = "python_stdlib",
+    dataset_path: DatasetPath = None,
     text_key: Annotated[str, Text("KEY", "Column or key of the text (default: text).")] = "text",
     documents: Annotated[
         int | None, Text("N", "Number of documents to read (default: all).")

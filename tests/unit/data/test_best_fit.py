@@ -12,7 +12,7 @@ from torchtitan.data.tokens.best_fit import Rows, pack_block
 
 Length = tuple[int, int]
 lengths = st.lists(st.integers(0, 40), max_size=60)
-tries = settings(max_examples=150, deadline=None, derandomize=True)
+tries = settings(max_examples=150)
 
 
 def packed(documents: Sequence[int], seq_len: int, consumed: Sequence[Length] = ()) -> Rows:

@@ -139,7 +139,7 @@ def test_a_flipped_bit_anywhere_is_found(name: str, tmp_path: Path) -> None:
 
     assert found() == []
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=40, suppress_health_check=[*HealthCheck])
     @given(place, st.integers(0, 7))
     def check(place: tuple[Path, int], bit: int) -> None:
         file, byte = place

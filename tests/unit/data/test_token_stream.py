@@ -46,7 +46,7 @@ def mixture(folder: Path, *amounts: dict[str, Any], **values: Any) -> DataConfig
     return DataConfig(sources=tuple(sources), num_workers=0, **values)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=7).filter(any), st.integers(0, 300))
 def test_a_mixture_is_exact_at_every_prefix(weights: list[int], before: int) -> None:
     whole, counts = MixtureSchedule(weights), [0] * len(weights)

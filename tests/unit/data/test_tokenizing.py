@@ -307,7 +307,7 @@ def test_a_full_disk_and_a_process_that_is_killed(
             return []
 
     config = jsonl(tmp_path / "a.jsonl")
-    with pytest.raises(ConfigError, match="lack of memory; use fewer processes, and run the same"):
+    with pytest.raises(ConfigError, match="lack of memory; run the same command again with fewer"):
         tokenize(config, Killed(), tmp_path / "out", processes=2)
 
     def full(self: ShardWriter, tokens: Any) -> None:

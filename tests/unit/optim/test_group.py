@@ -151,3 +151,10 @@ def test_a_save_before_the_first_update_changes_no_later_one(config):
     assert all(not value.any() for value in optimizers.state_dict().values())
     found = train(model, optimizers.begin, optimizers.step)
     assert all(map(torch.equal, found, by_ours(config)))
+
+
+def test_tables_and_biases_can_go_without_decay():
+    config = AdamW(lr=0.05, weight_decay=0.3, no_weight_decay_on=("norms", "embeddings"))
+    common = {"lr": 0.05, "betas": (0.9, 0.95), "eps": 1e-8}
+    decays = [common | {"weight_decay": decay} for decay in (0.0, 0.3, 0.0)]
+    torch.testing.assert_close(by_ours(config), by_torch(torch.optim.AdamW, *decays))

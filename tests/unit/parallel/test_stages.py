@@ -13,7 +13,7 @@ from tests import tiny
 from torchtitan.models.llama3.spec import FLAVORS, LLAMA3
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import ParallelismConfig, stages
-from torchtitan.parallel.stages import Stages, balance, costs, plan, predicted_bubble, units
+from torchtitan.parallel.stages import Stages, balance, costs, plan, predicted_bubble, prune, units
 
 ARGS = dataclasses.replace(tiny.ARGS, n_layers=6)
 SEQ_LEN = 32
@@ -151,3 +151,19 @@ def test_a_large_model_is_cut_evenly():
     loads = [sum(by_name.get(name, 0) for name in unit) for unit in found.units]
     assert sum(loads) == pytest.approx(sum(each))
     assert max(loads) <= sum(each) / 16 + by_name["layers.0"]
+
+
+def test_a_stage_has_tables_of_its_own_and_leaves_the_model_as_it_is():
+    whole, found = model(), cut(2)
+    names = [name for name, _ in whole.named_modules()]
+    first, second = (stages.build(whole, found, stage) for stage in range(2))
+    first.register_forward_pre_hook(lambda module, inputs: None)
+    assert not second._forward_pre_hooks
+    assert not whole._forward_pre_hooks
+    assert [name for name, _ in whole.named_modules()] == names
+
+
+def test_prune_keeps_the_names_of_a_list():
+    listed = nn.Sequential()
+    listed.blocks = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)])
+    assert [name for name, _ in prune(listed, {"blocks.0"}).blocks.named_children()] == ["1", "2"]

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context
+from multiprocessing.process import BaseProcess
 from threading import Thread
 from typing import Any
 
@@ -29,7 +30,7 @@ def process_pool(
     Raises:
         ConfigError: if a process is killed.
     """
-    others = set(active_children())
+    others, own = set(active_children()), set[BaseProcess]()
     start = (os.getpid(), prepare, arguments)
     with ProcessPoolExecutor(processes, get_context("fork"), _start, start) as pool:
         try:
@@ -38,14 +39,15 @@ def process_pool(
                 pool.submit(os.getpid)  # starts all processes
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, unmasked)
+                own = set(active_children()) - others
             yield pool
         except BrokenProcessPool:
             raise ConfigError(
-                "a process was ended, perhaps for lack of memory; use fewer processes, and run the "
-                "same command again to continue"
+                "a process was ended, perhaps for lack of memory; run the same command again with "
+                "fewer processes"
             ) from None
         finally:
-            for process in set(active_children()) - others:
+            for process in own:
                 process.kill()
             pool.shutdown(cancel_futures=True)
 

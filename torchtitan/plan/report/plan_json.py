@@ -67,7 +67,7 @@ def plan_json(
             }
             for each in plan.traffic
         ],
-        "pipeline": _pipeline(plan),
+        "pipeline": _pipeline(plan, len(spec.blocks(network))),
         "speed": _speed(plan, units),
         "budget": _budget(plan, budget, units),
         "changes": [_change(change, plan, budget) for change in changes],
@@ -124,13 +124,12 @@ def _kinds(plan: Plan) -> list[Json]:
     ]
 
 
-def _pipeline(plan: Plan) -> Json | None:
+def _pipeline(plan: Plan, blocks: int) -> Json | None:
     job, degrees = plan.job, plan.job.degrees(plan.ranks)
     if degrees.pp == 1:
         return None
-    config, spec = job.parallelism, MODELS[job.model.name]
-    network = build_empty(spec.build, job.model_args(), job.training.seq_len)
-    blocks, microbatches = len(spec.blocks(network)), config.microbatches(job.local_batch(degrees))
+    config = job.parallelism
+    microbatches = config.microbatches(job.local_batch(degrees))
     return {
         "schedule": config.pipeline_parallel_schedule_csv or config.pipeline_parallel_schedule,
         "stages": len(stages.ranks(config, blocks)),

@@ -219,11 +219,6 @@ class WireFormat:
         """Number of elements sent in low bits."""
         return sum(size for is_coarse, size in self.parts if is_coarse)
 
-    def bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of one rank's row of a unit in `dtype`."""
-        exact = self.unit.elements - self.coarse
-        return self.codec.bytes_of(self.coarse) + exact * dtype.itemsize
-
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Split `rows` (R, p) into elements sent in low bits (R, c) and unchanged (R, p - c)."""
         pieces = torch.split(rows, [size for _, size in self.parts], 1)

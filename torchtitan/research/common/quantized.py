@@ -1,6 +1,6 @@
 """Base classes of low-bit communication: settings, a step counter, and a reduction."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -89,8 +89,6 @@ class QuantizedReduce(Clock, Reduce):
 
 class QuantizedGradients(Quantized, GradientsConfig):
     """Settings of a low-bit reduction; `form` is the form of its codes."""
-
-    operation: ClassVar[Literal["reduce_scatter", "all_to_all"]] = "all_to_all"
 
     @property
     def form(self) -> Form:

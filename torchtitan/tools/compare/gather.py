@@ -127,7 +127,6 @@ def _variant(
     degrees = job.degrees(each.ranks) if job and each.status != "cannot run" else None
     first = each.runs[0] if each.runs else None
     collectives, sent, sent_note = _traffic(each, planned)
-    finished = each.runs
     task = TASKS[MODELS[job.model.name].task] if job else None
     units = 0
     if job and task and degrees:
@@ -142,21 +141,21 @@ def _variant(
         unit=task.unit if task else "tokens",
         units_per_step=units,
         runs=tuple(run.summary(root) for run in each.runs),
-        tps=spread([tps for run in finished for tps in run.tps]),
+        tps=spread([tps for run in each.runs for tps in run.tps]),
         ratio=_ratio(each, base),
-        step_s=spread([seconds for run in finished for seconds in run.step_seconds]),
-        memory_gib=max((run.memory_gib for run in finished if run.memory_gib), default=None),
-        mfu=median(mfu for run in finished for mfu in run.mfu),
-        time_shares=_shares(finished),
-        exposed_communication=median(run.exposed for run in finished),
+        step_s=spread([seconds for run in each.runs for seconds in run.step_seconds]),
+        memory_gib=max((run.memory_gib for run in each.runs if run.memory_gib), default=None),
+        mfu=median(mfu for run in each.runs for mfu in run.mfu),
+        time_shares=_shares(each.runs),
+        exposed_communication=median(run.exposed for run in each.runs),
         sent_bytes=sent,
         sent_note=sent_note,
         collectives=collectives,
         planned=planned.figures if isinstance(planned, ComparedPlan) else None,
         memory_formula=planned.memory_gib if isinstance(planned, ComparedPlan) else {},
         state_bytes=first.state_bytes if first else None,
-        startup_s=median(run.startup_s for run in finished),
-        compile_s=median(run.compile_s for run in finished),
+        startup_s=median(run.startup_s for run in each.runs),
+        compile_s=median(run.compile_s for run in each.runs),
         parity=_parity(each, base),
         loss=first.curve("loss") if first else None,
         grad_norm=first.curve("grad_norm") if first else None,

@@ -91,7 +91,8 @@ def launch(task: PlannedRun) -> Outcome:
     recipe = write_recipe(task)
     # A run that dies and starts again tells nothing about speed.
     ranks = str(task.ready.plan.ranks)
-    launcher = ["torch.distributed.run", "--nproc-per-node", ranks, "-m", "torchtitan.train"]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    launcher += ["-m", "torchtitan.train"]
     if has_wing("cluster"):
         launcher = ["torchtitan", "train", "--max-restarts", "0", "--processes", ranks]
     command = [sys.executable, "-m", *launcher, "--job.config_file", str(recipe)]

@@ -81,8 +81,8 @@ class Conditions(Config):
     """Folder of runs and report (default: outputs/studies/ and the file's name)."""
 
 
-SEEDS = "vary the seed: --vary debug.seed=0,1,2"
-MACHINES = "a comparison runs on this machine; compare runs of several by their folders"
+SEEDS = "compare the study again with another seed: --debug.seed 1 --output FOLDER"
+MACHINES = "start runs over several machines yourself, and give compare their folders"
 REMOVED = {"seeds": SEEDS, "seeds_of": SEEDS, "launcher": MACHINES, "device": MACHINES}
 """Keys of studies of earlier versions, with what replaces them."""
 

@@ -115,7 +115,8 @@ def verify(
             path, found, loaded, index, recorded, processes or all_cores(), advance
         )
         lines = list(islice(found_differences, SHOWN))
-    print(*lines, sep="\n" if lines else "")
+    for line in lines:
+        print(line)
     if not lines:
         print(f"{path}: {about.documents:,} documents, {about.tokens:,} tokens: as recorded")
     return 1 if lines else 0

@@ -11,6 +11,8 @@ from torchtitan.data.tokens.tokenizing import SHARD_TOKENS, tokenize
 from torchtitan.tools.options import (
     Choice,
     Count,
+    Dataset,
+    DatasetPath,
     Imports,
     Processes,
     Text,
@@ -22,12 +24,8 @@ from torchtitan.tools.options import (
 
 def tokenize_text(
     output: Annotated[Path, Text("FOLDER", "Folder to write.")],
-    dataset: Annotated[
-        str, Text("NAME", "Name of a data set of text, or a path (default: python_stdlib).")
-    ] = "python_stdlib",
-    dataset_path: Annotated[
-        str | None, Text("PATH", "File or folder of a data set that needs one.")
-    ] = None,
+    dataset: Dataset = "python_stdlib",
+    dataset_path: DatasetPath = None,
     text_key: Annotated[
         str, Text("KEY", "Column or key of the text, data.text_key (default: text).")
     ] = "text",

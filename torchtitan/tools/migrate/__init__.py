@@ -17,7 +17,7 @@ from torchtitan.config import (
 )
 from torchtitan.tools.migrate.rewrite import rewrite
 from torchtitan.tools.migrate.translate import Migration, read_old
-from torchtitan.tools.options import Verb, verb
+from torchtitan.tools.options import Output, Verb, verb
 from torchtitan.torchtitan_keys import refuse_foreign
 
 app = verb()
@@ -26,12 +26,7 @@ app = verb()
 @app.command(cls=Verb, help=__doc__)
 def migrate(
     recipe: Annotated[Path, typer.Argument(help="Recipe of TorchTitan v0.1 or v0.2.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", metavar="FILE", help="File to write (default: standard output)."
-        ),
-    ] = None,
+    output: Output = None,
 ) -> None:
     migration = read_old(recipe)
     text = rewrite(read_text(recipe), migration)
