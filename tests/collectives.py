@@ -3,18 +3,15 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 from tests.estimate import recorded as recordings
 from torchtitan.device import Device
-from torchtitan.flight_recorder import Collective, recorded
-from torchtitan.job import JobConfig
+from torchtitan.flight_recorder import recorded
 from torchtitan.logging import logger
 from torchtitan.plan.link_traffic import messages_of
 from torchtitan.tools.verify.measure import training
@@ -42,10 +39,10 @@ class Counted(NamedTuple):
     """The ranks with different experts."""
 
 
-def count(job: JobConfig) -> Counted:
+def count(job):
     """On this rank, what the last step of `job` sends; TORCH_FR_BUFFER_SIZE was set before."""
     logger.setLevel(logging.ERROR)
-    sends: list[Message] = []
+    sends = []
     last, before = -1, 0
     with counting_sends(sends):
         for run, row in training(job, Device("cpu"), uneven=False):
@@ -60,7 +57,7 @@ def count(job: JobConfig) -> Counted:
     return Counted(Counter(counted + sends[before:]), sum(is_single), apart)
 
 
-def planned(job: JobConfig, ranks: int, rank: int) -> Counter[Message]:
+def planned(job, ranks, rank):
     """What a rank sends in a step by its plan, without single numbers."""
     step, found = recordings.step(job, ranks, rank), Counter[Message]()
     for one, count in messages_of(step).items():
@@ -71,11 +68,11 @@ def planned(job: JobConfig, ranks: int, rank: int) -> Counter[Message]:
 
 
 @contextmanager
-def counting_sends(sends: list[Message]) -> Iterator[None]:
+def counting_sends(sends):
     """Note every message that this process sends meanwhile."""
     send = dist.ProcessGroup.send
 
-    def noted(group: dist.ProcessGroup, tensors: list[torch.Tensor], *rest: Any) -> Any:
+    def noted(group, tensors, *rest):
         ranks = tuple(dist.get_process_group_ranks(group))
         sends.append(Message(ranks, "send", sum(tensor.nbytes for tensor in tensors)))
         return send(group, tensors, *rest)
@@ -84,7 +81,7 @@ def counting_sends(sends: list[Message]) -> Iterator[None]:
         yield
 
 
-def is_about_numbers(collective: Collective) -> bool:
+def is_about_numbers(collective):
     """Whether it is of losses, counts and the like, or of a report, which is not of every step."""
     if collective.operation != "all_reduce":
         return False
@@ -92,7 +89,7 @@ def is_about_numbers(collective: Collective) -> bool:
     return elements <= SINGLE_NUMBERS or collective.caller.endswith(("(table)", "(sum)"))
 
 
-def message(collective: Collective) -> Message:
+def message(collective):
     """Gloo's records of what an all-gather ends with differ, so that follows from what it takes."""
     ranks = collective.group.ranks
     parts = len(ranks) if collective.operation == "all_gather" else 1

@@ -55,13 +55,13 @@ def clean_state(monkeypatch):
     os.environ.update(environment)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What all tests have imported stays: the collector need not look at it in every run."""
     gc.collect()
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """A test stands in one tier, and is skipped if it is marked gpu and there is no GPU."""
     for item in items:
         if item.get_closest_marker("gate") and item.get_closest_marker("slow"):

@@ -11,7 +11,6 @@ import platform
 import resource
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,19 +22,17 @@ SHOWN = 20
 SPENT = pytest.StashKey[float]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--report", metavar="FILE", help="write minutes by folder, as Markdown")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Costs(), "costs of tests")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[pytest.TestReport]:
+def pytest_runtest_makereport(item, call):
     report = yield
     if call.when == "teardown":
         limit = LIMIT_WITH_REASON if item.get_closest_marker("costs") else LIMIT
@@ -45,11 +42,11 @@ def pytest_runtest_makereport(
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     item.stash[SPENT] = processor_seconds()
 
 
-def processor_seconds() -> float:
+def processor_seconds():
     """Seconds of processor that this process has used, and those it started that have ended."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)
@@ -58,14 +55,14 @@ def processor_seconds() -> float:
 class Costs:
     """Adds up reports, in the process that prints them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.start = datetime.datetime.now(datetime.UTC)
         self.processor = {}
         self.minutes = defaultdict(float)
         self.outcomes = defaultdict(Counter)
         self.skipped = Counter()
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         folder = folder_of(report.nodeid)
         self.minutes[folder] += report.duration / 60
         if report.when == "call" or report.outcome != "passed":
@@ -76,9 +73,7 @@ class Costs:
             found = dict(report.user_properties)
             self.processor[report.nodeid] = (found["processor"], found["limit"])
 
-    def pytest_terminal_summary(
-        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
-    ) -> None:
+    def pytest_terminal_summary(self, terminalreporter, config):
         above = [(spent, name) for name, (spent, limit) in self.processor.items() if spent > limit]
         if above:
             terminalreporter.section(f"{len(above)} tests exceed their seconds of processor")
@@ -87,7 +82,7 @@ class Costs:
         if config.option.report:
             Path(config.option.report).write_text(self.report())
 
-    def report(self) -> str:
+    def report(self):
         """What ran, where and when, and how long it took, as a page of Markdown."""
         wall = (datetime.datetime.now(datetime.UTC) - self.start).total_seconds() / 60
         commit = git("rev-parse", "--short", "HEAD") + (" with changes" * bool(git("diff", "HEAD")))
@@ -125,22 +120,22 @@ class Costs:
         return "\n".join(lines) + "\n"
 
 
-def folder_of(name: str) -> str:
+def folder_of(name):
     """The folder of a test below tests/, or its file there."""
     return "/".join(name.partition("::")[0].split("/")[1:3][: 2 if "unit/" in name else 1])
 
 
-def table(rows: list[list[str]]) -> list[str]:
+def table(rows):
     head, *rest = rows
     ruler = ["---", *("---:" for _ in head[1:])]
     return [f"| {' | '.join(row)} |" for row in (head, ruler, *rest)]
 
 
-def git(*words: str) -> str:
+def git(*words):
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-def machine() -> str:
+def machine():
     cpu = next(
         (
             line.partition(":")[2].strip()

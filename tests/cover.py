@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -107,7 +106,7 @@ NEEDS = {
 """Settings without which another means nothing: one of each list."""
 
 
-def merged(names: Iterable[str]) -> Case:
+def merged(names):
     """The layout with all of these settings."""
     total = PLAIN
     for each in (SETTINGS[name] for name in names):
@@ -133,7 +132,7 @@ def merged(names: Iterable[str]) -> Case:
 
 
 @cache
-def is_valid(names: frozenset[str]) -> bool:
+def is_valid(names):
     """Whether a recipe may have all of these settings, on few ranks."""
     layout = merged(sorted(names))
     # Emulated products of DTensors take seconds: with tensor parallelism they have no other axis.
@@ -143,7 +142,7 @@ def is_valid(names: frozenset[str]) -> bool:
     return not tiny.problems(layouts.job(layout, "SGD"), ranks=layout.ranks)
 
 
-def completed(names: frozenset[str]) -> Iterator[frozenset[str]]:
+def completed(names):
     """The ways to add what settings need, each with a family."""
     for needed in (choices for name in sorted(names) for choices in NEEDS.get(name, [])):
         if not names & {*needed}:
@@ -154,22 +153,22 @@ def completed(names: frozenset[str]) -> Iterator[frozenset[str]]:
     yield names if names & {*FACTORS["family"]} else names | {"Llama"}
 
 
-def possible(names: frozenset[str]) -> frozenset[str] | None:
+def possible(names):
     """The first way to have these settings that is no error."""
     return next((each for each in completed(names) if is_valid(each)), None)
 
 
-def pairs_of(names: Iterable[str]) -> set[frozenset[str]]:
+def pairs_of(names):
     return {frozenset(pair) for pair in itertools.combinations(names, 2)}
 
 
-def all_pairs() -> list[frozenset[str]]:
+def all_pairs():
     """Every two settings of different factors."""
     pairs = itertools.combinations(SETTINGS, 2)
     return [frozenset(pair) for pair in pairs if len({FACTOR_OF[name] for name in pair}) == 2]
 
 
-def compute() -> list[list[str]]:
+def compute():
     """A cover of all pairs that may be, by greedy choice: each run adds as many pairs as it can."""
     wanted = {pair: whole for pair in all_pairs() if (whole := possible(pair))}
     left, runs = set(wanted), []
@@ -190,7 +189,7 @@ def compute() -> list[list[str]]:
     return sorted(runs)
 
 
-def cover() -> dict[str, Case]:
+def cover():
     """The layouts of the cover, by the names of their settings."""
     return {"; ".join(names): merged(names) for names in json.loads(FILE.read_text())}
 

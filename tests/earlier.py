@@ -11,9 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 EARLIER = Path(__file__).parent / "data/earlier"
 COMMITS = sorted(path.name for path in EARLIER.iterdir() if path.is_dir())
@@ -27,13 +25,13 @@ VERBS = (
 class Checkout:
     """A clone at some commit, whose commands are run in a folder."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path.resolve()
         is_first = (path / "torchtitan/cli.py").is_file()
         self.verb = ["-m", "torchtitan.cli" if is_first else "torchtitan.tools.cli"]
         self.verbs = [verb for verb in VERBS if not (is_first and verb == "plot")]
 
-    def run(self, folder: Path, *words: str) -> str:
+    def run(self, folder, *words):
         """Run Python with these words in `folder`; return what it printed."""
         path = f"{self.path}:{folder}"
         environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "200", "NO_COLOR": "1"}
@@ -45,17 +43,17 @@ class Checkout:
             sys.exit(f"{' '.join(command)}: status {result.returncode}")
         return result.stdout
 
-    def options(self, folder: Path) -> dict[str, list[str]]:
+    def options(self, folder):
         """Return the options of each verb and of the launcher."""
         texts = {verb: self.run(folder, *self.verb, *verb.split(), "--help") for verb in self.verbs}
         texts["launch"] = self.run(folder, "-m", "torchtitan.launch", "--help")
         return {verb: listed_options(text) for verb, text in texts.items()}
 
 
-def main(commit: str, path: str) -> None:
+def main(commit, path):
     checkout, to = Checkout(Path(path)), EARLIER / commit
 
-    def write(name: str, text: str) -> None:
+    def write(name, text):
         file = to / name
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -86,11 +84,11 @@ def main(commit: str, path: str) -> None:
         write("report.json", as_json(sorted(set(fields(report)))))
 
 
-def as_json(value: Any) -> str:
+def as_json(value):
     return json.dumps(value, indent=1) + "\n"
 
 
-def settings(schema: dict[str, Any], classes: dict[str, Any], path: str = "") -> Iterator[str]:
+def settings(schema, classes, path=""):
     """Yield the keys of a recipe, those of every choice of a section included."""
     if name := schema.get("$ref"):
         schema = classes[name.rpartition("/")[2]]
@@ -107,13 +105,13 @@ def settings(schema: dict[str, Any], classes: dict[str, Any], path: str = "") ->
     yield from found or [path]
 
 
-def listed_options(text: str) -> list[str]:
+def listed_options(text):
     """Return the options in a help text, without the settings of a recipe."""
     listed = re.findall(r"^[\s│*]*(--[a-z][\w-]*)(?![\w.-])", text, flags=re.MULTILINE)
     return sorted(set(listed))
 
 
-def fields(value: Any, path: str = "") -> Iterator[str]:
+def fields(value, path=""):
     """Yield dotted paths of the numbers and texts in a report."""
     if isinstance(value, dict):
         for key, each in value.items():

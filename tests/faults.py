@@ -13,10 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan.build import Run
 from torchtitan.checkpoint import saver
-from torchtitan.checkpoint.staging import Pieces
-from torchtitan.checkpoint.storage import Written, write_file
+from torchtitan.checkpoint.storage import write_file
 from torchtitan.parallel import Launch
 from torchtitan.trainer import Trainer
 
@@ -24,7 +22,7 @@ KIND, RANK, STEP = os.environ["FAULT"].split()
 healthy_step = Trainer.step
 
 
-def step(trainer: Trainer) -> None:
+def step(trainer):
     if KIND in ("slow", "save") and not is_in_hurry(
         Path(trainer.run.checkpoint.choice.dump_folder)
     ):
@@ -39,11 +37,11 @@ def step(trainer: Trainer) -> None:
     healthy_step(trainer)
 
 
-def is_in_hurry(folder: Path) -> bool:
+def is_in_hurry(folder):
     return (folder / "hurry").exists()
 
 
-def write_slowly(file: Path, pieces: Pieces) -> Written:
+def write_slowly(file, pieces):
     """Rank 0 takes its time, so that the others wait for it in the save."""
     written = write_file(file, pieces)
     if file.name == "rank-0.safetensors" and not is_in_hurry(file.parents[2]):
@@ -51,7 +49,7 @@ def write_slowly(file: Path, pieces: Pieces) -> Written:
     return written
 
 
-def break_down(run: Run) -> None:
+def break_down(run):
     match KIND:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)

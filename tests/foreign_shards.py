@@ -8,7 +8,6 @@ It needs megatron-core, mosaicml-streaming, datatrove and litdata, each only for
 
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ SAVED_DOCUMENTS = 40
 VOCABULARY = 50257
 
 
-def documents(count: int) -> list[np.ndarray]:
+def documents(count):
     """Some documents, the same on every machine; every tenth has more than 256 tokens."""
     lengths = [1 + number * 37 % 61 + 300 * (number % 10 == 7) for number in range(count)]
     return [
@@ -27,12 +26,12 @@ def documents(count: int) -> list[np.ndarray]:
     ]
 
 
-def pieces(tokens: np.ndarray) -> Iterator[np.ndarray]:
+def pieces(tokens):
     """Divide a document into sequences of at most 20 tokens."""
     return (tokens[begin : begin + 20] for begin in range(0, len(tokens), 20))
 
 
-def megatron(folder: Path, count: int, dtype: type, *, in_pieces: bool = False) -> None:
+def megatron(folder, count, dtype, *, in_pieces=False):
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -48,7 +47,7 @@ def megatron(folder: Path, count: int, dtype: type, *, in_pieces: bool = False) 
         builder.finalize(str(folder / f"part-{half}.idx"))
 
 
-def mds(folder: Path, count: int, encoding: str, dtype: str, *, others: bool = False) -> None:
+def mds(folder, count, encoding, dtype, *, others=False):
     from streaming import MDSWriter
 
     columns = {"tokens": encoding} | ({"id": "str", "number": "int"} if others else {})
@@ -60,7 +59,7 @@ def mds(folder: Path, count: int, encoding: str, dtype: str, *, others: bool = F
             writer.write(sample | ({"id": "x" * (number % 9), "number": number} if others else {}))
 
 
-def datatrove(folder: Path, count: int, token_size: int) -> None:
+def datatrove(folder, count, token_size):
     from datatrove.pipeline.tokens.tokenizer import TokenizedFile
 
     for half in range(2):
@@ -78,7 +77,7 @@ def datatrove(folder: Path, count: int, token_size: int) -> None:
         file.write_final_metadata()
 
 
-def litdata(folder: Path, count: int, dtype: str, kind: str) -> None:
+def litdata(folder, count, dtype, kind):
     import torch
     from litdata import TokensLoader
     from litdata.streaming.writer import BinaryWriter
@@ -117,7 +116,7 @@ LIBRARIES = {
 }
 
 
-def write(format: str, folder: Path, count: int) -> None:
+def write(format, folder, count):
     """Write the cases of a format, each into its folder."""
     for case in CASES:
         if case.startswith(format):

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import mkdtemp
@@ -28,14 +27,14 @@ class Started(NamedTuple):
     process: BaseProcess
     streams: Path
 
-    def wait(self) -> Done:
+    def wait(self):
         self.process.join()
         out, err = ((self.streams / name).read_text() for name in ("out", "err"))
         shutil.rmtree(self.streams)
         return Done(self.process.exitcode or 0, out, err)
 
 
-def start(action: Callable[[], int | None], folder: Path) -> Started:
+def start(action, folder):
     """Start an action in `folder`, in a process that leaves nothing behind in this one.
 
     Call this from the main thread only: a fork drops what other threads are in the middle of.
@@ -47,12 +46,12 @@ def start(action: Callable[[], int | None], folder: Path) -> Started:
     return Started(process, streams)
 
 
-def run(action: Callable[[], int | None], folder: Path) -> Done:
+def run(action, folder):
     """Run an action in a child; what it and the processes that it starts print is returned, too."""
     return start(action, folder).wait()
 
 
-def child(action: Callable[[], int | None], folder: Path, out: Path, err: Path) -> None:
+def child(action, folder, out, err):
     """Run an action in this process, which was forked, with its output added to files; leave."""
     gc.freeze()  # garbage of the parent may hold threads that a fork does not have
     # Would wait for the thread of pytest's `faulthandler_timeout`, which a fork does not have.

@@ -1,15 +1,11 @@
 """The tiny model's tensor-parallel blocks, with what the compiler fuses in them."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._dynamo import register_backend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.fx import GraphModule
 
 from tests import tiny
 from torchtitan.models.initialize import initialize
@@ -22,7 +18,6 @@ from torchtitan.parallel import (
     compile,
     tensor,
 )
-from torchtitan.parallel.async_tensor import Fused
 from torchtitan.torch_private.graphs import enable_symmetric_memory
 
 ARGS, LENGTH = tiny.FLAVORS["deep"], 32
@@ -31,16 +26,14 @@ WITHOUT_CODE = "inductor without code"
 
 
 @register_backend(name=WITHOUT_CODE)
-def inductor_without_code(
-    graph: GraphModule, inputs: list[Tensor], options: dict[str, Any] | None = None
-) -> Callable[..., Any]:
+def inductor_without_code(graph, inputs, options=None):
     """Inductor up to its last pass over the graph, which is then interpreted: it saves a minute."""
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor.compile_fx import compile_fx, fake_tensor_prop
     from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
     from torch._inductor.virtualized import V
 
-    def finish(graph: GraphModule, inputs: list[Tensor], **_: Any) -> Callable[..., Any]:
+    def finish(graph, inputs, **_):
         view_to_reshape(graph)
         with torch.no_grad(), V.set_fake_mode(fake_tensor_prop(graph, inputs)):
             post_grad_passes(graph, is_inference=False)
@@ -50,7 +43,7 @@ def inductor_without_code(
     return compile_fx(graph, inputs, inner_compile=finish, config_patches=options)
 
 
-def stand_in() -> torch.library.Library:
+def stand_in():
     """CPU kernels for the fused operators; and inductor does not try without NCCL."""
     from torch.distributed import _symmetric_memory
 
@@ -62,14 +55,14 @@ def stand_in() -> torch.library.Library:
 
 
 def run(
-    batch: int,
+    batch,
     *,
-    backend: str | None,
-    fuse: bool = False,
-    recompute: dict[str, Any] | None = None,
-    sequence_parallel: bool = True,
-    device: str = "cpu",
-) -> tuple[dict[str, Tensor], Fused]:
+    backend,
+    fuse=False,
+    recompute=None,
+    sequence_parallel=True,
+    device="cpu",
+):
     """Logits and gradients of the tiny model, and how much of it was fused."""
     torch.compiler.reset()  # the process that this one was forked from may have compiled it before
     library = stand_in() if device == "cpu" else None
@@ -96,9 +89,7 @@ def run(
     return {name: value.cpu() for name, value in found.items()}, async_tensor.fused()
 
 
-def compare(
-    batch: int, recompute: dict[str, Any] | None, backend: str, device: str = "cpu"
-) -> Fused:
+def compare(batch, recompute, backend, device="cpu"):
     """How much was fused of blocks that compute what they do without a compiler."""
     expected, none = run(batch, backend=None, recompute=recompute, device=device)
     found, fused = run(batch, backend=backend, fuse=True, recompute=recompute, device=device)
@@ -109,7 +100,7 @@ def compare(
     return fused
 
 
-def compare_operators(device: str) -> dict[str, float]:
+def compare_operators(device):
     """How far the fused operators are from what they replace at most: a 2-norm by dtype."""
     library = stand_in() if device == "cpu" else None
     group, worst = dist.group.WORLD, {}

@@ -1,9 +1,9 @@
 """The settings of a schema as the text of `--help`."""
 
-from torchtitan.config import Config, all_sections, sections
+from torchtitan.config import all_sections, sections
 
 
-def help_text(schema: type[Config]) -> str:
+def help_text(schema):
     """A line of each section and of each setting."""
     lines = []
     for section in sections(all_sections(schema)):

@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
@@ -29,13 +27,13 @@ class Forked:
 
     def __init__(
         self,
-        function: Callable[[], int],
-        environment: Mapping[str, str],
-        stdout: Path,
-        stderr: Path,
-    ) -> None:
+        function,
+        environment,
+        stdout,
+        stderr,
+    ):
 
-        def act() -> int:
+        def act():
             os.setsid()
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
@@ -55,33 +53,33 @@ class Forked:
         self.pid = self._process.pid or 0
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         return self._process.exitcode
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self._process.exitcode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return self._process.exitcode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, timeout=None):
         self.wait(timeout)
         return self._output.read_text(), ""
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         os.kill(self.pid, number)
 
 
 def start(
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    stdout: Path,
-    stderr: Path | None = None,
-    before: Callable[[], object] = lambda: None,
-) -> "Process":
+    words,
+    environment,
+    stdout,
+    stderr=None,
+    before=lambda: None,
+):
     """Start a command in the root: forked if it is ours, `python -m torchtitan`, else as it is.
 
     Args:
@@ -94,7 +92,7 @@ def start(
         with stdout.open("a") as output, stderr.open("a") as errors:
             return subprocess.Popen(words, cwd=ROOT, stdout=output, stderr=errors, **own)
 
-    def command() -> int:
+    def command():
         SubprocessHandler._popen = _start_rank
         before()
         return act(words[3:])
@@ -102,7 +100,7 @@ def start(
     return Forked(command, environment, stdout, stderr)
 
 
-def _start_rank(handler: Any, words: Sequence[str], environment: Mapping[str, str]) -> Forked:
+def _start_rank(handler, words, environment):
     python, *options, module = words[:4]
     assert [python, *options] == [sys.executable, "-u", "-m"]
     verb = {"torchtitan.train": ["train"], "torchtitan": []}[module]
@@ -110,14 +108,14 @@ def _start_rank(handler: Any, words: Sequence[str], environment: Mapping[str, st
     return Forked(lambda: act([*verb, *words[4:]]), environment, output, errors)
 
 
-def mount(*words: str | Path) -> None:
+def mount(*words):
     """Mount something that only this process and those that it starts see."""
     call("unshare", CLONE_NEWNS)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     subprocess.run(["mount", *words], check=True)
 
 
-def call(name: str, *arguments: int) -> None:
+def call(name, *arguments):
     """Call a function of the C library that returns 0, as Python has it since 3.12."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         raise OSError(ctypes.get_errno(), name)

@@ -13,7 +13,6 @@ from torchtitan.auxiliary_losses import (
     ZLoss,
 )
 from torchtitan.convert import MXFP8, ConverterConfig, Float8, LinearConverterConfig
-from torchtitan.job import JobConfig
 from torchtitan.torch_private.compiler import keeps_nodes_of_functions
 from torchtitan.torch_private.torchao import quiet_torchao
 
@@ -37,23 +36,23 @@ class Case:
     auxiliary: tuple[AuxiliaryLossConfig, ...] = ()
 
     @property
-    def ranks(self) -> int:
+    def ranks(self):
         return self.pp * self.replicate * self.shard * self.cp * self.tp
 
     @property
-    def model(self) -> dict[str, Any]:
+    def model(self):
         """Its changes of the model, which the run that it is compared with has too."""
         return self.sections.get("model", {})
 
-    def of(self, **model: Any) -> "Case":
+    def of(self, **model):
         """This layout of another model."""
         return dataclasses.replace(self, sections=self.sections | {"model": self.model | model})
 
     @property
-    def converts_linears(self) -> bool:
+    def converts_linears(self):
         return any(isinstance(config, LinearConverterConfig) for config in self.convert)
 
-    def recipe(self, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    def recipe(self, **sections):
         """The sections of a recipe for this layout; `sections` win."""
         degrees = {
             "pipeline_parallel_degree": self.pp,
@@ -73,23 +72,23 @@ class Case:
 
 
 def case(
-    pp: int = 1,
-    replicate: int = 1,
-    shard: int = 1,
-    cp: int = 1,
-    tp: int = 1,
+    pp=1,
+    replicate=1,
+    shard=1,
+    cp=1,
+    tp=1,
     *,
-    batch: int = 0,
-    training: dict[str, Any] | None = None,
-    recompute: dict[str, Any] | None = None,
-    documents: bool = False,
-    chunk: int = 0,
-    convert: tuple[ConverterConfig, ...] = (),
-    auxiliary: tuple[AuxiliaryLossConfig, ...] = (),
-    sharding: dict[str, Any] | None = None,
-    communication: dict[str, Any] | None = None,
-    **parallelism: Any,
-) -> Case:
+    batch=0,
+    training=None,
+    recompute=None,
+    documents=False,
+    chunk=0,
+    convert=(),
+    auxiliary=(),
+    sharding=None,
+    communication=None,
+    **parallelism,
+):
     """A layout in short: degrees, sequences in a microbatch, and keys of [parallelism].
 
     Unless it is given, one replica has two microbatches to add up, several have up to two each.
@@ -108,7 +107,7 @@ def case(
     return Case(pp, replicate, shard, cp, tp, sections, convert, auxiliary)
 
 
-def schedule(name: str, pp: int = 2, **rest: Any) -> Case:
+def schedule(name, pp=2, **rest):
     return case(pp, batch=8, pipeline_parallel_schedule=name, **rest)
 
 
@@ -327,7 +326,7 @@ SPARSE = {"name": "tiny_sparse"}
 OF_ROUTERS = (LoadBalance(weight=0.1), RouterZLoss(weight=0.01))
 
 
-def balanced(layout: Case) -> Case:
+def balanced(layout):
     """Mixtures of experts with the losses of routers, and a bias that moves."""
     return dataclasses.replace(layout.of(**SPARSE, router_bias=True), auxiliary=OF_ROUTERS)
 
@@ -339,7 +338,7 @@ TO_BALANCE = (
 )
 
 
-def apart(ep: int, pp: int = 1, **layout: Any) -> Case:
+def apart(ep, pp=1, **layout):
     """Experts on different ranks, with the losses of routers, and a bias that moves."""
     return balanced(case(pp, expert_parallel_degree=ep, **layout))
 
@@ -483,7 +482,7 @@ ONE = case(batch=8)
 """The reference: one rank, the whole batch at once, nothing wrapped."""
 
 
-def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
+def job(layout, optimizer, **sections):
     """The tiny recipe in `layout`; clipping acts in every step, so its scale is compared too."""
     training = {"max_norm": 0.3} | sections.pop("training", {})
     optimizers = {"name": optimizer, **OPTIMIZERS[optimizer]}
@@ -493,7 +492,7 @@ def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
     return recipe.model_copy(update=added)
 
 
-def compared_by(layout: Case) -> list[str]:
+def compared_by(layout):
     """The optimizers by which a layout is compared with one rank.
 
     SGD shows errors of scale, to which AdamW is blind. AdamW is there where its states are kept
@@ -506,7 +505,7 @@ def compared_by(layout: Case) -> list[str]:
     return list(OPTIMIZERS) if by_both else ["SGD"]
 
 
-def alone(layout: Case) -> Case:
+def alone(layout):
     """What a layout is compared with: one rank, the whole batch at once, nothing wrapped.
 
     The scale of a converted linear follows from all it holds of a microbatch, so there both have

@@ -8,10 +8,7 @@ step 6 until group 1 has come back. Some targets are hidden, so that groups have
 import os
 import signal
 import time
-from collections.abc import Iterable
 from pathlib import Path
-
-from torch import Tensor
 
 from torchtitan.parallel import Launch
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard
@@ -24,7 +21,7 @@ healthy_step = Trainer.step
 PREPARED = []
 
 
-def step(trainer: Trainer) -> None:
+def step(trainer):
     run, launch, done = trainer.run, Launch.read(), trainer.run.state.step
     assert isinstance(run.guard, GroupGuard)
     group = run.guard.group.config.group
@@ -43,11 +40,11 @@ def step(trainer: Trainer) -> None:
     healthy_step(trainer)
 
 
-def die(tensors: Iterable[Tensor]) -> None:
+def die(tensors):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wait_for(name: str) -> None:
+def wait_for(name):
     until = time.monotonic() + 120
     while not (FOLDER / name).exists():
         assert time.monotonic() < until, f"{name} has not come"

@@ -2,14 +2,14 @@
 
 from torch import nn
 
-from torchtitan.optim import NamedParameter, name_parameters
+from torchtitan.optim import name_parameters
 
 
-def named(network: nn.Module) -> list[NamedParameter]:
+def named(network):
     """Tables are embeddings, other matrices are matrices, and the rest are norms."""
     tables = {name for name, module in network.named_modules() if isinstance(module, nn.Embedding)}
 
-    def role(name: str, ndim: int) -> str:
+    def role(name, ndim):
         if name.rpartition(".")[0] in tables:
             return "embedding"
         return "matrix" if ndim > 1 else "norm"

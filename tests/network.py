@@ -10,7 +10,6 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -27,7 +26,7 @@ FRAME_BYTES = 65536
 class Wire:
     """Passes frames between two devices."""
 
-    def __init__(self, devices: tuple[int, int]) -> None:
+    def __init__(self, devices):
         self.devices = devices
         self.is_cut, self.loss, self.delay = False, 0.0, 0.0
         """Loss is a share of frames; delay in seconds, each way."""
@@ -36,11 +35,11 @@ class Wire:
         self._thread = threading.Thread(target=self._forward, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self):
         self._over = True
         self._thread.join()
 
-    def _forward(self) -> None:
+    def _forward(self):
         late = []
         number = 0
         while not self._over:
@@ -63,17 +62,17 @@ class Wire:
 class Network:
     """Nodes `a` and `b` on a wire."""
 
-    def __init__(self, wire: Wire, names: tuple[str, str]) -> None:
+    def __init__(self, wire, names):
         self.wire, self.names = wire, names
         self.addresses = ("10.97.0.1", "10.97.0.2")
 
-    def on(self, node: int, command: list[str]) -> list[str]:
+    def on(self, node, command):
         """A command as it is run on one of the nodes."""
         name = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
         own = ["ip", "netns", "exec", self.names[node], "unshare", "--uts", "sh", "-c", name]
         return [*own, self.names[node], *command]
 
-    def enter(self, node: int) -> None:
+    def enter(self, node):
         """Move this process, and those that it will start, to one of the nodes."""
         name = self.names[node]
         with Path("/run/netns", name).open() as namespace:
@@ -82,24 +81,24 @@ class Network:
         socket.sethostname(name)
         mount("--bind", Path("/etc/netns", name, "hosts"), "/etc/hosts")
 
-    def set_up(self, node: int, up: bool) -> None:
+    def set_up(self, node, up):
         """Switch the interface of a node on or off."""
         name = self.names[node]
         run("ip", "-n", name, "link", "set", f"{name}-tap", "up" if up else "down")
 
-    def address(self, node: int, verb: str, address: str) -> None:
+    def address(self, node, verb, address):
         """Give a node another address ("add"), or take it away ("del")."""
         name = self.names[node]
         run("ip", "-n", name, "address", verb, f"{address}/24", "dev", f"{name}-tap")
 
 
-def run(*command: str) -> None:
+def run(*command):
     """Run a command that has to succeed."""
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
 @contextmanager
-def network(named: bool = True) -> Iterator[Network]:
+def network(named=True):
     """Two nodes; skips the test where namespaces cannot be made.
 
     `named`: whether each node resolves the names of both; else of neither.
@@ -118,7 +117,7 @@ def network(named: bool = True) -> Iterator[Network]:
         yield Network(wire, names)
 
 
-def make(name: str, node: int, names: tuple[str, ...], stack: ExitStack) -> int:
+def make(name, node, names, stack):
     """A namespace with a device, whose end outside it is returned; it resolves `names`."""
     run("ip", "netns", "add", name)
     stack.callback(run, "ip", "netns", "del", name)

@@ -1,12 +1,11 @@
 """An optimizer outside the tree: each matrix moves by a set length, and AdamW updates the rest."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 
-from torchtitan.optim import OPTIMIZERS, NamedParameter, OptimizerConfig, ParameterGroup, UpdateRule
+from torchtitan.optim import OPTIMIZERS, OptimizerConfig
 from torchtitan.optim.adam import AdamGroup, AdamWRule
 from torchtitan.optim.norm import global_norm
 
@@ -25,17 +24,17 @@ class Normalized(OptimizerConfig):
     adamw: AdamWRule = AdamWRule(lr=1e-3)
     groups: tuple[Group, ...] = ()
 
-    def rule_for(self, parameter: NamedParameter) -> UpdateRule:
+    def rule_for(self, parameter):
         return self if parameter.role == "matrix" else self.adamw
 
-    def options(self) -> dict[str, Any]:
+    def options(self):
         return super().options() | {"momentum": self.momentum}
 
-    def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
+    def build(self, groups):
         assert all(len(p.shape) == 2 for group in groups for p in group.parameters)
         return _Normalized([group.options() for group in groups], {})
 
-    def allocate(self, optimizer: torch.optim.Optimizer) -> None:
+    def allocate(self, optimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter] = {"running": torch.ones_like(parameter)}
@@ -43,7 +42,7 @@ class Normalized(OptimizerConfig):
 
 class _Normalized(torch.optim.Optimizer):
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is None:

@@ -28,26 +28,26 @@ class ObjectStore(MemoryFileSystem):
     """Called with method and path; may wait or raise."""
 
     @classmethod
-    def _strip_protocol(cls, path: str) -> str:
+    def _strip_protocol(cls, path):
         return super()._strip_protocol(str(path).removeprefix("store://"))
 
     @classmethod
-    def reset(cls) -> None:
+    def reset(cls):
         cls.store.clear()
         cls.requests.clear()
         cls.listings.clear()
         cls.reset_failures()
 
     @classmethod
-    def reset_failures(cls) -> None:
+    def reset_failures(cls):
         cls.before = staticmethod(lambda method, path: None)
 
     @classmethod
-    def break_down(cls, *methods: str, within: str = "", times: float = float("inf")) -> None:
+    def break_down(cls, *methods, within="", times=float("inf")):
         """Have methods fail on paths that contain `within`."""
         left = times
 
-        def fail(method: str, path: str) -> None:
+        def fail(method, path):
             nonlocal left
             if method in methods and within in path and left > 0:
                 left -= 1
@@ -56,17 +56,17 @@ class ObjectStore(MemoryFileSystem):
         cls.before = staticmethod(fail)
 
     @classmethod
-    def bytes_read(cls) -> int:
+    def bytes_read(cls):
         return sum(count for _, _, count in cls.requests)
 
-    def _asked(self, method: str, path: str, count: int = 0) -> None:
+    def _asked(self, method, path, count=0):
         type(self).before(method, path)
         self.requests.append((method, path, count))
 
-    def mkdir(self, path: str, create_parents: bool = True, **named: Any) -> None:
+    def mkdir(self, path, create_parents=True, **named):
         """Nothing: there are no folders."""
 
-    def ls(self, path: str, detail: bool = True, **named: Any) -> Any:
+    def ls(self, path, detail=True, **named):
         path = self._strip_protocol(path)
         self._asked("ls", path)
         if path not in self.listings:
@@ -74,10 +74,10 @@ class ObjectStore(MemoryFileSystem):
         found = self.listings[path]
         return found if detail else [info["name"] for info in found]
 
-    def invalidate_cache(self, path: str | None = None) -> None:
+    def invalidate_cache(self, path=None):
         self.listings.clear()
 
-    def info(self, path: str, **named: Any) -> Any:
+    def info(self, path, **named):
         path = self._strip_protocol(path)
         self._asked("info", path)
         for info in self.listings.get(self._parent(path), ()):
@@ -85,27 +85,25 @@ class ObjectStore(MemoryFileSystem):
                 return info
         return super().info(path, **named)
 
-    def cat_file(
-        self, path: str, start: int | None = None, end: int | None = None, **named: Any
-    ) -> bytes:
+    def cat_file(self, path, start=None, end=None, **named):
         path = self._strip_protocol(path)
         data = super().cat_file(path, start, end, **named)
         self._asked("cat_file", path, len(data))
         return data
 
-    def pipe_file(self, path: str, value: bytes, **named: Any) -> None:
+    def pipe_file(self, path, value, **named):
         self._asked("pipe_file", self._strip_protocol(path))
         super().pipe_file(path, value, **named)
 
-    def _open(self, path: str, mode: str = "rb", **named: Any) -> Any:
+    def _open(self, path, mode="rb", **named):
         self._asked("open", self._strip_protocol(path))
         return super()._open(path, mode, **named)
 
-    def _rm(self, path: str) -> None:
+    def _rm(self, path):
         self._asked("rm", self._strip_protocol(path))
         super()._rm(path)
 
-    def rm_file(self, path: str) -> None:
+    def rm_file(self, path):
         self._rm(path)
 
 

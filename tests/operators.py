@@ -1,7 +1,6 @@
 """Counts the operators that torch runs."""
 
 from collections import Counter
-from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -9,12 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Operators(TorchDispatchMode):
     """As a context, counts what is computed within it, by name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.counts = Counter()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), named: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
         self.counts[str(function)] += 1
         return function(*arguments, **(named or {}))

@@ -3,16 +3,14 @@
 import importlib
 import sys
 import types
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from torch import nn
 
 
 @contextmanager
-def code_of_meta() -> Iterator[Any]:
+def code_of_meta():
     """Meta's `llama_models.llama3.model`.
 
     It needs fairscale only for layers that are, on one rank, a plain linear and a plain embedding;
@@ -20,11 +18,11 @@ def code_of_meta() -> Iterator[Any]:
     """
 
     class Plain(nn.Linear):
-        def __init__(self, inputs: int, outputs: int, bias: bool = True, **_: Any) -> None:
+        def __init__(self, inputs, outputs, bias=True, **_):
             super().__init__(inputs, outputs, bias=bias)
 
     class PlainEmbedding(nn.Embedding):
-        def __init__(self, rows: int, dim: int, **_: Any) -> None:
+        def __init__(self, rows, dim, **_):
             super().__init__(rows, dim)
 
     contents = {

@@ -1,14 +1,11 @@
 """The order of collectives in graphs that the passes of SimpleFSDP were given, and made."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from torch.fx import Graph
 
 from torchtitan.research.simple_fsdp import bucketing
-from torchtitan.research.simple_fsdp.bucketing import BucketingPlan
 from torchtitan.torch_private.graphs import nodes_of
 
 Orders = dict[str, list[dict[str, list[int]]]]
@@ -17,11 +14,11 @@ collectives of a kind."""
 
 
 @contextmanager
-def noted() -> Iterator[Orders]:
+def noted():
     """Note the orders of graphs that are compiled within the context, and not read from a cache."""
     orders, count = Orders(before=[], after=[]), bucketing._count
 
-    def note(plan: BucketingPlan, graph: Graph, when: str) -> None:
+    def note(plan, graph, when):
         count(plan, graph, when)
         products, order = 0, dict[str, list[int]]()
         for node in nodes_of(graph):

@@ -3,18 +3,15 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchtitan import local_ranks
 
 Result = TypeVar("Result")
 
 
-def run_ranks(
-    function: Callable[..., Result], world: int, *args: Any, device: str = "cpu"
-) -> list[Result]:
+def run_ranks(function, world, *args, device="cpu"):
     """`function(*args)` on `world` ranks with a process group; the results in rank order."""
     try:
         return local_ranks.run_ranks(function, world, *args, device=device)
@@ -22,7 +19,7 @@ def run_ranks(
         raise AssertionError(str(error)) from None
 
 
-def freeze(pid: int) -> None:
+def freeze(pid):
     """Stop a process, and return when each of its threads is stopped: one could still answer."""
     os.kill(pid, signal.SIGSTOP)
     threads = Path(f"/proc/{pid}/task")
@@ -30,5 +27,5 @@ def freeze(pid: int) -> None:
         time.sleep(0.01)
 
 
-def _state(thread: Path) -> str:
+def _state(thread):
     return (thread / "stat").read_text().rpartition(")")[2].split()[0]

@@ -3,7 +3,6 @@
 import importlib
 import sys
 import sysconfig
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,7 @@ Registries = dict[str, dict[str, Any]]
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 
 
-def find_registries() -> Registries:
+def find_registries():
     """Every dict that is a constant of a module, by the shortest of its names."""
     found = {
         f"{module}.{name}": value._entries if isinstance(value, Registry) else value
@@ -30,7 +29,7 @@ def find_registries() -> Registries:
     return {name: found[name] for name in shortest.values()}
 
 
-def copied() -> Registries:
+def copied():
     return {name: dict(registry) for name, registry in REGISTRIES.items()}
 
 
@@ -43,7 +42,7 @@ EXPECTED = copied()
 
 
 @contextmanager
-def for_one_test() -> Iterator[None]:
+def for_one_test():
     """What is added meanwhile is gone afterwards; a module that did so must be imported again."""
     found = [
         f"{name}[{key!r}]"
@@ -60,7 +59,7 @@ def for_one_test() -> Iterator[None]:
 
 
 @contextmanager
-def having(content: Registries) -> Iterator[None]:
+def having(content):
     """Registries have this content meanwhile; with `SHIPPED`, none that tests have registered."""
     with ExitStack() as stack:
         for name, registry in REGISTRIES.items():
@@ -68,7 +67,7 @@ def having(content: Registries) -> Iterator[None]:
         yield
 
 
-def is_of_tests(module: str) -> bool:
+def is_of_tests(module):
     """Whether it is neither installed nor the library's, and may add names when it is imported."""
     file = getattr(sys.modules[module], "__file__", None)
     return bool(file) and not module.startswith("torchtitan") and not file.startswith(INSTALLED)

@@ -13,7 +13,7 @@ from torchtitan.data import DataConfig, open_source
 SAMPLES = 1000
 
 
-def anonymous() -> int:
+def anonymous():
     """Return the resident bytes of this process that belong to no file."""
     gc.collect()
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -21,7 +21,7 @@ def anonymous() -> int:
     return int(found[1]) * 1024
 
 
-def read(folder: str) -> Iterator[Any]:
+def read(folder):
     """Read samples of tokens, or lines of text, in a shuffled order; return what is open."""
     config = DataConfig(dataset=folder, num_workers=0)
     stream: Iterator[Any]

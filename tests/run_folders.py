@@ -4,16 +4,14 @@ import json
 import os
 import socket
 import time
-from pathlib import Path
-from typing import Any
 
 
 def write_run(
-    folder: Path,
-    rows: list[dict[str, Any]],
-    recipe: str = "",
-    environment: dict[str, Any] | None = None,
-) -> Path:
+    folder,
+    rows,
+    recipe="",
+    environment=None,
+):
     """A dump folder with these rows."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -24,14 +22,14 @@ def write_run(
     return folder
 
 
-def row(step: int, **values: Any) -> dict[str, Any]:
+def row(step, **values):
     """A report."""
     known = {"loss": 2.0, "tps": 100.0, "mfu": None, "step_time": 1.0, "memory_gib": 1.0}
     known |= {"memory_pct": 10.0, "tokens": 1000 * step, "skipped": 0, "time/forward": 1.0}
     return {"step": step, "time": 100.0 + step, **known, **values}
 
 
-def note(folder: Path, rank: int, state: str, step: int, pid: int | None = None) -> None:
+def note(folder, rank, state, step, pid=None):
     """What a rank notes at each step."""
     (folder / "comm_traces").mkdir(parents=True, exist_ok=True)
     known = {"state": state, "step": step, "world_size": 2, "time": time.time()}
@@ -39,13 +37,13 @@ def note(folder: Path, rank: int, state: str, step: int, pid: int | None = None)
     (folder / f"comm_traces/{rank}.step").write_text(json.dumps(known))
 
 
-def log(folder: Path, rank: int, *events: dict[str, Any]) -> None:
+def log(folder, rank, *events):
     """The event log of a rank."""
     (folder / "events").mkdir(parents=True, exist_ok=True)
     path = folder / f"events/rank{rank}.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def steps(step: int, busy: dict[str, float], wall: dict[str, float] | None = None) -> Any:
+def steps(step, busy, wall=None):
     """The event of a rank's report of one step."""
     return {"step": step, "event": "steps", "steps": 1, "wall": wall or busy, "busy": busy}

@@ -1,21 +1,18 @@
 """Trains the tiny model in this process and reports what every layout must agree on."""
 
 import json
-from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import tests.tiny  # noqa: F401  (a spawned rank knows the model by it)
-from torchtitan.build import Run, build, resume_policy
+from torchtitan.build import build, resume_policy
 from torchtitan.checkpoint import choose_together
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.tools.verify.measure import training
@@ -45,13 +42,13 @@ class Part(NamedTuple):
     local: Tensor
     offset: tuple[int, ...]
 
-    def of(self, other: "Part") -> Tensor:
+    def of(self, other):
         """The same place of another rank's part, which is the whole."""
         place = zip(self.offset, self.local.shape, strict=True)
         return other.local[tuple(slice(begin, begin + size) for begin, size in place)]
 
 
-def parts(run: Run) -> dict[str, Part]:
+def parts(run):
     """What this rank holds of all weights, and of buffers that are saved with them."""
     found = {}
     for name, p in (item for part in run.model.parts for item in part.state_dict().items()):
@@ -60,18 +57,18 @@ def parts(run: Run) -> dict[str, Part]:
     return found
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor):
     """A copy of all of a tensor, on the CPU."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu().clone()
 
 
-def weights(run: Run) -> dict[str, Tensor]:
+def weights(run):
     """All weights of all ranks, on every rank."""
     return {name: whole(p) for part in run.model.parts for name, p in part.state_dict().items()}
 
 
-def trace(job: JobConfig, uneven: bool = False, device: str = "cpu") -> Trace:
+def trace(job, uneven=False, device="cpu"):
     """Train every step of `job` on this rank's share of the world."""
     kind = Device("cpu") if device == "cpu" else Device("cuda", Launch.read().local_rank)
     result = Trace([], [], [])
@@ -82,7 +79,7 @@ def trace(job: JobConfig, uneven: bool = False, device: str = "cpu") -> Trace:
     return result
 
 
-def assert_complete(found: list[Trace], expected: Trace) -> None:
+def assert_complete(found, expected):
     """The ranks together hold every element of every weight."""
     for name, (weight, _) in expected.weights[0].items():
         seen = torch.zeros_like(weight, dtype=torch.bool)
@@ -91,15 +88,13 @@ def assert_complete(found: list[Trace], expected: Trace) -> None:
         assert seen.all(), name
 
 
-def compare(found: Trace, expected: Trace, where: str, allowed: float = 1e-5) -> None:
+def compare(found, expected, where, allowed=1e-5):
     """Losses, norms and weights are those of one rank, up to rounding."""
     assert len(found.losses) == len(expected.losses) > 1
     compare_steps(found, expected, where, allowed, range(len(expected.losses)))
 
 
-def compare_steps(
-    found: Trace, expected: Trace, where: str, allowed: float, steps: Iterable[int]
-) -> None:
+def compare_steps(found, expected, where, allowed, steps):
     """The same after some of the steps, counted from 0."""
     for step in steps:
         loss, norm = expected.losses[step], expected.grad_norms[step]
@@ -113,7 +108,7 @@ def compare_steps(
             assert off <= allowed, f"{at}: {name} is off by {off}"
 
 
-def compare_routers(found: Trace, expected: Trace, where: str) -> None:
+def compare_routers(found, expected, where):
     """Routers moved as on one rank, relative to how far: by SGD, as their gradients say.
 
     Their gradients are small, so that one of another scale could hide among the weights.
@@ -125,7 +120,7 @@ def compare_routers(found: Trace, expected: Trace, where: str) -> None:
         assert off.norm() <= 1e-3 * moved.norm(), f"{where}: {name} is off by {off.norm()}"
 
 
-def compare_converted(found: Trace, expected: Trace, where: str, allowed: float = 1e-5) -> None:
+def compare_converted(found, expected, where, allowed=1e-5):
     """The first step is that of one rank, up to rounding, and all others are nearly.
 
     A value between two codes of few bits becomes the one or the other by the last bit of a sum, so
@@ -149,7 +144,7 @@ def compare_converted(found: Trace, expected: Trace, where: str, allowed: float 
             assert off <= 0.05 * learned + 1e-9, f"{where}, step {step + 1}: {name} is off by {off}"
 
 
-def train(job: JobConfig, look: Callable[[Run], Found] = weights) -> Found:
+def train(job, look=weights):
     """Train as the entry point does, resuming if the recipe says so; the weights at the end."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
@@ -160,22 +155,22 @@ def train(job: JobConfig, look: Callable[[Run], Found] = weights) -> Found:
         return look(run)
 
 
-def train_each(jobs: Iterable[JobConfig]) -> list[dict[str, Tensor]]:
+def train_each(jobs):
     """Train one after the other on the same ranks, which derive shardings once; the weights."""
     return [train(job) for job in jobs]
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows(folder):
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses(folder: Path) -> dict[int, float]:
+def losses(folder):
     """Training loss by step."""
     return {row["step"]: row["loss"] for row in rows(folder) if "loss" in row}
 
 
-def off(found: list[Trace], expected: Trace) -> float:
+def off(found, expected):
     """The 2-norm of what weights are off, over that of how far they moved."""
     error = moved = 0.0
     for rank in found:

@@ -1,14 +1,11 @@
 """Ways to send from outside the tree, named in `job.imports`; they note how they are used."""
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from pydantic import Field
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from torchtitan.comm import (
     GRADIENTS,
@@ -19,7 +16,6 @@ from torchtitan.comm import (
     Reduce,
     ReplicaReducer,
     ReplicasConfig,
-    Unit,
     WeightsConfig,
 )
 
@@ -34,15 +30,15 @@ class HalfWeights(WeightsConfig):
 
     name: Literal["half"] = Field("half", description="Method of gathering.")
 
-    def open(self, unit: Unit, group: ProcessGroup) -> "HalfGather":
+    def open(self, unit, group):
         return HalfGather(unit, group)
 
 
 class HalfGather(Gather):
-    def __init__(self, unit: Unit, group: ProcessGroup) -> None:
+    def __init__(self, unit, group):
         self.unit, self.group = unit, group
 
-    def __call__(self, whole: Tensor, part: Tensor) -> None:
+    def __call__(self, whole, part):
         USED[f"gather {self.unit.name}"] += 1
         elements = sum(shape.numel() for shape in self.unit.shapes.values())
         BUFFERS[self.unit.name] = elements, part.numel()
@@ -57,20 +53,20 @@ class HalfGradients(GradientsConfig):
     name: Literal["half"] = Field("half", description="Method of reduction.")
     bits: int = Field(16, description="Of each element.")
 
-    def open(self, unit: Unit, group: ProcessGroup) -> "HalfReduce":
+    def open(self, unit, group):
         return HalfReduce(unit, group)
 
 
 class HalfReduce(Reduce):
-    def __init__(self, unit: Unit, group: ProcessGroup) -> None:
+    def __init__(self, unit, group):
         self.unit, self.group = unit, group
         elements = group.size() * sum(shape.numel() for shape in unit.shapes.values())
         self.error = torch.zeros(elements, device=unit.device)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self):
         return {"error": self.error}
 
-    def __call__(self, part: Tensor, whole: Tensor) -> None:
+    def __call__(self, part, whole):
         USED[f"reduce {self.unit.name}"] += 1
         wanted = whole + self.error
         sent = wanted.bfloat16()
@@ -85,15 +81,15 @@ class Counted(ReplicasConfig):
 
     name: Literal["counted"] = Field("counted", description="Method of synchronizing replicas.")
 
-    def open(self, unit: Unit, group: ProcessGroup) -> "Flat":
+    def open(self, unit, group):
         return Flat(group)
 
 
 class Flat(ReplicaReducer):
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group):
         self.group = group
 
-    def __call__(self, gradients: Mapping[str, Tensor]) -> None:
+    def __call__(self, gradients):
         USED["agree"] += 1
         USED["agree on"] += len(gradients)
         flat = torch.cat([gradient.flatten() for gradient in gradients.values()])

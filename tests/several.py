@@ -1,17 +1,13 @@
 """Several runs in one set of ranks, which costs much less than a set for each."""
 
 import shutil
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
 
-from tests.layouts import Case
 from tests.ranks import run_ranks
-from tests.runs import Trace, assert_complete, compare, losses, trace, train
-from torchtitan.job import JobConfig
+from tests.runs import assert_complete, compare, losses, trace, train
 
 Found = TypeVar("Found")
 
@@ -24,12 +20,12 @@ def uncompiled():
     torch.compiler.set_stance("default")
 
 
-def each(function: Callable[..., Found], settings: Sequence[Any], *more: Any) -> list[Found]:
+def each(function, settings, *more):
     """A function of each of the settings, on this rank, one after the other."""
     return [function(one, *more) for one in settings]
 
 
-def traced(layout: Case, jobs: Sequence[JobConfig], uneven: bool = False) -> list[list[Trace]]:
+def traced(layout, jobs, uneven=False):
     """A run of each job: of each of them, that of each rank."""
     ranks = run_ranks(each, layout.ranks, trace, jobs, uneven)
     return [list(of_job) for of_job in zip(*ranks, strict=True)]
@@ -38,7 +34,7 @@ def traced(layout: Case, jobs: Sequence[JobConfig], uneven: bool = False) -> lis
 _ALONE = {}
 
 
-def on_one_rank(jobs: Sequence[JobConfig]) -> list[Trace]:
+def on_one_rank(jobs):
     """A run of each job, which is made once."""
     key = "\n".join(job.model_dump_json() for job in jobs)
     if key not in _ALONE:
@@ -46,9 +42,7 @@ def on_one_rank(jobs: Sequence[JobConfig]) -> list[Trace]:
     return _ALONE[key]
 
 
-def are_the_runs_of_one_rank(
-    layout: Case, jobs: Sequence[JobConfig], alone: Sequence[JobConfig], allowed: float = 1e-5
-) -> None:
+def are_the_runs_of_one_rank(layout, jobs, alone, allowed=1e-5):
     """Each job, on a layout, is the run of its fellow on one rank."""
     found = zip(jobs, traced(layout, jobs, True), on_one_rank(alone), strict=True)
     for number, (job, ranks, expected) in enumerate(found):
@@ -58,14 +52,14 @@ def are_the_runs_of_one_rank(
 
 
 def resumes(
-    made: Callable[[Path, Case, int], JobConfig],
-    folder: Path,
-    first: Case,
-    others: dict[str, Case],
-    half: int,
-    steps: int,
-    allowed: float,
-) -> None:
+    made,
+    folder,
+    first,
+    others,
+    half,
+    steps,
+    allowed,
+):
     """A run that stops resumes to the bit on its layout, and nearly so on others of its size."""
     jobs = [made(folder / "whole", first, steps), made(folder / "same", first, half)]
     expected = run_ranks(each, first.ranks, train, jobs)[0][0]

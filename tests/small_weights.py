@@ -1,12 +1,9 @@
 """A small Llama in every variation, its weights, and a checkpoint of them."""
 
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests import tiny
 from torchtitan.checkpoint.storage import SavedTensors, write_tensors
@@ -32,7 +29,7 @@ SPEC = dataclasses.replace(MODELS["llama3"], name="small", flavors=FLAVORS)
 Weights = dict[str, Tensor]
 
 
-def network(flavor: str = "plain") -> nn.Module:
+def network(flavor="plain"):
     """A network whose weights are large enough for attention to be far from uniform."""
     model = SPEC.build(FLAVORS[flavor], SEQ_LEN)
     initialize(
@@ -41,11 +38,11 @@ def network(flavor: str = "plain") -> nn.Module:
     return model
 
 
-def weights(flavor: str = "plain") -> Weights:
+def weights(flavor="plain"):
     return {f"model.{name}": p.detach() for name, p in network(flavor).state_dict().items()}
 
 
-def write_run(folder: Path, name: str, sizes: Mapping[str, Any], network: nn.Module) -> Path:
+def write_run(folder, name, sizes, network):
     """A checkpoint of a run of the debug model of a family, with these sizes."""
     folder.mkdir()
     recipe = {f"model.{key}": value for key, value in sizes.items()}
@@ -55,7 +52,7 @@ def write_run(folder: Path, name: str, sizes: Mapping[str, Any], network: nn.Mod
     return folder
 
 
-def saved(folder: Path, flavor: str = "plain", recipe: Mapping[str, Any] | None = None) -> Path:
+def saved(folder, flavor="plain", recipe=None):
     """A checkpoint of ours."""
     folder.mkdir(parents=True)
     named = {"model.name": "small", "model.flavor": flavor, "training.seq_len": SEQ_LEN}
@@ -64,21 +61,21 @@ def saved(folder: Path, flavor: str = "plain", recipe: Mapping[str, Any] | None 
     return folder
 
 
-def content(folder: Path) -> Weights:
+def content(folder):
     """What a checkpoint of ours holds."""
     tensors = SavedTensors(folder)
     return {name: tensors.read(name) for name in tensors.shapes()}
 
 
-def run(source: Path, destination: Path, **options: Any) -> Path:
+def run(source, destination, **options):
     convert(source, destination, ConvertOptions(**options), {})
     return destination
 
 
-def same(a: Weights, b: Weights) -> bool:
+def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def tokens() -> Tensor:
+def tokens():
     generator = torch.Generator().manual_seed(1)
     return torch.randint(ARGS.vocab_size, (2, SEQ_LEN), generator=generator)

@@ -7,9 +7,7 @@ checkpoint takes SECONDS longer to write.
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.processes import descendants
 from torchtitan.checkpoint import saver
@@ -22,14 +20,14 @@ FOLDER, SECONDS = os.environ["SOAK"].split()
 unwatched_step, write_fast = Trainer.step, saver.write_file
 
 
-def step(trainer: Trainer) -> None:
+def step(trainer):
     unwatched_step(trainer)
     if trainer.run.state.step % EVERY == 0:
         with (Path(FOLDER) / f"{os.environ.get('RANK', '0')}.jsonl").open("a") as log:
             log.write(json.dumps({"step": trainer.run.state.step} | sample()) + "\n")
 
 
-def sample() -> dict[str, float]:
+def sample():
     """What this process holds, and the seconds since it began: all, and of its processors."""
     mine = Path("/proc/self")
     return {
@@ -42,7 +40,7 @@ def sample() -> dict[str, float]:
     }
 
 
-def write_slowly(*arguments: Any, write: Callable[..., Any] = write_fast) -> Any:
+def write_slowly(*arguments, write=write_fast):
     time.sleep(float(SECONDS))
     return write(*arguments)
 

@@ -15,21 +15,21 @@ PAGES = [
 
 
 @cache
-def text(path: Path) -> str:
+def text(path):
     return path.read_text(encoding="utf-8")
 
 
 @cache
-def tree(path: Path) -> ast.Module:
+def tree(path):
     return ast.parse(text(path))
 
 
 @cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
+def nodes(path):
     """All nodes of a module, in the order of `ast.walk`."""
     return tuple(ast.walk(tree(path)))
 
 
-def place(path: Path) -> str:
+def place(path):
     """The path of a module in the package."""
     return path.relative_to(PACKAGE).as_posix()

@@ -7,13 +7,10 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
@@ -28,15 +25,15 @@ FLAGS = f"""--training.seq_len {SEQ_LEN} --training.local_batch_size 1
 class Counts:
     """What a rank has done so far."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.found = Counter()
         self.paths = []
         self._is_ours = False
 
-    def watch_files(self) -> None:
+    def watch_files(self):
         """Count the files and folders that are opened from now on."""
 
-        def see(event: str, args: tuple[Any, ...]) -> None:
+        def see(event, args):
             if self._is_ours:
                 return
             if event == "open" and isinstance(args[0], str):
@@ -49,7 +46,7 @@ class Counts:
 
         sys.addaudithook(see)
 
-    def result(self) -> dict[str, int]:
+    def result(self):
         """Return the numbers, by name."""
         code = {str(getattr(m, "__file__", "")) for m in list(sys.modules.values())}
         apart = ("/proc", "/sys", "/dev", "__editable__", sys.prefix, sys.base_prefix)
@@ -59,7 +56,7 @@ class Counts:
 
 
 @contextmanager
-def among_others(counts: Counts, ranks: int, sent: Path) -> Iterator[None]:
+def among_others(counts, ranks, sent):
     """Be a rank of many that do not exist; rank 0 keeps what it broadcasts for a later one."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -67,22 +64,22 @@ def among_others(counts: Counts, ranks: int, sent: Path) -> Iterator[None]:
     start, group_of, reduce = dist.init_process_group, dist.new_group, dist.all_reduce
     kept = [] if rank == 0 else pickle.loads(sent.read_bytes())
 
-    def join(*args: Any, **settings: Any) -> None:
+    def join(*args, **settings):
         start("fake", store=FakeStore(), rank=rank, world_size=ranks)
 
-    def make(members: Any = None, *args: Any, **settings: Any) -> Any:
+    def make(members=None, *args, **settings):
         settings |= {"backend": None}
         return group_of(members, *args, **settings)
 
-    def received(kind: str, data: bytes, times: int) -> list[Any]:
+    def received(kind, data, times):
         found[kind] += 1
         found["objects received"] += times
         return [pickle.loads(data) for _ in range(times)]
 
-    def all_gather(values: list[Any], value: Any, group: Any = None) -> None:
+    def all_gather(values, value, group=None):
         values[:] = received("gathers on all ranks", pickle.dumps(value), len(values))
 
-    def gather(value: Any, values: list[Any] | None, **_: Any) -> None:
+    def gather(value, values, **_):
         if values is not None:
             values[:] = received("gathers on rank 0", pickle.dumps(value), len(values))
             for other, state in enumerate(values):
@@ -91,7 +88,7 @@ def among_others(counts: Counts, ranks: int, sent: Path) -> Iterator[None]:
                     lanes = {(int(lane) + other) % LANES: record for lane, record in own}
                     state["lanes"] = {str(lane): record for lane, record in lanes.items()}
 
-    def broadcast(values: list[Any], **_: Any) -> None:
+    def broadcast(values, **_):
         if rank == 0:
             kept.append(pickle.dumps(values))
             sent.write_bytes(pickle.dumps(kept))
@@ -99,7 +96,7 @@ def among_others(counts: Counts, ranks: int, sent: Path) -> Iterator[None]:
         if rank:
             del kept[0]
 
-    def all_reduce(tensor: torch.Tensor, *args: Any, **settings: Any) -> Any:
+    def all_reduce(tensor, *args, **settings):
         group = settings.get("group")
         if group is not None and group.group_desc == "slow":
             found["reductions of flags"] += 1
@@ -116,14 +113,14 @@ def among_others(counts: Counts, ranks: int, sent: Path) -> Iterator[None]:
         yield
 
 
-def take_part(words: Sequence[str]) -> None:
+def take_part(words):
     """Start as one rank, print what it has done by the end of the first step, and exit."""
     from torchtitan import train
     from torchtitan.metrics.startup import Startup
 
     counts, dump = Counts(), Path(words[words.index("--job.dump_folder") + 1])
 
-    def end(*_: Any) -> None:
+    def end(*_):
         print(json.dumps(counts.result()), flush=True)
         os._exit(0)
 
@@ -134,14 +131,14 @@ def take_part(words: Sequence[str]) -> None:
         raise RuntimeError(f"the rank ended with status {train.main([RECIPE, *words])}")
 
 
-def write_data(folder: Path) -> None:
+def write_data(folder):
     """Write documents, as JSON Lines."""
     folder.mkdir()
     lines = (json.dumps({"text": f"{n} " + "words " * 20}) for n in range(LINES))
     (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def words(ranks: int, dump: Path, resume: str) -> list[str]:
+def words(ranks, dump, resume):
     """Return the flags of a run."""
     shards = min(ranks, LOCAL)
     degrees = {"shard": shards, "replicate": ranks // shards}
@@ -157,7 +154,7 @@ def words(ranks: int, dump: Path, resume: str) -> list[str]:
     ]
 
 
-def count(sizes: Sequence[int], folder: Path) -> dict[tuple[int, bool], dict[str, int]]:
+def count(sizes, folder):
     """Count what rank 0 and a middle rank of each size do when they resume a run.
 
     Returns:
@@ -175,7 +172,7 @@ def count(sizes: Sequence[int], folder: Path) -> dict[tuple[int, bool], dict[str
     return found
 
 
-def started(command: Sequence[str], ranks: int, rank: int, steps: int) -> str:
+def started(command, ranks, rank, steps):
     """Run Python as a rank of that many, and return what it printed."""
     place = {"RANK": rank, "WORLD_SIZE": ranks}
     place |= {"LOCAL_RANK": rank % LOCAL, "LOCAL_WORLD_SIZE": min(ranks, LOCAL)}
@@ -190,7 +187,7 @@ def started(command: Sequence[str], ranks: int, rank: int, steps: int) -> str:
     return done.stdout
 
 
-def leave_run(saved: Path, dump: Path, ranks: int) -> None:
+def leave_run(saved, dump, ranks):
     """Leave what an earlier run of as many ranks leaves: a checkpoint, and a note of each rank."""
     shutil.copytree(saved, dump)
     (dump / "comm_traces").mkdir(exist_ok=True)

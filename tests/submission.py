@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 
-def read_kubernetes(text: str) -> None:
+def read_kubernetes(text):
     """By the models of `kubeflow-trainer-api`, which leave out what they do not know."""
     yaml, models = import_module("yaml"), import_module("kubeflow_trainer_api.models")
     for found in yaml.safe_load_all(text):
@@ -17,7 +17,7 @@ def read_kubernetes(text: str) -> None:
         assert (read := model.from_dict(found).to_dict()) == found, f"{found} is read as {read}"
 
 
-def read_skypilot(text: str) -> None:
+def read_skypilot(text):
     """By SkyPilot's own schema, then as a task."""
     found = import_module("yaml").safe_load(text)
     validate, schemas = import_module("jsonschema").validate, import_module("sky.utils.schemas")
@@ -29,7 +29,7 @@ def read_skypilot(text: str) -> None:
     assert task.num_nodes == found["num_nodes"], task
 
 
-def read_torchx(text: str) -> None:
+def read_torchx(text):
     """As a component, by TorchX's own check and the scheduler of this machine."""
     component = {}
     exec(compile(text, "component", "exec"), component)

@@ -15,7 +15,7 @@ RESULTS = sorted((ROOT / "benchmarks/results").glob("overhead_*.json"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_overhead(ranks: int, tmp_path: Path) -> None:
+def test_overhead(ranks, tmp_path):
     output = tmp_path / "result.json"
     small = ["--blocks", "2", "--steps", "1", "--warmup", "0", "--starts", "2"]
     command = [sys.executable, "benchmarks/overhead.py", "--ranks", str(ranks), *small]
@@ -34,7 +34,7 @@ def test_overhead(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_cost_of_reporting(tmp_path: Path) -> None:
+def test_cost_of_reporting(tmp_path):
     output = tmp_path / "result.json"
     small = ["--metrics", "--blocks", "2", "--steps", "1", "--output", str(output)]
     command = [sys.executable, "benchmarks/overhead.py", *small]
@@ -46,12 +46,12 @@ def test_cost_of_reporting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RESULTS)
-def test_results_say_how_they_were_made(path: Path) -> None:
+def test_results_say_how_they_were_made(path):
     result = json.loads(path.read_text())
     assert result.keys() >= {"command", "device", "torch", "python", "date", "ratio"}
 
 
-def test_page_quotes_the_results() -> None:
+def test_page_quotes_the_results():
     page = (ROOT / "benchmarks/README.md").read_text()
     assert len(RESULTS) == 3
     for path in RESULTS:
@@ -73,7 +73,7 @@ def test_page_quotes_the_results() -> None:
         assert f"| {part} | {milliseconds:.2f} |" in page
 
 
-def rows(page: str) -> list[list[str]]:
+def rows(page):
     """The cells of a page's table, without its head."""
     lines = [line for line in page.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -87,7 +87,7 @@ def rows(page: str) -> list[list[str]]:
         ("optimizers", "optimizers"),
     ],
 )
-def test_the_documentation_quotes_what_was_measured(name: str, page: str) -> None:
+def test_the_documentation_quotes_what_was_measured(name, page):
     docs = (ROOT / f"docs/{page}.md").read_text()
     quoted = docs.partition(f"<!-- Written by benchmarks/{name}.py -->\n\n")[2].partition("\n\n")[0]
     lines = quoted.splitlines()
@@ -99,7 +99,7 @@ RESEARCH = sorted((ROOT / "docs/research").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", [ROOT / "docs/communication.md", *RESEARCH], ids=lambda p: p.stem)
-def test_figures_of_a_page_are_those_of_the_results_that_it_links_to(page: Path) -> None:
+def test_figures_of_a_page_are_those_of_the_results_that_it_links_to(page):
     """Every decimal figure of its results, but for claims of papers, which come last."""
     _, results = re.split(r"\n##+ (?:Results|Measurements)\n", page.read_text())
     own = re.split(r"\n## |\n\nThe papers? report", results)[0]
@@ -117,7 +117,7 @@ def test_figures_of_a_page_are_those_of_the_results_that_it_links_to(page: Path)
         *("plan_memory", "checkpoint"),
     ],
 )
-def test_pages_of_results_say_how_they_were_made(name: str) -> None:
+def test_pages_of_results_say_how_they_were_made(name):
     page = (ROOT / f"benchmarks/results/{name}.md").read_text()
     assert re.search(
         rf"`python benchmarks/{name}\.py.*`: .+ cores\b.*, torch .+, Python .+, 20", page
@@ -125,7 +125,7 @@ def test_pages_of_results_say_how_they_were_made(name: str) -> None:
     assert f"python benchmarks/{name}.py" in (ROOT / "benchmarks/README.md").read_text()
 
 
-def test_the_page_of_gpus_quotes_its_results() -> None:
+def test_the_page_of_gpus_quotes_its_results():
     results = (ROOT / "benchmarks/results/gpu_h100.md").read_text()
     quoted = {name: cells for name, *cells in rows((ROOT / "docs/gpu.md").read_text())}
     for column, model in enumerate(("8B, 4 layers", "8B, 8 layers, 2 sequences", "1B")):
@@ -149,7 +149,7 @@ def test_the_page_of_gpus_quotes_its_results() -> None:
 
 
 @pytest.mark.slow
-def test_memory_of_documents_is_linear(tmp_path: Path) -> None:
+def test_memory_of_documents_is_linear(tmp_path):
     """As it is without a mask; with a dense mask it is quadratic."""
     output = tmp_path / "page.md"
     small = ["--lengths", "1024", "--counted", "2048", "4096", "--rounds", "2", "--output", output]
@@ -170,7 +170,7 @@ def test_memory_of_documents_is_linear(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_saving_and_loading(tmp_path: Path) -> None:
+def test_saving_and_loading(tmp_path):
     output = tmp_path / "page.md"
     command = [sys.executable, "benchmarks/checkpoint.py", "--quick", "--output", str(output)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -183,7 +183,7 @@ def test_saving_and_loading(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_speed_and_memory_of_data(tmp_path: Path) -> None:
+def test_speed_and_memory_of_data(tmp_path):
     output = tmp_path / "page.md"
     parts = ["loading", "starts", "resume", "memory"]
     command = ["benchmarks/data.py", "--quick", "--output", output, "--parts", *parts]
@@ -198,7 +198,7 @@ def test_speed_and_memory_of_data(tmp_path: Path) -> None:
     assert re.search(r"without a worker [\d.]+ \(.+\), with one thread as a worker [\d.]+", page)
 
 
-def test_all_parts_of_data_are_kept() -> None:
+def test_all_parts_of_data_are_kept():
     page = (ROOT / "benchmarks/results/data.md").read_text()
     for name in ("`data tokenize`, 2 processes", "while training, 1 thread", "10,000,000"):
         assert re.search(rf"^\| {re.escape(name)} \| [\d.,]+", page, re.MULTILINE), name

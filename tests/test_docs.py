@@ -36,10 +36,9 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 from xml.etree import ElementTree
 
@@ -86,20 +85,20 @@ class Block:
     text: str
     marks: dict[str, str]
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     @property
-    def is_played(self) -> bool:
+    def is_played(self):
         return "not run" not in self.marks
 
     @property
-    def commands(self) -> list[str]:
+    def commands(self):
         lines = self.text.replace("\\\n", " ").splitlines()
         return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
-def blocks(page: Path) -> Iterator[Block]:
+def blocks(page):
     lines, marks = iter(enumerate(page.read_text().splitlines(), 1)), {}
     for number, line in lines:
         if mark := re.fullmatch(r"<!-- ([a-z ]+?)(?:: (.+))? -->", line):
@@ -116,7 +115,7 @@ def blocks(page: Path) -> Iterator[Block]:
             assert not marks, f"{page}:{number}: a marker stands right above its block"
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """A page without its blocks."""
     return re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
 
@@ -135,16 +134,14 @@ DAILY = [page for page in PLAYED if page not in IN_GATE + LONGEST]
 
 @pytest.mark.costs("commands of a page")
 @pytest.mark.parametrize("page", tiers(PLAYED, DAILY, LONGEST), ids=lambda page: page.name)
-def test_blocks_of_a_page_do_what_it_says(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_a_page_do_what_it_says(page, tmp_path, monkeypatch):
     if page not in ABOUT_PLANS:
         leave_out(monkeypatch)
     play(page, tmp_path)
 
 
 @pytest.mark.slow
-def test_scripts_of_pages_run_under_torchrun(tmp_path: Path) -> None:
+def test_scripts_of_pages_run_under_torchrun(tmp_path):
     """Of plain scripts: torch may crash as they exit, by chance, and a run of ours may not.
 
     A thread of gloo then frees a tensor after the interpreter ended: pytorch/pytorch, issue 190489.
@@ -153,7 +150,7 @@ def test_scripts_of_pages_run_under_torchrun(tmp_path: Path) -> None:
     play(ROOT / "docs/weights.md", tmp_path, starts_torchrun=True)
 
 
-def play(page: Path, folder: Path, *, starts_torchrun: bool = False) -> None:
+def play(page, folder, *, starts_torchrun=False):
     (folder / "train_configs").symlink_to(ROOT / "train_configs")
     found = list(blocks(page))
     for block in found:
@@ -177,7 +174,7 @@ class Play(NamedTuple):
     action: Callable[[], int]
 
 
-def plays(block: Block, folder: Path, starts_torchrun: bool) -> Iterator[Play]:
+def plays(block, folder, starts_torchrun):
     if block.language == "bash":
         for command in block.commands:
             yield Play(command, functools.partial(run, command, starts_torchrun))
@@ -193,7 +190,7 @@ def plays(block: Block, folder: Path, starts_torchrun: bool) -> Iterator[Play]:
         yield Play("load", lambda: load(block, folder))
 
 
-def load(block: Block, folder: Path) -> int:
+def load(block, folder):
     name = block.marks.get("file", f"line-{block.line}.toml")
     if "file" not in block.marks:
         parent = re.match(r'extends = "(.+)".*\n', block.text)
@@ -204,7 +201,7 @@ def load(block: Block, folder: Path) -> int:
     return 0
 
 
-def refusal(recipe: str) -> str:
+def refusal(recipe):
     """What is said about a recipe with mistakes."""
     with contextlib.redirect_stderr(io.StringIO()) as printed:
         try:
@@ -214,12 +211,12 @@ def refusal(recipe: str) -> str:
     return printed.getvalue()
 
 
-def compare(found: str, expected: str) -> int:
+def compare(found, expected):
     print(found)
     return found != expected
 
 
-def run(command: str, starts_torchrun: bool) -> int:
+def run(command, starts_torchrun):
     """Run a command of the documentation as the module's docstring says."""
     words = shlex.split(command)
     environment = {}
@@ -264,19 +261,19 @@ def run(command: str, starts_torchrun: bool) -> int:
     raise AssertionError(f"this test does not know how to run {words[0]}")
 
 
-def only_check(options: launcher.LaunchOptions, words: list[str]) -> int:
+def only_check(options, words):
     """Check the recipe for all ranks, in place of starting them."""
     launcher.check(options, words)
     return 0
 
 
-def collect(*arguments: str) -> int:
+def collect(*arguments):
     """The status of pytest, which need not import torch again in this process."""
     os.chdir(ROOT)
     return int(pytest.main(["--collect-only", "-q", *arguments]))
 
 
-def small(flags: list[str], limits: dict[str, str] = SMALL) -> list[str]:
+def small(flags, limits=SMALL):
     """The flags with few steps and short sequences."""
     if "--help" in flags:
         return flags
@@ -291,7 +288,7 @@ def small(flags: list[str], limits: dict[str, str] = SMALL) -> list[str]:
     return kept + [word for pair in limits.items() for word in pair]
 
 
-def parse_torchrun(arguments: list[str]) -> int:
+def parse_torchrun(arguments):
     from torch.distributed.run import get_args_parser
 
     parsed = get_args_parser().parse_args(arguments)
@@ -303,12 +300,12 @@ def parse_torchrun(arguments: list[str]) -> int:
     return 0
 
 
-def test_scripts_that_cannot_be_run_here_are_valid_shell() -> None:
+def test_scripts_that_cannot_be_run_here_are_valid_shell():
     for script in (ROOT / "multinode_trainer.slurm", ROOT / "run_train.sh"):
         subprocess.run(["bash", "-n", script], check=True)
 
 
-def test_links_resolve() -> None:
+def test_links_resolve():
     found = []
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
@@ -322,13 +319,13 @@ def test_links_resolve() -> None:
 
 
 @functools.cache
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_settings_that_are_named_exist() -> None:
+def test_settings_that_are_named_exist():
     known = known_keys() | TABLE.keys() | OLD_KEYS.keys()
     some = "`job.dump_folder`, `--validation.no-enable` and `training.steps = 3`; a `job`"
     assert keys_named(some) == {"job.dump_folder", "validation.enable", "training.steps"}
@@ -336,7 +333,7 @@ def test_settings_that_are_named_exist() -> None:
     assert {name: keys for name, keys in unknown.items() if keys} == {}
 
 
-def test_files_that_are_named_exist() -> None:
+def test_files_that_are_named_exist():
     path = rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w"
     named = {
         (page.stem, name) for page in PAGES_AND_RESULTS for name in re.findall(path, text(page))
@@ -345,7 +342,7 @@ def test_files_that_are_named_exist() -> None:
     assert [(page, name) for page, name in missing if name != "tests/assets"] == []  # TorchTitan's
 
 
-def keys_named(text: str) -> set[str]:
+def keys_named(text):
     """What looks like a setting in `code`: a section's name, a dot and a word."""
     section = "|".join(JobConfig.model_fields)
     words = " ".join(re.findall(r"`([^`\n]+)`", text)).split()
@@ -356,19 +353,19 @@ def keys_named(text: str) -> set[str]:
 
 
 @functools.cache
-def known_keys() -> set[str]:
+def known_keys():
     """Keys, and sections within sections."""
     found = all_sections(JobConfig)
     keys = {entry.path for section in found for entry in section.entries}
     return keys | {section.path for section in found}
 
 
-def test_changelog_has_this_version() -> None:
+def test_changelog_has_this_version():
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert __version__ in headings
 
 
-def first_cells(page: str, section: str = "") -> list[str]:
+def first_cells(page, section=""):
     """The first cell of each row of the tables after a heading, without code marks."""
     text = (ROOT / "docs" / page).read_text()
     text = text.partition(section)[2] if section else text
@@ -376,7 +373,7 @@ def first_cells(page: str, section: str = "") -> list[str]:
     return [cell.replace("`", "") for cell in rows]
 
 
-def test_every_package_has_a_line_in_the_architecture() -> None:
+def test_every_package_has_a_line_in_the_architecture():
     cells = first_cells("architecture.md", "\n## Packages\n")
     listed = {name for cell in cells for name in cell.split(", ") if name.endswith((".py", "/"))}
     package = ROOT / "torchtitan"
@@ -389,32 +386,30 @@ def test_every_package_has_a_line_in_the_architecture() -> None:
 
 
 @pytest.mark.costs("parses every module")
-def test_every_module_has_a_purpose() -> None:
+def test_every_module_has_a_purpose():
     for path in MODULES:
         assert ast.get_docstring(tree(path)) or not tree(path).body, f"{path} has no docstring"
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+def script(monkeypatch):
     """Imports a script of the repository, which finds those beside it."""
 
-    def imported(path: str) -> ModuleType:
+    def imported(path):
         monkeypatch.syspath_prepend((ROOT / path).parent)
         return importlib.import_module(Path(path).stem)
 
     return imported
 
 
-def test_picture_of_the_architecture_shows_the_imports(script: Callable[[str], ModuleType]) -> None:
+def test_picture_of_the_architecture_shows_the_imports(script):
     drawing = script("scripts/draw_architecture.py")
     kept = (ROOT / "docs/images/architecture.svg").read_text()
     drawn = str(drawing.draw(drawing.find_imports()))
     assert drawn == kept, "run python scripts/draw_architecture.py"
 
 
-def test_pictures_are_as_their_script_draws_them(
-    script: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
+def test_pictures_are_as_their_script_draws_them(script, tmp_path):
     script("scripts/draw_parallelism.py").main(tmp_path)
     drawn = {path.name: path for path in tmp_path.iterdir()}
     kept = {path.name: path for path in (ROOT / "docs/images").glob("parallel_*.svg")}
@@ -427,16 +422,16 @@ def test_pictures_are_as_their_script_draws_them(
         assert all(child.text for child in top[:2])
 
 
-def test_every_dependency_is_justified() -> None:
+def test_every_dependency_is_justified():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"].values()
     required = [*project["dependencies"], *itertools.chain(*optional)]
-    names = {re.match(r"[\w-]+", requirement)[0] for requirement in required}  # type: ignore[index]
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in required}
     assert names == set(first_cells("dependencies.md")) - {"package"}
 
 
 @pytest.mark.gate
-def test_the_quickstart_has_the_lines_of_a_run_in_their_order(tmp_path: Path) -> None:
+def test_the_quickstart_has_the_lines_of_a_run_in_their_order(tmp_path):
     shown = text(ROOT / "docs/quickstart.md").partition("```text\n")[2].partition("```")[0]
     words = ["train", DEBUG_RECIPE, "--training.steps", "1", "--no-validation.enable"]
     words += ["--job.dump_folder", str(tmp_path)]

@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from tests import launched
-from tests.launched import OURS, Process
+from tests.launched import OURS
 from tests.processes import free_port
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train
@@ -40,7 +38,7 @@ FLAGS = [*SMALL, *TINY, *BATCH]
 NEVER = "raise 9 9"
 
 
-def command(folder: Path, *flags: str, **options: str) -> list[str]:
+def command(folder, *flags, **options):
     """The launcher's command line; options are its own."""
     own = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     recipe = [RECIPE, *FLAGS, f"--job.dump_folder={folder}", *flags]
@@ -48,9 +46,7 @@ def command(folder: Path, *flags: str, **options: str) -> list[str]:
 
 
 @contextmanager
-def started(
-    words: list[str], log: Path, before: Callable[[], object] = lambda: None, **variables: str
-) -> Iterator[Process]:
+def started(words, log, before=lambda: None, **variables):
     """A process in a group of its own, of which nothing is left afterwards."""
     own = environment(**{"FAULT": NEVER} | variables)
     process = launched.start(words, own, log, before=before)
@@ -61,7 +57,7 @@ def started(
             kill(process)
 
 
-def kill(process: Process) -> None:
+def kill(process):
     """As a machine does that loses its power: the launcher and its ranks, which have groups."""
     found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
     for pid in (process.pid, *map(int, found.stdout.split())):
@@ -69,7 +65,7 @@ def kill(process: Process) -> None:
     process.wait()
 
 
-def undisturbed(folder: Path, *flags: str) -> dict[int, float]:
+def undisturbed(folder, *flags):
     """Losses of the same recipe on one rank that nobody disturbs."""
     words = [*FLAGS, f"--job.dump_folder={folder}", *flags]
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +75,7 @@ def undisturbed(folder: Path, *flags: str) -> dict[int, float]:
     return losses(folder)
 
 
-def notes(folder: Path) -> list[dict[str, int]]:
+def notes(folder):
     """What the ranks note of themselves at each step: pid, step."""
     texts = [path.read_text() for path in (folder / "comm_traces").glob("*.step")]
     return [json.loads(text) for text in texts if text]
@@ -163,22 +159,20 @@ def test_run_says_that_its_last_steps_were_skipped(tmp_path):
     assert f"{told} after step 1" in (tmp_path / "log").read_text()
 
 
-def ends_with(words: list[str], status: int) -> None:
+def ends_with(words, status):
     os.environ["FAULT"] = NEVER
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     assert entry.main(words) == status
 
 
-def stop_at_step_3(words: list[str], number: int, status: int, log: Path) -> None:
+def stop_at_step_3(words, number, status, log):
     stop_at(3, words, number, status, log)
 
 
-def stop_at(
-    at_step: int, words: list[str], number: int, status: int, log: Path, grace: str = ""
-) -> None:
+def stop_at(at_step, words, number, status, log, grace=""):
     step = Trainer.step
 
-    def interrupted(trainer: Trainer) -> bool:
+    def interrupted(trainer):
         if trainer.run.state.step + 1 == at_step:
             os.kill(os.getpid(), number)
         return step(trainer)
@@ -188,7 +182,7 @@ def stop_at(
     logged(words, status, log)
 
 
-def logged(words: list[str], status: int, log: Path) -> None:
+def logged(words, status, log):
     with log.open("w") as sys.stderr:
         ends_with(words, status)
 
@@ -199,7 +193,7 @@ SLURM = {
 }
 
 
-def slurm(tmp_path: Path, *flags: str, gpus: int) -> list[str]:
+def slurm(tmp_path, *flags, gpus):
     """The words that Slurm would run the script by, with its commands played in `tmp_path`."""
     for name, body in SLURM.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
@@ -253,7 +247,7 @@ def test_nodes_come_and_go_and_the_run_stays_the_same(tmp_path):
         rdzv_conf="last_call_timeout=3,keep_alive_interval=1",
     )
 
-    def wait_for_ranks(count: int, process: Process) -> None:
+    def wait_for_ranks(count, process):
         """Until so many ranks have done three more steps."""
         last = max((note["step"] for note in notes(folder)), default=0)
         while [note["step"] > last + 3 for note in notes(folder)] != [True] * count:
@@ -281,7 +275,7 @@ def test_nodes_come_and_go_and_the_run_stays_the_same(tmp_path):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def refused(capsys: pytest.CaptureFixture[str], words: str) -> list[str]:
+def refused(capsys, words):
     """What the launcher says of a recipe before it starts anything."""
     assert main(["train", *words.split(), "--training.steps=500"]) == 2
     return capsys.readouterr().err.splitlines()
@@ -366,7 +360,7 @@ OUT_OF_REACH = "the rendezvous at a:1 cannot be reached: Connection refused"
     ],
 )
 def test_nodes_that_do_not_meet_say_what_can_be_done(error, told, tmp_path, monkeypatch, capsys):
-    def work(*arguments: object) -> None:
+    def work(*arguments):
         raise error
 
     monkeypatch.setattr(launcher, "LaunchedRun", work)
@@ -377,7 +371,7 @@ def test_nodes_that_do_not_meet_say_what_can_be_done(error, told, tmp_path, monk
 
 @pytest.mark.parametrize(("saved", "status"), [(10, 1), (10_000, 0)])
 def test_node_that_comes_back_after_the_end(saved, status, tmp_path, monkeypatch):
-    def work(agent: launcher.Agent) -> None:
+    def work(agent):
         raise RendezvousClosedError
 
     monkeypatch.setattr(launcher.Agent, "work", work)
@@ -407,7 +401,7 @@ except rendezvous.RendezvousConnectionError:
 """
 
 
-def asks(port: int) -> None:
+def asks(port):
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == 0:

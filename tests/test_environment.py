@@ -22,7 +22,7 @@ def clone(tmp_path):
     return tmp_path
 
 
-def sourced(clone: Path, command: str) -> subprocess.CompletedProcess[str]:
+def sourced(clone, command):
     """A command after scripts/environment.sh, which may not download anything."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -45,7 +44,7 @@ WAITED = (
 RECEIVED = r"rank 0 waited at step 3 in a send or receive, in tests/faults.py"
 
 
-def run(fault: str, folder: Path) -> tuple[int, str]:
+def run(fault, folder):
     """Status and output of two ranks, the second of which breaks at step 3."""
     words = [*SMALL, *TINY, f"--job.dump_folder={folder}"]
     if fault in IN_FORKS:

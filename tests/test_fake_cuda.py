@@ -21,15 +21,15 @@ def contexts(monkeypatch, tmp_path):
     """The indices of the devices on which this process makes a context, on a machine with two."""
     current, made = [0], list[int]()
 
-    def memory(index: int | None = None) -> tuple[int, int]:
+    def memory(index=None):
         made.append(current[0] if index is None else index)
         return 2**34, 2**35
 
-    def choose(index: int) -> None:
+    def choose(index):
         current[0] = index
         made.append(index)
 
-    def about(index: int = 0) -> SimpleNamespace:
+    def about(index=0):
         return SimpleNamespace(name="H100", total_memory=2 ** (35 - index), major=9, minor=0)
 
     fakes = {
@@ -57,7 +57,7 @@ def test_a_rank_touches_its_own_device_alone(rank, contexts, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
 
-    def join(*args: object) -> None:
+    def join(*args):
         raise Joined
 
     monkeypatch.setattr(train, "open_world", join)
@@ -86,7 +86,7 @@ def test_a_thread_that_saves_uses_the_device_of_its_rank(contexts):
     class OnHost(Device):
         """Its tensors are on the host, and it is made current like a CUDA device."""
 
-        def make_current(self) -> None:
+        def make_current(self):
             torch.cuda.set_device(1)
 
     staging = Staging(pinned=False, device=OnHost("cpu"))

@@ -8,11 +8,9 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.layouts import OPTIMIZERS
 from tests.processes import free_port
@@ -63,7 +61,7 @@ def lighthouse(monkeypatch):
     process.wait()
 
 
-def groups(folder: Path, ranks: int, *flags: str, **variables: str) -> list[str]:
+def groups(folder, ranks, *flags, **variables):
     """Train with two groups of so many ranks, started again once if they die; their output."""
     (folder / "meeting").mkdir(parents=True)
     launcher = [sys.executable, "-m", "torchtitan.launch", f"--processes={ranks}"]
@@ -96,7 +94,7 @@ def groups(folder: Path, ranks: int, *flags: str, **variables: str) -> list[str]
     return outputs
 
 
-def saved(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def saved(folder, step):
     """The tensors of a checkpoint, and what else it says."""
     path = folder / f"checkpoint/step-{step}"
     source = SavedTensors(path)
@@ -104,7 +102,7 @@ def saved(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, json.loads((path / "train_state.json").read_text())
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
@@ -163,7 +161,7 @@ def test_a_group_dies_and_comes_back(ranks, dies, tmp_path):
     assert dict(enumerate(first[1]["data"]["lanes"])) == positions(served)
 
 
-def positions(samples: dict[int, int]) -> dict[int, list[int]]:
+def positions(samples):
     """Where each lane stands after so many samples of it."""
     job = load_job(ROOT / RECIPE, ["--training.seq_len=32"], 1, "cpu").config
     stream = build_stream(
@@ -188,11 +186,11 @@ def positions(samples: dict[int, int]) -> dict[int, list[int]]:
 class Evil:
     """Runs code when it is unpickled."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.abort, ()
 
 
-def fetch() -> None:
+def fetch():
     from torchft.checkpointing import HTTPTransport
 
     patience = timedelta(seconds=10)

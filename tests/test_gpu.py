@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_NEEDED = ("datasets", "wandb", "pandas", "pytest", "hypothesis")
 
 
-def gpu(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def gpu(output, *arguments):
     """Run it where packages that a run on local text does not need cannot be imported."""
     missing = output / "missing"
     missing.mkdir()

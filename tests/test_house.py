@@ -7,9 +7,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -65,17 +63,17 @@ SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distr
 OUTER_CODE = ("metrics/meter.py", "remote.py", "data/hub.py", "checkpoint/placement.py")
 
 
-def unit(path: Path) -> str:
+def unit(path):
     """The module or package of `torchtitan` that a file belongs to."""
     return _unit(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def _unit(parts: Sequence[str]) -> str:
+def _unit(parts):
     """Of the tools each is a part of its own."""
     return ".".join(parts[:2] if parts[0] == "tools" else parts[:1])
 
 
-def imported_units(found: Iterable[ast.AST]) -> set[str]:
+def imported_units(found):
     names = set()
     for node in found:
         if isinstance(node, ast.Import):
@@ -91,7 +89,7 @@ def imported_units(found: Iterable[ast.AST]) -> set[str]:
     return {_unit(name.split(".")[1:]) for name in names if name.startswith("torchtitan.")}
 
 
-def of_its_kind(path: Path) -> bool:
+def of_its_kind(path):
     """Whether a file has the name of its kind: sections have settings, tools a command."""
     folder = path.parent.relative_to(PACKAGE).as_posix()
     if (
@@ -104,7 +102,7 @@ def of_its_kind(path: Path) -> bool:
     return (path.parent / "spec.py").exists() and path.stem in FAMILY
 
 
-def repeated(named: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+def repeated(named):
     places = defaultdict(list)
     for name, path in named:
         places[name].append(place(path))
@@ -318,11 +316,11 @@ def test_text_files_have_an_encoding():
     assert found == []
 
 
-def of_type(path: Path, kind: type[Node]) -> Iterator[Node]:
+def of_type(path, kind):
     return (node for node in nodes(path) if isinstance(node, kind))
 
 
-def last_name(node: ast.expr) -> str:
+def last_name(node):
     return getattr(node, "attr", getattr(node, "id", ""))
 
 
@@ -336,7 +334,7 @@ finally:
 """
 
 
-def imported_by(words: str, folder: Path) -> set[str]:
+def imported_by(words, folder):
     """The modules that a command has loaded at its end."""
     command = [sys.executable, "-c", COMMAND, *words.split()]
     paths = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
@@ -424,9 +422,9 @@ def test_the_main_road_knows_no_images():
     assert [each for each in found if each[1]] == []
 
 
-def main_road() -> list[Path]:
+def main_road():
     return [path for path in MODULES if "research" not in path.relative_to(PACKAGE).parts]
 
 
-def modules_of_verbs() -> list[str]:
+def modules_of_verbs():
     return [module for modules in verbs().values() for module in modules.values()]

@@ -52,7 +52,7 @@ def test_its_links_are_absolute_with_a_home():
     assert f"{home}/blob/HEAD/README.md#limitations" in absolute
 
 
-def run(*command: str | Path, cwd: Path, path: str = "", status: int = 0) -> str:
+def run(*command, cwd, path="", status=0):
     """Run a command without the clone on PYTHONPATH; return what it wrote."""
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     if not path:
@@ -65,7 +65,7 @@ def run(*command: str | Path, cwd: Path, path: str = "", status: int = 0) -> str
     return told
 
 
-def copy_of_files(folder: Path) -> list[str]:
+def copy_of_files(folder):
     """Copy the files that belong to the repository; without git, all that may."""
     if (ROOT / ".git").exists():
         listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
@@ -86,7 +86,7 @@ def build(tmp_path):
     copy_of_files(source)
     dist.mkdir()
 
-    def built(kind: str) -> Path:
+    def built(kind):
         run(sys.executable, "-c", BUILD, f"build_{kind}", dist, cwd=source)
         [file] = dist.iterdir()
         return file
@@ -168,7 +168,7 @@ def test_an_sdist_has_all_files_and_passes_its_own_tests(build, tmp_path):
     assert " passed" in told
 
 
-def docker_lacks() -> str:
+def docker_lacks():
     """Why there is no Docker, if there is none."""
     if shutil.which("docker") is None:
         return "there is no docker command"

@@ -7,14 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import launched
-from tests.launched import OURS, Process
+from tests.launched import OURS
 from tests.processes import free_port
 from tests.runs import losses
 from tests.tiers import tiers
@@ -36,19 +34,19 @@ SMALL = [
 ]
 
 
-def environment(**variables: str) -> dict[str, str]:
+def environment(**variables):
     """This interpreter as the active environment, on one thread."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
 
 
 def start(
-    command: list[str],
-    folder: Path,
-    *flags: str,
-    before: Callable[[], object] = lambda: None,
-    **variables: str,
-) -> Process:
+    command,
+    folder,
+    *flags,
+    before=lambda: None,
+    **variables,
+):
     """Start a run; a launcher of ours is forked from this process."""
     words = [*command, *SMALL, f"--job.dump_folder={folder}", *flags]
     if command[:3] == OURS:
@@ -64,13 +62,13 @@ def start(
     )
 
 
-def finish(process: Process, status: int = 0) -> str:
+def finish(process, status=0):
     output, _ = process.communicate(timeout=300)
     assert process.returncode == status, output
     return output
 
 
-def wait_for_step(folder: Path, step: int, process: Process) -> None:
+def wait_for_step(folder, step, process):
     while not (folder / "metrics.jsonl").exists() or len(losses(folder)) < step:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
@@ -133,13 +131,13 @@ def test_a_signal_after_the_last_save_leaves_a_finished_run(words, tmp_path):
     """Ranks take their time to leave; the launcher passes the signal on to them."""
     status, signalled = training.exit_status, tmp_path / "signalled"
 
-    def slow_status(*arguments: Any) -> int:
+    def slow_status(*arguments):
         while not signalled.exists():
             time.sleep(0.05)
         time.sleep(0.5)
         return status(*arguments)
 
-    def slow_to_leave() -> None:
+    def slow_to_leave():
         training.exit_status = slow_status  # in the forked process alone
 
     flags = [*TINY, *words, "--training.steps=2"]

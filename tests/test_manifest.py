@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -42,13 +41,13 @@ SBATCH = {
 """Options of https://slurm.schedmd.com/sbatch.html that are used, with the form of their values."""
 
 
-def written(capsys: pytest.CaptureFixture[str], target: str, *words: str) -> str:
+def written(capsys, target, *words):
     recipe = "train_configs/llama3_70b.toml"
     assert main(["manifest", recipe, "--for", target, *words]) == 0
     return capsys.readouterr().out
 
 
-def checked(text: str, target: str) -> list[dict[str, Any]]:
+def checked(text, target):
     schema = json.loads((ROOT / f"tests/schemas/{target}.json").read_text(encoding="utf-8"))
     found = list(yaml.safe_load_all(text))
     for each in found:
@@ -56,7 +55,7 @@ def checked(text: str, target: str) -> list[dict[str, Any]]:
     return found
 
 
-def is_right_jobset(spec: dict[str, Any]) -> dict[str, Any]:
+def is_right_jobset(spec):
     """Return the container, if nodes, exit codes and the time to stop are as they should be."""
     [replicated] = spec["replicatedJobs"]
     job = replicated["template"]["spec"]
@@ -85,8 +84,7 @@ def is_right_jobset(spec: dict[str, Any]) -> dict[str, Any]:
     names = [each["name"] for each in container["env"]]
     assert {"name": "TORCHTITAN_GRACE_SECONDS", "value": "150"} in container["env"]
     assert not any(name.startswith("NCCL") for name in names)
-    result: dict[str, Any] = container
-    return result
+    return container
 
 
 HARM = {
@@ -99,9 +97,7 @@ HARM = {
 
 @pytest.mark.slow  # needs packages that are not installed with this one
 @pytest.mark.parametrize("target", HARM)
-def test_the_software_itself_reads_it(
-    target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_software_itself_reads_it(target, capsys, tmp_path):
     python = os.environ.get("TORCHTITAN_ORACLES", sys.executable)
     look = f"import {PACKAGES[target]}"
     if subprocess.run([python, "-c", look], capture_output=True, check=False).returncode:
@@ -121,7 +117,7 @@ def test_the_software_itself_reads_it(
         assert (done.returncode == 0) == is_right, done.stderr
 
 
-def test_a_jobset(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_jobset(capsys):
     [found] = checked(written(capsys, "jobset"), "jobset")
     container = is_right_jobset(found["spec"])
     set_there = {each["name"]: each.get("value", "3") for each in container["env"]}
@@ -134,7 +130,7 @@ def test_a_jobset(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_kubeflow(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kubeflow(capsys):
     runtime, train = checked(written(capsys, "kubeflow"), "kubeflow")
     assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     assert runtime["spec"]["mlPolicy"] == {"numNodes": 32, "torch": {}}
@@ -149,7 +145,7 @@ def test_kubeflow(capsys: pytest.CaptureFixture[str]) -> None:
     assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 
 
-def test_skypilot(capsys: pytest.CaptureFixture[str]) -> None:
+def test_skypilot(capsys):
     words = ["--job.description", "it's a # test", "--data.dataset_path", "/data/c4"]
     [task] = checked(written(capsys, "skypilot", *words), "skypilot")
     assert task["num_nodes"] == 32
@@ -168,7 +164,7 @@ def test_skypilot(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_slurm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_slurm(capsys, tmp_path):
     script = tmp_path / "job.sh"
     script.write_text(written(capsys, "slurm", "--grace-seconds", "900"))
     subprocess.run(["bash", "-n", script], check=True)
@@ -234,9 +230,7 @@ WHERE = {
 
 
 @pytest.mark.parametrize("target", TEMPLATES)
-def test_what_a_recipe_asks_of_the_scheduler(
-    target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_a_recipe_asks_of_the_scheduler(target, capsys, tmp_path):
     words = [word for key, value in ASKED.items() for word in (f"--job.manifest.{key}", value)]
     recipe = "train_configs/llama3_70b.toml"
     assert main(["manifest", recipe, "--for", target, *words, "--training.steps", "7"]) == 0
@@ -255,7 +249,7 @@ def test_what_a_recipe_asks_of_the_scheduler(
         checked(text, target)
 
 
-def test_hardware_may_be_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hardware_may_be_a_flag(capsys):
     words = ["manifest", "train_configs/debug_model.toml", "--world-size", "8", "--for", "slurm"]
     words += ["--job.hardware", ""]
     assert main(words) == 2
@@ -266,7 +260,7 @@ def test_hardware_may_be_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--gpus-per-task=8" in capsys.readouterr().out
 
 
-def test_a_grace_shorter_than_a_save_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_grace_shorter_than_a_save_is_noted(capsys):
     for seconds, is_short in (("26", True), ("27", False)):
         words = ["train_configs/llama3_70b.toml", "--for", "jobset", "--grace-seconds", seconds]
         assert main(["manifest", *words]) == 0
@@ -280,9 +274,7 @@ def test_a_grace_shorter_than_a_save_is_noted(capsys: pytest.CaptureFixture[str]
     ("status", "before", "requeued"),
     [(0, 0, False), (2, 0, False), (3, 0, False), (75, 99, True), (1, 9, True), (1, 10, False)],
 )
-def test_a_script_of_slurm_is_requeued_by_its_status(
-    status: int, before: int, requeued: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_script_of_slurm_is_requeued_by_its_status(status, before, requeued, capsys, tmp_path):
     """With stand-ins for Slurm's commands."""
     (tmp_path / "job.sh").write_text(written(capsys, "slurm"))
     for name, body in {"srun": f"exit {status}", "scontrol": 'echo "$@" > said'}.items():
@@ -296,7 +288,7 @@ def test_a_script_of_slurm_is_requeued_by_its_status(
     assert (said.read_text() if said.exists() else "") == ("requeue 7\n" if requeued else "")
 
 
-def test_torchx(capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchx(capsys):
     tree = ast.parse(written(capsys, "torchx"))
     [role] = [
         node
@@ -316,7 +308,7 @@ def test_torchx(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpu=8" in given["resource"]
 
 
-def test_without_a_preflight(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_preflight(capsys):
     for target in ("jobset", "slurm", "skypilot", "torchx"):
         text = written(capsys, target, "--no-preflight")
         assert "preflight" not in text
@@ -325,7 +317,7 @@ def test_without_a_preflight(capsys: pytest.CaptureFixture[str]) -> None:
     assert task["run"] == "cd /work\ntorchtitan train train_configs/llama3_70b.toml\n"
 
 
-def test_a_recipe_of_a_laptop_asks_for_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_of_a_laptop_asks_for_no_devices(capsys):
     recipe = "train_configs/debug_model.toml"
     words = ["manifest", recipe, "--world-size", "4", "--devices-per-node", "2"]
     hardware = ["--job.hardware", "cpu"]
@@ -359,14 +351,12 @@ def test_a_recipe_of_a_laptop_asks_for_no_devices(capsys: pytest.CaptureFixture[
         ),
     ],
 )
-def test_mistakes_are_named(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_named(words, told, capsys):
     assert main(["manifest", "train_configs/debug_model.toml", *words]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(tmp_path, capsys):
     file = tmp_path / "job.sh"
     words = ["manifest", "train_configs/debug_model.toml", "--for", "slurm", "-o", str(file)]
     assert main(words) == 0
@@ -378,17 +368,17 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(("ranks", "each", "nodes"), [(1, 8, 1), (8, 8, 1), (24, 8, 3), (6, 8, 1)])
-def test_ranks_are_split_over_nodes(ranks: int, each: int, nodes: int) -> None:
+def test_ranks_are_split_over_nodes(ranks, each, nodes):
     assert split(ranks, each) == (nodes, ranks // nodes)
 
 
-def test_yaml_is_read_as_it_was_meant() -> None:
+def test_yaml_is_read_as_it_was_meant():
     for text in ("it's: # 1", "5", "é" * 300, "yes", "-y", "/a.b/c", "a/b@c", "one\ntwo\n", ""):
         assert yaml.safe_load(yaml_text(text)) == text
 
 
 @pytest.mark.parametrize("target", TEMPLATES)
-def test_the_page_shows_what_is_written(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_is_written(target, capsys):
     page = (ROOT / f"docs/clusters/{target}.md").read_text(encoding="utf-8")
     command = f"torchtitan manifest train_configs/qwen3_32b.toml --for {target}"
     assert f"```bash\n{command}\n```" in page

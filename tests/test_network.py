@@ -1,13 +1,11 @@
 """Two nodes whose network is cut, lossy or slow: the run heals, and its losses are the same."""
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
-from tests.network import Network, network
+from tests.network import network
 from tests.runs import losses
 from tests.test_elastic import command, kill, notes, started, undisturbed
 
@@ -22,7 +20,7 @@ PORT = 29400
 class Trial:
     """A run on two nodes, of which node 0 has the address of the rendezvous."""
 
-    def __init__(self, net: Network, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, net, folder, stack):
         self.net, self.folder, self.stack = net, folder, stack
         self.nodes = {}
         self.options = {"nnodes": "2", "rejoin_minutes": "15"}
@@ -30,38 +28,38 @@ class Trial:
         self.fault, self.steps = "slow 0 0", 60
 
     @property
-    def run(self) -> Path:
+    def run(self):
         """The folder of the run, which both nodes see."""
         return self.folder / "run"
 
-    def start(self, node: int) -> None:
+    def start(self, node):
         """Start the launcher of a node."""
         steps = f"--training.steps={self.steps}"
         words = command(self.run, steps, SAVES, *TIMEOUTS, processes="1", **self.options)
         process = started(self.net.on(node, words), self.log_file(node), FAULT=self.fault)
         self.nodes[node] = self.stack.enter_context(process)
 
-    def log_file(self, node: int) -> Path:
+    def log_file(self, node):
         return self.folder / f"{node}.log"
 
-    def log(self, node: int) -> str:
+    def log(self, node):
         """What a node said."""
         return self.log_file(node).read_text()
 
-    def wait_for(self, what: Callable[[], object]) -> None:
+    def wait_for(self, what):
         """Until it is so, while all nodes are alive."""
         while not what():
             for number, node in self.nodes.items():
                 assert node.poll() is None, self.log(number)
             time.sleep(0.02)
 
-    def wait_for_steps(self, steps: int, ranks: int = 2) -> None:
+    def wait_for_steps(self, steps, ranks=2):
         """Until so many ranks have done so many more."""
         last = max((note["step"] for note in notes(self.run)), default=0)
         enough = [True] * ranks
         self.wait_for(lambda: [note["step"] > last + steps for note in notes(self.run)] == enough)
 
-    def finish(self) -> None:
+    def finish(self):
         """Both end well, with the losses of a run that nothing happened to."""
         (self.run / "hurry").touch()
         for number, node in self.nodes.items():
@@ -78,11 +76,11 @@ def trial(tmp_path):
         yield Trial(stack.enter_context(network()), tmp_path, stack)
 
 
-def cut_wire(trial: Trial, is_cut: bool) -> None:
+def cut_wire(trial, is_cut):
     trial.net.wire.is_cut = is_cut
 
 
-def cut_node(node: int) -> Callable[[Trial, bool], None]:
+def cut_node(node):
     return lambda trial, is_cut: trial.net.set_up(node, not is_cut)
 
 
@@ -93,7 +91,7 @@ CUTS = {
 }
 
 
-def healed(trial: Trial, ranks: int = 2) -> None:
+def healed(trial, ranks=2):
     """It trains again, and ends well."""
     trial.wait_for_steps(1, ranks)
     trial.finish()
@@ -135,7 +133,7 @@ def test_cut_while_a_checkpoint_is_written(seconds, trial):
     healed(trial)
 
 
-def start_on_one_or_two(trial: Trial) -> None:
+def start_on_one_or_two(trial):
     trial.options |= {"nnodes": "1:2"}
     trial.start(0)
     trial.start(1)

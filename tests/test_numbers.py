@@ -3,7 +3,6 @@
 import re
 import runpy
 import tomllib
-from collections.abc import Iterator
 
 import pytest
 
@@ -37,7 +36,7 @@ WORDS = {
 """What is a number, and no measurement: names, statuses."""
 
 
-def stated(page: str) -> Iterator[str]:
+def stated(page):
     """Yield what a page says with numbers, made of what the code and the results say."""
     if page == "README.md":
         settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -70,7 +69,7 @@ def stated(page: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_number_of_a_page_has_a_source(page: str) -> None:
+def test_every_number_of_a_page_has_a_source(page):
     text = re.sub(r"\]\([^)]*\)|`[^`\n]*`|^\d\. ", "", prose(PAGES[page]), flags=re.MULTILINE)
     text = " ".join(text.split())
     for each in stated(page):
@@ -82,7 +81,7 @@ def test_every_number_of_a_page_has_a_source(page: str) -> None:
     assert found is None, f"{page}: {found and found[0]}: where does this number come from?"
 
 
-def test_the_families_are_those_that_there_are() -> None:
+def test_the_families_are_those_that_there_are():
     families = [name for name in MODELS if not name.startswith("tiny")]  # those of the tests
     named = [NAMES[name] for name in families]
     readme = " ".join(PAGES["README.md"].read_text().split())
@@ -98,9 +97,7 @@ def test_the_families_are_those_that_there_are() -> None:
 
 @pytest.mark.gate
 @pytest.mark.parametrize("page", PAGES)
-def test_answers_of_commands_are_what_they_print(
-    page: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_of_commands_are_what_they_print(page, monkeypatch):
     script = runpy.run_path(str(ROOT / "scripts/write_answers.py"))
     monkeypatch.chdir(ROOT)
     text = PAGES[page].read_text()

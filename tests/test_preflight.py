@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ from tests.ranks import run_ranks
 from tests.test_elastic import started
 from tests.test_launch import RECIPE, ROOT, environment
 from torchtitan.checks import load_job
-from torchtitan.cluster.preflight import Verdict, check_rank, measurements, one_rank
+from torchtitan.cluster.preflight import check_rank, measurements, one_rank
 from torchtitan.cluster.preflight.judgment import RankReport, judge
-from torchtitan.device import Device, pick
+from torchtitan.device import pick
 from torchtitan.tools.cli import main
 
 LOOSE = 0.001
@@ -30,21 +29,19 @@ PORTS = iter(range(11_000 + os.getpid() % 5000, 20_000))
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-def a_second(act: Callable[[], object], device: Device) -> float:
+def a_second(act, device):
     """In the place of the time that something takes, which is not for a test to judge."""
     act()
     return 1.0
 
 
-def checked(
-    world: int, folder: Path, plant: Plant = lambda patch: None, at: int = 1, problem: str = ""
-) -> Verdict:
+def checked(world, folder, plant=lambda patch: None, at=1, problem=""):
     """The verdict on some ranks, at one of which something is planted; all have the same."""
     words = [f"--job.dump_folder={folder}", f"--training.global_batch_size={world}"]
     words += ["--training.local_batch_size=1"]
     job = load_job(ROOT / RECIPE, words, world, "cpu").config
 
-    def rank() -> Verdict:
+    def rank():
         device = pick()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(measurements, "SECONDS", {"cpu": 0.01})
@@ -62,7 +59,7 @@ def checked(
     return first
 
 
-def found(verdict: Verdict) -> list[tuple[str, tuple[int, ...]]]:
+def found(verdict):
     return [(fault.what, fault.ranks) for fault in verdict.faults]
 
 
@@ -83,18 +80,18 @@ def test_one_rank_has_none_to_compare_with(tmp_path):
     assert "  one rank: there is none to compare it with" in verdict.lines()
 
 
-def slowed(name: str) -> Plant:
+def slowed(name):
     """Make what a function of `torch` or `torch.distributed` does take 2.5 times as long."""
 
-    def plant(patch: pytest.MonkeyPatch) -> None:
+    def plant(patch):
         owner, calls = (torch if hasattr(torch, name) else measurements.dist), [0]
         function = getattr(owner, name)
 
-        def counted(*words: Any, **more: Any) -> Any:
+        def counted(*words, **more):
             calls[0] += 1
             return function(*words, **more)
 
-        def seconds(act: Callable[[], object], device: Device) -> float:
+        def seconds(act, device):
             before = calls[0]
             act()
             return 1.0 + (calls[0] > before) * 1.5
@@ -105,35 +102,35 @@ def slowed(name: str) -> Plant:
     return plant
 
 
-def wrong_products(patch: pytest.MonkeyPatch) -> None:
+def wrong_products(patch):
     multiply = torch.mm
 
-    def wrong(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
+    def wrong(a, b, *, out):
         multiply(a, b, out=out)
         out[7, 9] += 1.0
 
     patch.setattr(torch, "mm", wrong)
 
 
-def other_torch(patch: pytest.MonkeyPatch) -> None:
+def other_torch(patch):
     version = one_rank.version
     patch.setattr(one_rank, "version", lambda name: "2.0" if name == "torch" else version(name))
 
 
-def other_code(patch: pytest.MonkeyPatch) -> None:
+def other_code(patch):
     patch.setattr(one_rank, "code", lambda: "0123")
 
 
-def other_variable(patch: pytest.MonkeyPatch) -> None:
+def other_variable(patch):
     patch.setenv("NCCL_ALGO", "Ring")
 
 
-def slow_clock(patch: pytest.MonkeyPatch) -> None:
+def slow_clock(patch):
     now = time.time
     patch.setattr(measurements.time, "time", lambda: now() - 60)
 
 
-def wrong_messages(patch: pytest.MonkeyPatch) -> None:
+def wrong_messages(patch):
     full = torch.full
     patch.setattr(torch, "full", lambda shape, value, **more: full(shape, value + 8, **more))
 
@@ -171,13 +168,13 @@ def test_message_that_does_not_arrive_whole_is_found_by_its_partners(tmp_path):
 
 
 def test_folder_that_is_not_shared(tmp_path):
-    def plant(patch: pytest.MonkeyPatch) -> None:
+    def plant(patch):
         patch.setattr(one_rank, "local_path", lambda name: tmp_path / "another")
 
     verdict = checked(2, tmp_path / "run", plant)
     assert found(verdict) == []  # the second process of a node has nothing to see
 
-    def of_another_node(patch: pytest.MonkeyPatch) -> None:
+    def of_another_node(patch):
         plant(patch)
         patch.setenv("LOCAL_RANK", "0")
         patch.setenv("GROUP_RANK", "1")
@@ -191,14 +188,14 @@ def test_folder_that_is_not_shared(tmp_path):
 
 
 def test_locks_and_renames_that_other_nodes_do_not_see(tmp_path):
-    def without_locks(patch: pytest.MonkeyPatch) -> None:
+    def without_locks(patch):
         patch.setenv("LOCAL_RANK", "0")
         patch.setattr(measurements.fcntl, "flock", lambda file, how: None)
 
     (fault,) = checked(2, tmp_path / "run", without_locks).faults
     assert "a lock of rank 0" in fault.message
 
-    def with_old_names(patch: pytest.MonkeyPatch) -> None:
+    def with_old_names(patch):
         patch.setenv("LOCAL_RANK", "0")
         exists = Path.exists
         patch.setattr(Path, "exists", lambda path: path.name == "made" or exists(path))
@@ -237,7 +234,7 @@ def test_rates_are_compared_with_the_median():
     assert judge(of_links, 1.0).faults == []
 
 
-def command(folder: Path, *flags: str) -> list[str]:
+def command(folder, *flags):
     words = [*OURS, "preflight", RECIPE]
     return [*words, f"--least-rate={LOOSE}", f"--job.dump_folder={folder}", *flags]
 
@@ -259,7 +256,7 @@ def test_wrong_recipe_is_refused_at_once(capsys):
     assert "--least-rate: got 2\n  wanted a number > 0 and <= 1" in capsys.readouterr().err
 
 
-def two_nodes() -> dict[str, str]:
+def two_nodes():
     """Variables of both nodes of a job, with a port of its own."""
     port = str(next(PORTS))
     nodes = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
@@ -289,7 +286,7 @@ def test_node_without_the_shared_folder_ends_the_job_on_both(tmp_path):
         assert "\n1 fault\n" in log
 
 
-def wait_for_rendezvous(port: int) -> None:
+def wait_for_rendezvous(port):
     """Until the first node answers."""
     while True:
         try:

@@ -34,7 +34,7 @@ def cluster(monkeypatch):
         nodes.shutdown()
 
 
-def job(cluster: str, folder: Path, *flags: str, log: Path) -> subprocess.Popen[str]:
+def job(cluster, folder, *flags, log):
     words = [sys.executable, "scripts/ray_job.py", "--nodes=2", "--devices-per-node=1"]
     words += ["--device=cpu", "--max-failures=1", RECIPE, *FLAGS, f"--job.dump_folder={folder}"]
     with log.open("w") as output:
@@ -48,7 +48,7 @@ def job(cluster: str, folder: Path, *flags: str, log: Path) -> subprocess.Popen[
         )
 
 
-def launchers(folder: Path) -> dict[int, int]:
+def launchers(folder):
     """Processes of the launchers of this run, with the actors of Ray that started them."""
     found = {}
     for each in Path("/proc").glob("[0-9]*"):

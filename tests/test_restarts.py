@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests import launched
-from tests.launched import Process
 from tests.processes import descendants
 from tests.runs import losses
 from tests.test_elastic import command, kill, started, undisturbed
@@ -59,9 +58,7 @@ STUBS = {
 PORTS = iter(range(21_000 + os.getpid() % 5000, 30_000))
 
 
-def nodes_of(
-    scheduler: str, nodes: int, words: list[str], folder: Path, stack: ExitStack, fault: str
-) -> list[Process]:
+def nodes_of(scheduler, nodes, words, folder, stack, fault):
     """Start the same command on each node of a scheduler."""
     port = next(PORTS)
     variables = (STUBS[scheduler](node, nodes, port) for node in range(nodes))
@@ -109,7 +106,7 @@ def test_nodes_resume_from_their_own_disks(tmp_path):
     )
     port = next(PORTS)
 
-    def nodes(stack: ExitStack, fault: str) -> list[Process]:
+    def nodes(stack, fault):
         """Start both nodes, each of which has another disk at the same path."""
         found = []
         for node in range(2):
@@ -166,7 +163,7 @@ def test_launcher_as_first_process_forwards_signals_and_reaps(tmp_path):
     assert not left, "ended processes stay"
 
 
-def zombies(pid: int) -> list[int]:
+def zombies(pid):
     """Processes below `pid` that have ended, and for which nobody has waited."""
     found = []
     for each in descendants(pid):

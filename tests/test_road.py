@@ -9,8 +9,6 @@ import ast
 import re
 import sys
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
 
 from tests.ranks import run_ranks
 from torchtitan.train import main
@@ -41,11 +39,11 @@ ASIDE = {
 """What a run calls beside the road; `settings.py` of any package."""
 
 
-def called(folder: str) -> list[tuple[str, int]]:
+def called(folder):
     """Train a step; return the functions of the package that it calls, by file and first line."""
-    codes: dict[CodeType, None] = {}
+    codes = {}
 
-    def note(frame: FrameType, event: str, argument: Any) -> None:
+    def note(frame, event, argument):
         if event == "call":
             codes.setdefault(frame.f_code)
 
@@ -64,11 +62,11 @@ def called(folder: str) -> list[tuple[str, int]]:
     return [(path.relative_to(PACKAGE).as_posix(), line) for path, line in inside]
 
 
-def is_aside(path: str) -> bool:
+def is_aside(path):
     return any(path.startswith(names) or path.endswith("/settings.py") for names in ASIDE.values())
 
 
-def lines_called(path: str, lines: set[int]) -> int:
+def lines_called(path, lines):
     """Count the lines of the functions that begin in `lines`, or that contain one that does."""
     functions = [
         node
@@ -86,10 +84,10 @@ def lines_called(path: str, lines: set[int]) -> int:
     )
 
 
-def test_the_road_is_what_the_architecture_lists(tmp_path: Path) -> None:
+def test_the_road_is_what_the_architecture_lists(tmp_path):
     """In at most 8 files, 1,600 lines of functions."""
     (found,) = run_ranks(called, 1, str(tmp_path))
-    road: dict[str, set[int]] = {}
+    road = {}
     for path, line in found:
         if not is_aside(path):
             road.setdefault(path, set()).add(line)

@@ -9,10 +9,8 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import import_module
-from pathlib import Path
 from signal import SIGHUP, SIGTERM, SIGUSR1
 
 import pytest
@@ -39,13 +37,13 @@ def site(tmp_path_factory):
 class Elements(HTMLParser):
     """The files that a page loads, and the ids of its headings."""
 
-    def __init__(self, page: Path) -> None:
+    def __init__(self, page):
         super().__init__()
         self.loaded = []
         self.headings = []
         self.feed(page.read_text(encoding="utf-8"))
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         values = dict(attrs)
         if tag in LOADED and (file := values.get(LOADED[tag])):
             self.loaded.append(file)
@@ -124,7 +122,7 @@ def test_exit_codes_are_those_of_the_code():
     assert status_of_stop(SIGTERM, False) == 1
 
 
-def registries() -> Iterator[str]:
+def registries():
     """The name of every registry of the package."""
     for path in MODULES:
         for node in tree(path).body:
@@ -159,7 +157,7 @@ def test_every_verb_and_module_is_listed(site):
         assert is_listed == (path.stat().st_size > 0) or path.name == "__init__.py", path
 
 
-def texts_of_the_package() -> str:
+def texts_of_the_package():
     """Every string of the package, a line each; values in them are left out."""
     found = []
     for path in MODULES:

@@ -6,7 +6,6 @@ import runpy
 import shutil
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,11 +43,11 @@ def in_earlier(monkeypatch):
     monkeypatch.syspath_prepend(str(EARLIER))
 
 
-def kept(commit: str, name: str) -> Any:
+def kept(commit, name):
     return json.loads((EARLIER / commit / name).read_text())
 
 
-def written(path: Path) -> dict[str, Any]:
+def written(path):
     return {
         key: value
         for line in path.read_text().splitlines()

@@ -5,7 +5,6 @@ the pages of results.
 """
 
 import re
-from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -29,7 +28,7 @@ SYSTEMS = (
 OUT_OF_SCOPE = "a racing planner"
 
 
-def table() -> list[dict[str, str]]:
+def table():
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     assert tuple(head) == HEAD
@@ -41,7 +40,7 @@ SINGLE_NUMBERS = 0.002
 """Megabytes of losses, counts and norms at most, of which a plan has a part."""
 
 
-def test_every_system_has_a_row() -> None:
+def test_every_system_has_a_row():
     named = {name for row in table() for name in re.findall(r"\*\*(.+?)\*\*", row["system"])}
     assert named == set(SYSTEMS)
     assert all("https://arxiv.org/abs/" in row["system"] for row in table())
@@ -51,7 +50,7 @@ def test_every_system_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["system"].split("**")[1])
-def test_what_it_names_exists(row: dict[str, str]) -> None:
+def test_what_it_names_exists(row):
     recipes, tests = (re.findall(r"`(.+?)`", row[column]) for column in ("recipe", "proved by"))
     assert all((ROOT / name).is_file() for name in (*recipes, *tests))
     assert tests
@@ -60,7 +59,7 @@ def test_what_it_names_exists(row: dict[str, str]) -> None:
     assert row["not reproduced"]
 
 
-def test_figures_stand_where_they_link_to() -> None:
+def test_figures_stand_where_they_link_to():
     quoted = [found for row in ROWS for found in FIGURE.findall(row["measured here"])]
     assert len(quoted) >= 8
     for words, path in quoted:
@@ -71,7 +70,7 @@ def test_figures_stand_where_they_link_to() -> None:
         assert numbers, words
 
 
-def test_measurements_have_the_day_of_their_page() -> None:
+def test_measurements_have_the_day_of_their_page():
     for row in ROWS:
         pages = re.findall(r"\]\((\.\./benchmarks/results/\w+\.md)\)", row["measured here"])
         dated = re.findall(r"\]\((\S+)\) \((\d{4}-\d\d-\d\d)\)", row["measured here"])
@@ -83,17 +82,17 @@ def test_measurements_have_the_day_of_their_page() -> None:
 FIGURE = re.compile(r"\[([^]]+)\]\(([^)#]+\.md)(?:#[^)]*)?\)")
 
 
-def measured_here(system: str) -> str:
+def measured_here(system):
     (row,) = [row for row in ROWS if f"**{system}**" in row["system"]]
     return row["measured here"]
 
 
 @cache
-def sent(study: str, *flags: str) -> Mapping[str, Mapping[str, float]]:
+def sent(study, *flags):
     """Megabytes that rank 0 sends in a step of each variant, by axis, by its plan."""
-    found: dict[str, dict[str, float]] = {}
+    found = {}
     for variant in prepare(read_study(ROOT / f"train_configs/studies/{study}.toml", flags)):
-        axes: dict[str, float] = {}
+        axes = {}
         planned = plan(variant.job, variant.plan.ranks, device_type="cpu")
         for (axis, _), (_, size) in planned_collectives(planned).items():
             axes[axis] = axes.get(axis, 0.0) + size / 1e6
@@ -113,9 +112,7 @@ def sent(study: str, *flags: str) -> Mapping[str, Mapping[str, float]]:
         ("RTP", "communication_debug", "dp_shard", ("RTP", "FSDP2")),
     ],
 )
-def test_bytes_that_are_quoted_are_planned(
-    system: str, study: str, axis: str, variants: tuple[str, ...]
-) -> None:
+def test_bytes_that_are_quoted_are_planned(system, study, axis, variants):
     (quoted, _) = FIGURE.findall(measured_here(system))[0]
     numbers = [float(number) for number in re.findall(r"\d+\.\d+", quoted)]
     expected = [sent(study)[variant][axis] for variant in variants]
@@ -124,14 +121,14 @@ def test_bytes_that_are_quoted_are_planned(
 
 
 @pytest.mark.gate
-def test_rotated_weights_send_less_than_fsdp_that_frees_every_block() -> None:
+def test_rotated_weights_send_less_than_fsdp_that_frees_every_block():
     always = sent("communication_debug", "--parallelism.fsdp_reshard_after_forward=always")
     found = {name: always[name]["dp_shard"] for name in ("RTP", "FSDP2")}
     assert found["RTP"] < found["FSDP2"]
 
 
 @pytest.mark.gate
-def test_bytes_on_the_page_of_communication_are_planned() -> None:
+def test_bytes_on_the_page_of_communication_are_planned():
     text = (ROOT / "benchmarks/results/communication.md").read_text()
     found = dict(bytes_of_page(text))
     expected = sent("communication_debug")
@@ -141,7 +138,7 @@ def test_bytes_on_the_page_of_communication_are_planned() -> None:
         assert own == pytest.approx(axes, rel=5e-4, abs=SINGLE_NUMBERS), variant
 
 
-def bytes_of_page(text: str) -> Iterator[tuple[str, dict[str, float]]]:
+def bytes_of_page(text):
     """Each variant with its megabytes by axis."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     for line in lines[2:]:
@@ -152,13 +149,13 @@ def bytes_of_page(text: str) -> Iterator[tuple[str, dict[str, float]]]:
 SENT = r"(\w+) ([\d.]+)"
 
 
-def test_states_of_ranger21_are_as_many_as_is_said() -> None:
+def test_states_of_ranger21_are_as_many_as_is_said():
     values = OPTIMIZERS["Ranger21"]().state_bytes(4) / 4
     times = values / (OPTIMIZERS["AdamW"]().state_bytes(4) / 4)
     assert f"[{values:g} values for each parameter, {times:g} times as" in measured_here("Ranger21")
 
 
-def test_sizes_of_vision_models_are_those_of_the_page() -> None:
+def test_sizes_of_vision_models_are_those_of_the_page():
     spec, page = MODELS["vit_mae"], (ROOT / "docs/vision.md").read_text()
     encoders = []
     for flavor in ("base", "huge", "1B", "3B", "5B", "15B"):

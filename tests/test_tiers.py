@@ -34,7 +34,7 @@ def test_every_axis_converter_and_way_to_shard_is_compared_daily():
     assert ways == SHARDING.keys()
 
 
-def converters(layouts: object) -> set[str]:
+def converters(layouts):
     return {type(converter).__name__ for layout in layouts for converter in layout.convert}
 
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -83,12 +82,12 @@ KEYS = ["--metrics.serve=:9090", "--job.manifest.cpus=2"]
 """Keys of the core that only `cluster` heeds."""
 
 
-def copy_with(wings: Collection[str], folder: Path, systems: Collection[str] = (*SYSTEMS,)) -> Path:
+def copy_with(wings, folder, systems=(*SYSTEMS,)):
     """A copy of the project that has these wings, and of research these systems, alone."""
     copy_package(wings, folder, systems)
     absent = {*WINGS} - {*wings}
 
-    def needless(where: str, names: list[str]) -> set[str]:
+    def needless(where, names):
         files = {name: (Path(where) / name).relative_to(ROOT) for name in names}
         return {"__pycache__"} | {
             name for name, path in files.items() if path.suffix == ".py" and needed(path) & absent
@@ -104,9 +103,7 @@ def copy_with(wings: Collection[str], folder: Path, systems: Collection[str] = (
     return folder
 
 
-def copy_package(
-    wings: Collection[str], folder: Path, systems: Collection[str] = (*SYSTEMS,)
-) -> None:
+def copy_package(wings, folder, systems=(*SYSTEMS,)):
     """Copy the wings of the package, and link to the core."""
     package = folder / "torchtitan"
     package.mkdir()
@@ -120,7 +117,7 @@ def copy_package(
 
 
 @cache
-def needed(path: Path) -> frozenset[str]:
+def needed(path):
     """The wings that a file of tests, or one that it imports, imports."""
     found = set()
     seen, left = {path}, [path]
@@ -136,7 +133,7 @@ def needed(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def imported(path: Path) -> Iterator[str]:
+def imported(path):
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -145,14 +142,14 @@ def imported(path: Path) -> Iterator[str]:
             yield str(node.module)
 
 
-def run_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_in(folder, *words):
     """Run Python with the package of a copy."""
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def pytest_in(folder: Path, *words: str) -> None:
+def pytest_in(folder, *words):
     """Run tests of a copy."""
     found = run_in(folder, "-c", "import torchtitan as found; print(*found.__path__)")
     assert found.stdout.split() == [str(folder / "torchtitan")], "another package is seen"
@@ -191,7 +188,7 @@ REASONS = {
 """Why each of `OF_WINGS` is refused. A note on absent wings follows every refusal."""
 
 
-def assert_refused(folder: Path, words: list[str], reason: str) -> None:
+def assert_refused(folder, words, reason):
     done = run_in(folder, "-m", "torchtitan", *words)
     assert done.returncode == 2, words
     assert "Traceback" not in done.stderr

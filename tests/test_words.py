@@ -2,8 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 from tests.sources import MODULES, PAGES, ROOT, nodes, place, text
 
@@ -39,7 +37,7 @@ SEARCHED = """
 """Terms that a reader searches for, each of which is in a heading."""
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+def docstrings(path):
     """Every docstring of a module, of fields too, with its line."""
     for node in nodes(path):
         for body in (getattr(node, "body", ()), getattr(node, "orelse", ())):
@@ -50,7 +48,7 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
                         yield each.lineno, found.strip()
 
 
-def faults(path: Path) -> Iterator[str]:
+def faults(path):
     for line, docstring in docstrings(path):
         for pattern, find in ((HEADLESS, "match"), (TWISTED, "search"), (ODD, "search")):
             if found := getattr(pattern, find)(docstring):

@@ -4,18 +4,15 @@ A case without a mark is run by `./scripts/test`. One marked `gate` is run besid
 `./scripts/test --all`, and one marked `slow` before a release only. CONTRIBUTING.md has the table.
 """
 
-from collections.abc import Collection, Iterable
-from typing import Any
-
 import pytest
 
 
 def tiers(
-    cases: Iterable[Any],
-    daily: Collection[Any],
-    slow: Collection[Any] = (),
-    gate: Collection[Any] | None = None,
-) -> list[Any]:
+    cases,
+    daily,
+    slow=(),
+    gate=None,
+):
     """`cases` with their marks: those neither in `daily` nor in `slow` wait for the gate.
 
     A case is the value of the one parameter, or a tuple with the values of several. If `gate` is

@@ -2,13 +2,11 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from torchtitan import checks
-from torchtitan.config import PlannedWorld, Problem
-from torchtitan.data import SOURCES, DataConfig, Dataset, Tokenizer
+from torchtitan.config import PlannedWorld
+from torchtitan.data import SOURCES
 from torchtitan.data.documents import JsonlDocuments
-from torchtitan.data.order import Source
 from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
@@ -73,9 +71,7 @@ FLAVORS = {
 TEXT = Path(__file__).parent / "text"
 
 
-def open_text(
-    dataset: Dataset, config: DataConfig, tokenizer: Tokenizer | None, seed: int
-) -> Source:
+def open_text(dataset, config, tokenizer, seed):
     """The text of the tests: the running Python's library would give other numbers on another."""
     documents = JsonlDocuments([TEXT / f"{dataset.split}.jsonl"], "text", TEXT)
     return ShuffledDocuments("text of the tests", documents, seed=seed, shuffle=config.shuffle)
@@ -124,15 +120,13 @@ OSSES = {name: OssArgs(**vars(args) | OSS) for name, args in FLAVORS.items() if 
 MODELS["tiny_oss"] = dataclasses.replace(GPT_OSS, name="tiny_oss", flavors=OSSES)
 
 
-def problems(
-    job: JobConfig, device_type: str = "cpu", severity: str = "error", ranks: int | None = None
-) -> list[Problem]:
+def problems(job, device_type="cpu", severity="error", ranks=None):
     """What is wrong with a recipe on this machine, if it had a device of that kind; or notes."""
     found = checks.problems(job, PlannedWorld(ranks, device_type, is_here=True))
     return [problem for problem in found if problem.severity == severity]
 
 
-def job(dump_folder: Path | str = "unused", **sections: dict[str, Any]) -> JobConfig:
+def job(dump_folder="unused", **sections):
     """The tiny recipe with the given keys changed, section by section."""
     names = SECTIONS.keys() | sections.keys()
     merged = {name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in names}

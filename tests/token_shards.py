@@ -6,12 +6,10 @@ import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from torchtitan.data.settings import DataConfig
 from torchtitan.data.stream import merge_states
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.data.tokens.index import ShardWriter, write_index
@@ -22,12 +20,12 @@ from torchtitan.tasks.next_token import PackedTokens
 Documents = Sequence[np.ndarray]
 
 
-def drawn_documents(count: int, seed: int = 0, most: int = 60) -> list[np.ndarray]:
+def drawn_documents(count, seed=0, most=60):
     draw = np.random.default_rng(seed)
     return [draw.integers(256, size=int(draw.integers(1, most))) for _ in range(count)]
 
 
-def write_shards(folder: Path, documents: Sequence[np.ndarray], shards: int = 3) -> Path:
+def write_shards(folder, documents, shards=3):
     """Write documents to shards of about the same number, in their order."""
     folder.mkdir(parents=True)
     tables = []
@@ -40,7 +38,7 @@ def write_shards(folder: Path, documents: Sequence[np.ndarray], shards: int = 3)
     return folder
 
 
-def mds_shard(file: Path, dtype: str, documents: Documents) -> dict[str, Any]:
+def mds_shard(file, dtype, documents):
     """Write a shard of MDS; return its entry in the index."""
     about = {"column_encodings": [f"ndarray:{dtype}"], "column_names": ["tokens"]}
     about |= {"column_sizes": [None], "compression": None, "format": "mds", "hashes": ["xxh3_64"]}
@@ -59,14 +57,14 @@ def mds_shard(file: Path, dtype: str, documents: Documents) -> dict[str, Any]:
     return about | {"raw_data": raw, "samples": len(samples), "zip_data": None}
 
 
-def with_offsets(items: Sequence[bytes], header: bytes = b"") -> bytes:
+def with_offsets(items, header=b""):
     """Items as in a shard of MDS and of litdata: after their number and offsets, and a header."""
     begin = 4 * (len(items) + 2) + len(header)
     offsets = np.cumsum([begin, *map(len, items)]).astype("<u4").tobytes()
     return b"".join([struct.pack("<I", len(items)), offsets, header, *items])
 
 
-def write_format(folder: Path, name: str, parts: Sequence[Documents], dtype: str) -> Path:
+def write_format(folder, name, parts, dtype):
     """Write shards in any of the formats that we read, without its library."""
     folder.mkdir(parents=True)
     entries = []
@@ -115,16 +113,16 @@ def write_format(folder: Path, name: str, parts: Sequence[Documents], dtype: str
 
 
 def token_streams(
-    config: DataConfig,
-    ranks: int,
+    config,
+    ranks,
     *,
-    batch: int = 4,
-    seq_len: int = 16,
-    steps: int | None = None,
-    once: bool = False,
-    groups: int = 1,
-    accumulation: int = 1,
-) -> list[TokenStream]:
+    batch=4,
+    seq_len=16,
+    steps=None,
+    once=False,
+    groups=1,
+    accumulation=1,
+):
     """Open the stream of each of `ranks` ranks; a step has `batch` samples."""
     tokenizer = ByteTokenizer()
     sources = open_token_sources(config, tokenizer, 258)
@@ -147,7 +145,7 @@ def token_streams(
     ]
 
 
-def rows(streams: Sequence[TokenStream], steps: int) -> list[list[int]]:
+def rows(streams, steps):
     """Take steps from all ranks; return the samples, inputs and last target, in their order."""
     found = []
     for _ in range(steps):
@@ -157,5 +155,5 @@ def rows(streams: Sequence[TokenStream], steps: int) -> list[list[int]]:
     return found
 
 
-def saved(streams: Sequence[TokenStream]) -> Any:
+def saved(streams):
     return merge_states([stream.state_dict() for stream in streams])

@@ -4,9 +4,6 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,11 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from torchtitan.inputs import open_stream, open_task
-from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
 from torchtitan.parallel import Degrees
-from torchtitan.tasks.next_token import TokenBatch
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -31,7 +26,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 class TorchTitanRun:
     """Trains what a recipe describes, and saves as TorchTitan does."""
 
-    def __init__(self, job: JobConfig) -> None:
+    def __init__(self, job):
         self.job = job
         torch.manual_seed(42)
         self.model = Decoder(job.model_args(), job.training.seq_len)
@@ -51,7 +46,7 @@ class TorchTitanRun:
         self.batches = samples(job)
         self.step = self.tokens = 0
 
-    def train(self, steps: int) -> list[float]:
+    def train(self, steps):
         """The losses of the next `steps` steps."""
         losses = []
         for _ in range(steps):
@@ -68,7 +63,7 @@ class TorchTitanRun:
             losses.append(loss.item())
         return losses
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         """What TorchTitan v0.2 saves, by its names."""
         schedule = self.schedule.state_dict()
         del schedule["lr_lambdas"]
@@ -88,7 +83,7 @@ class TorchTitanRun:
         }
 
 
-def save(folder: Path, state: dict[str, Any]) -> Path:
+def save(folder, state):
     """Write what `TorchTitanRun.state` gave, or something like it, into `folder`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -97,7 +92,7 @@ def save(folder: Path, state: dict[str, Any]) -> Path:
     return folder
 
 
-def samples(job: JobConfig) -> Iterator[TokenBatch]:
+def samples(job):
     """The global batches of the recipe's data, in order."""
     stream = open_stream(
         job.model_copy(
@@ -115,7 +110,7 @@ def samples(job: JobConfig) -> Iterator[TokenBatch]:
     return iter(stream)
 
 
-def rule(job: JobConfig) -> Callable[[int], float]:
+def rule(job):
     """The factor of the learning rate after `done` steps: warm-up, stable, decay."""
     config, steps = job.lr_scheduler, job.schedule_steps()
     warmup = config.warmup_steps
@@ -126,7 +121,7 @@ def rule(job: JobConfig) -> Callable[[int], float]:
         "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
     }
 
-    def factor(done: int) -> float:
+    def factor(done):
         if done < warmup:
             return (done + 1) / warmup
         if done < steps - decay:
@@ -137,7 +132,7 @@ def rule(job: JobConfig) -> Callable[[int], float]:
     return factor
 
 
-def as_v01(state: dict[str, Any]) -> dict[str, Any]:
+def as_v01(state):
     """What TorchTitan v0.1 saves: the schedule and the counters are one value each."""
     old = {}
     for name, value in state.items():
@@ -149,7 +144,7 @@ def as_v01(state: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-def as_v03(state: dict[str, Any]) -> dict[str, Any]:
+def as_v03(state):
     """What TorchTitan v0.3 saves: other names, and queries, keys and values with one moment."""
     new = {}
     for name, value in state.items():
@@ -165,13 +160,13 @@ def as_v03(state: dict[str, Any]) -> dict[str, Any]:
     return new
 
 
-def weights_only(state: dict[str, Any]) -> dict[str, Any]:
+def weights_only(state):
     """What `last_save_model_only` leaves, in bfloat16."""
     parts = ("optimizer", "lr_scheduler", "train_state", "dataloader")
     return {n: v.bfloat16() for n, v in state.items() if n.partition(".")[0] not in parts}
 
 
-def save_for_hugging_face(run: TorchTitanRun, folder: Path, *, whole: bool) -> None:
+def save_for_hugging_face(run, folder, *, whole):
     """What `last_save_in_hf` leaves: safetensors under other names, and no config.json."""
     spec, args = MODELS[run.job.model.name], run.job.model_args()
     names, rows = spec.formats["hf"].name, spec.formats["hf"].rows
@@ -182,7 +177,7 @@ def save_for_hugging_face(run: TorchTitanRun, folder: Path, *, whole: bool) -> N
     save_safetensors(folder, state, whole=whole)
 
 
-def save_safetensors(folder: Path, state: dict[str, Any], *, whole: bool) -> None:
+def save_safetensors(folder, state, *, whole):
     """Write tensors with torch's writer of safetensors, into two files."""
     files = {name: 1 + number % 2 for number, name in enumerate(state)}
     writer = HuggingFaceStorageWriter(

@@ -3,26 +3,23 @@
 import json
 import struct
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 WANDB_OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 
 
-def offline_runs(folder: Path) -> list[tuple[Any, list[tuple[int, float]]]]:
+def offline_runs(folder):
     """The run record and (step, loss) of each process that wrote into a dump folder, in order."""
     return [offline_run(path) for path in sorted(folder.glob("wandb/offline-run-*"))]
 
 
-def offline_run(folder: Path) -> tuple[Any, list[tuple[int, float]]]:
+def offline_run(folder):
     """The run record and (step, loss) of one process."""
     [path] = folder.glob("*.wandb")
     records = ended(path)
     return next(r.run for r in records if r.HasField("run")), list(_losses(records))
 
 
-def ended(path: Path) -> list[Any]:
+def ended(path):
     """The records of a file that is complete; W&B may still be writing it when a run has ended."""
     for _ in range(200):
         records = list(wandb_records(path))
@@ -32,7 +29,7 @@ def ended(path: Path) -> list[Any]:
     raise AssertionError(f"{path}: its run did not end")
 
 
-def wandb_records(path: Path) -> Iterator[Any]:
+def wandb_records(path):
     """The records of a .wandb file: LevelDB's log format, after a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -51,7 +48,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
             whole = b""
 
 
-def history_rows(records: list[Any]) -> Iterator[dict[str, Any]]:
+def history_rows(records):
     """What was logged; the parts of a value that is no number are joined again."""
     for record in records:
         if record.HasField("history"):
@@ -66,7 +63,7 @@ def history_rows(records: list[Any]) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _losses(records: list[Any]) -> Iterator[tuple[int, float]]:
+def _losses(records):
     for row in history_rows(records):
         if "loss" in row:
             yield row["step"], row["loss"]

@@ -1,22 +1,18 @@
 """Breaks files as disks, copies and hands do: flips, cuts, exchanges, other names, other values."""
 
 import json
-import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-ODD: list[Any] = [None, True, -1, 0, 2**40, 1e300, "", "x", [], [1], {}, {"a": 1}, "../x", "\0"]
+ODD = [None, True, -1, 0, 2**40, 1e300, "", "x", [], [1], {}, {"a": 1}, "../x", "\0"]
 
 
-def flip(path: Path, dice: random.Random) -> None:
+def flip(path, dice):
     content = bytearray(path.read_bytes())
     for _ in range(dice.randint(1, 3) if content else 0):
         content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
     path.write_bytes(content)
 
 
-def flip_in_the_beginning(path: Path, dice: random.Random) -> None:
+def flip_in_the_beginning(path, dice):
     """Where formats keep what they are."""
     content = bytearray(path.read_bytes())
     if content:
@@ -24,16 +20,16 @@ def flip_in_the_beginning(path: Path, dice: random.Random) -> None:
     path.write_bytes(content)
 
 
-def cut(path: Path, dice: random.Random) -> None:
+def cut(path, dice):
     content = path.read_bytes()
     path.write_bytes(content[: dice.randrange(len(content) + 1)])
 
 
-def lengthen(path: Path, dice: random.Random) -> None:
+def lengthen(path, dice):
     path.write_bytes(path.read_bytes() + dice.randbytes(dice.randint(1, 50)))
 
 
-def blank(path: Path, dice: random.Random) -> None:
+def blank(path, dice):
     """A block that was never written."""
     content = bytearray(path.read_bytes())
     start = dice.randrange(len(content) + 1)
@@ -42,21 +38,21 @@ def blank(path: Path, dice: random.Random) -> None:
     path.write_bytes(content)
 
 
-def remove(path: Path, dice: random.Random) -> None:
+def remove(path, dice):
     path.unlink()
 
 
-def rename(path: Path, dice: random.Random) -> None:
+def rename(path, dice):
     suffix = dice.choice(["", ".txt", ".json", ".jsonl", ".gz", ".parquet", ".safetensors", ".pth"])
     path.rename(path.with_name(f"x{path.name.split('.')[0]}{suffix}"))
 
 
-def make_folder(path: Path, dice: random.Random) -> None:
+def make_folder(path, dice):
     path.unlink()
     path.mkdir()
 
 
-def exchange(path: Path, dice: random.Random) -> None:
+def exchange(path, dice):
     """With another file beside it."""
     other = dice.choice(sorted(p for p in path.parent.iterdir() if p.is_file()))
     mine, theirs = path.read_bytes(), other.read_bytes()
@@ -64,7 +60,7 @@ def exchange(path: Path, dice: random.Random) -> None:
     other.write_bytes(mine)
 
 
-def change_json(path: Path, dice: random.Random) -> None:
+def change_json(path, dice):
     """Another value, or none, anywhere in a JSON file; other files are flipped."""
     try:
         content = json.loads(path.read_bytes())
@@ -72,7 +68,7 @@ def change_json(path: Path, dice: random.Random) -> None:
         flip(path, dice)
         return
     node, places = content, [((), content)]
-    found: list[tuple[Any, Any]] = []
+    found = []
     stack = [content]
     while stack:
         node = stack.pop()
@@ -90,13 +86,13 @@ def change_json(path: Path, dice: random.Random) -> None:
     path.write_text(json.dumps(content))
 
 
-MUTATIONS: list[Callable[[Path, random.Random], None]] = [
+MUTATIONS = [
     *(flip, flip_in_the_beginning, cut, lengthen, blank, remove, rename, make_folder, exchange),
     *(change_json, change_json, change_json),
 ]
 
 
-def mutate(folder: Path, dice: random.Random) -> str:
+def mutate(folder, dice):
     """Break something in a folder; says what, for a test that fails."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     path, how = dice.choice(files), dice.choice(MUTATIONS)

@@ -4,14 +4,11 @@ import ctypes
 import dataclasses
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests import tiny
 from tests.oracles import code_of_meta
@@ -44,7 +41,6 @@ from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.data import load_tokenizer, starts_with, train_bpe, train_tokenizer
 from torchtitan.data.tokenizer import ByteTokenizer
-from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.settings import TextConfig
 from torchtitan.tools.cli import main
@@ -248,7 +244,7 @@ def test_weights_of_bytes_say_so_in_every_copy(tmp_path):
 # --- what cannot be ---
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+def refused(capsys, *words):
     """What the command says of a conversion that cannot be, and leaves nothing of."""
     destination = Path(str(words[1]))
     before = list(destination.parent.iterdir())
@@ -380,7 +376,7 @@ def test_what_fails_half_way_leaves_nothing(target, tmp_path, monkeypatch):
     (tmp_path / "new.saving").mkdir()
     (tmp_path / "new.saving/model-00099-of-00099.safetensors").touch()
 
-    def fail(self: Verified, name: str) -> Tensor:
+    def fail(self, name):
         if name == "model.norm.weight":
             raise OSError("the disk is gone")
         return read(self, name)
@@ -416,21 +412,21 @@ LARGEST = 4 * LONG.ffn_dim * LONG.dim
 MODEL = 50_000_000
 
 
-def anonymous() -> int:
+def anonymous():
     """Bytes that this process uses and that are no file's."""
     ctypes.CDLL(None).malloc_trim(0)  # what was freed is given back first
     text = Path("/proc/self/status").read_text()
     return 1024 * int(text.split("RssAnon:")[1].split()[0])
 
 
-def peaks(folder: Path) -> dict[str, int]:
+def peaks(folder):
     """By how much memory grows in each conversion; in a process of its own."""
-    seen: list[int] = []
+    seen = []
 
-    def watch(owner: Any, name: str) -> None:
-        function: Callable[..., Any] = getattr(owner, name)
+    def watch(owner, name):
+        function = getattr(owner, name)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args, **kwargs):
             result = function(*args, **kwargs)
             seen.append(anonymous())
             return result
@@ -446,7 +442,7 @@ def peaks(folder: Path) -> dict[str, int]:
         watch(owner, name)
     MODELS["small"] = dataclasses.replace(SPEC, flavors={"long": LONG})
 
-    def grown(source: str, target: str, size: str | None = "4MB", **options: Any) -> int:
+    def grown(source, target, size="4MB", **options):
         seen[:] = [before := anonymous()]
         run(folder / source, folder / target, max_shard_size=size, **options)
         return max(seen) - before
@@ -479,8 +475,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     assert max(found.values()) < limit, found
 
 
-def trained(job: JobConfig) -> dict[str, Tensor]:
-    return run_ranks(train, 1, job)[0]  # type: ignore[no-any-return]
+def trained(job):
+    return run_ranks(train, 1, job)[0]
 
 
 def test_a_run_starts_from_weights_of_hugging_face_on_any_layout(tmp_path):

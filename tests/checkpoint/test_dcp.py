@@ -9,15 +9,12 @@ import random
 import re
 import resource
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import (
@@ -59,7 +56,7 @@ def one_process():
         yield
 
 
-def save(path: Path, state: dict[str, Any]) -> Path:
+def save(path, state):
     dcp.save(state, checkpoint_id=path)
     return path
 
@@ -82,7 +79,7 @@ def test_everything_is_read_by_its_name(saved):
 
 
 def test_enums_as_early_python_3_11_pickles_them(tmp_path, monkeypatch):
-    def by_name(self: Any, protocol: int) -> Any:
+    def by_name(self, protocol):
         return getattr, (type(self), self.name)
 
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
@@ -127,12 +124,12 @@ def test_safetensors_that_dcp_wrote_are_read(tmp_path, folder):
     assert torch.equal(checkpoint.read("matrix", (1, 2), (2, 3)), TENSORS["matrix"][1:3, 2:5])
 
 
-def shard(path: Path, blocks: dict[str, tuple[tuple[int, ...], Tensor]]) -> None:
+def shard(path, blocks):
     info = {name: {"saved_offsets": offsets} for name, (offsets, _) in blocks.items()}
     save_file({n: t for n, (_, t) in blocks.items()}, path, {"DCP_SHARDING_INFO": json.dumps(info)})
 
 
-def two_shards(folder: Path) -> Tensor:
+def two_shards(folder):
     whole = torch.arange(20.0).view(5, 4)
     folder.mkdir(exist_ok=True)
     top = whole[:3].clone()
@@ -196,33 +193,33 @@ def test_more_files_are_read_than_may_be_open(tmp_path, monkeypatch):
 class Attack:
     """Calls a function where it is unpickled."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, function, *args):
         self.call = function, args
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.call
 
 
 class Kept:
     """An object with an attack in its state, which torch's class of this name takes over."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state):
         self.state = state
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return StorageMeta, (), self.state
 
 
-def leaves(marker: Path) -> list[Attack]:
+def leaves(marker):
     text = f"__import__('pathlib').Path({str(marker)!r}).touch()"
     return [Attack(os.system, f"touch {marker}"), Attack(eval, text), Attack(exec, text)]
 
 
-def metadata_of(saved: Path) -> Any:
+def metadata_of(saved):
     return pickle.loads((saved / ".metadata").read_bytes())
 
 
-def with_attack(saved: Path, attack: Any, where: str) -> Any:
+def with_attack(saved, attack, where):
     metadata = metadata_of(saved)
     if where == "whole":
         return attack
@@ -283,7 +280,7 @@ def test_a_pickle_that_makes_no_sense_is_refused_and_leaves_no_trace(saved, pick
     assert (dict(vars(Inert)), dict(vars(Metadata))) == before
 
 
-def append_item(saved: Path, name: str, content: Any) -> None:
+def append_item(saved, name, content):
     """Have another content for a tensor or a value."""
     written = io.BytesIO()
     torch.save(content, written)
@@ -365,7 +362,7 @@ def test_compressed_items_are_refused_by_name(saved):
         DcpCheckpoint(saved)
 
 
-def blocks_of(metadata: Any, *blocks: tuple[tuple[int, int], tuple[int, int]]) -> None:
+def blocks_of(metadata, *blocks):
     """Have other blocks for `tensors.matrix`, (4, 6), all of the same item."""
     name, index = "tensors.matrix", MetadataIndex("tensors.matrix", (0, 0))
     info = metadata.storage_data[index]
@@ -421,7 +418,7 @@ def test_exchanged_files_are_found_by_shape_and_dtype(saved, tmp_path):
         checkpoint.read("tensors.half")
 
 
-def read_all(path: Path) -> None:
+def read_all(path):
     checkpoint = DcpCheckpoint(path)
     for name in checkpoint.shapes():
         checkpoint.read(name)
@@ -455,7 +452,7 @@ def test_flipped_bits_of_a_tensor_are_found_where_it_has_a_checksum(saved):
     }
 
 
-def flip(file: Path, of: Tensor) -> None:
+def flip(file, of):
     data = bytearray(file.read_bytes())
     at = data.index(of.numpy().tobytes())
     data[at + 1] ^= 1
@@ -477,7 +474,7 @@ def test_without_checksums_flipped_bits_cannot_be_known(tmp_path):
 # --- torchtitan checkpoint ls, verify, diff ---
 
 
-def line_of(text: str, path: Path) -> str:
+def line_of(text, path):
     return next(" ".join(line.split()) for line in text.splitlines() if str(path) in line)
 
 

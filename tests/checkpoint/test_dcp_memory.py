@@ -11,14 +11,12 @@ import math
 import pickle
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.serialization import skip_data
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -36,7 +34,6 @@ from torchtitan.checkpoint.dcp.items import Item, records
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.placement import load_into
 from torchtitan.checkpoint.ranges import SPAN, MappedFiles
-from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.optim.norm import local
@@ -50,7 +47,7 @@ M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h: from how many bytes on a block is mapped by itself."""
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
+def shapes():
     spec = MODELS["llama3"]
     model = build_empty(spec.build, spec.flavors["1B"], seq_len=1)
     weights = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
@@ -75,7 +72,7 @@ def large(tmp_path_factory):
     return folder
 
 
-def item(folder: Path, sizes: tuple[int, ...]) -> _StorageInfo:
+def item(folder, sizes):
     """A block, made once, behind a byte: few items of DCP's files are at a multiple of 4 bytes."""
     file = folder / f"__0_{'x'.join(map(str, sizes))}.distcp"
     whole = folder / "saved"
@@ -100,7 +97,7 @@ def world():
     dist.destroy_process_group()
 
 
-def give_back() -> None:
+def give_back():
     """What was freed before goes to the kernel, so that a tensor made later counts when written.
 
     From now on what is large is given back as soon as it is freed: what glibc would keep of it
@@ -112,12 +109,10 @@ def give_back() -> None:
     libc.malloc_trim(0)
 
 
-def share_of(
-    source: TensorSource, names: Iterable[str], dim: int, world: DeviceMesh
-) -> dict[str, Tensor]:
+def share_of(source, names, dim, world):
     """Tensors without memory yet, of which this rank has a part; small ones are whole."""
     give_back()
-    found: dict[str, Tensor] = {}
+    found = {}
     for name in names:
         dtype, shape = source.shapes()[name]
         if len(shape) == 1:
@@ -132,40 +127,38 @@ def share_of(
     return found
 
 
-def anonymous() -> int:
+def anonymous():
     """Bytes of memory that is not a part of a file, which the kernel could take back."""
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])  # type: ignore[index]
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])
 
 
 class Watched:
     """A source that remembers the most memory there was, and the bytes asked of files."""
 
-    def __init__(self, source: TensorSource) -> None:
+    def __init__(self, source):
         give_back()
         self.source, self.before, self.most, self.largest = source, anonymous(), 0, 0
-        self.asked: list[int] = []
+        self.asked = []
 
-    def shapes(self) -> Mapping[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self):
         return self.source.shapes()
 
-    def read(
-        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
+    def read(self, name, offsets=None, sizes=None):
         block = self.source.read(name, offsets, sizes)
         self.look()
         self.largest = max(self.largest, block.nbytes)
         return block
 
-    def look(self) -> None:
+    def look(self):
         self.most = max(self.most, anonymous() - self.before)
 
 
-def load_watched(tensors: dict[str, Tensor], source: TensorSource) -> Watched:
+def load_watched(tensors, source):
     """Load them, and look at the memory before each read, after each block, and at the end."""
     watched, read = Watched(source), MappedFiles.read
 
-    def counted(files: MappedFiles, name: str, begin: int, end: int) -> memoryview:
+    def counted(files, name, begin, end):
         watched.asked.append(end - begin)
         watched.look()
         return read(files, name, begin, end)

@@ -3,15 +3,12 @@
 import dataclasses
 import shutil
 import weakref
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,7 +20,7 @@ from torch.distributed.tensor import Shard, zeros
 
 from tests import tiny
 from tests.checkpoint.test_torch_reader import eager
-from tests.layouts import Case, case
+from tests.layouts import case
 from tests.ranks import run_ranks
 from tests.runs import losses, train
 from tests.small_weights import FLAVORS, IN_META, SCALING, SPEC, content, run, same, saved, weights
@@ -37,7 +34,6 @@ from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checkpoint.weights.network import in_recipe
 from torchtitan.checkpoint.weights.opening import Verified
-from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
@@ -53,7 +49,7 @@ def small(monkeypatch):
 # --- weights ---
 
 
-def theirs(flavor: str) -> dict[str, Tensor]:
+def theirs(flavor):
     return {name.removeprefix("model."): tensor for name, tensor in weights(flavor).items()}
 
 
@@ -106,10 +102,10 @@ def test_files_and_items_are_of_limited_size(tmp_path, monkeypatch):
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
-    alive: list[weakref.ref[Tensor]] = []
+    alive = []
     read = Verified.read
 
-    def watched(source: Verified, name: str, *block: Sequence[int] | None) -> Tensor:
+    def watched(source, name, *block):
         assert not any(ref() is not None for ref in alive), name
         tensor = read(source, name, *block).clone()
         alive.append(weakref.ref(tensor))
@@ -120,7 +116,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
     assert len(alive) == len(weights())
 
 
-def sharded(folder: Path, found: dict[str, Tensor]) -> bool:
+def sharded(folder, found):
     """Whether this rank, and another, read their halves of what is there."""
     mesh = init_device_mesh("cpu", (2,))
     state = {
@@ -145,9 +141,9 @@ def test_weights_that_torchtitan_cannot_open_are_told(tmp_path, caplog):
 # --- runs ---
 
 
-def recipe(folder: Path, layout: Case, **sections: dict[str, Any]) -> JobConfig:
+def recipe(folder, layout, **sections):
     """Three of six steps, each of which is saved."""
-    defaults: dict[str, dict[str, Any]] = {
+    defaults = {
         "training": {"steps": 3},
         "optimizer": {"lr": 1e-2, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.3},
         "lr_scheduler": {"warmup_steps": 1, "total_steps": 6},
@@ -158,7 +154,7 @@ def recipe(folder: Path, layout: Case, **sections: dict[str, Any]) -> JobConfig:
     return tiny.job(folder, **layout.recipe(**merged))
 
 
-def converted(folder: Path, step: int) -> Path:
+def converted(folder, step):
     """The run after a step, as TorchTitan has it."""
     target = folder / f"dcp/step-{step}"
     words = [str(folder / f"checkpoint/step-{step}"), str(target), "--to", "dcp"]
@@ -190,7 +186,7 @@ def test_torch_takes_the_step_that_the_run_takes(name, tmp_path, straight):
     assert peak == [1.0]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(factor))
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state: dict[str, Any] = {
+    state = {
         **model.state_dict(),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
         "lr_scheduler": schedule.state_dict(),
@@ -218,7 +214,7 @@ def test_torch_takes_the_step_that_the_run_takes(name, tmp_path, straight):
     assert schedule.get_last_lr() == pytest.approx([1e-2 * factor(3)])
 
 
-def factor(done: int) -> float:
+def factor(done):
     """Of the rate after `done` steps, as the recipe has it: one of warm-up, then five down."""
     return 1.0 if not done else 1 - (done - 1) / 5
 
@@ -256,7 +252,7 @@ def test_run_that_torchtitan_cannot_continue_is_refused(change, trained, tmp_pat
 
 
 def test_only_a_run_has_an_optimizer(trained, tmp_path, capsys):
-    def refused(source: Path, *options: str) -> str:
+    def refused(source, *options):
         words = ["checkpoint", "convert", str(source), str(tmp_path / "new")]
         assert main([*words, "--with-optimizer", *options]) == 2
         assert not (tmp_path / "new").exists()
@@ -279,7 +275,7 @@ def test_only_a_run_has_an_optimizer(trained, tmp_path, capsys):
 # --- and back ---
 
 
-def all_of(path: Path) -> dict[str, Tensor]:
+def all_of(path):
     """What a checkpoint of ours holds that TorchTitan has too."""
     found = SavedTensors(path)
     return {name: found.read(name) for name in found.shapes() if not name.startswith("rng.")}
@@ -382,7 +378,7 @@ def test_run_of_torchtitan_becomes_one_of_ours(theirs_step, tmp_path):
 
 
 def test_what_cannot_become_one_of_ours(theirs_step, tmp_path, capsys, monkeypatch):
-    def refused(source: Path, name: str, *options: str) -> str:
+    def refused(source, name, *options):
         words = ["checkpoint", "convert", str(source), str(tmp_path / name), *options]
         assert main([*words, "--model", "tiny"]) == 2
         assert not (tmp_path / name).exists()
@@ -397,7 +393,7 @@ def test_what_cannot_become_one_of_ours(theirs_step, tmp_path, capsys, monkeypat
     assert said.startswith(f'{path}: flavor: got "falt"\n  did you mean flat?\n  allowed: tiny, ')
     found = DcpCheckpoint(path)
     items = [((name,), found.read(name)) for name in found.shapes()]
-    items += [((name,), found.value(name)) for name in found.values()]  # type: ignore[misc]
+    items += [((name,), found.value(name)) for name in found.values()]
     lost = "optimizer.state.norm.weight.exp_avg_sq"
     (tmp_path / "part").mkdir()
     writer.write_dcp(tmp_path / "part", [item for item in items if item[0] != (lost,)], 10**9)

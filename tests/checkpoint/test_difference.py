@@ -1,7 +1,5 @@
 """`torchtitan checkpoint diff`: weights first, and all that differs where it is asked for."""
 
-from pathlib import Path
-
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
@@ -9,7 +7,7 @@ from torchtitan.tools.checkpoint.inspection import SHOWN, Difference
 from torchtitan.tools.cli import main
 
 
-def saved(folder: Path, seed: int) -> Path:
+def saved(folder, seed):
     job = tiny.job(folder, checkpoint={"enable": True}, training={"steps": 1}, debug={"seed": seed})
     run_ranks(train, 1, job)
     return folder / "checkpoint/step-1"

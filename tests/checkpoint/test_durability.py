@@ -8,7 +8,6 @@ something relies on it would be lost.
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,20 +30,20 @@ class Flushes:
     lost: list[str]
     """What a power cut would have lost at some moment."""
 
-    def __init__(self, notes: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, notes, patch):
         self.notes, self.names, self.lost = notes, [], []
         fsync, rename, advise = os.fsync, os.rename, os.posix_fadvise
 
-        def flush(descriptor: int) -> None:
+        def flush(descriptor):
             fsync(descriptor)
             path = opened(descriptor)
             self._note(path).write_text(content(path))
 
-        def move(source: Any, target: Any) -> None:
+        def move(source, target):
             self._before(Path(source), Path(target))
             rename(source, target)
 
-        def forget(descriptor: int, *rest: int) -> None:
+        def forget(descriptor, *rest):
             advise(descriptor, *rest)
             assert rest == (0, 0, os.POSIX_FADV_DONTNEED)
             self.names.append(f"{opened(descriptor).name} is read")
@@ -54,10 +53,10 @@ class Flushes:
         patch.setattr(os, "rename", move)
         patch.setattr(os, "replace", move)
 
-    def _note(self, path: Path) -> Path:
+    def _note(self, path):
         return self.notes / str(path.stat().st_ino)
 
-    def _before(self, source: Path, target: Path) -> None:
+    def _before(self, source, target):
         """Something is about to get another name."""
         self.names.append(target.name)
         if NAME.fullmatch(target.name):  # a checkpoint from now on
@@ -75,11 +74,11 @@ class Flushes:
         elif target.name == MANIFEST and target.exists():  # what it lists has to be there
             self.lost += [name for name in self.new(target.parent) if name != source.name]
 
-    def is_whole(self, path: Path) -> bool:
+    def is_whole(self, path):
         """Whether a power cut would leave all of a file, or all names in a folder."""
         return self._note(path).exists() and self._note(path).read_text() == content(path)
 
-    def new(self, folder: Path) -> list[str]:
+    def new(self, folder):
         """Names in a checkpoint, or of checkpoints in a folder, that a power cut would lose."""
         note = self._note(folder)
         kept = json.loads(note.read_text()) if note.exists() else {}
@@ -88,17 +87,17 @@ class Flushes:
             names = {name: at for name, at in names.items() if NAME.fullmatch(name)}
         return [name for name, at in names.items() if kept.get(name) != at]
 
-    def at_the_end(self, folder: Path) -> list[str]:
+    def at_the_end(self, folder):
         """All that a power cut would have lost, now that the checkpoints of a folder are there."""
         folders = [*saved_steps(folder).values(), folder]
         return [*self.lost, *(name for path in folders for name in self.new(path))]
 
 
-def opened(descriptor: int) -> Path:
+def opened(descriptor):
     return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
 
 
-def content(path: Path) -> str:
+def content(path):
     """The bytes of a file; the names in a folder, and what they name."""
     if path.is_dir():
         return json.dumps({each.name: each.inode() for each in os.scandir(path)}, sort_keys=True)
@@ -159,7 +158,7 @@ def test_a_small_file_that_cannot_be_flushed_replaces_none(tmp_path, monkeypatch
     path = tmp_path / MANIFEST
     write_json(path, {"step": 1})
 
-    def fail(descriptor: int) -> None:
+    def fail(descriptor):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fail)
@@ -185,7 +184,7 @@ def test_a_copy_that_changed_before_it_was_written_is_refused(tmp_path):
 def test_a_save_whose_copy_changes_is_no_checkpoint(tmp_path, monkeypatch, caplog):
     arrange = storage._arrange
 
-    def spoil(pieces: Any) -> Any:
+    def spoil(pieces):
         """Between the copy and the write."""
         return arrange([piece._replace(digest=piece.digest ^ 1) for piece in pieces])
 

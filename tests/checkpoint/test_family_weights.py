@@ -1,7 +1,6 @@
 """Weights of each family to Hugging Face's format and back, with transformers in between."""
 
 import json
-from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from tests.small_weights import SEQ_LEN, content, run, same, write_run
 from tests.unit.data.test_tokenizer import like_qwen
 from torchtitan.checkpoint.folder import look_at, read_state
-from torchtitan.checkpoint.ranges import Sizes
 from torchtitan.checkpoint.storage import SavedTensors, StoredBlock, assemble, write_tensors
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.config import ConfigError
@@ -43,10 +41,10 @@ class Family(NamedTuple):
     sizes: dict[str, Any]
     theirs: str
 
-    def network(self) -> Any:
+    def network(self):
         spec = MODELS[self.name]
         settings = spec.settings.model_validate({"name": self.name, **self.sizes})
-        model: Any = spec.build(spec.args(settings), SEQ_LEN)
+        model = spec.build(spec.args(settings), SEQ_LEN)
         initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
         for module in model.modules():
             if isinstance(module, Router) and module.bias is not None:
@@ -79,7 +77,7 @@ class Made(NamedTuple):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     @cache
-    def of(name: str) -> Made:
+    def of(name):
         folder, family = tmp_path_factory.mktemp("made"), FAMILIES[name]
         ours = write_run(folder / "step-1", family.name, family.sizes, family.network())
         return Made(ours, run(ours, folder / "hf"))
@@ -87,7 +85,7 @@ def made(tmp_path_factory):
     return of
 
 
-def changed(folder: Path, destination: Path, change: Callable[[Tensors], Any]) -> Path:
+def changed(folder, destination, change):
     """A copy of Hugging Face's weights after a change of its tensors."""
     destination.mkdir()
     (destination / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -97,11 +95,11 @@ def changed(folder: Path, destination: Path, change: Callable[[Tensors], Any]) -
     return destination
 
 
-def fuse(tensors: Tensors, keeps: bool = False, experts: int = 11) -> None:
+def fuse(tensors, keeps=False, experts=11):
     """Replace the tensors of experts as transformers 5 has them in memory."""
     take = tensors.get if keeps else tensors.pop
     gate, up, down = (
-        torch.stack([take(f"{MLP}.experts.{e}.{kind}_proj.weight") for e in range(experts)])  # type: ignore[operator, misc]
+        torch.stack([take(f"{MLP}.experts.{e}.{kind}_proj.weight") for e in range(experts)])
         for kind in ("gate", "up", "down")
     )
     tensors[f"{MLP}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
@@ -112,7 +110,7 @@ FUSED = {"Qwen3-MoE": 11, "DeepSeek-V3 671B": 12, "DeepSeek-V3 16B": 12}
 """Families whose experts are a tensor each, and the number of these."""
 
 
-def are_the_tensors(name: str, tensors: Tensors, ours: Any) -> None:
+def are_the_tensors(name, tensors, ours):
     """What the names of a family mean."""
     if name.startswith("Qwen3") and name not in FUSED:
         assert ("lm_head.weight" in tensors) == (name == "Qwen3")
@@ -156,32 +154,32 @@ def test_there_and_back_and_with_transformers_in_between(name, made, tmp_path):
         assert same(content(run(other, tmp_path / f"{other.name}-back")), content(source))
 
 
-def both(tensors: Tensors) -> None:
+def both(tensors):
     fuse(tensors, keeps=True)
 
 
-def odd(tensors: Tensors) -> None:
+def odd(tensors):
     fuse(tensors)
     name = f"{MLP}.experts.gate_up_proj"
     tensors[name] = tensors[name][:, :-1].contiguous()
 
 
-def transposed(tensors: Tensors) -> None:
+def transposed(tensors):
     fuse(tensors)
     name = f"{MLP}.experts.down_proj"
     tensors[name] = tensors[name].transpose(1, 2).contiguous()
 
 
-def without(name: str) -> Callable[[Tensors], Any]:
+def without(name):
     return lambda tensors: tensors.pop(name)
 
 
-def adding(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensors], Any]:
+def adding(name, *shape, dtype=torch.float32):
     return lambda tensors: tensors.update({name: torch.zeros(shape, dtype=dtype)})
 
 
 NORM, EMBEDDING = f"{ATTENTION}.k_norm.weight", "model.embed_tokens.weight"
-REFUSED: list[tuple[str, Callable[[Tensors], Any], str]] = [
+REFUSED = [
     *(
         row
         for name in ("Qwen3", "Qwen3, tied")
@@ -280,7 +278,7 @@ def test_an_expert_that_is_missing_is_found():
     whole = torch.arange(24.0).view(4, 3, 2)
     blocks = [StoredBlock((first, 0, 0), (1, 3, 2), first) for first in (0, 1, 3)]
 
-    def read(block: StoredBlock[int], at: Sizes, sizes: Sizes) -> torch.Tensor:
+    def read(block, at, sizes):
         return whole[block.place : block.place + 1]
 
     kept = assemble(whole.dtype, (0, 0, 0), (2, 3, 2), blocks, read, "w1")

@@ -10,8 +10,6 @@ import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from torchtitan.tools.cli import main
 from torchtitan.train import choose
 
 
-def recipe(folder: Path, steps: int = 4, **sections: dict[str, Any]) -> JobConfig:
+def recipe(folder, steps=4, **sections):
     checkpoint = {"enable": True, "interval": 2} | sections.pop("checkpoint", {})
     training = {"steps": steps, "local_batch_size": 4} | sections.pop("training", {})
     schedule = {"total_steps": 8}
@@ -40,7 +38,7 @@ def recipe(folder: Path, steps: int = 4, **sections: dict[str, Any]) -> JobConfi
     )
 
 
-def run(job: JobConfig) -> dict[str, torch.Tensor]:
+def run(job):
     return run_ranks(train, 1, job)[0]
 
 
@@ -57,7 +55,7 @@ def finished(saved, tmp_path):
     return Path(shutil.copytree(saved[0], tmp_path / "finished"))
 
 
-def steps_in(folder: Path) -> list[int]:
+def steps_in(folder):
     return list(saved_steps(folder / "checkpoint"))
 
 
@@ -113,12 +111,12 @@ def test_first_step_and_load_only(tmp_path):
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
 
 
-def killed_at(module: ModuleType | type, stage: str, job: JobConfig) -> None:
+def killed_at(module, stage, job):
     """Die, as if killed, at a stage of the second save."""
     gc.freeze()  # garbage of the parent may hold threads that a fork does not have
     original, calls = getattr(module, stage), []
 
-    def die(*args: Any, **named: Any) -> Any:
+    def die(*args, **named):
         calls.append(args)
         if len(calls) == 2:
             os._exit(9)
@@ -198,7 +196,7 @@ def test_other_sizes_are_another_run_however_they_are_said(finished):
 def test_a_checkpoint_that_recorded_no_sizes_has_those_of_its_flavor(tmp_path, monkeypatch):
     in_effect = JobConfig.in_effect
 
-    def as_before(job: JobConfig) -> dict[str, Any]:
+    def as_before(job):
         sizes = {f"model.{key}" for key in job.model.sizes()}
         return {key: value for key, value in in_effect(job).items() if key not in sizes}
 
@@ -314,9 +312,9 @@ def test_everything_of_another_run(tmp_path, saved):
     assert second == {step: whole[step] for step in (3, 4)}
 
 
-def state_of(folder: Path, step: int) -> dict[str, Any]:
+def state_of(folder, step):
     text = (folder / f"checkpoint/step-{step}/train_state.json").read_text()
-    return json.loads(text)  # type: ignore[no-any-return]
+    return json.loads(text)
 
 
 def test_parts_left_out_of_loading_start_afresh(finished):
@@ -360,29 +358,29 @@ def test_what_is_written_says_what_ran(finished):
     assert state["versions"]["torch"] == torch.__version__
 
 
-def flip(path: Path, at: int = -1) -> None:
+def flip(path, at=-1):
     """Change one bit of a file."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
 
 
-def choose_and_run(job: JobConfig) -> None:
+def choose_and_run(job):
     choose(job)
     run(job)
 
 
-def train_and_listen(job: JobConfig) -> tuple[dict[str, torch.Tensor], list[str]]:
+def train_and_listen(job):
     """The weights, and what was logged."""
-    said: list[str] = []
+    said = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     return train(job), said
 
 
-def cut(path: Path) -> None:
+def cut(path):
     os.truncate(path, 100)
 
 
@@ -446,9 +444,9 @@ def test_a_run_that_is_ending_is_waited_for(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(disk, "LOCK_SECONDS", 0)
     with ExitStack() as ending:
         ending.enter_context(lock(tmp_path)).mark_ending()
-        naps: list[float] = []
+        naps = []
 
-        def sleep(seconds: float) -> None:
+        def sleep(seconds):
             naps.append(seconds)
             if len(naps) == 100:
                 ending.close()
@@ -486,7 +484,7 @@ def test_a_folder_that_cannot_be_written_into_is_refused(tmp_path):
 
 
 def test_what_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch, caplog):
-    def refuse(path: Path) -> None:
+    def refuse(path):
         raise PermissionError(13, "Permission denied")
 
     for name in ("step-2", "step-4", "step-6.saving"):
@@ -512,10 +510,10 @@ def test_finished_run_has_nothing_to_do(finished):
     assert steps_in(finished) == [2, 4]
 
 
-def words_of_a_finished_run(job: JobConfig) -> list[str]:
-    told: list[str] = []
+def words_of_a_finished_run(job):
+    told = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: told.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     train(job)

@@ -3,14 +3,10 @@
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests.small_weights import ARGS, FLAVORS, SPEC, run, same, saved, weights
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
@@ -27,11 +23,11 @@ def small(monkeypatch):
     monkeypatch.setitem(MODELS, "small", SPEC)
 
 
-def hugging_face(folder: Path, flavor: str = "plain") -> Path:
+def hugging_face(folder, flavor="plain"):
     return run(saved(folder / "ours", flavor), folder / "hf")
 
 
-def meta(folder: Path, files: int = 1, flavor: str = "plain", embedding_dim: int = 0) -> Path:
+def meta(folder, files=1, flavor="plain", embedding_dim=0):
     """Meta's format, in several files as tensor parallelism cuts it."""
     source = run(saved(folder / "ours", flavor), folder / "meta", target_format="meta")
     if files == 1:
@@ -43,7 +39,7 @@ def meta(folder: Path, files: int = 1, flavor: str = "plain", embedding_dim: int
     return source
 
 
-def cut(name: str, tensor: Tensor, files: int, embedding_dim: int) -> list[Tensor]:
+def cut(name, tensor, files, embedding_dim):
     """As Megatron-LM: outputs of most, inputs of what closes a block, norms everywhere."""
     if "norm" in name:
         return [tensor.clone() for _ in range(files)]
@@ -51,11 +47,11 @@ def cut(name: str, tensor: Tensor, files: int, embedding_dim: int) -> list[Tenso
     return [part.clone() for part in tensor.chunk(files, dim)]
 
 
-def everything(source: ForeignWeights) -> dict[str, Tensor]:
+def everything(source):
     return {name: source.read(name) for name in source.shapes()}
 
 
-def blocks(shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
+def blocks(shape):
     """Some blocks of a tensor: what a rank may ask for."""
     dice = random.Random(0)
     for _ in range(12):
@@ -93,10 +89,10 @@ def test_a_block_is_that_of_the_whole(kind, tmp_path):
 
 def test_a_block_is_read_from_the_heads_it_is_in(tmp_path, monkeypatch):
     source = HuggingFaceWeights(hugging_face(tmp_path), [SPEC], "plain")
-    asked: list[tuple[str, Sizes, Sizes]] = []
+    asked = []
     block = HuggingFaceWeights._block
 
-    def watched(self: HuggingFaceWeights, *words: Any) -> Tensor:
+    def watched(self, *words):
         asked.append(words)
         return block(self, *words)
 
@@ -118,23 +114,23 @@ def test_a_block_is_read_from_the_heads_it_is_in(tmp_path, monkeypatch):
 # --- what does not fit ---
 
 
-def load(path: Path) -> dict[str, Tensor]:
+def load(path):
     """Tensors that are no views of their file, which is going to be written anew."""
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
-def refusal(folder: Path, opened: Callable[[], object]) -> list[str]:
+def refusal(folder, opened):
     """What is said of weights, without the name of their folder."""
     with pytest.raises(ConfigError) as error:
         opened()
     return str(error.value).replace(str(folder), "HERE").splitlines()
 
 
-def open_hugging_face(folder: Path, flavor: str | None = "plain") -> list[str]:
+def open_hugging_face(folder, flavor="plain"):
     return refusal(folder, lambda: HuggingFaceWeights(folder, [SPEC], flavor))
 
 
-def open_meta(folder: Path, flavor: str | None = "plain") -> list[str]:
+def open_meta(folder, flavor="plain"):
     return refusal(folder, lambda: MetaWeights(folder, [SPEC], flavor))
 
 
@@ -203,7 +199,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-TWICE: list[tuple[dict[str, Any], list[str]]] = [
+TWICE = [
     (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": LLAMA3},
         ['rope_scaling.rope_type "llama3"', 'rope_parameters.rope_type "default"'],
@@ -262,7 +258,7 @@ def test_prefixes_of_wrappers_are_left_out_and_said(prefix, kind, tmp_path, capl
             prefix + n.replace("layers.0.", "layers.0._orig_mod."): tensors[n] for n in tensors
         }
         save_file(wrapped, folder / "model.safetensors")
-        source: ForeignWeights = HuggingFaceWeights(folder, [SPEC], "plain")
+        source = HuggingFaceWeights(folder, [SPEC], "plain")
     else:
         folder = meta(tmp_path)
         path = folder / "consolidated.00.pth"

@@ -3,8 +3,7 @@
 import json
 import logging
 import shutil
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from torchtitan.checkpoint.folder import look_at, read_state, replace_state
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.tiers import is_past
 from torchtitan.checkpoint.weights.opening import find
-from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.tools.cli import main
 
@@ -45,12 +43,10 @@ class Death(NamedTuple):
     ranks: tuple[int, ...] = ALL
 
 
-def recipe(
-    folder: Path, /, layout: str = "FSDP 2", mode: str = "disabled", **keys: Any
-) -> JobConfig:
+def recipe(folder, /, layout="FSDP 2", mode="disabled", **keys):
     """Six steps, each of which is saved, and every third for good."""
     frequent = {"interval": 1, "folder": str(folder / "disk")} | keys
-    sections: dict[str, dict[str, Any]] = {
+    sections = {
         "job": {"dump_folder": str(folder / "run")},
         "training": {"steps": 6},
         "checkpoint": {"enable": True, "interval": 3, "async_mode": mode, "frequent": frequent},
@@ -58,7 +54,7 @@ def recipe(
     return layouts.job(LAYOUTS[layout], "AdamW", **sections)
 
 
-def on_nodes(job: JobConfig, disks: tuple[int, ...], death: Death | None = None) -> Ended:
+def on_nodes(job, disks, death=None):
     """Train on nodes whose disks are folders; `disks`: that of each rank, if there are several."""
     rank, said = dist.get_rank(), list[str]()
     frequent = job.checkpoint.frequent
@@ -68,35 +64,35 @@ def on_nodes(job: JobConfig, disks: tuple[int, ...], death: Death | None = None)
     if death and rank in death.ranks:
         at_call(death.place, death.number)()
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     return Ended(train(job.model_copy(update={"checkpoint": checkpoint})), said)
 
 
-def shared(job: JobConfig, death: Death | None = None) -> Ended:
+def shared(job, death=None):
     """Train on ranks that see the same disks."""
     return on_nodes(job, (), death)
 
 
-def run(job: JobConfig, *disks: int) -> Ended:
+def run(job, *disks):
     """Train to the end, on ranks with these disks; what rank 0 says."""
     return run_ranks(on_nodes, len(disks), job, disks or (0, 1))[0]
 
 
-def killed(job: JobConfig, death: Death, *disks: int) -> None:
+def killed(job, death, *disks):
     """Train until ranks die."""
     with pytest.raises(AssertionError, match="ended with status -9"):
         run_ranks(on_nodes, len(disks), job, disks, death)
 
 
-def disk(folder: Path, node: int) -> Path:
+def disk(folder, node):
     """The folder of the frequent checkpoints on a disk."""
     (found,) = (folder / f"disk-{node}").iterdir()
     return found
 
 
-def held(folder: Path, node: int) -> dict[int, list[int]]:
+def held(folder, node):
     """The ranks whose files a node has, by step."""
     return {
         step: sorted(int(file.stem.partition("-")[2]) for file in path.glob("*.safetensors"))
@@ -119,7 +115,7 @@ def after_5(tmp_path_factory):
     return folder
 
 
-def copied(source: Path, target: Path, *lost: int) -> None:
+def copied(source, target, *lost):
     """Copy the folders of a run, whose disks have names by it, without those of lost nodes."""
     for path in source.iterdir():
         shutil.copytree(path, target / path.name)
@@ -131,14 +127,14 @@ def copied(source: Path, target: Path, *lost: int) -> None:
         shutil.rmtree(target / f"disk-{node}")
 
 
-def name_of(folder: Path) -> str:
+def name_of(folder):
     import xxhash
 
     full = (folder / "run").resolve()
     return f"run-{xxhash.xxh3_64_hexdigest(str(full).encode())[:8]}"
 
 
-def is_the_same(folder: Path, ended: Ended, whole: tuple[Path, Ended]) -> None:
+def is_the_same(folder, ended, whole):
     """A run that was broken ended with every bit of one that was not."""
     assert losses(folder / "run") == losses(whole[0] / "run")
     assert all(torch.equal(ended.weights[name], w) for name, w in whole[1].weights.items())
@@ -319,7 +315,7 @@ def test_folder_that_all_share_is_one_node(tmp_path, whole):
     assert [path.parent.name for path in find(tmp_path / "run", True)][-1] == "often"
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+REFUSED = {
     "interval: wanted less than the 4 steps of checkpoint.interval, or 0": ({"interval": 4}, {}),
     "folder: wanted neither checkpoint.folder, nor a folder inside it or around it": (
         {"interval": 1, "folder": "checkpoint"},
@@ -352,11 +348,11 @@ def test_refuses(message, tmp_path):
     assert f"checkpoint.frequent.{message}" in [f"{p.path}: {p.message}" for p in found]
 
 
-def full(function: Any, path: Path, *rest: Any) -> Any:
+def full(function, path, *rest):
     raise OSError(28, "No space left on device", str(path))
 
 
-def on_a_full_disk(job: JobConfig) -> Ended:
+def on_a_full_disk(job):
     """Train where the second write of the second node fails."""
     if dist.get_rank() == 1:
         at_call("torchtitan.checkpoint.saver:write_file", 2, full)()

@@ -1,8 +1,6 @@
 """Llama's network in other sizes: from transformers, through a run, and back to transformers."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "initializer_range": 0.1,
 }
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "llama": {"model_type": "llama"},
     "smollm": {"model_type": "llama", "tie_word_embeddings": True},
     "wide": {"model_type": "llama", "head_dim": 16, "num_key_value_heads": 6},
@@ -32,14 +30,14 @@ TOKENS = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(1))
 pytestmark = pytest.mark.filterwarnings("default")  # what transformers deprecates is its concern
 
 
-def model_of(case: str) -> Any:
+def model_of(case):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(len(case))
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | CASES[case])).eval()
 
 
-def folder_of(path: Path, case: str = "mistral", **changes: Any) -> Path:
+def folder_of(path, case="mistral", **changes):
     """A folder as transformers saves it, with changes of its config."""
     model_of(case).save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
@@ -47,7 +45,7 @@ def folder_of(path: Path, case: str = "mistral", **changes: Any) -> Path:
     return path
 
 
-def convert(source: Path, destination: Path, *words: str) -> Path:
+def convert(source, destination, *words):
     assert main(["checkpoint", "convert", str(source), str(destination), *words]) == 0
     return destination
 
@@ -155,7 +153,7 @@ def test_only_weights_from_elsewhere_have_a_section(tmp_path, capsys):
 # --- what cannot be ---
 
 
-def refused(capsys: pytest.CaptureFixture[str], source: Path) -> list[str]:
+def refused(capsys, source):
     """What is said of a folder, without its name; nothing is written."""
     new = source.with_name("new")
     capsys.readouterr()

@@ -5,10 +5,7 @@ import json
 import random
 import shutil
 import warnings
-from collections.abc import Callable, Collection
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -30,84 +27,84 @@ LINES = "".join(json.dumps({"text": f"document {n} é"}) + "\n" for n in range(D
 CASES = 1000
 
 
-def write_text(folder: Path) -> None:
+def write_text(folder):
     (folder / "a.txt").write_text("some text\n" * 50, encoding="utf-8")
     (folder / "b.txt").write_text("é other text\n" * 50, encoding="utf-8")
 
 
-def write_jsonl(folder: Path) -> None:
+def write_jsonl(folder):
     (folder / "a.jsonl").write_text(LINES, encoding="utf-8")
     (folder / "b.jsonl").write_text(LINES, encoding="utf-8")
 
 
-def write_gzip(folder: Path) -> None:
+def write_gzip(folder):
     for name in ("a", "b"):
         (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(LINES.encode(), mtime=0))
 
 
-def write_zstd(folder: Path) -> None:
+def write_zstd(folder):
     for name in ("a", "b"):
         with pyarrow.output_stream(str(folder / f"{name}.jsonl.zst"), compression="zstd") as file:
             file.write(LINES.encode())
 
 
-def write_parquet(folder: Path) -> None:
+def write_parquet(folder):
     table = pyarrow.table({"text": [f"document {n}" for n in range(DOCUMENTS)]})
     pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=10)
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder):
     train_bpe([LINES] * 20, 300, folder / "tokenizer.json")
     special = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
 
 
-def write_ours(folder: Path) -> None:
+def write_ours(folder):
     shutil.copytree(saved(folder.parent / "ours-of-it"), folder, dirs_exist_ok=True)
 
 
-def write_hugging_face(folder: Path) -> None:
+def write_hugging_face(folder):
     source = saved(folder.parent / "ours-of-hf")
     made = run(source, folder.parent / "made-hf", max_shard_size="50KB")
     shutil.copytree(made, folder, dirs_exist_ok=True)
 
 
-def write_meta(folder: Path) -> None:
+def write_meta(folder):
     source = saved(folder.parent / "ours-of-meta")
     made = run(source, folder.parent / "made-meta", target_format="meta")
     shutil.copytree(made, folder, dirs_exist_ok=True)
 
 
-def write_dcp(folder: Path) -> None:
+def write_dcp(folder):
     state = {"model.a": torch.arange(40.0).view(8, 5), "model.b": torch.ones(3), "step": 7}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that one process saves, which is meant
         dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
-def read_data(folder: Path) -> Any:
+def read_data(folder):
     config = DataConfig(dataset=str(folder))
     check_local(config)
     source = open_source(config, load_tokenizer(None), seed=0)
     return [found.content for found in islice(source.read({0: None}, 1)[0], 2 * DOCUMENTS)]
 
 
-def read_tokenizer(folder: Path) -> Any:
+def read_tokenizer(folder):
     tokenizer = load_tokenizer(str(folder))
     return tokenizer.decode(tokenizer.encode("document 7"))
 
 
-def read_weights(folder: Path, opening: Callable[..., Any]) -> Any:
+def read_weights(folder, opening):
     source = opening(folder, None, None).source
     return {name: source.read(name) for name in source.shapes()}
 
 
-def read_dcp(folder: Path) -> Any:
+def read_dcp(folder):
     source = DcpCheckpoint(folder)
     return {name: source.read(name) for name in source.shapes()}
 
 
-KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
+KINDS = {
     "text": (write_text, read_data),
     "jsonl": (write_jsonl, read_data),
     "gzip": (write_gzip, read_data),
@@ -127,13 +124,13 @@ PROVED = {"ours"}
 """What has digests: it is read as it was, or refused."""
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a, b):
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     return bool(a == b)
 
 
-def break_often(kind: str, cases: Collection[int], folder: Path) -> None:
+def break_often(kind, cases, folder):
     write, read = KINDS[kind]
     whole = folder / "whole"
     whole.mkdir()

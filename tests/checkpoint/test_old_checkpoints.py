@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tests.tiers import tiers
 from torchtitan.build import resume_policy
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
-from torchtitan.job import JobConfig
 from torchtitan.tools.checkpoint import inspection
 
 TWO = {
@@ -34,7 +32,7 @@ def where_it_was_written(monkeypatch):
     monkeypatch.syspath_prepend(str(EARLIER))
 
 
-def resumed(commit: str, folder: Path, layout: str, *flags: str) -> JobConfig:
+def resumed(commit, folder, layout, *flags):
     """The recipe, in a folder that has the checkpoint of a commit."""
     shutil.copytree(EARLIER / commit / "checkpoint", folder / "checkpoint")
     shard = "--parallelism.data_parallel_shard_degree=1"
@@ -43,11 +41,11 @@ def resumed(commit: str, folder: Path, layout: str, *flags: str) -> JobConfig:
     return load_job("recipe.toml", words, 1 + (layout in TWO), "cpu").config
 
 
-def curve(rows: list[dict[str, float]], key: str) -> dict[int, float]:
+def curve(rows, key):
     return {int(row["step"]): row[key] for row in rows if "loss" in row and row["step"] > 3}
 
 
-def recorded(commit: str) -> list[dict[str, float]]:
+def recorded(commit):
     return [
         json.loads(line)
         for line in (EARLIER / commit / "run/metrics.jsonl").read_text().splitlines()

@@ -4,9 +4,6 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +26,6 @@ from torchtitan.checkpoint.tiers import read_history
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.checkpoint.weights.meta_files import MetaWeights
 from torchtitan.config import ConfigError
-from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.remote import location
 from torchtitan.tools.cli import main
@@ -57,21 +53,21 @@ def own_store():
     yield from folder_on("store")
 
 
-def folder_on(protocol: str) -> Iterator[Path]:
+def folder_on(protocol):
     ObjectStore.reset()
     folder = location(f"{protocol}://{uuid.uuid4().hex}/checkpoint")
     yield folder
     ObjectStore.reset()
-    folder.remove()  # type: ignore[attr-defined]
+    folder.remove()
 
 
-def on(store: Path, dump_folder: Path, steps: int = 4, **sections: Any) -> JobConfig:
+def on(store, dump_folder, steps=4, **sections):
     """The recipe of the tests of disks, with its checkpoints in a store."""
     checkpoint = {"folder": str(store)} | sections.pop("checkpoint", {})
     return recipe(dump_folder, steps, checkpoint=checkpoint, **sections)
 
 
-def copy(folder: Path, destination: Path) -> Path:
+def copy(folder, destination):
     """A folder on a disk, in a store."""
     for path in folder.iterdir():
         (destination / path.name).write_bytes(path.read_bytes())
@@ -89,7 +85,7 @@ def test_rare_checkpoints_in_a_store_and_frequent_ones_on_disk(store, tmp_path, 
     assert [step for _, step in read_history(store / "frequent.json")] == [0, 3]
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def same(a, b):
     return all(torch.equal(a[name], weight) for name, weight in b.items())
 
 
@@ -295,7 +291,7 @@ def test_a_store_that_cannot_be_read_at_the_start_is_refused_in_words(own_store,
 
 
 def test_training_goes_on_while_a_slow_store_is_written_to(own_store, tmp_path, caplog):
-    def wait(method: str, path: str) -> None:
+    def wait(method, path):
         until = time.monotonic() + 60
         while method == "open" and "step-2/" in path and "step 3/4" not in caplog.text:
             assert time.monotonic() < until, "training waits for the store"
@@ -316,7 +312,7 @@ def test_old_checkpoints_that_cannot_be_deleted_end_no_run(own_store, tmp_path, 
     assert not (own_store / "step-2").exists()
 
 
-def sharded(folder: str, dump_folder: Path, steps: int = 4) -> JobConfig:
+def sharded(folder, dump_folder, steps=4):
     two = {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1}
     return on(location(folder), dump_folder, steps, parallelism=two)
 
@@ -340,14 +336,14 @@ def test_ranks_write_their_own_files_and_others_read_them(tmp_path):
     assert all(torch.allclose(found[name], weight, atol=1e-6) for name, weight in whole.items())
 
 
-def refusal(job: JobConfig, fails: bool = False) -> str:
+def refusal(job, fails=False):
     """Why a rank does not train; if `fails`, the store of rank 1 does."""
 
-    def fail(path: remote.RemotePath, *_: object) -> None:
+    def fail(path, *_):
         raise remote.StoreError(f"{path.name}: unplugged")
 
     if fails and os.environ["RANK"] == "1":
-        remote.RemotePath.read_ranges = fail  # type: ignore[assignment]
+        remote.RemotePath.read_ranges = fail
     try:
         train(job)
     except ConfigError as error:
@@ -361,7 +357,7 @@ def test_ranks_whose_store_is_not_the_same_are_refused(tmp_path):
     assert "checkpoint.folder: rank 1 cannot write into memory://somewhere" in found[0]
 
 
-def trained_and_refused(first: JobConfig, second: JobConfig) -> tuple[str, str]:
+def trained_and_refused(first, second):
     return refusal(first), refusal(second, fails=True)
 
 
@@ -383,7 +379,7 @@ def small_requests(monkeypatch):
     return 4096
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor]) -> SavedTensors:
+def write(folder, tensors):
     write_tensors(folder, tensors.items(), {}, 10**9)
     found = SavedTensors(folder)
     ObjectStore.requests.clear()
@@ -404,10 +400,10 @@ def test_columns_of_a_matrix_in_a_store_need_no_more_memory_than_they_have(
 ):
     whole = torch.arange(512 * 256, dtype=torch.float32).view(512, 256)
     saved = write(own_store / "step-0", {"model.a": whole})
-    fetched: list[int] = []
+    fetched = []
     fetch = FetchedFiles._fetch
 
-    def counted(files: FetchedFiles, name: str, begin: int, end: int) -> memoryview:
+    def counted(files, name, begin, end):
         fetched.append(end - begin)
         return fetch(files, name, begin, end)
 

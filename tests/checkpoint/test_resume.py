@@ -2,17 +2,14 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests import layouts
-from tests.layouts import LAYOUTS, Case
+from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train, train_each
-from torchtitan.job import JobConfig
 
 ALONE = "one rank, accumulating 8"
 BITWISE = [ALONE, "DDP 2", "FSDP 2", "FSDP 4", "HSDP 2 x 2", "TP 2", "CP 2", "PP 2, 1F1B"]
@@ -69,7 +66,7 @@ GATE = [
 Pairs = list[tuple[str, str]]
 
 
-def groups(pairs: Pairs, daily: Pairs, gate: Pairs) -> list[Any]:
+def groups(pairs, daily, gate):
     """The pairs of each tier that end on as many ranks, which run them one after the other."""
     slow = [pair for pair in pairs if pair not in daily and pair not in gate]
     found = []
@@ -83,11 +80,9 @@ def groups(pairs: Pairs, daily: Pairs, gate: Pairs) -> list[Any]:
     return found
 
 
-def recipe(
-    folder: Path, layout: Case, steps: int, flavor: str = "deep", **sections: dict[str, Any]
-) -> JobConfig:
+def recipe(folder, layout, steps, flavor="deep", **sections):
     """The recipe of the parity tests, saved at step 2 and at the end."""
-    defaults: dict[str, dict[str, Any]] = {
+    defaults = {
         "job": {"dump_folder": str(folder)},
         "model": {"flavor": flavor},
         "training": {"steps": steps},
@@ -99,7 +94,7 @@ def recipe(
     return layouts.job(layout, "AdamW", **merged)
 
 
-def flavor_of(*names: str) -> str:
+def flavor_of(*names):
     """Two layers, unless a layout has more stages than that."""
     many = ("PP 4", "ZBV", "DualPipeV")
     return "deep" if any(word in name for name in names for word in many) else "flat"
@@ -133,7 +128,7 @@ def test_same_layout_is_bitwise_the_same(pairs, tmp_path):
         is_bitwise_the_same(tmp_path / name / "halves", tmp_path / name / "whole")
 
 
-def is_bitwise_the_same(halves: Path, whole: Path) -> None:
+def is_bitwise_the_same(halves, whole):
     assert losses(halves) == losses(whole), whole
     assert list(losses(halves)) == [1, 2, 3, 4]
     for key in ("grad_norm", "lr", "tokens", "validation_loss"):
@@ -148,8 +143,8 @@ def is_bitwise_the_same(halves: Path, whole: Path) -> None:
 @pytest.mark.parametrize("pairs", groups(PAIRS, DAILY, GATE))
 def test_another_layout_goes_on_with_the_same_run(pairs, tmp_path, straights):
     here = LAYOUTS[pairs[0][1]].ranks
-    first: dict[int, list[JobConfig]] = {}
-    then: list[JobConfig] = []
+    first = {}
+    then = []
     for before, after in pairs:
         folder, flavor = tmp_path / f"{before} to {after}", flavor_of(before, after)
         ranks = LAYOUTS[before].ranks
@@ -163,7 +158,7 @@ def test_another_layout_goes_on_with_the_same_run(pairs, tmp_path, straights):
         is_the_same_run(tmp_path / f"{before} to {after}", straights[flavor_of(before, after)])
 
 
-def is_the_same_run(folder: Path, straight: Path) -> None:
+def is_the_same_run(folder, straight):
     """Another layout went on with it."""
     assert losses(folder) == pytest.approx(losses(straight), rel=1e-5), folder
     for key, tolerance in {"grad_norm": 1e-4, "validation_loss": 1e-5}.items():

@@ -8,32 +8,29 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from tests import forked, tiny
-from tests.layouts import LAYOUTS, Case, case
+from tests.layouts import LAYOUTS, case
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.small_weights import saved as saved_weights
 from tests.test_docs import ROOT, blocks
 from torchtitan.checkpoint.manifest import File, hash_file, read_manifest, write_manifest
 from torchtitan.checkpoint.storage import Piece, SavedTensors, write_file
-from torchtitan.job import JobConfig
 from torchtitan.tools.checkpoint.inspection import damage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
 MIXED = LAYOUTS["FSDP 2 x TP 2"]
 
 
-def recipe(folder: Path, layout: Case, **sections: dict[str, Any]) -> JobConfig:
+def recipe(folder, layout, **sections):
     """Two steps, the last of which is saved."""
-    defaults: dict[str, dict[str, Any]] = {
+    defaults = {
         "training": {"steps": 2},
         "optimizer": {"lr": 1e-3},
         "checkpoint": {"enable": True},
@@ -43,15 +40,15 @@ def recipe(folder: Path, layout: Case, **sections: dict[str, Any]) -> JobConfig:
     return tiny.job(folder, **layout.recipe(**merged))
 
 
-def eager(job: JobConfig) -> dict[str, Tensor]:
+def eager(job):
     torch.compiler.set_stance("force_eager")
     return train(job)
 
 
-def loaded(path: Path) -> dict[str, Tensor]:
+def loaded(path):
     """All tensors of a checkpoint, by torch."""
     reader = HuggingFaceStorageReader(str(path))
-    state: dict[str, Tensor] = {
+    state = {
         name: torch.empty(kind.size, dtype=kind.properties.dtype)
         for name, kind in reader.read_metadata().state_dict_metadata.items()
     }
@@ -59,11 +56,11 @@ def loaded(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bits(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def same(found: dict[str, Tensor], path: Path) -> bool:
+def same(found, path):
     """Whether tensors are all those of a checkpoint, to the bit."""
     wanted = SavedTensors(path)
     kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
@@ -75,7 +72,7 @@ HALF = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
 MOMENTUM = {"name": "SGD", "momentum": 0.9}
 EXPORT = {"last_save_model_only": True, "export_dtype": "bfloat16"}
 SMALL = {"dim": 4, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 3}
-RECIPES: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
+RECIPES = {
     "AdamW, nothing even": (MIXED, {}),
     "replicas": (LAYOUTS["HSDP 2 x 2"], {}),
     "bfloat16": (case(batch=8), {"training": HALF}),
@@ -88,7 +85,7 @@ RECIPES: dict[str, tuple[Case, dict[str, dict[str, Any]]]] = {
 """Everything of a run that can be in a checkpoint, as some layout and recipe saves it."""
 
 
-def run_each(folder: Path, kinds: list[str]) -> None:
+def run_each(folder, kinds):
     import tests.senders  # noqa: F401  (the name of a way to send)
 
     for kind in kinds:
@@ -113,9 +110,7 @@ def test_torch_opens_what_any_recipe_saves(kind, runs):
     assert same(loaded(path), path)
 
 
-def opens_what_a_recipe_saves(
-    layout: Case, sections: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def opens_what_a_recipe_saves(layout, sections, tmp_path):
     run_ranks(eager, layout.ranks, recipe(tmp_path, layout, **sections))
     path = tmp_path / "checkpoint" / "step-2"
     assert same(loaded(path), path)
@@ -156,10 +151,10 @@ sys.exit(any(os.wait()[1] for _ in range(1, ranks)) if rank == 0 else 0)
 """
 
 
-def run_forked(world: dict[str, str], folder: Path) -> int:
+def run_forked(world, folder):
     """Run the script without what is imported here already, but for torch."""
 
-    def script() -> None:
+    def script():
         os.environ |= world
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchtitan"]:
             del sys.modules[name]
@@ -168,7 +163,7 @@ def run_forked(world: dict[str, str], folder: Path) -> int:
     return forked.run(script, folder).status
 
 
-def run_alone(world: dict[str, str], folder: Path) -> int:
+def run_alone(world, folder):
     return subprocess.run([PYTHON, "-c", ALONE], cwd=folder, env=os.environ | world).returncode
 
 

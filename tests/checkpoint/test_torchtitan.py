@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +33,6 @@ from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import to_ours, to_theirs
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.parallel import Launch, open_world
 from torchtitan.provenance import to_toml
@@ -62,8 +60,8 @@ def test_tensors_have_one_name_here_and_one_there(theirs, ours):
     assert ours is None or to_theirs(ours) == theirs
 
 
-def recipe(folder: Path, layout: str = ALONE, **sections: dict[str, Any]) -> JobConfig:
-    defaults: dict[str, dict[str, Any]] = {
+def recipe(folder, layout=ALONE, **sections):
+    defaults = {
         "model": {"flavor": "flat"},
         "training": {"steps": 6, "max_norm": 0.3},
         "optimizer": {"name": "AdamW", "lr": 1e-3},
@@ -103,9 +101,7 @@ def theirs(tmp_path_factory):
     return Theirs(folder, dict(enumerate(run.train(3), 4)), state)
 
 
-def resumed(
-    folder: Path, path: Path | str, layout: str = ALONE, **sections: dict[str, Any]
-) -> JobConfig:
+def resumed(folder, path, layout=ALONE, **sections):
     """The recipe with a checkpoint of TorchTitan to go on from."""
     given = {"initial_load_path": str(path), "initial_load_model_only": False}
     checkpoint = given | sections.pop("checkpoint", {})
@@ -160,10 +156,10 @@ def test_adam_goes_on_from_adam(tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
 
 
-def train_until_killed(job: JobConfig, step: int) -> None:
+def train_until_killed(job, step):
     """Train like `train`; the process is killed when this step begins."""
 
-    def before_step(now: int) -> None:
+    def before_step(now):
         if now == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -204,10 +200,10 @@ class Begun(NamedTuple):
     log: list[str]
 
 
-def begin(job: JobConfig) -> Begun:
-    log: list[str] = []
+def begin(job):
+    log = []
     handler = logging.Handler()
-    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: log.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     launch = Launch.read()
@@ -221,7 +217,7 @@ def begin(job: JobConfig) -> Begun:
         return Begun(weights(run), state.step, state.tokens, samples, state.schedule_start, log)
 
 
-def begun(job: JobConfig) -> Begun:
+def begun(job):
     return run_ranks(begin, 1, job)[0]
 
 
@@ -323,19 +319,19 @@ def test_the_newest_checkpoint_that_is_complete_is_taken(tmp_path, theirs):
 # --- what cannot be resumed ---
 
 
-def refusal(job: JobConfig) -> str:
+def refusal(job):
     """What is said, before there is a process group, of what a recipe is to go on from."""
     with pytest.raises(ConfigError) as error:
         choose(job)
     return str(error.value)
 
 
-def without(pattern: str) -> Callable[[State], State]:
+def without(pattern):
     return lambda state: {n: v for n, v in state.items() if not re.search(pattern, n)}
 
 
 NAMES = ("attention_norm", "attention.wq", "attention.wk", "attention.wv")
-WRONG: dict[str, tuple[Callable[[State], State], dict[str, dict[str, Any]], str]] = {
+WRONG = {
     "another optimizer here": (
         dict,
         {"optimizer": {"name": "SGD", "momentum": 0.9}},
@@ -413,7 +409,7 @@ def test_what_does_not_fit_is_refused(case, tmp_path, theirs):
     assert not folder.exists()
 
 
-def refused_on(job: JobConfig) -> tuple[str, int, int, bool]:
+def refused_on(job):
     """What this rank says of a load that fails, and what of its run is then otherwise."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:

@@ -5,16 +5,13 @@ Ranks are forked, so a fault that is put into this process is in them too.
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from torchtitan.checkpoint import contents
-from torchtitan.data import Batch, DataStream
+from torchtitan.data import DataStream
 from torchtitan.data.lanes import Lane, SampleStart
 from torchtitan.device import Device
 from torchtitan.logging import progress_bar
@@ -47,11 +44,11 @@ def in_empty_folder(tmp_path, monkeypatch):
     Path("r.toml").write_text(TINY, encoding="utf-8")
 
 
-def verify(*words: str) -> int:
+def verify(*words):
     return main(["verify-resume", "r.toml", "--steps", "2", *words])
 
 
-def alone(*words: str) -> int:
+def alone(*words):
     return verify("--world-size", "1", *words)
 
 
@@ -85,7 +82,7 @@ def test_a_run_on_two_ranks_and_then_in_a_layout_that_is_given(capsys):
 def test_optimizer_state_that_is_not_loaded_is_named(capsys, monkeypatch):
     load = contents.load_into
 
-    def forgetful(tensors: Mapping[str, Tensor], source: Any) -> None:
+    def forgetful(tensors, source):
         load({n: t for n, t in tensors.items() if not n.endswith("wq.weight.exp_avg")}, source)
 
     monkeypatch.setattr(contents, "load_into", forgetful)
@@ -112,7 +109,7 @@ def test_a_position_that_is_off_is_named(capsys, monkeypatch):
 def test_samples_that_are_skipped_are_named(capsys, monkeypatch):
     make = Lane.__init__
 
-    def skipping(lane: Lane, number: int, *rest: Any) -> None:
+    def skipping(lane, number, *rest):
         make(lane, number, *rest)
         if number == 1 and isinstance(rest[-1], SampleStart):
             lane.next_sample()
@@ -129,7 +126,7 @@ def test_samples_that_are_skipped_are_named(capsys, monkeypatch):
 def test_random_numbers_that_are_not_restored_are_named(capsys, monkeypatch):
     train = ParallelModel.forward_backward
 
-    def noisy(model: ParallelModel, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+    def noisy(model, batches, tokens):
         loss = train(model, batches, tokens)
         for parameter in model.parts[0].parameters():
             assert parameter.grad is not None
@@ -160,13 +157,13 @@ def test_what_cannot_be_resumed_is_refused(capsys):
     assert alone("--then", "3", "--then-layout", "tp=2") == 2
 
 
-def note(step: int, loss: float | None = 2.0, **rest: Any) -> Step:
+def note(step, loss=2.0, **rest):
     samples = {} if loss is None else {2 * step: 20 * step, 2 * step + 1: 20 * step + 1}
     defaults = {"counters": {"data.samples": 2 * step}, "samples": samples, "names": ("a",)}
     return Step(step, **defaults | {"loss": loss, "grad_norm": 1.0} | rest)
 
 
-def off(name: str, by: float) -> dict[str, Any]:
+def off(name, by):
     kind = name.partition(".")[0].replace("model", "weight")
     return {
         "names": ("a", name),

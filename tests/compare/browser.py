@@ -2,12 +2,11 @@
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    pass
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = [
@@ -49,7 +48,7 @@ TEXT_CONTRAST = """
 
 
 @contextmanager
-def opened_browser() -> Iterator["Browser"]:
+def opened_browser():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

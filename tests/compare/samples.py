@@ -23,11 +23,11 @@ STEPS = tuple(range(1, 101))
 PHASES = ("data", "forward", "backward", "clip", "sync", "optimizer", "other", "checkpoint")
 
 
-def spread(values: list[float]) -> Spread:
+def spread(values):
     """As `statistics` would have it."""
     ordered = sorted(values)
 
-    def at(part: float) -> float:
+    def at(part):
         place = part * (len(ordered) - 1)
         below, rest = int(place), place - int(place)
         above = min(below + 1, len(ordered) - 1)
@@ -36,7 +36,7 @@ def spread(values: list[float]) -> Spread:
     return Spread(at(0.5), at(0.25), at(0.75), ordered[0], ordered[-1], len(ordered))
 
 
-def curve(off: float, seed: int, tokens: int, start: float, end: float) -> RunCurve:
+def curve(off, seed, tokens, start, end):
     """A descent with noise that is the same in all runs of a seed, times 1 + off at the end."""
     noise = random.Random(seed)
     values = [
@@ -48,17 +48,17 @@ def curve(off: float, seed: int, tokens: int, start: float, end: float) -> RunCu
 
 
 def ran(
-    name: str,
-    speed: float,
-    parity: Parity,
+    name,
+    speed,
+    parity,
     *,
-    off: float = 0.0,
-    differs: dict[str, object] | None = None,
-    layout: dict[str, int] | None = None,
-    tokens: int = 16_384,
-    rounds: int = 3,
-    seed: int = 0,
-) -> Variant:
+    off=0.0,
+    differs=None,
+    layout=None,
+    tokens=16_384,
+    rounds=3,
+    seed=0,
+):
     """A variant that ran, `speed` times as fast as the baseline."""
     noise = random.Random(name)
     medians = [10_000 * speed * noise.uniform(0.97, 1.03) for _ in range(rounds)]
@@ -110,11 +110,11 @@ def ran(
     )
 
 
-def absent(name: str, status: str, reasons: tuple[str, ...]) -> Variant:
+def absent(name, status, reasons):
     """A variant without numbers."""
     return Variant(
         name=name,
-        status=status,  # type: ignore[arg-type]
+        status=status,
         reasons=reasons,
         differs={"parallelism.tensor_parallel_degree": 3},
         ranks=4,
@@ -139,7 +139,7 @@ def absent(name: str, status: str, reasons: tuple[str, ...]) -> Variant:
     )
 
 
-def sample() -> Report:
+def sample():
     """Four variants that ran and have a parity verdict, one not judged, one that failed, one that
     cannot run."""
     same = Parity(

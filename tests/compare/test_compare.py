@@ -2,8 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +9,6 @@ from tests import tiny
 from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.config import RecipeError
 from torchtitan.device import GIB
-from torchtitan.job import JobConfig
 from torchtitan.plan import comparison
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
@@ -23,19 +20,17 @@ from torchtitan.tools.compare.runs import MeasuredRun, spread
 CONVERTED = tiny.job().model_copy(update={"convert": ("float8",)})
 
 
-def curve(values: list[float | None]) -> RunCurve:
+def curve(values):
     steps = tuple(range(1, len(values) + 1))
     return RunCurve(steps, tuple(100 * step for step in steps), tuple(values))
 
 
-def verdict(
-    ours: list[float | None], theirs: list[float | None], job: JobConfig | None = None
-) -> str:
+def verdict(ours, theirs, job=None):
     norms, jobs = curve([1.0] * len(ours)), (job or tiny.job(), tiny.job())
     return compare_curves(curve(ours), curve(theirs), norms, norms, jobs).verdict
 
 
-def leave(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
+def leave(folder, rows, **changes):
     """What a run would have left."""
     folder.mkdir(parents=True)
     lines = [json.dumps({"time": 100.0 + row["step"], **row}) for row in rows]
@@ -46,12 +41,12 @@ def leave(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Path:
     return folder
 
 
-def row(step: int, tps: float, loss: float = 2.0, **more: Any) -> dict[str, Any]:
+def row(step, tps, loss=2.0, **more):
     fixed = {"grad_norm": 1.0, "mfu": None, "step_time": 64 / tps, "memory_gib": 0.5, "eta_s": 9.0}
     return {"step": step, "loss": loss, "tokens": 64 * step, "tps": tps, **fixed, **more}
 
 
-def test_a_spread_is_of_all_values() -> None:
+def test_a_spread_is_of_all_values():
     found = spread([4.0, 1.0, 3.0, 2.0])
     assert found is not None
     assert (found.least, found.median, found.most, found.count) == (1.0, 2.5, 4.0, 4)
@@ -60,7 +55,7 @@ def test_a_spread_is_of_all_values() -> None:
     assert spread([]) is None
 
 
-def test_a_difference_is_where_it_exceeds_most() -> None:
+def test_a_difference_is_where_it_exceeds_most():
     found = difference(curve([1.0, 2.0, 3.3]), curve([1.1, 2.0, 3.0]), 1e-3)
     assert found is not None
     # 0.0909 of 0.001 allowed in the first step is worse than 0.1 of 0.003 in the third.
@@ -69,8 +64,8 @@ def test_a_difference_is_where_it_exceeds_most() -> None:
     assert difference(curve([None]), curve([1.0]), 1e-3) is None
 
 
-def test_rounding_is_the_same_run_and_more_is_not() -> None:
-    base: list[float | None] = [5.0 - 0.1 * step for step in range(20)]
+def test_rounding_is_the_same_run_and_more_is_not():
+    base = [5.0 - 0.1 * step for step in range(20)]
     assert verdict(base, base) == "same"
     assert verdict([v * (1 + 2e-7) for v in base if v], base) == "same"
     assert verdict([v * (1 + 1e-4) for v in base if v], base) == "differs"
@@ -80,7 +75,7 @@ def test_rounding_is_the_same_run_and_more_is_not() -> None:
     assert verdict(late, base) == "same"
 
 
-def test_the_rule_names_the_steps_that_ran() -> None:
+def test_the_rule_names_the_steps_that_ran():
     short = curve([5.0, 4.0, 3.0, 2.0])
     jobs = [tiny.job()] * 2
     assert "steps 1 to 4" in compare_curves(short, short, short, short, jobs).why
@@ -88,14 +83,14 @@ def test_the_rule_names_the_steps_that_ran() -> None:
     assert "steps 5 to 6" in compare_curves(late, late, late, late, jobs).why
 
 
-def test_only_steps_after_the_warm_up_are_measured(tmp_path: Path) -> None:
+def test_only_steps_after_the_warm_up_are_measured(tmp_path):
     rows = [row(1, 1.0), row(2, 10.0), row(3, 20.0), row(4, 30.0), row(5, 1.0)]
     run = MeasuredRun(leave(tmp_path / "run", rows), 1, 0, 1, 4)
     assert run.tps == [10.0, 20.0, 30.0]
     assert run.curve("loss").steps == (1, 2, 3, 4)
 
 
-def test_phases_and_pauses_are_seconds_of_all_steps(tmp_path: Path) -> None:
+def test_phases_and_pauses_are_seconds_of_all_steps(tmp_path):
     phases = {"time/forward": 1.0, "time/backward": 2.0}
     rows = [row(1, 1.0, **phases), row(3, 1.0, **phases, checkpoint_s=4.0), row(4, 1.0, **phases)]
     run = MeasuredRun(leave(tmp_path / "run", rows), 1, 0, 1, None)
@@ -105,9 +100,7 @@ def test_phases_and_pauses_are_seconds_of_all_steps(tmp_path: Path) -> None:
 
 @pytest.mark.gate
 @pytest.mark.costs("two plans")
-def test_runs_that_exist_are_compared_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_exist_are_compared_as_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "plan_on", functools.cache(comparison.plan_on))
     slow = leave(tmp_path / "slow", [row(step, 10.0) for step in range(1, 9)])
     fast = leave(
@@ -132,7 +125,7 @@ def test_runs_that_exist_are_compared_as_they_are(
 
 
 @pytest.mark.usefixtures("no_plan")
-def test_other_data_are_no_parity(tmp_path: Path) -> None:
+def test_other_data_are_no_parity(tmp_path):
     folders = [
         leave(tmp_path / name, [row(step, 10.0) for step in range(1, 9)], **changes)
         for name, changes in {
@@ -150,9 +143,7 @@ def test_other_data_are_no_parity(tmp_path: Path) -> None:
 
 
 @pytest.mark.gate
-def test_a_comparison_from_the_command_to_the_report(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_comparison_from_the_command_to_the_report(tmp_path, capfd):
     """Two layouts that train the same run, one that cannot, and one that fails on its way."""
     (tmp_path / "tiny.toml").write_text(to_toml(tiny.job()))
     (tmp_path / "study.toml").write_text(

@@ -3,10 +3,8 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
@@ -16,7 +14,7 @@ from tests.compare.samples import HOSTILE, LONG, UNICODE, sample
 from torchtitan.tools.charts import ticks
 from torchtitan.tools.compare import summary
 from torchtitan.tools.compare.report_page import answer, report_page
-from torchtitan.tools.compare.results import Report, Spread
+from torchtitan.tools.compare.results import Spread
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
@@ -24,17 +22,17 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromiu
 class Reader(HTMLParser):
     """Tags, links, headings, texts, tables and drawn boxes of a page; scripts are not text."""
 
-    def __init__(self, document: str) -> None:
+    def __init__(self, document):
         super().__init__()
-        self.tags: list[str] = []
-        self.loads: list[str] = []
-        self.headings: list[str] = []
-        self.texts: list[str] = []
-        self.rows: list[list[str]] = []
-        self.widths: list[float] = []
+        self.tags = []
+        self.loads = []
+        self.headings = []
+        self.texts = []
+        self.rows = []
+        self.widths = []
         self.feed(document)
 
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         found = dict(attributes)
         self.loads += [value or "" for name, value in attributes if name in ("src", "href")]
@@ -45,7 +43,7 @@ class Reader(HTMLParser):
         elif tag == "rect":
             self.widths.append(float(found["width"] or 0))
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.cdata_elem == "script" or not self.tags:
             return
         self.texts.append(data)
@@ -56,27 +54,27 @@ class Reader(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report():
     return sample()
 
 
 @pytest.fixture(scope="module")
-def document(report: Report) -> str:
+def document(report):
     return report_page(report).html()
 
 
-def rendered(report: Report) -> str:
+def rendered(report):
     """The Markdown, as readers show it that let HTML pass."""
     text = report_page(report).markdown()
     return MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
 
 
-def only(report: Report, *names: str, **changes: Any) -> Report:
+def only(report, *names, **changes):
     variants = tuple(variant for variant in report.variants if variant.name in names)
     return dataclasses.replace(report, variants=variants, **changes)
 
 
-def test_the_report_is_inside_and_nothing_is_loaded(report: Report, document: str) -> None:
+def test_the_report_is_inside_and_nothing_is_loaded(report, document):
     inside = document.split('<script type="application/json" id="report">')[1].split("</script>")[0]
     assert json.loads(inside) == json.loads(report.to_json())
     reader = Reader(document)
@@ -87,7 +85,7 @@ def test_the_report_is_inside_and_nothing_is_loaded(report: Report, document: st
     assert len(document.encode()) < 250_000
 
 
-def test_no_name_is_taken_for_markup(report: Report, document: str) -> None:
+def test_no_name_is_taken_for_markup(report, document):
     reader = Reader(document)
     assert (reader.tags.count("script"), "b" in reader.tags) == (1, False)
     assert {HOSTILE, UNICODE, LONG} <= set(reader.texts)
@@ -100,7 +98,7 @@ def test_no_name_is_taken_for_markup(report: Report, document: str) -> None:
     "name",
     ["a_b _c_ *d* `e` [f](g) <h> &amp; \\| ~~i~~ | j #", "# k", "> l", "- m", "![n](o)"],
 )
-def test_a_name_is_shown_as_it_is(report: Report, name: str) -> None:
+def test_a_name_is_shown_as_it_is(report, name):
     first, *others = report.variants
     variants = (dataclasses.replace(first, name=name), *others)
     changed = dataclasses.replace(report, title=name, variants=variants, baseline=name)
@@ -109,8 +107,8 @@ def test_a_name_is_shown_as_it_is(report: Report, name: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["html", "md"])
-def test_sections_with_content_are_in_order(report: Report, form: str) -> None:
-    def headings(changed: Report) -> list[str]:
+def test_sections_with_content_are_in_order(report, form):
+    def headings(changed):
         return Reader(report_page(changed).html() if form == "html" else rendered(changed)).headings
 
     last = ("What differs", "Conditions and machine")
@@ -122,7 +120,7 @@ def test_sections_with_content_are_in_order(report: Report, form: str) -> None:
     assert headings(nothing) == ["Variants", *last, "What could not run"]
 
 
-def test_the_first_thing_is_the_answer_and_one_chart(report: Report, document: str) -> None:
+def test_the_first_thing_is_the_answer_and_one_chart(report, document):
     first = document.split("<h2>")[0]
     assert answer(report) in Reader(first).texts
     memory = [variant.memory_gib or 0 for variant in report.ran]
@@ -131,7 +129,7 @@ def test_the_first_thing_is_the_answer_and_one_chart(report: Report, document: s
     assert Reader(first).widths == pytest.approx(expected, abs=0.01)
 
 
-def test_the_answer_says_what_is_the_same_before_what_is_fast(report: Report) -> None:
+def test_the_answer_says_what_is_the_same_before_what_is_fast(report):
     fsdp, same, *_ = report.ran
     slow = dataclasses.replace(same, name="slow", ratio=Spread(0.5, 0.5, 0.5, 0.5, 0.5, 1))
     best = "the fastest of these, “größer → 流水线 🚀 تجربة”, has 1.18x its speed (1.16 to 1.20)"
@@ -159,7 +157,7 @@ def test_the_answer_says_what_is_the_same_before_what_is_fast(report: Report) ->
         assert answer(changed).startswith(expected)
 
 
-def test_the_summary_tells_the_loss_before_the_speed(report: Report) -> None:
+def test_the_summary_tells_the_loss_before_the_speed(report):
     lines = {line.split("  ")[0]: line for line in summary(report)}
     assert "x speed" not in lines["fsdp"]
     assert re.search(
@@ -168,13 +166,13 @@ def test_the_summary_tells_the_loss_before_the_speed(report: Report) -> None:
     assert lines["tp 3"].endswith("cannot run")
 
 
-def table(document: str, title: str) -> list[list[str]]:
+def table(document, title):
     """The rows of the table under a heading, the names of its columns first."""
     return Reader(document.split(f"<h3>{title}")[1].split("</table>")[0]).rows
 
 
 @pytest.mark.parametrize("form", ["html", "md"])
-def test_cells_are_the_rounded_numbers_of_the_report(report: Report, form: str) -> None:
+def test_cells_are_the_rounded_numbers_of_the_report(report, form):
     document = report_page(report).html() if form == "html" else rendered(report)
     head, *rows = table(document, "Measured")
     for variant, row in zip(report.variants, rows, strict=True):
@@ -219,7 +217,7 @@ def test_cells_are_the_rounded_numbers_of_the_report(report: Report, form: str) 
     assert 'convert = [{"name": "<float8>"}]' in rows[3][1]
 
 
-def test_plans_have_a_table_only_where_there_are_any(report: Report, document: str) -> None:
+def test_plans_have_a_table_only_where_there_are_any(report, document):
     assert "Planned" not in Reader(document).texts
     first, *others = report.variants
     planned = dataclasses.replace(first, planned={"tps": 9876.54, "memory_gib": 10.257, "odd": 2.0})
@@ -231,7 +229,7 @@ def test_plans_have_a_table_only_where_there_are_any(report: Report, document: s
     ]
 
 
-def test_a_report_says_nothing_of_conditions_that_were_not_set(report: Report) -> None:
+def test_a_report_says_nothing_of_conditions_that_were_not_set(report):
     first, *others = report.variants
     variants = (dataclasses.replace(first, differs={"training.global_batch_size": None}), *others)
     unset = {"ranks": None, "recipe": None, "title": "", "rounds": 3}
@@ -250,12 +248,12 @@ def test_a_report_says_nothing_of_conditions_that_were_not_set(report: Report) -
         (3, 5000, [1000, 2000, 3000, 4000, 5000]),
     ],
 )
-def test_steps_are_whole(low: float, high: float, expected: list[float]) -> None:
+def test_steps_are_whole(low, high, expected):
     assert ticks(low, high, is_whole=True) == expected
 
 
 @pytest.fixture(scope="module")
-def opened(document: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+def opened(document, tmp_path_factory):
     """The page in a browser, with all that was asked of the network and said on the console."""
     file = tmp_path_factory.mktemp("page") / "report.html"
     file.write_text(document, encoding="utf-8")
@@ -271,7 +269,7 @@ def opened(document: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @needs_browser
 @pytest.mark.parametrize("width", [320, 360, 1000, 1280])
-def test_nothing_is_wider_than_the_window(opened: SimpleNamespace, width: int) -> None:
+def test_nothing_is_wider_than_the_window(opened, width):
     from axe_playwright_python.sync_playwright import Axe
 
     opened.page.set_viewport_size({"width": width, "height": 800})
@@ -284,7 +282,7 @@ def test_nothing_is_wider_than_the_window(opened: SimpleNamespace, width: int) -
 
 @needs_browser
 @pytest.mark.costs("the browser, which ends here")
-def test_it_can_be_read_in_light_and_dark_and_asks_for_nothing(opened: SimpleNamespace) -> None:
+def test_it_can_be_read_in_light_and_dark_and_asks_for_nothing(opened):
     """The last of these tests, so all that they did is seen."""
     live, inks = opened.page, set()
     for scheme in ("light", "dark"):

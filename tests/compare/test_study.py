@@ -11,7 +11,6 @@ from torchtitan.tools.cli import main
 from torchtitan.tools.compare import runs
 from torchtitan.tools.compare.study import (
     REMOVED,
-    Study,
     is_study,
     of_recipes,
     prepare,
@@ -26,29 +25,29 @@ LARGEST = [path for path in STUDIES if "405b" in path.stem]
 SMALLER = [path for path in STUDIES if path not in LARGEST]
 
 
-def write(folder: Path, text: str) -> Path:
+def write(folder, text):
     path = folder / "study.toml"
     path.write_text(text)
     return path
 
 
-def variants(*texts: str) -> str:
+def variants(*texts):
     named = (f'[[variants]]\nname = "{number}"\n{text}\n' for number, text in enumerate(texts))
     return f'recipe = "{DEBUG}"\n' + "".join(named)
 
 
-def refused(study: Study) -> list[str]:
+def refused(study):
     with pytest.raises(RecipeError) as error:
         prepare(study)
     return error.value.lines
 
 
-def test_a_study_is_told_from_a_recipe(tmp_path: Path) -> None:
+def test_a_study_is_told_from_a_recipe(tmp_path):
     assert is_study(write(tmp_path, variants("", "")))
     assert not is_study(DEBUG)
 
 
-def test_variants_win_over_common_and_common_over_the_recipe(tmp_path: Path) -> None:
+def test_variants_win_over_common_and_common_over_the_recipe(tmp_path):
     text = variants("", "training.seq_len = 64")
     path = write(tmp_path, text + "[common]\ntraining.seq_len = 32\noptimizer.lr = 0.5\n")
     first, second = (ready.job for ready in prepare(read_study(path)))
@@ -59,13 +58,13 @@ def test_variants_win_over_common_and_common_over_the_recipe(tmp_path: Path) -> 
     assert [ready.job.training.seq_len for ready in flagged] == [16, 16]
 
 
-def test_checkpoints_and_validation_are_off_unless_asked_for(tmp_path: Path) -> None:
+def test_checkpoints_and_validation_are_off_unless_asked_for(tmp_path):
     found = prepare(read_study(write(tmp_path, variants("", "checkpoint.enable = true"))))
     assert [ready.job.checkpoint.enable for ready in found] == [False, True]
     assert not any(ready.job.validation.enable for ready in found)
 
 
-def test_all_steps_are_reported_and_the_last_one_traced(tmp_path: Path) -> None:
+def test_all_steps_are_reported_and_the_last_one_traced(tmp_path):
     study = read_study(write(tmp_path, "steps = 7\nwarmup_steps = 3\n" + variants("", "")))
     job = prepare(study)[0].job
     assert (job.training.steps, job.metrics.log_freq) == (12, 1)
@@ -78,7 +77,7 @@ def test_all_steps_are_reported_and_the_last_one_traced(tmp_path: Path) -> None:
     assert not untraced.profiling.enable_profiling
 
 
-def test_mistakes_of_all_variants_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+def test_mistakes_of_all_variants_are_told_at_once_with_their_lines(tmp_path):
     path = write(tmp_path, variants("training.sequence = 3", "", 'training.seq_len = "long"'))
     lines = refused(read_study(path))
     assert [line.partition(": got")[0].partition(": unknown")[0] for line in lines] == [
@@ -105,14 +104,14 @@ def test_mistakes_of_all_variants_are_told_at_once_with_their_lines(tmp_path: Pa
         (variants("", "").replace('name = "1"', ""), ":5: variants.1: it has no name"),
     ],
 )
-def test_wrong_studies_are_refused(tmp_path: Path, text: str, line: str) -> None:
+def test_wrong_studies_are_refused(tmp_path, text, line):
     path = write(tmp_path, text)
     with pytest.raises(RecipeError) as error:
         read_study(path)
     assert any(found.startswith(f"{path}{line}") for found in error.value.lines), error.value.lines
 
 
-def test_what_the_comparison_decides_no_variant_sets(tmp_path: Path) -> None:
+def test_what_the_comparison_decides_no_variant_sets(tmp_path):
     path = write(tmp_path, variants("training.steps = 5", "", 'job.dump_folder = "x"'))
     lines = refused(read_study(path))
     ending = "; the comparison sets it, alike for all variants"
@@ -129,12 +128,12 @@ def test_what_the_comparison_decides_no_variant_sets(tmp_path: Path) -> None:
         (["--no-metrics.save-events"], "--metrics.save_events: got false; {}"),
     ],
 )
-def test_what_the_comparison_decides_no_flag_sets(flags: list[str], line: str) -> None:
+def test_what_the_comparison_decides_no_flag_sets(flags, line):
     study = of_recipes([DEBUG], ["training.seq_len=64,128"], flags)
     assert refused(study) == [line.format("the comparison sets it, alike for all variants")]
 
 
-def test_a_variant_that_cannot_run_is_told_and_the_others_stay(tmp_path: Path) -> None:
+def test_a_variant_that_cannot_run_is_told_and_the_others_stay(tmp_path):
     text = variants("", "parallelism.tensor_parallel_degree = 3", 'model.flavor = "405B"')
     common = "[common]\ntraining.global_batch_size = 9\n"
     path = write(tmp_path, "ranks = 3\n" + text + common)
@@ -147,7 +146,7 @@ def test_a_variant_that_cannot_run_is_told_and_the_others_stay(tmp_path: Path) -
     assert {task.ready.name for task in tasks(study, [fine, uneven, large])} == {"0"}
 
 
-def test_rounds_alternate(tmp_path: Path) -> None:
+def test_rounds_alternate(tmp_path):
     study = read_study(write(tmp_path, "rounds = 3\n" + variants("", "")))
     found = [(task.ready.name, task.folder.name) for task in tasks(study, prepare(study))]
     assert found == [
@@ -156,8 +155,8 @@ def test_rounds_alternate(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_is_another_if_its_recipe_is(tmp_path: Path) -> None:
-    def keys(text: str) -> list[str]:
+def test_a_run_is_another_if_its_recipe_is(tmp_path):
+    def keys(text):
         study = read_study(write(tmp_path, text))
         return [task.key for task in tasks(study, prepare(study))]
 
@@ -168,7 +167,7 @@ def test_a_run_is_another_if_its_recipe_is(tmp_path: Path) -> None:
     assert keys("rounds = 1\n" + variants("", "optimizer.lr = 0.2"))[1] != first[1]
 
 
-def test_one_recipe_varied_in_all_ways() -> None:
+def test_one_recipe_varied_in_all_ways():
     vary = ["parallelism.tensor_parallel_degree=1,2", "optimizer.lr=0.1,0.2"]
     study = of_recipes([DEBUG], vary, [], ranks=2, rounds=1)
     assert [plan.name for plan in study.plans] == [
@@ -182,15 +181,13 @@ def test_one_recipe_varied_in_all_ways() -> None:
         of_recipes([DEBUG], ["seq_len=3"], [])
 
 
-def test_runs_are_launched_once_and_not_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_are_launched_once_and_not_again(tmp_path, monkeypatch):
     text = f'rounds = 2\noutput = "{tmp_path}/out"\n' + variants("", "training.seq_len = 64")
     study = read_study(write(tmp_path, text))
     todo = tasks(study, prepare(study))
-    calls: list[str] = []
+    calls = []
 
-    def run(command: list[str], output: int) -> int:
+    def run(command, output):
         calls.append(command[-1].split("/runs/")[1].removesuffix(".toml"))
         assert command[1:-1] == [
             *("-m", "torchtitan", "train", "--max-restarts", "0", "--processes", "1"),
@@ -213,9 +210,7 @@ def test_runs_are_launched_once_and_not_again(
     assert (todo[0].folder.with_name("round-1.before-1") / "half").exists()
 
 
-def test_two_comparisons_do_not_share_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_comparisons_do_not_share_a_folder(tmp_path, capsys):
     path = write(tmp_path, f'output = "{tmp_path}/out"\n' + variants("", ""))
     with lock(tmp_path / "out"):
         assert main(["compare", str(path)]) == 2
@@ -226,16 +221,16 @@ def test_two_comparisons_do_not_share_a_folder(
 @pytest.mark.gate
 @pytest.mark.parametrize("studies", [SMALLER, LARGEST], ids=["smaller", "largest"])
 def test_shipped_studies_can_run_where_they_are_meant_to(
-    studies: list[Path],
-    tokenizer: str,  # noqa: F811
-) -> None:
+    studies,
+    tokenizer,  # noqa: F811
+):
     for path in studies:
         # Symmetric memory is CUDA's.
         cannot = ["FSDP x async TP"] if path.stem == "ladder_2d_debug" else []
         assert_can_run(path, ["--model.tokenizer_path", tokenizer], cannot)
 
 
-def assert_can_run(path: Path, needed: list[str], cannot: list[str]) -> None:
+def assert_can_run(path, needed, cannot):
     """All variants of a study, but `cannot`, with what a large one needs of its user."""
     is_large = not path.stem.endswith("_debug")
     study = read_study(path, needed if is_large else [])
@@ -252,11 +247,11 @@ def assert_can_run(path: Path, needed: list[str], cannot: list[str]) -> None:
     assert twin.exists(), "each study has a twin for a laptop"
 
 
-def test_slugs_are_folders() -> None:
+def test_slugs_are_folders():
     assert slug("FSDP 2 x TP 2, Float8!") == "fsdp-2-x-tp-2-float8"
 
 
-def test_each_recipe_gets_the_ranks_that_it_needs() -> None:
+def test_each_recipe_gets_the_ranks_that_it_needs():
     key = "parallelism.tensor_parallel_degree"
     ready = prepare(of_recipes([DEBUG], [f"{key}=1,2"], []))
     assert [one.plan.ranks for one in ready] == [1, 2]

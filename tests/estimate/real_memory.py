@@ -1,18 +1,15 @@
 """Peaks of the tensors of real ranks, by torch's memory tracker, and those of their plans."""
 
 import gc
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from torchtitan.build import Observer, build
-from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.plan.expansion import expand
 from torchtitan.plan.fake_rank import record
@@ -38,30 +35,28 @@ class Tracker(MemTracker):
     It is entered before anything is built, so that it knows all tensors of the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.phase, self.moment = "start", "start"
         self.is_measuring = False
         # Statistics by module, which torch refuses for several microbatches, are not needed.
         self._mod_tracker = mock.MagicMock(is_bw=False, parents=())
 
-    def measure(self) -> None:
+    def measure(self):
         """Find the peak from now on."""
         self._peak_mem, self._peak_mem_snap = {}, {}
 
-    def peak(self) -> Peak:
+    def peak(self):
         """Return the peak since `measure`."""
         return Peak(self._peak_mem[torch.device("cpu")], self.moment)
 
-    def _update_peak_stats(self, peak_state: Any) -> None:
+    def _update_peak_stats(self, peak_state):
         now = self._curr_mem_snap.get(torch.device("cpu"), {}).get("Total", 0)
         if now > self._peak_mem.get(torch.device("cpu"), 0):
             self.moment = self.phase
             self._peak_mem[torch.device("cpu")] = now
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(kind.__module__.startswith("torchao.") for kind in types):
             return NotImplemented  # such tensors first, for the operators that they are made of
         if (whole := IN_PARTS.get(str(function._overloadpacket))) is not None:
@@ -70,7 +65,7 @@ class Tracker(MemTracker):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-def measured(job: JobConfig) -> Peak:
+def measured(job):
     """Return the peak of this rank in a step after the first.
 
     It is the least of three: threads of gloo may hold a tensor for a moment after a collective.
@@ -78,7 +73,7 @@ def measured(job: JobConfig) -> Peak:
     tracker, enter = Tracker(), Timeline.phase
 
     @contextmanager
-    def phase(timeline: Timeline, name: str) -> Iterator[None]:
+    def phase(timeline, name):
         tracker.phase = MOMENTS.get(name, tracker.phase)
         with enter(timeline, name):
             yield
@@ -92,7 +87,7 @@ def measured(job: JobConfig) -> Peak:
         run = build(job, world, Observer(sinks=[]))
         trainer, read = Trainer(run), type(run.batches).__next__
 
-        def tracked(batches: Any) -> Any:
+        def tracked(batches):
             found = read(batches)  # in part by threads, of which the tracker does not know
             tracker.track_external(*(t for each in found[0] for t in tensors_of(each)))
             return found
@@ -115,12 +110,12 @@ def measured(job: JobConfig) -> Peak:
     return min(peaks)
 
 
-def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
+def tensors_of(batch):
     """Yield the tensors of a batch."""
     return (each for each in vars(batch).values() if isinstance(each, torch.Tensor))
 
 
-def planned(job: JobConfig, ranks: int, rank: int) -> Peak:
+def planned(job, ranks, rank):
     """Return the peak of a rank in its plan."""
     step = expand(record(job, ranks, rank), job.accumulation(job.degrees(ranks)))
     moments, moment = ["start"], "start"  # the state before the step is first

@@ -1,23 +1,19 @@
 """Recordings that several tests look at: each is made once in a process, and never changed."""
 
 import gc
-from typing import Any
 from unittest import mock
 
 from tests import layouts
-from tests.layouts import LAYOUTS, Case
-from torchtitan.job import JobConfig
+from tests.layouts import LAYOUTS
 from torchtitan.parallel.schedules import SCHEDULES
 from torchtitan.plan import fake_rank
-from torchtitan.plan.expansion import RankStep, expand
-from torchtitan.plan.fake_rank import RankRecording
-from torchtitan.plan.plan import Plan
+from torchtitan.plan.expansion import expand
 from torchtitan.plan.plan import plan as make_plan
 
-RECORDINGS: dict[tuple[Any, ...], RankRecording] = {}
+RECORDINGS = {}
 
 
-def small(layout: Case) -> Case:
+def small(layout):
     """A layout with one block in each stage of its pipeline, unless it says what is in them."""
     settings = layout.sections.get("parallelism", {})
     own = {"module_fqns_per_model_part", "pipeline_parallel_schedule_csv"} & {*settings}
@@ -27,14 +23,12 @@ def small(layout: Case) -> Case:
     return layout.of(n_layers=layout.pp * (1 if kind.stages == "one" else 2))
 
 
-def job(layout: Case | str) -> JobConfig:
+def job(layout):
     """The recipe of a layout, or of the small one of a name, that all these tests record."""
     return layouts.job(small(LAYOUTS[layout]) if isinstance(layout, str) else layout, "AdamW")
 
 
-def record(
-    job: JobConfig, ranks: int, rank: int = 0, *, device_type: Any = "cpu", graphs: Any = None
-) -> RankRecording:
+def record(job, ranks, rank=0, *, device_type="cpu", graphs=None):
     """The recording of a rank whose blocks are not compiled."""
     key = (repr(job), ranks, rank, device_type)
     if key not in RECORDINGS:
@@ -43,13 +37,13 @@ def record(
     return RECORDINGS[key]
 
 
-def step(job: JobConfig, ranks: int, rank: int = 0, device_type: Any = "cpu") -> RankStep:
+def step(job, ranks, rank=0, device_type="cpu"):
     """The whole step of a rank."""
     recorded = record(job, ranks, rank, device_type=device_type)
     return expand(recorded, job.accumulation(job.degrees(ranks)))
 
 
-def plan(job: JobConfig, ranks: int, **settings: Any) -> Plan:
+def plan(job, ranks, **settings):
     """A plan from these recordings."""
     with mock.patch("torchtitan.plan.plan.record", record):
         return make_plan(job, ranks, **settings)

@@ -2,11 +2,9 @@
 
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -20,8 +18,8 @@ from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import activation_checkpoint
 from torchtitan.plan.compiled import SharedGraphs, places_taken
-from torchtitan.plan.expansion import RankStep, expand
-from torchtitan.plan.fake_rank import RankRecording, record
+from torchtitan.plan.expansion import expand
+from torchtitan.plan.fake_rank import record
 from torchtitan.plan.fusion import FusedGraph, size_of
 from torchtitan.plan.recording import Change, Mark
 from torchtitan.torch_private.compiler import compilations, compiler_counts
@@ -30,20 +28,20 @@ COMPILE = {"enable": True, "components": ["model"]}
 
 
 def recorded(
-    ranks: int = 1,
-    shorten: bool = True,
-    rank: int = 0,
-    graphs: SharedGraphs | None = None,
-    **sections: Any,
-) -> RankRecording:
+    ranks=1,
+    shorten=True,
+    rank=0,
+    graphs=None,
+    **sections,
+):
     training = {**tiny.SECTIONS["training"], "global_batch_size": 2}
     job = tiny.job(**({"training": training, "compile": COMPILE} | sections))
     return record(job, ranks, rank, device_type="cuda", shorten=shorten, graphs=graphs)
 
 
 @pytest.mark.gate
-def test_recordings_share_the_graphs_of_equal_blocks() -> None:
-    def events(found: RankRecording) -> list[Any]:
+def test_recordings_share_the_graphs_of_equal_blocks():
+    def events(found):
         return [each for each in found.recording.events if not isinstance(each, Mark)]
 
     parallel = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}
@@ -61,7 +59,7 @@ def test_recordings_share_the_graphs_of_equal_blocks() -> None:
     assert events(found[1]) == events(found[3]) == events(one(rank=2))
 
 
-def kept(found: RankRecording, block: str) -> int:
+def kept(found, block):
     """The bytes that a block's forward leaves."""
     total, inside = 0, False
     for event in found.recording.events:
@@ -72,12 +70,12 @@ def kept(found: RankRecording, block: str) -> int:
     return total
 
 
-def kept_by_the_compiler(recompute: dict[str, Any]) -> int:
+def kept_by_the_compiler(recompute):
     """The bytes that a compiled block of real tensors keeps, its output included."""
     job = tiny.job(activation_checkpoint=recompute)
     spec, args = MODELS["tiny"], job.model_args()
     model = build_empty(spec.build, args, 32).to_empty(device="cpu")
-    model.init_buffers()  # type: ignore[operator]
+    model.init_buffers()
     block = spec.blocks(model)["layers.1"]
     activation_checkpoint.apply({"layers.1": block}, ["layers.1"], job.activation_checkpoint)
     backend = aot_autograd(
@@ -89,7 +87,7 @@ def kept_by_the_compiler(recompute: dict[str, Any]) -> int:
     positions = torch.arange(32).expand(2, 32)
     found = dict[int, int]()
 
-    def note(tensor: Tensor) -> Tensor:
+    def note(tensor):
         storage = tensor.untyped_storage()
         found[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -114,17 +112,17 @@ def kept_by_the_compiler(recompute: dict[str, Any]) -> int:
     ],
     ids=lambda each: each["mode"],
 )
-def test_a_compiled_block_keeps_what_the_compiler_keeps(recompute: dict[str, Any]) -> None:
+def test_a_compiled_block_keeps_what_the_compiler_keeps(recompute):
     found = recorded(activation_checkpoint=recompute)
     assert not found.notes
     assert kept(found, "layers.1") == kept_by_the_compiler(recompute)
 
 
-def swiglu(gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def swiglu(gate, up, down):
     return (torch.nn.functional.silu(gate) * up) @ down
 
 
-def normed(x: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
+def normed(x, weight, matrix):
     return torch.nn.functional.rms_norm(x, (32,), weight) @ matrix
 
 
@@ -132,9 +130,7 @@ def normed(x: Tensor, weight: Tensor, matrix: Tensor) -> Tensor:
     ("function", "shapes", "moved"),
     [(swiglu, [(64, 32), (64, 32), (32, 8)], 3), (normed, [(64, 32), (32,), (32, 8)], 2)],
 )
-def test_loops_move_their_inputs_and_outputs_alone(
-    function: Any, shapes: list[tuple[int, ...]], moved: int
-) -> None:
+def test_loops_move_their_inputs_and_outputs_alone(function, shapes, moved):
     """Nothing between is written: each input is read once, and the product's factor is written."""
     graph = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(
         *(torch.empty(shape) for shape in shapes)
@@ -148,12 +144,12 @@ def test_loops_move_their_inputs_and_outputs_alone(
     assert size_of(first.writes[0]) == 4 * 64 * 32
 
 
-def kernels(step: RankStep) -> Counter[str]:
+def kernels(step):
     return Counter(kernel.name for part in step.segments for kernel in part.kernels)
 
 
 @pytest.mark.parametrize("granularity", tiers(["block", "model"], [], ["model"]))
-def test_repeated_blocks_stand_for_those_that_were_not_compiled(granularity: str) -> None:
+def test_repeated_blocks_stand_for_those_that_were_not_compiled(granularity):
     sections = {
         "model": {"name": "tiny", "flavor": "deep", "n_layers": 9},
         "compile": COMPILE | {"granularity": granularity},
@@ -165,7 +161,7 @@ def test_repeated_blocks_stand_for_those_that_were_not_compiled(granularity: str
 
 
 @pytest.mark.gate
-def test_a_compiled_block_is_split_over_tensor_ranks() -> None:
+def test_a_compiled_block_is_split_over_tensor_ranks():
     split = {"parallelism": {"tensor_parallel_degree": 2}}
     found = recorded(2, **split)
     assert not found.notes
@@ -175,10 +171,10 @@ def test_a_compiled_block_is_split_over_tensor_ranks() -> None:
     assert any(part.messages for part in step.segments if part.name == "forward of layers.0")
 
 
-def test_compiled_experts_on_other_ranks_compute_all_their_rows() -> None:
+def test_compiled_experts_on_other_ranks_compute_all_their_rows():
     """As many as without a compiler, though only the devices know how many come from each rank."""
 
-    def products(compiled: bool) -> int:
+    def products(compiled):
         parallel = {"parallelism": {"expert_parallel_degree": 2}, "compile": {"enable": compiled}}
         model = {"model": {"name": "tiny_sparse", "n_layers": 2}}
         step = expand(recorded(2, **parallel, **model), 1)
@@ -188,8 +184,8 @@ def test_compiled_experts_on_other_ranks_compute_all_their_rows() -> None:
     assert products(compiled=True) == products(compiled=False) > 0
 
 
-def test_a_recording_is_not_counted_as_a_compilation_of_the_run() -> None:
-    def counted() -> tuple[Any, Any]:
+def test_a_recording_is_not_counted_as_a_compilation_of_the_run():
+    def counted():
         return {topic: dict(counts) for topic, counts in compiler_counts().items()}, compilations()
 
     before = counted()
@@ -198,9 +194,7 @@ def test_a_recording_is_not_counted_as_a_compilation_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(("name", "can"), [("primals_1", False), ("mm_3", True)])
-def test_a_loop_writes_in_the_place_of_saved_results_but_not_of_inputs(
-    name: str, can: bool
-) -> None:
+def test_a_loop_writes_in_the_place_of_saved_results_but_not_of_inputs(name, can):
     graph = Graph()
     given = graph.placeholder(name)
     result = graph.call_function(torch.ops.aten.neg.default, (given,))

@@ -1,7 +1,6 @@
 """What a recording for a CUDA device has in place of a CPU's operators."""
 
 from collections import Counter
-from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -20,16 +19,14 @@ NORMS = 3
 """Of its one block, and at the end."""
 
 
-def kernels(
-    device_type: Literal["cpu", "cuda"], ranks: int = 1, rank: int = 0, **sections: Any
-) -> list[Kernel]:
+def kernels(device_type, ranks=1, rank=0, **sections):
     job = tiny.job(**({"model": SHORT} | ONE_BATCH | sections))
     recorded = record(job, ranks, rank, device_type=device_type)
     return [event for event in recorded.recording.events if isinstance(event, Kernel)]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_norm_is_one_kernel_on_cuda(tp: int) -> None:
+def test_a_norm_is_one_kernel_on_cuda(tp):
     split = {"parallelism": {"tensor_parallel_degree": tp}}
     cuda = Counter(kernel.name for kernel in kernels("cuda", tp, **split))
     assert cuda["aten._fused_rms_norm"] == cuda["aten._fused_rms_norm_backward"] == NORMS
@@ -39,7 +36,7 @@ def test_a_norm_is_one_kernel_on_cuda(tp: int) -> None:
     assert cpu["aten.rsqrt"] == NORMS
 
 
-def test_attention_has_the_products_and_the_name_of_the_device() -> None:
+def test_attention_has_the_products_and_the_name_of_the_device():
     """Two products forward, five backward; each of all pairs of tokens."""
     for device, suffix in (("cuda", ""), ("cpu", "_for_cpu")):
         found = {kernel.name: kernel for kernel in kernels(device)}
@@ -51,7 +48,7 @@ def test_attention_has_the_products_and_the_name_of_the_device() -> None:
         assert found[name].shapes == ((2, 4, 32, 8), (2, 2, 32, 8), (2, 2, 32, 8))
 
 
-def test_products_have_the_flops_that_the_model_is_said_to_have() -> None:
+def test_products_have_the_flops_that_the_model_is_said_to_have():
     """Six a parameter and token, as in MFU; attention is counted with its recomputed scores."""
     sections = BF16 | {"model": tiny.SECTIONS["model"]}
     args, tokens = tiny.job(**sections).model_args(), 2 * 32
@@ -64,7 +61,7 @@ def test_products_have_the_flops_that_the_model_is_said_to_have() -> None:
 
 
 @pytest.mark.parametrize("enable", [False, True])
-def test_chunks_of_the_loss_are_recorded_one_by_one(enable: bool) -> None:
+def test_chunks_of_the_loss_are_recorded_one_by_one(enable):
     chunks = {"loss": {"vocabulary_chunk": 100}, "compile": {"enable": enable}}
     found = Counter(kernel.name for kernel in kernels("cuda", **chunks))
     assert found["aten.mm"] == 21 + 3 * (1 + 3)
@@ -74,7 +71,7 @@ def test_chunks_of_the_loss_are_recorded_one_by_one(enable: bool) -> None:
 SPLIT = {"parallelism": {"context_parallel_degree": 2}}
 
 
-def test_context_attention_is_recorded_tile_by_tile() -> None:
+def test_context_attention_is_recorded_tile_by_tile():
     found = kernels("cuda", 2, **SPLIT)
     tiles = [kernel for kernel in found if "attention" in kernel.name]
     assert tiles
@@ -82,7 +79,7 @@ def test_context_attention_is_recorded_tile_by_tile() -> None:
     assert not any("context" in kernel.name for kernel in found)
 
 
-def test_segments_of_documents_are_packed_on_cuda() -> None:
+def test_segments_of_documents_are_packed_on_cuda():
     """The FLOPs of both ranks are those of the pairs that see each other."""
     model = SHORT | {"attn_mask_type": "block_causal", "sliding_window": 9}
     sections = SPLIT | {"model": model}
@@ -99,7 +96,7 @@ def test_segments_of_documents_are_packed_on_cuda() -> None:
 
 
 @given(integers(1, 12), integers(1, 12), integers(-1, 12), integers(-1, 12))
-def test_pairs_are_those_of_the_band(queries: int, keys: int, left: int, right: int) -> None:
+def test_pairs_are_those_of_the_band(queries, keys, left, right):
     offsets = [n + keys - queries - m for n in range(queries) for m in range(keys)]
     seen = [(left < 0 or at <= left) and (right < 0 or -at <= right) for at in offsets]
     assert pairs_of_band(queries, keys, left, right) == sum(seen)

@@ -1,7 +1,5 @@
 """Whether a run fits in this machine, and what is said if it does not."""
 
-from typing import Any
-
 import pytest
 
 from torchtitan.config import RecipeError
@@ -9,7 +7,7 @@ from torchtitan.device import Device
 from torchtitan.tools.cli import main
 
 
-def test_a_run_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_cannot_fit_is_refused(capsys):
     for verb in (["check", "--here", "--device", "cpu"], ["train"]):
         assert main([*verb, "--model.flavor", "405B", "--training.steps", "5"]) == 2
         message = " ".join(capsys.readouterr().err.split())
@@ -19,9 +17,7 @@ def test_a_run_that_cannot_fit_is_refused(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.gate
-def test_a_run_that_may_not_fit_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_may_not_fit_is_told(monkeypatch, capsys):
     monkeypatch.setattr(Device, "memory_available", lambda self: 0.25)
     assert main(["check", "--here", "--device", "cpu", "--training.steps", "10000"]) == 0
     noted = capsys.readouterr().err
@@ -29,10 +25,8 @@ def test_a_run_that_may_not_fit_is_told(
     assert "by its plan, and 0.2 of the host are free" in noted
 
 
-def test_a_recipe_without_a_plan_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*args: Any, **settings: Any) -> Any:
+def test_a_recipe_without_a_plan_is_told(monkeypatch, capsys):
+    def refuse(*args, **settings):
         raise RecipeError(["this recipe cannot be planned yet: no"])
 
     monkeypatch.setattr("torchtitan.plan.planned_memory.plan", refuse)

@@ -6,14 +6,13 @@ from tests.estimate import recorded
 from tests.layouts import LAYOUTS
 from torchtitan.device import GIB
 from torchtitan.plan.allocator import reserved
-from torchtitan.plan.expansion import RankStep
 from torchtitan.plan.hardware import find_hardware
 from torchtitan.plan.libraries import PAIR_GIB, outside, workspaces
 
 H100 = find_hardware("h100")
 
 
-def step_of(name: str) -> tuple[RankStep, dict[str, float]]:
+def step_of(name):
     job, ranks = recorded.job(name), LAYOUTS[name].ranks
     step = recorded.step(job, ranks, device_type="cuda")
     return step, outside(job, ranks, 0, step, H100)
@@ -29,14 +28,14 @@ def step_of(name: str) -> tuple[RankStep, dict[str, float]]:
         ("CP 2, ring", 1, 1),
     ],
 )
-def test_each_group_that_sends_has_a_communicator(layout: str, groups: int, pairs: int) -> None:
+def test_each_group_that_sends_has_a_communicator(layout, groups, pairs):
     found = step_of(layout)[1]
     assert found.pop("context and kernels") == H100.outside_allocator_gib
     expected = groups * H100.communicator_gib + pairs * PAIR_GIB
     assert found == ({"communicators": pytest.approx(expected)} if groups else {})
 
 
-def test_workspaces_are_in_the_allocator() -> None:
+def test_workspaces_are_in_the_allocator():
     step, _ = step_of("FSDP 2, CPU offload")
     sizes = workspaces(H100)
     without, found = reserved(step), reserved(step, workspaces=sizes)

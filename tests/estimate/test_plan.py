@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,16 +12,15 @@ from tests.estimate import recorded
 from torchtitan.config import RecipeError
 from torchtitan.optim import Optimizers
 from torchtitan.parallel.schedules import SCHEDULES, order
-from torchtitan.plan.expansion import RankStep, expand
-from torchtitan.plan.fake_rank import RankRecording
+from torchtitan.plan.expansion import expand
 from torchtitan.plan.hardware import find_hardware
 from torchtitan.plan.plan import plan
 from torchtitan.plan.recording import Kernel
-from torchtitan.plan.speed import StepTime, step_time
+from torchtitan.plan.speed import step_time
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_rank_keeps_more_microbatches_than_the_first(name: str) -> None:
+def test_no_rank_keeps_more_microbatches_than_the_first(name):
     """So the first of the ranks that are alike is planned."""
     stages = 4 if SCHEDULES[name].stages == "one" else 8
     orders = order(name, stages, 4, 2 * stages)
@@ -34,7 +32,7 @@ def test_no_rank_keeps_more_microbatches_than_the_first(name: str) -> None:
     assert kept == sorted(kept, reverse=True)
 
 
-def test_host_memory_is_not_of_a_device() -> None:
+def test_host_memory_is_not_of_a_device():
     job = recorded.job("FSDP 2, CPU offload")
     host, device = (recorded.step(job, 2, device_type=kind).peak()[1] for kind in ("cpu", "cuda"))
     assert host["optimizer states"] > 0
@@ -43,9 +41,9 @@ def test_host_memory_is_not_of_a_device() -> None:
 
 
 def test_a_step_of_unknown_shapes_is_refused_with_its_operator(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def norm(optimizers: Optimizers) -> torch.Tensor:
+    monkeypatch,
+):
+    def norm(optimizers):
         return torch.unique(next(iter(optimizers.names)))
 
     monkeypatch.setattr(Optimizers, "norm", norm)
@@ -54,10 +52,8 @@ def test_a_step_of_unknown_shapes_is_refused_with_its_operator(
 
 
 @pytest.mark.parametrize("kind", ["attention", "mm"])
-def test_a_plan_without_some_of_the_work_of_the_model_refuses_itself(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def without(source: RankRecording, passes: int) -> RankStep:
+def test_a_plan_without_some_of_the_work_of_the_model_refuses_itself(kind, monkeypatch):
+    def without(source, passes):
         events = (
             each._replace(flops=0) if isinstance(each, Kernel) and kind in each.name else each
             for each in source.recording.events
@@ -71,9 +67,9 @@ def test_a_plan_without_some_of_the_work_of_the_model_refuses_itself(
 
 
 def test_a_plan_that_is_faster_than_the_device_refuses_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fast(*words: Any) -> StepTime:
+    monkeypatch,
+):
+    def fast(*words):
         return dataclasses.replace(step_time(*words), mfu=1.01)
 
     monkeypatch.setattr("torchtitan.plan.plan.step_time", fast)
@@ -81,7 +77,7 @@ def test_a_plan_that_is_faster_than_the_device_refuses_itself(
         recorded.plan(recorded.job("FSDP 2"), 2, hardware=find_hardware("h100"))
 
 
-def test_a_probe_is_planned_first_and_alone_if_it_does_not_fit() -> None:
+def test_a_probe_is_planned_first_and_alone_if_it_does_not_fit():
     plan, counts = partial(recorded.plan, recorded.job("PP 4, 1F1B"), 4), list[int]()
     whole = plan(device_type="cpu", count=counts.append)
     assert counts == [1, 2, 3]

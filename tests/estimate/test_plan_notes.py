@@ -1,7 +1,6 @@
 """Settings of a recipe: each is in its plan, or in a note."""
 
 import itertools
-from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -9,11 +8,9 @@ import pytest
 
 from tests.tiers import tiers
 from torchtitan.checks import load_job
-from torchtitan.job import JobConfig
 from torchtitan.plan.hardware import find_hardware
-from torchtitan.plan.plan import Plan, plan
+from torchtitan.plan.plan import plan
 from torchtitan.plan.plan_notes import memory_notes, plan_notes
-from torchtitan.plan.recording import Kernel
 
 RECIPE = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 H100, A100 = find_hardware("h100"), find_hardware("a100-80")
@@ -29,7 +26,7 @@ SIMPLE = [
 ]
 
 
-def job(flags: Sequence[str], ranks: int = 4) -> JobConfig:
+def job(flags, ranks=4):
     exempt = ("model.tokenizer_path",)
     return load_job(str(RECIPE), [*QUIET, *flags], ranks, "cuda", exempt=exempt).config
 
@@ -64,13 +61,13 @@ def job(flags: Sequence[str], ranks: int = 4) -> JobConfig:
         ("--convert.0.name mxfp8", "h100 has no products in mxfp8, so a run there is refused"),
     ],
 )
-def test_a_setting_that_is_left_out_is_named(flags: str, note: str) -> None:
+def test_a_setting_that_is_left_out_is_named(flags, note):
     assert not [*plan_notes(job([]), 4, H100, 2.5)]
     found = [*plan_notes(job(flags.split()), 4, H100, 2.5)]
     assert any(note in each for each in found), found
 
 
-def test_products_that_the_hardware_lacks_are_named() -> None:
+def test_products_that_the_hardware_lacks_are_named():
     flags = ["--convert.0.name", "float8"]
     assert not [*plan_notes(job(flags), 4, H100, 0)]
     [note] = plan_notes(job(flags), 4, A100, 0)
@@ -80,7 +77,7 @@ def test_products_that_the_hardware_lacks_are_named() -> None:
     assert "memory outside of the allocator is left out" in note
 
 
-def test_documents_on_rocm_are_named() -> None:
+def test_documents_on_rocm_are_named():
     flags = ["--model.attn_mask_type", "block_causal"]
     found = [*plan_notes(job(flags), 4, find_hardware("mi300x"), 0)]
     assert [note for note in found if "on ROCm they run one by one" in note]
@@ -95,17 +92,17 @@ LAYOUTS = {
 }
 
 
-def kernels_of(found: Plan) -> Iterator[Kernel]:
+def kernels_of(found):
     for segment in found.kinds[0].step.segments:
         yield from segment.kernels
 
 
 @cache
-def planned(*flags: str, hardware: str = "h100") -> Plan:
+def planned(*flags, hardware="h100"):
     return plan(job([*SMALL, *flags]), 4, find_hardware(hardware))
 
 
-def collectives(found: Plan) -> int:
+def collectives(found):
     return sum(each.count for each in found.traffic)
 
 
@@ -116,9 +113,7 @@ def collectives(found: Plan) -> int:
         [("eager", "float8"), ("eager", "mxfp8"), ("TP 2", "mxfp8")],
     ),
 )
-def test_converted_products_are_recorded_as_on_a_device_that_has_them(
-    layout: str, converter: str
-) -> None:
+def test_converted_products_are_recorded_as_on_a_device_that_has_them(layout, converter):
     flags = [*LAYOUTS[layout].split(), "--convert.0.name", converter]
     found = planned(*flags, hardware="b200")
     kernels = [*kernels_of(found)]
@@ -129,8 +124,8 @@ def test_converted_products_are_recorded_as_on_a_device_that_has_them(
     assert all(kernel.dtype.itemsize == 1 for kernel in products)
 
 
-def test_settings_of_overlap_on_cuda_are_in_the_plan() -> None:
-    def most(*flags: str) -> dict[str, int]:
+def test_settings_of_overlap_on_cuda_are_in_the_plan():
+    def most(*flags):
         [found] = planned("--model.n_layers", "4", *flags).kinds
         levels = [level for _, level in found.step.levels()]
         return {kind: max(level[kind] for level in levels) for kind in ("gathered", "gradients")}
@@ -143,7 +138,7 @@ def test_settings_of_overlap_on_cuda_are_in_the_plan() -> None:
 
 
 @pytest.mark.slow
-def test_merged_collectives_are_fewer_and_larger() -> None:
+def test_merged_collectives_are_fewer_and_larger():
     found = {merging: planned(*SIMPLE, merging) for merging in ("none", "block", "size")}
     assert collectives(found["none"]) > collectives(found["block"]) > collectives(found["size"])
     sent = {sum(each.sent for each in one.traffic) for one in found.values()}
@@ -151,7 +146,7 @@ def test_merged_collectives_are_fewer_and_larger() -> None:
     assert found["size"].allocated_gib.value > found["none"].allocated_gib.value
 
 
-def test_a_compiled_recipe_that_barely_fits_may_not_at_another_launch() -> None:
+def test_a_compiled_recipe_that_barely_fits_may_not_at_another_launch():
     compiled = job(["--compile.enable", "true"])
     (note,) = memory_notes(compiled, 3.0, 33.7)
     assert "3.0 GiB that remain" in note

@@ -30,7 +30,7 @@ GATE += ("PP 2, Interleaved1F1B",)
 
 
 @pytest.mark.parametrize("name", tiers(CASES, ["FSDP 2, one block"], gate=GATE))
-def test_planned_memory_is_that_of_a_real_step(name: str) -> None:
+def test_planned_memory_is_that_of_a_real_step(name):
     layout = CASES[name]
     job = layouts.job(layout, "AdamW", training={"steps": 4})
     for rank, real in enumerate(run_ranks(measured, layout.ranks, job)):
@@ -40,7 +40,7 @@ def test_planned_memory_is_that_of_a_real_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", tiers(["FSDP 2, accumulating 4", "TP 2"], [], ["TP 2"]))
-def test_planned_memory_of_biases_and_sinks_is_that_of_a_real_step(name: str) -> None:
+def test_planned_memory_of_biases_and_sinks_is_that_of_a_real_step(name):
     job = layouts.job(LAYOUTS[name].of(**OSS), "AdamW", training={"steps": 4})
     for rank, real in enumerate(run_ranks(measured, LAYOUTS[name].ranks, job)):
         plan = planned(job, LAYOUTS[name].ranks, rank)
@@ -49,7 +49,7 @@ def test_planned_memory_of_biases_and_sinks_is_that_of_a_real_step(name: str) ->
 
 
 @pytest.mark.slow
-def test_planned_memory_of_experts_apart_is_that_of_balance() -> None:
+def test_planned_memory_of_experts_apart_is_that_of_balance():
     """Choices are not balanced, so ranks have more or less than planned."""
     layout = EXPERT_PARALLEL["EP 2 of 4"]
     job = layouts.job(layout, "AdamW", training={"steps": 4})
@@ -59,7 +59,7 @@ def test_planned_memory_of_experts_apart_is_that_of_balance() -> None:
         assert plan.moment == real.moment
 
 
-def test_waiting_for_a_collective_allocates_nothing() -> None:
+def test_waiting_for_a_collective_allocates_nothing():
     storages = recorded.record(recorded.job("TP 2, neither"), 2).recording.storages
     allocated = {each.allocated_by for each in storages}
     assert "_c10d_functional.all_gather_into_tensor" in allocated

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed.tensor  # noqa: F401  (its operators are recorded)
 
 from tests.estimate import recorded
-from tests.layouts import NO_SEQUENCE, ULYSSES, Case, case
+from tests.layouts import NO_SEQUENCE, ULYSSES, case
 from torchtitan.plan.link_traffic import LinkTraffic, link_traffic, nodes
 
 GATHERED, REDUCED = 188_800, 151_680
@@ -34,13 +34,13 @@ GATHERED, REDUCED = 188_800, 151_680
     ],
     ids=("FSDP, bfloat16", "TP", "TP without sequence parallelism", "CP", "ring", "Ulysses", "PP"),
 )
-def test_a_layout_sends_as_much_as_it_needs(layout: Case | str, expected: dict[str, int]) -> None:
+def test_a_layout_sends_as_much_as_it_needs(layout, expected):
     step = recorded.step(recorded.job(layout), 2)
     sent = {one.operation: one.sent for one in link_traffic(step, 2) if one.sent > 8}
     assert sent == expected
 
 
-def test_traffic_is_added_up_by_axis_and_link() -> None:
+def test_traffic_is_added_up_by_axis_and_link():
     step = recorded.step(recorded.job("HSDP 2 x 2"), 4)
     found = {(one.axis, one.operation): one for one in link_traffic(step, ranks_per_node=2)}
     shards, replicas = ("dp_shard", "reduce_scatter"), ("dp_replicate", "all_reduce")
@@ -50,7 +50,7 @@ def test_traffic_is_added_up_by_axis_and_link() -> None:
     assert found[replicas] == LinkTraffic(*replicas, "network", 4, sent // 2)
 
 
-def test_ranks_are_on_the_nodes_of_their_number() -> None:
+def test_ranks_are_on_the_nodes_of_their_number():
     assert nodes([0, 1, 2, 3], 4) == 1
     assert nodes([0, 8, 16], 8) == 3
     assert nodes(range(16), 8) == 2

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from tests.tiers import tiers
 from torchtitan.checks import load_job, problems
 from torchtitan.config import PlannedWorld, RecipeError
-from torchtitan.job import JobConfig
 from torchtitan.plan.hardware import find_hardware
 from torchtitan.plan.layout_costs import LayoutCosts
 from torchtitan.plan.layouts import (
@@ -27,7 +25,7 @@ from torchtitan.plan.layouts import (
     own_layout,
     with_changes,
 )
-from torchtitan.plan.plan import Plan, Range, plan
+from torchtitan.plan.plan import Range, plan
 from torchtitan.plan.report import plan_search, timing
 from torchtitan.plan.search import (
     LEAST,
@@ -43,7 +41,7 @@ from torchtitan.tools.cli import main
 RECIPE = "train_configs/debug_model.toml"
 
 
-def debug_job(ranks: int, *flags: str) -> JobConfig:
+def debug_job(ranks, *flags):
     return load_job(RECIPE, flags, ranks, "cpu", exempt=("model.tokenizer_path",)).config
 
 
@@ -87,7 +85,7 @@ def test_batch_is_that_of_the_recipe():
         assert changed.global_batch(changed.degrees(4)) == batch
 
 
-def on_cpu(job: JobConfig, ranks: int) -> Plan:
+def on_cpu(job, ranks):
     return plan(job, ranks, find_hardware("cpu"))
 
 
@@ -100,7 +98,7 @@ def test_own_layout_is_that_of_the_recipe():
 
 
 @pytest.mark.gate
-def test_found_layouts_are_valid_and_the_best_is_a_recipe_with_the_same_plan(tmp_path: Path):
+def test_found_layouts_are_valid_and_the_best_is_a_recipe_with_the_same_plan(tmp_path):
     flags = ("--compile.enable=false", "--training.seq_len=64", "--model.n_layers=1")
     job, hardware = debug_job(2, *flags), find_hardware("cpu")
     own = on_cpu(job, 2)
@@ -123,11 +121,11 @@ def test_found_layouts_are_valid_and_the_best_is_a_recipe_with_the_same_plan(tmp
     assert planned.reserved_gib == best.reserved_gib
 
 
-def test_what_is_planned_without_time_depends_on_no_speed(monkeypatch: pytest.MonkeyPatch):
+def test_what_is_planned_without_time_depends_on_no_speed(monkeypatch):
     job, hardware = debug_job(2, "--compile.enable=false"), find_hardware("cpu")
     own = on_cpu(job, 2)
 
-    def slow_first(*_: object) -> Plan:
+    def slow_first(*_):
         """A plan that takes a while in every second process."""
         time.sleep(0.1 * (os.getpid() % 2))
         return own
@@ -140,10 +138,8 @@ def test_what_is_planned_without_time_depends_on_no_speed(monkeypatch: pytest.Mo
     assert len(first) == LEAST < runs[0].enumerated
 
 
-def test_a_search_shows_what_it_found_before_it_writes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
-    def fails(*_: object) -> None:
+def test_a_search_shows_what_it_found_before_it_writes(monkeypatch, capsys, tmp_path):
+    def fails(*_):
         raise OSError("no space left")
 
     own = on_cpu(debug_job(2, "--compile.enable=false"), 2)
@@ -176,7 +172,7 @@ def test_costs_know_bubbles_and_recomputation():
         [("llama3_8b", 8), ("llama3_70b", 256), ("llama3_405b", 512)], [], [("llama3_405b", 512)]
     ),
 )
-def test_costs_are_near_the_plan_of_the_recipe(recipe: str, ranks: int):
+def test_costs_are_near_the_plan_of_the_recipe(recipe, ranks):
     """So the first plans of a search are of fast layouts that fit."""
     job = load_job(
         f"train_configs/{recipe}.toml", (), ranks, "cuda", exempt=("model.tokenizer_path",)
@@ -187,7 +183,7 @@ def test_costs_are_near_the_plan_of_the_recipe(recipe: str, ranks: int):
     assert costs.gib(own) == pytest.approx(planned.reserved_gib.value, rel=0.25)
 
 
-def cost_of(seconds: float, room: float, **changes: object) -> Cost:
+def cost_of(seconds, room, **changes):
     job = debug_job(2)
     return Cost(seconds, room, {**own_layout(job, 2), **changes})
 
@@ -212,7 +208,7 @@ def test_queue_ends_with_what_is_expected_not_to_fit():
 
 
 def test_reason_names_what_differs_most():
-    def made(seconds: float, **parts: float) -> PlannedLayout:
+    def made(seconds, **parts):
         return PlannedLayout({}, True, Range(1, 1, 1), 1 / seconds, seconds, None, parts)
 
     fast, slow = made(1.0, computation=0.9, bubble=0.1), made(1.2, computation=0.9, bubble=0.3)
@@ -223,9 +219,7 @@ def test_reason_names_what_differs_most():
 
 
 @pytest.mark.slow
-def test_search_by_command_writes_a_valid_recipe_and_times_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_search_by_command_writes_a_valid_recipe_and_times_it(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "ROUNDS", 1)
     monkeypatch.setattr(timing, "STEPS", 2)
     flags = ("--compile.enable=false", "--training.seq_len=64")
@@ -256,7 +250,7 @@ def test_search_by_command_writes_a_valid_recipe_and_times_it(
         ("--training.seq_len=64",),
     ],
 )
-def test_any_key_can_be_written(flags: Sequence[str], tmp_path: Path):
+def test_any_key_can_be_written(flags, tmp_path):
     given = tmp_path / "given.toml"
     given.write_text(
         f'extends = "{Path(RECIPE).resolve()}"\n[model]\nrope_theta = 1e4\n'
@@ -270,7 +264,7 @@ def test_any_key_can_be_written(flags: Sequence[str], tmp_path: Path):
 
 
 def test_layouts_that_cannot_fit_are_refused_with_the_fix(
-    tmp_path: Path,
+    tmp_path,
 ):
     small = find_hardware("cpu").model_copy(update={"memory_gib": 0.001})
     planned = plan(debug_job(2, "--compile.enable=false"), 2, small)

@@ -9,7 +9,6 @@ from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.checks.memory import model_states
 from torchtitan.config import CannotRun
-from torchtitan.job import JobConfig
 from torchtitan.plan.fitting import peak_of
 from torchtitan.plan.hardware import find_hardware
 from torchtitan.plan.plan import plan
@@ -23,7 +22,7 @@ LEAST_ROOM = 0.05
 """Fraction of the memory of a device that a recipe leaves."""
 
 
-def load(path: Path, ranks: int | None) -> JobConfig:
+def load(path, ranks):
     """Load a recipe, without the files that a user brings."""
     try:
         return load_job(path, [], ranks, "cuda").config
@@ -32,7 +31,7 @@ def load(path: Path, ranks: int | None) -> JobConfig:
 
 
 @every_recipe
-def test_states_its_hardware(path: Path) -> None:
+def test_states_its_hardware(path):
     job = load(path, None)
     assert job.job.ranks is not None
     assert job.job.ranks >= job.parallelism.least_ranks
@@ -44,7 +43,7 @@ GATE = [path for path in RECIPES if path.stem in ("llama3_70b", "qwen3_0.6b", "g
 
 
 @pytest.mark.parametrize("path", tiers(RECIPES, [], gate=GATE), ids=lambda path: path.stem)
-def test_fits_its_hardware(path: Path) -> None:
+def test_fits_its_hardware(path):
     stated = load(path, None).job
     assert stated.ranks is not None
     torch._dynamo.reset()

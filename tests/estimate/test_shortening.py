@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from tests import layouts
-from tests.layouts import FULL, INTERLEAVED, Case, case, schedule
+from tests.layouts import FULL, INTERLEAVED, case, schedule
 from tests.tiers import tiers
 from torchtitan.checks import load_job
-from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.parallel.schedules import order
-from torchtitan.plan.expansion import RankStep, expand
+from torchtitan.plan.expansion import expand
 from torchtitan.plan.fake_rank import record
 from torchtitan.plan.hardware import find_hardware
 from torchtitan.plan.plan import alike_ranks
@@ -35,7 +34,7 @@ CASES = {
 }
 
 
-def step(layout: Case, shorten: bool) -> RankStep:
+def step(layout, shorten):
     layers = layout.model.get("n_layers", 14 if layout.pp > 1 else 7)
     job = layouts.job(layout, "AdamW", model={"n_layers": layers})
     recording = record(job, layout.ranks, layout.ranks - 1, shorten=shorten)
@@ -53,7 +52,7 @@ def step(layout: Case, shorten: bool) -> RankStep:
         ],
     ),
 )
-def test_a_short_recording_stands_for_the_whole_step(name: str) -> None:
+def test_a_short_recording_stands_for_the_whole_step(name):
     short, whole = (step(CASES[name], shorten) for shorten in (True, False))
     assert len(short.source.recording.events) < len(whole.source.recording.events)
     (moment, found), (expected_moment, expected) = short.peak(), whole.peak()
@@ -71,7 +70,7 @@ def test_a_short_recording_stands_for_the_whole_step(name: str) -> None:
     assert [part.action for part in short.parts] == [part.action for part in whole.parts]
 
 
-def test_first_and_last_microbatches_stand_for_themselves() -> None:
+def test_first_and_last_microbatches_stand_for_themselves():
     orders = order("1F1B", 4, 4, 32)
     chosen = Abridged.of(orders, 1, shorten=True)
     assert chosen.microbatches <= 6
@@ -95,7 +94,7 @@ EAGER = ("--compile.enable=false", "--training.seq_len=128")
 SEVEN, TWELVE = "--model.n_layers=7", "--model.n_layers=12"
 SPARSE = ("--model.top_k=1", "--model.n_experts=2")
 EVERY_SECOND = "--activation_checkpoint.mode=selective"
-SMALL: dict[str, tuple[str, ...]] = {
+SMALL = {
     "llama3": (*EAGER, TWELVE, EVERY_SECOND),
     "qwen3": (*EAGER, SEVEN),
     "qwen3_moe": (*EAGER, SEVEN, *SPARSE, "--parallelism.expert_parallel_degree=2"),
@@ -109,13 +108,13 @@ SMALL: dict[str, tuple[str, ...]] = {
 """Flags of a small size of it with many blocks."""
 
 
-def of_family(family: str, *flags: str) -> JobConfig:
+def of_family(family, *flags):
     path = Path("train_configs") / f"{RECIPES[family]}.toml"
     few = ("--training.local_batch_size=1", "--training.global_batch_size=2", *flags)
     return load_job(path, few, 2, "cuda", exempt=("model.tokenizer_path",)).config
 
 
-def assert_alike(job: JobConfig) -> None:
+def assert_alike(job):
     """A shortened recording has the memory, time and FLOPs of the whole one, to a percent."""
     found = []
     for shorten in (True, False):
@@ -130,17 +129,17 @@ def assert_alike(job: JobConfig) -> None:
     assert short == pytest.approx(expected, rel=0.01)
 
 
-def test_every_family_is_here() -> None:
+def test_every_family_is_here():
     families = {name for name in MODELS if not name.startswith("tiny")}  # those of the tests
     assert RECIPES.keys() == SMALL.keys() == families
 
 
 @pytest.mark.parametrize("family", tiers(RECIPES, ["deepseek_v3", "gpt_oss"]))
-def test_a_short_recording_of_a_family_stands_for_the_whole_step(family: str) -> None:
+def test_a_short_recording_of_a_family_stands_for_the_whole_step(family):
     assert_alike(of_family(family, *SMALL[family]))
 
 
-def test_ranks_of_a_pipeline_are_alike_if_their_blocks_are() -> None:
+def test_ranks_of_a_pipeline_are_alike_if_their_blocks_are():
     flags = ("--model.n_layers=12", "--parallelism.pipeline_parallel_degree=4", *SPARSE)
     path = "train_configs/gpt_oss_debug.toml"
     job = load_job(path, flags, 4, "cuda", exempt=("model.tokenizer_path",)).config
@@ -158,9 +157,7 @@ SIZES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "flavor"), SIZES)
-def test_a_short_recording_of_a_published_size_stands_for_the_whole_step(
-    family: str, flavor: str
-) -> None:
+def test_a_short_recording_of_a_published_size_stands_for_the_whole_step(family, flavor):
     flags = [f"--model.flavor={flavor}", "--training.mixed_precision_param=bfloat16"]
     flags += ["--compile.enable=true", "--model.tokenizer_path=none"]
     if family != "vit_mae":

@@ -1,7 +1,6 @@
 """Time of a step, on hardware whose numbers make it exact by hand."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,16 +9,15 @@ import torch.distributed.tensor
 from tests.estimate import recorded
 from tests.layouts import LAYOUTS, case, schedule
 from tests.tiers import tiers
-from torchtitan.job import JobConfig
 from torchtitan.parallel.schedules import Action, timeline
 from torchtitan.parallel.stages import orders
 from torchtitan.plan.device_streams import CONTENTION, DeviceStreams
 from torchtitan.plan.expansion import StepSegment
 from torchtitan.plan.fake_rank import RankRecording
-from torchtitan.plan.hardware import Hardware, Link, find_hardware
+from torchtitan.plan.hardware import Link, find_hardware
 from torchtitan.plan.message_time import START, message_seconds
 from torchtitan.plan.recording import Kernel, Message, Recording
-from torchtitan.plan.speed import StepTime, step_time
+from torchtitan.plan.speed import step_time
 
 SECOND = 10**9
 """Bytes that memory and links move in a second."""
@@ -27,39 +25,39 @@ TINY = 1e-4
 """More seconds than the latencies of a test add up to."""
 
 
-def device(**settings: object) -> Hardware:
+def device(**settings):
     link = Link(bandwidth=1, latency=0.01)
     fast = {"memory_bandwidth": 5.0, "node": link, "network": link, "host_us": 0.01}
     return find_hardware("h100").model_copy(update={**fast, **settings})
 
 
-def kernel(seconds: float, flops: int = 0) -> Kernel:
+def kernel(seconds, flops=0):
     return Kernel("aten.add", flops, int(5 * SECOND * seconds), 0, torch.bfloat16, ())
 
 
-def message(operation: str, seconds: float, overlaps: bool = True, group: str = "f") -> Message:
+def message(operation, seconds, overlaps=True, group="f"):
     """Collective of two ranks, which each send half."""
     whole = {"all_reduce": 1, "send": 1}.get(operation, 2)
-    return Message(group, operation, int(whole * seconds * SECOND), overlaps)  # type: ignore[arg-type]
+    return Message(group, operation, int(whole * seconds * SECOND), overlaps)
 
 
-def source() -> RankRecording:
+def source():
     axes = {"f": "dp_shard", "r": "dp_replicate", "t": "tp", "c": "cp"}
     return RankRecording(Recording(), axes, dict.fromkeys(axes, (0, 1)), {}, 1)
 
 
-def run(*segments: tuple[str, Sequence[object]], **settings: object) -> DeviceStreams:
+def run(*segments, **settings):
     chunks = bool(settings.pop("chunks", False))
     streams = DeviceStreams(source(), device(**settings), chunks=chunks)
-    streams.run([StepSegment(name, "", events) for name, events in segments])  # type: ignore[arg-type]
+    streams.run([StepSegment(name, "", events) for name, events in segments])
     return streams
 
 
-def near(seconds: float) -> object:
+def near(seconds):
     return pytest.approx(seconds, abs=TINY)
 
 
-def test_gathers_of_the_forward_overlap_with_the_block_before() -> None:
+def test_gathers_of_the_forward_overlap_with_the_block_before():
     """The second block's gather takes twice as long as the first block's computation."""
     streams = run(
         ("forward", [message("all_gather", 1)]),
@@ -72,7 +70,7 @@ def test_gathers_of_the_forward_overlap_with_the_block_before() -> None:
     assert streams.spent["compute"] == near(2)
 
 
-def test_gathers_of_the_backward_are_prefetched() -> None:
+def test_gathers_of_the_backward_are_prefetched():
     streams = run(
         ("backward", [message("all_gather", 1), message("all_gather", 3)]),
         ("backward of 1", [kernel(2)]),
@@ -82,7 +80,7 @@ def test_gathers_of_the_backward_are_prefetched() -> None:
     assert streams.spent["dp_shard"] == near(1 + 3 - 2 * CONTENTION)
 
 
-def test_a_reduction_overlaps_with_the_next_block() -> None:
+def test_a_reduction_overlaps_with_the_next_block():
     streams = run(
         ("backward", []),
         ("backward of 1", [kernel(2), message("reduce_scatter", 1)]),
@@ -94,7 +92,7 @@ def test_a_reduction_overlaps_with_the_next_block() -> None:
     assert streams.spent["dp_shard"] == near(1)
 
 
-def test_a_sum_over_replicas_follows_the_reduce_scatter() -> None:
+def test_a_sum_over_replicas_follows_the_reduce_scatter():
     """The next reduce-scatter waits for a link that the sum over replicas uses."""
     both = [message("reduce_scatter", 1), message("all_reduce", 1, group="r")]
     streams = run(("backward of 0", [kernel(1), *both]), ("end of backward", []))
@@ -103,7 +101,7 @@ def test_a_sum_over_replicas_follows_the_reduce_scatter() -> None:
     assert streams.spent["dp_replicate"] == near(1)
 
 
-def test_tensor_parallel_collectives_are_exposed() -> None:
+def test_tensor_parallel_collectives_are_exposed():
     gathered = [message("all_gather", 1, overlaps=False, group="t"), kernel(2, flops=1)]
     assert run(("forward of 0", gathered)).spent["tp"] == near(1)
     # Of two ranks, half of the shorter one overlaps.
@@ -112,29 +110,29 @@ def test_tensor_parallel_collectives_are_exposed() -> None:
     assert run(("forward of 0", scattered), chunks=True).spent["tp"] == near(2.5)
 
 
-def test_ring_attention_overlaps_with_its_messages() -> None:
+def test_ring_attention_overlaps_with_its_messages():
     ring = [message("send", 1, group="c"), message("send", 1, group="c"), kernel(1)]
     streams = run(("forward of 0", ring))
     assert streams.clock == near(2)
     assert streams.spent["cp"] == near(2 - CONTENTION)
 
 
-def test_short_kernels_wait_for_the_host() -> None:
+def test_short_kernels_wait_for_the_host():
     streams = run(("forward of 0", [kernel(0.001)] * 10), host_us=4000)
     assert streams.clock == near(0.04)
     assert streams.spent["host"] == near(0.03)
 
 
-def test_nothing_overlaps_on_a_cpu() -> None:
+def test_nothing_overlaps_on_a_cpu():
     streams = run(
         ("backward of 0", [kernel(2), message("reduce_scatter", 1), kernel(2)]), device_type="cpu"
     )
     assert streams.clock == near(5)
 
 
-def test_a_pipeline_takes_the_time_of_its_actions_and_messages() -> None:
-    orders = {0: [Action(0, k, m) for k, m in (("F", 0), ("F", 1), ("B", 0), ("B", 1))]}  # type: ignore[arg-type]
-    orders[1] = [Action(1, k, m) for k, m in (("F", 0), ("B", 0), ("F", 1), ("B", 1))]  # type: ignore[arg-type]
+def test_a_pipeline_takes_the_time_of_its_actions_and_messages():
+    orders = {0: [Action(0, k, m) for k, m in (("F", 0), ("F", 1), ("B", 0), ("B", 1))]}
+    orders[1] = [Action(1, k, m) for k, m in (("F", 0), ("B", 0), ("F", 1), ("B", 1))]
     durations = {
         a: (1.0 if a.kind == "F" else 2.0) * (1 + a.stage) for each in orders.values() for a in each
     }
@@ -152,7 +150,7 @@ def test_a_pipeline_takes_the_time_of_its_actions_and_messages() -> None:
     assert all(isinstance(slot.end, int) for slot in timeline(orders))
 
 
-def test_time_of_collectives() -> None:
+def test_time_of_collectives():
     link, slow = Link(bandwidth=100, latency=2), Link(bandwidth=10, latency=5)
     cluster = device(node=link, network=slow, ranks_per_node=8)
     node, far = range(8), range(64)
@@ -171,7 +169,7 @@ def test_time_of_collectives() -> None:
     assert message_seconds("all_gather", size, [0], cluster) == 0
 
 
-def timed(job: JobConfig, ranks: int, hardware: Hardware) -> StepTime:
+def timed(job, ranks, hardware):
     pp = job.degrees(ranks).pp
     steps = {rank: recorded.step(job, ranks, rank * ranks // pp) for rank in range(pp)}
     return step_time(job, ranks, steps, hardware)
@@ -180,7 +178,7 @@ def timed(job: JobConfig, ranks: int, hardware: Hardware) -> StepTime:
 @pytest.mark.parametrize(
     "name", tiers(["FSDP 2 x TP 2", "PP 2, ZBVZeroBubble", "PP 2, 1F1B"], ["PP 2, 1F1B"])
 )
-def test_parts_add_up_to_the_time_of_the_step(name: str) -> None:
+def test_parts_add_up_to_the_time_of_the_step(name):
     layout = LAYOUTS[name]
     job, hardware = recorded.job(name), find_hardware("h100")
     found = timed(job, layout.ranks, hardware)
@@ -196,7 +194,7 @@ def test_parts_add_up_to_the_time_of_the_step(name: str) -> None:
 
 
 @pytest.mark.gate
-def test_faster_links_are_never_slower() -> None:
+def test_faster_links_are_never_slower():
     layout = case(replicate=2, shard=2, tp=2, batch=1)
     job = recorded.job(layout)
     step = {0: recorded.step(job, 8)}
@@ -218,7 +216,7 @@ def test_faster_links_are_never_slower() -> None:
     assert seconds[0] > 1.5 * seconds[-1]
 
 
-def test_the_time_of_a_missing_rank_is_that_of_the_nearest() -> None:
+def test_the_time_of_a_missing_rank_is_that_of_the_nearest():
     job = recorded.job("PP 4, 1F1B")
     steps = {rank: recorded.step(job, 4, rank) for rank in (0, 1, 3)}
     hardware = find_hardware("h100")
@@ -228,7 +226,7 @@ def test_the_time_of_a_missing_rank_is_that_of_the_nearest() -> None:
     assert ends[2, "F"] == pytest.approx(ends[1, "F"])
 
 
-def test_a_missing_rank_may_split_other_numbers_of_backwards() -> None:
+def test_a_missing_rank_may_split_other_numbers_of_backwards():
     job = recorded.job(recorded.small(schedule("DualPipeV", 4)))
     found = step_time(job, 4, {3: recorded.step(job, 4, 3)}, find_hardware("h100"))
     halves = Counter(slot.rank for slot in found.schedule if slot.action.kind == "W")
@@ -239,7 +237,7 @@ def test_a_missing_rank_may_split_other_numbers_of_backwards() -> None:
     assert found.bubble > 0
 
 
-def test_gradients_are_reduced_after_a_stage_has_sent_its_result() -> None:
+def test_gradients_are_reduced_after_a_stage_has_sent_its_result():
     job = recorded.job(recorded.small(schedule("1F1B", shard=2)))
     step = recorded.step(job, 4, 2)
     hardware = find_hardware("h100")
@@ -253,7 +251,7 @@ def test_gradients_are_reduced_after_a_stage_has_sent_its_result() -> None:
     assert ends[1] > 10 * ends[0]
 
 
-def test_mfu_is_unknown_without_a_peak() -> None:
+def test_mfu_is_unknown_without_a_peak():
     job, hardware = recorded.job("one rank, loss in chunks"), find_hardware("h100")
     assert timed(job, 1, hardware).mfu
     peaks = hardware.peaks.model_copy(update={"float32": None})

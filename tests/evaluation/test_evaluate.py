@@ -6,11 +6,9 @@ The logarithm of a text's probability is the sum of those of its tokens, each co
 import itertools
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import small_weights
 from tests.small_weights import SPEC
@@ -36,13 +34,11 @@ TEXTS = [[*b" jumps over the lazy dog"], [*b" is"], [*b"."], []]
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setitem(MODELS, "small", SPEC)
 
 
-def test_a_module_adds_an_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_adds_an_evaluation(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_evaluations.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["evaluate", str(tmp_path), "--imports", "my_evaluations", "--limit", "3"]
@@ -55,9 +51,7 @@ def test_a_module_adds_an_evaluation(
     assert message in capsys.readouterr().err
 
 
-def test_held_out_loss_is_that_of_each_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_held_out_loss_is_that_of_each_document(tmp_path, monkeypatch, capsys):
     """Of BOS, the text and EOS, against the forward; longer documents in windows."""
     texts = ["def add(a, b):\n    return a + b\n", "Größe 🙂, a longer text", "third"]
     file = tmp_path / "texts.jsonl"
@@ -89,18 +83,18 @@ def test_held_out_loss_is_that_of_each_document(
 # --- scores of texts ---
 
 
-def model_of(folder: Path, length: int) -> InferenceModel:
+def model_of(folder, length):
     path = small_weights.saved(folder / "ours", recipe={"model.tokenizer_path": None})
     return InferenceModel(find_model(ModelLocation(path)), length, torch.float32)
 
 
-def logarithms(model: InferenceModel, tokens: list[int]) -> Tensor:
+def logarithms(model, tokens):
     """Of every token but the first, by one forward over all of them."""
     whole = model.logits(torch.tensor([tokens[:-1]]))[0].log_softmax(-1)
     return whole.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
-def test_a_continuation_has_the_sum_of_its_tokens_in_the_whole(tmp_path: Path) -> None:
+def test_a_continuation_has_the_sum_of_its_tokens_in_the_whole(tmp_path):
     model = model_of(tmp_path, 64)
     found = score_texts(model, [(CONTEXT, text) for text in TEXTS], rows=3)
     for text, score in zip(TEXTS, found, strict=True):
@@ -108,7 +102,7 @@ def test_a_continuation_has_the_sum_of_its_tokens_in_the_whole(tmp_path: Path) -
         assert score == pytest.approx(float(expected), abs=1e-4)
 
 
-def test_a_text_after_its_begin_has_minus_the_loss_of_training(tmp_path: Path) -> None:
+def test_a_text_after_its_begin_has_minus_the_loss_of_training(tmp_path):
     model = model_of(tmp_path, 64)
     text = [*b"any text"]
     [score] = score_texts(model, [([256], text)], rows=1)
@@ -117,7 +111,7 @@ def test_a_text_after_its_begin_has_minus_the_loss_of_training(tmp_path: Path) -
     assert score == pytest.approx(-float(loss), rel=1e-6)
 
 
-def test_windows_are_those_of_the_harness() -> None:
+def test_windows_are_those_of_the_harness():
     """The example in the docstring of its `LM.loglikelihood_rolling`, BOS as -1."""
     assert list(windows([-1], range(10), 4)) == [
         Window([-1, 0, 1, 2], [0, 1, 2, 3]),
@@ -126,7 +120,7 @@ def test_windows_are_those_of_the_harness() -> None:
     ]
 
 
-def test_windows_count_each_token_once_and_fit() -> None:
+def test_windows_count_each_token_once_and_fit():
     lengths, contexts, sizes = (1, 2, 5, 9, 10, 11, 12, 100), (1, 3, 20), (0, 1, 10, 11)
     for length, context, size in itertools.product(lengths, contexts, sizes):
         whole = list(range(context + size))
@@ -138,7 +132,7 @@ def test_windows_count_each_token_once_and_fit() -> None:
             assert len(tokens) == min(length, targets[-1])  # as far back as there is room
 
 
-def test_a_text_in_windows_has_the_sum_over_them(tmp_path: Path) -> None:
+def test_a_text_in_windows_has_the_sum_over_them(tmp_path):
     text = list(bytes(range(97, 122)))
     model = model_of(tmp_path, 7)
     [score] = score_texts(model, [([256], text)], rows=2)
@@ -149,7 +143,7 @@ def test_a_text_in_windows_has_the_sum_over_them(tmp_path: Path) -> None:
     assert score == pytest.approx(expected, abs=1e-4)
 
 
-def test_uniform_model_has_the_logarithm_of_the_vocabulary(tmp_path: Path) -> None:
+def test_uniform_model_has_the_logarithm_of_the_vocabulary(tmp_path):
     model = model_of(tmp_path, 64)
     for parameter in model.network.parameters():
         parameter.zero_()

@@ -2,13 +2,9 @@
 
 import json
 import logging
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import small_weights, tiny
 from tests.ranks import run_ranks
@@ -30,7 +26,7 @@ from torchtitan.tools.generate import (
     generator_of,
     read,
 )
-from torchtitan.tools.inference import InferenceModel, ModelLocation, StoredModel, find_model
+from torchtitan.tools.inference import InferenceModel, ModelLocation, find_model
 
 GREEDY = Sampling(temperature=0)
 ROUNDED = {"name": "low_precision_attention", "rotation": "qkv"}
@@ -40,32 +36,30 @@ RECIPE = {"model.tokenizer_path": None}
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setitem(MODELS, "small", SPEC)
 
 
-def checkpoint(folder: Path, flavor: str = "plain") -> Path:
+def checkpoint(folder, flavor="plain"):
     return small_weights.saved(folder / "ours", flavor, RECIPE)
 
 
-def stored_of(path: Path) -> StoredModel:
+def stored_of(path):
     """Nothing ends a text, so that all samples are as long as wanted."""
     return find_model(ModelLocation(path))._replace(ends=frozenset())
 
 
-def rows(prompts: Sequence[Sequence[int]]) -> list[Row]:
+def rows(prompts):
     return [Row(prompt, generator_of(0, n)) for n, prompt in enumerate(prompts)]
 
 
-def continued(
-    model: InferenceModel, prompts: Sequence[Sequence[int]], how: Sampling = GREEDY
-) -> list[Row]:
+def continued(model, prompts, how=GREEDY):
     asked = rows(prompts)
     continue_rows(model, asked, 12, how)
     return asked
 
 
-def without_cache(model: InferenceModel, prompt: Sequence[int], count: int) -> list[int]:
+def without_cache(model, prompt, count):
     """The likeliest tokens, each by a forward over all before it."""
     tokens = list(prompt)
     for _ in range(count):
@@ -76,9 +70,7 @@ def without_cache(model: InferenceModel, prompt: Sequence[int], count: int) -> l
 
 @pytest.mark.parametrize("at_a_time", [512, 7])
 @pytest.mark.parametrize("flavor", ["plain", "both", "window"])
-def test_cache_changes_nothing(
-    flavor: str, at_a_time: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_changes_nothing(flavor, at_a_time, tmp_path, monkeypatch):
     monkeypatch.setattr(generating, "PREFILL_CHUNK", at_a_time)
     model = InferenceModel(stored_of(checkpoint(tmp_path, flavor)), 64, torch.float32)
     whole = [model.logits(torch.tensor([prompt]))[0, -1] for prompt in PROMPTS]
@@ -93,13 +85,13 @@ def test_cache_changes_nothing(
 
 
 def test_each_new_token_costs_one_position_and_has_the_logits_of_the_whole(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     model = InferenceModel(stored_of(checkpoint(tmp_path)), 64, torch.float32)
-    seen: list[Tensor] = []
-    sizes: list[int] = []
+    seen = []
+    sizes = []
 
-    def note(module: object, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def note(module, inputs, output):
         sizes.append(inputs[0].shape[1])
         seen.append(output[:, -1])
 
@@ -113,7 +105,7 @@ def test_each_new_token_costs_one_position_and_has_the_logits_of_the_whole(
     assert cores == [causal_attention] * 3  # and the cache is gone
 
 
-def test_a_row_knows_nothing_of_the_others(tmp_path: Path) -> None:
+def test_a_row_knows_nothing_of_the_others(tmp_path):
     how = Sampling(temperature=0.9, top_k=40, top_p=0.9)
     model = InferenceModel(stored_of(checkpoint(tmp_path)), 64, torch.float32)
     together = [row.tokens for row in continued(model, PROMPTS, how)]
@@ -123,7 +115,7 @@ def test_a_row_knows_nothing_of_the_others(tmp_path: Path) -> None:
         assert alone.tokens == together[number]
 
 
-def test_an_end_ends_its_row_alone(tmp_path: Path) -> None:
+def test_an_end_ends_its_row_alone(tmp_path):
     stored = stored_of(checkpoint(tmp_path))
     model = InferenceModel(stored, 64, torch.float32)
     first, *others = (row.tokens for row in continued(model, PROMPTS))
@@ -136,7 +128,7 @@ def test_an_end_ends_its_row_alone(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
 @pytest.mark.parametrize("flavor", ["plain", "scaled", "tied", "window"])
-def test_likeliest_tokens_are_those_of_transformers(flavor: str, tmp_path: Path) -> None:
+def test_likeliest_tokens_are_those_of_transformers(flavor, tmp_path):
     from transformers import AutoModelForCausalLM
 
     path = checkpoint(tmp_path, flavor)
@@ -153,14 +145,14 @@ def test_likeliest_tokens_are_those_of_transformers(flavor: str, tmp_path: Path)
 # --- choosing ---
 
 
-def drawn(logits: list[float], how: Sampling, count: int = 4000) -> Tensor:
+def drawn(logits, how, count=4000):
     """How often each token is chosen."""
     numbers = torch.rand(count, generator=generator_of(1))
     chosen = choose(torch.tensor(logits).expand(count, -1), numbers, how)
     return torch.bincount(chosen, minlength=len(logits)) / count
 
 
-def test_tokens_are_drawn_by_their_probability() -> None:
+def test_tokens_are_drawn_by_their_probability():
     logits = [1.0, 3.0, 2.0, -1.0]
     for temperature in (0.5, 1.0, 2.0):
         expected = (torch.tensor(logits) / temperature).softmax(-1)
@@ -168,7 +160,7 @@ def test_tokens_are_drawn_by_their_probability() -> None:
         torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 
 
-def test_what_is_kept_of_the_likeliest() -> None:
+def test_what_is_kept_of_the_likeliest():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
     cases = {
         Sampling(top_k=2): [0.625, 0.375, 0, 0],
@@ -186,7 +178,7 @@ def test_what_is_kept_of_the_likeliest() -> None:
         assert torch.equal(found > 0, wanted > 0), how
 
 
-def test_the_largest_number_still_picks_a_token_that_is_kept() -> None:
+def test_the_largest_number_still_picks_a_token_that_is_kept():
     logits = torch.randn(1, 1000, generator=generator_of(0))
     almost = torch.tensor([1 - 2**-24])
     kept = logits[0].topk(5).indices
@@ -196,14 +188,12 @@ def test_the_largest_number_still_picks_a_token_that_is_kept() -> None:
 # --- the command ---
 
 
-def results(capfd: pytest.CaptureFixture[str], *words: str) -> list[dict[str, object]]:
+def results(capfd, *words):
     assert cli.main(["generate", *words, "--json"]) == 0
     return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
 
 
-def test_command_on_a_run_and_on_the_same_weights_elsewhere(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_command_on_a_run_and_on_the_same_weights_elsewhere(tmp_path, capfd):
     job = tiny.job(tmp_path / "run", checkpoint={"enable": True}, training={"steps": 1})
     run_ranks(train, 2, job)
     capfd.readouterr()
@@ -229,9 +219,7 @@ def test_command_on_a_run_and_on_the_same_weights_elsewhere(
     assert results(capfd, meta, "--tokenizer", "bytes", *given) == found
 
 
-def test_tokenizer_beside_weights_and_prompts_in_a_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_tokenizer_beside_weights_and_prompts_in_a_file(tmp_path, capfd):
     tokenizer = tmp_path / "tokenizer.json"
     words = ["--vocab-size", "300", "--documents", "20", "--output", str(tokenizer)]
     assert cli.main(["tokenizer", "train", *words]) == 0
@@ -249,9 +237,7 @@ def test_tokenizer_beside_weights_and_prompts_in_a_file(
     assert results(capfd, str(hf), *words) == found  # it has its own
 
 
-def test_text_that_grows_is_the_text_that_is_printed_at_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_text_that_grows_is_the_text_that_is_printed_at_once(tmp_path, capfd):
     words = [str(checkpoint(tmp_path)), "--prompt", "a", "--prompt", "b", "--tokens", "20"]
     assert cli.main(["generate", *words, "--batch-size", "1"]) == 0
     grown = capfd.readouterr()
@@ -267,10 +253,10 @@ def test_text_that_grows_is_the_text_that_is_printed_at_once(
     assert "tokens/s" in grown.err
 
 
-def test_longer_than_in_training_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_longer_than_in_training_is_said(tmp_path, capfd):
     path = checkpoint(tmp_path)
     [found] = results(capfd, str(path), "--tokens", str(SEQ_LEN), "--temperature", "0")
-    assert len(found["tokens"]) == SEQ_LEN  # type: ignore[arg-type]
+    assert len(found["tokens"]) == SEQ_LEN
     model = InferenceModel(find_model(ModelLocation(path)), SEQ_LEN + 1, torch.float32)
     assert found["tokens"] == without_cache(model, [256], SEQ_LEN)
     cli.main(["generate", str(path), "--tokens", str(SEQ_LEN)])
@@ -278,7 +264,7 @@ def test_longer_than_in_training_is_said(tmp_path: Path, capfd: pytest.CaptureFi
     assert "the model was trained on sequences of 96 tokens, but these have up to 97" in told
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(tmp_path, capsys):
     path = checkpoint(tmp_path)
     lost = small_weights.saved(tmp_path / "lost", recipe={"model.tokenizer_path": "gone.json"})
     unsaid = small_weights.saved(tmp_path / "unsaid")
@@ -301,9 +287,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["generate", str(path), *words]) == 2
 
 
-def test_a_weight_that_is_not_what_was_saved_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_weight_that_is_not_what_was_saved_is_refused(tmp_path, capsys):
     path = checkpoint(tmp_path)
     [file] = path.glob("*.safetensors")
     content = bytearray(file.read_bytes())
@@ -316,27 +300,27 @@ def test_a_weight_that_is_not_what_was_saved_is_refused(
 # --- converters ---
 
 
-def converted_checkpoint(folder: Path, *converters: dict[str, Any]) -> Path:
-    recipe: dict[str, Any] = dict(RECIPE)
+def converted_checkpoint(folder, *converters):
+    recipe = dict(RECIPE)
     for number, converter in enumerate(converters):
         recipe |= {f"convert.{number}.{key}": value for key, value in converter.items()}
     return small_weights.saved(folder / "ours", recipe=recipe)
 
 
-def expected(rounded: bool) -> torch.Tensor:
+def expected(rounded):
     """Logits of the network that a run would train."""
     network = small_weights.network()
     if rounded:
         config = CONVERTERS[ROUNDED["name"]].model_validate(ROUNDED)
         assert config.convert(network, ConversionTarget(False, False)).changed
     with torch.no_grad():
-        return network(torch.tensor([PROMPTS[0]]))  # type: ignore[no-any-return]
+        return network(torch.tensor([PROMPTS[0]]))
 
 
 @pytest.mark.parametrize(
     ("recorded", "chosen"), [([ROUNDED], None), ([], [ROUNDED]), ([ROUNDED], []), ([], None)]
 )
-def test_model_is_converted(recorded: Any, chosen: Any, tmp_path: Path) -> None:
+def test_model_is_converted(recorded, chosen, tmp_path):
     path = converted_checkpoint(tmp_path, *recorded)
     rounded = bool(recorded if chosen is None else chosen)
     convert = chosen and tuple(CONVERTERS[each["name"]].model_validate(each) for each in chosen)
@@ -353,9 +337,7 @@ def test_model_is_converted(recorded: Any, chosen: Any, tmp_path: Path) -> None:
     assert row.tokens == tokens[len(PROMPTS[0]) :], "keys are rounded once, as without the cache"
 
 
-def test_converters_for_training_are_left_out_in_words(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_converters_for_training_are_left_out_in_words(tmp_path, caplog):
     path = converted_checkpoint(tmp_path, {"name": "float8", "recipe": "rowwise"}, ROUNDED)
     with caplog.at_level(logging.WARNING):
         stored = find_model(ModelLocation(path))
@@ -373,17 +355,15 @@ def test_converters_for_training_are_left_out_in_words(
         ([*FLAGS, "--no-convert"], "--no-convert: --convert.0.name=low_precision_attention asks"),
     ],
 )
-def test_other_converters_are_refused(
-    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_converters_are_refused(flags, message, tmp_path, capsys):
     assert cli.main(["generate", str(converted_checkpoint(tmp_path)), *flags]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_flags_replace_those_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_replace_those_of_the_recipe(tmp_path, monkeypatch):
     path, found = converted_checkpoint(tmp_path, ROUNDED), []
 
-    def stop(stored: StoredModel, *_: object) -> None:
+    def stop(stored, *_):
         found.append(stored.convert)
         raise ConfigError("seen")
 

@@ -38,7 +38,7 @@ STAGES = {
 }
 
 
-def main() -> None:
+def main():
     arguments = parse()
     arguments.output.mkdir(parents=True, exist_ok=True)
     environment = about(arguments.rehearse)
@@ -54,7 +54,7 @@ def main() -> None:
     raise SystemExit(1 if failed else 0)
 
 
-def parse() -> argparse.Namespace:
+def parse():
     parser = argparse.ArgumentParser(
         prog="scripts/gpu", description="Prove and measure the code on one GPU, and write a page."
     )
@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(name: str, arguments: argparse.Namespace, until: float) -> int:
+def run(name, arguments, until):
     """Check the cases of a stage; how many failed."""
     stage, begin = STAGES[name], time.monotonic()
     rehearsed = arguments.rehearse
@@ -85,7 +85,7 @@ def run(name: str, arguments: argparse.Namespace, until: float) -> int:
     results = []
     with open(arguments.output / f"{name}.jsonl", "a") as kept:
 
-        def tell(result: pool.Result) -> None:
+        def tell(result):
             results.append(result)
             if result.error != pool.NOT_RUN:
                 kept.write(json.dumps(result._asdict()) + "\n")
@@ -104,14 +104,14 @@ def run(name: str, arguments: argparse.Namespace, until: float) -> int:
     return sum(result.error not in (None, pool.NOT_RUN) for result in results)
 
 
-def line(result: pool.Result) -> str:
+def line(result):
     """A result in short."""
     figures = [f"{k} {v:.3g}" for k, v in result.figures.items() if isinstance(v, float)]
     word = result.error.strip().splitlines()[0] if result.error else "ok"
     return f"{result.case}: {word} {', '.join(figures)} ({result.seconds:.0f} s)"
 
 
-def about(rehearsed: bool) -> dict[str, str | None]:
+def about(rehearsed):
     """Device, driver, versions and command."""
     smi = subprocess.check_output
     try:

@@ -1,12 +1,9 @@
 """Time in which GaLore finds the basis of a gradient, next to functions of torch."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from torchtitan.device import Device
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.research.galore.low_rank import Method, Projection, find_bases
 
@@ -21,7 +18,7 @@ class Refresh(NamedTuple):
     """Part of the squares of the gradient that its projection has."""
 
 
-def decaying(rows: int, columns: int, device: torch.device) -> Tensor:
+def decaying(rows, columns, device):
     """Return a gradient (rows, columns), float32: noise, and directions that decay slowly."""
     torch.manual_seed(0)
     least = min(rows, columns)
@@ -30,12 +27,12 @@ def decaying(rows: int, columns: int, device: torch.device) -> Tensor:
     return ((left * scales) @ right).to(device)
 
 
-def methods(rank: int) -> dict[str, Callable[[Tensor], Tensor]]:
+def methods(rank):
     """Return functions from a gradient (rows, columns) to a basis (columns, rank)."""
     columns = rank + OVERSAMPLING
 
-    def ours(method: Method) -> Callable[[Tensor], Tensor]:
-        def find(gradient: Tensor) -> Tensor:
+    def ours(method):
+        def find(gradient):
             parameter = torch.nn.Parameter(torch.empty_like(gradient))
             parameter.grad = gradient
             named = NamedParameter(parameter, "weight", "matrix")
@@ -44,10 +41,10 @@ def methods(rank: int) -> dict[str, Callable[[Tensor], Tensor]]:
 
         return find
 
-    def randomized(dtype: torch.dtype) -> Method:
+    def randomized(dtype):
         return Method(False, ITERATIONS, OVERSAMPLING, dtype)
 
-    def theirs(gradient: Tensor) -> Tensor:
+    def theirs(gradient):
         return torch.svd_lowrank(gradient, q=columns, niter=ITERATIONS)[2][:, :rank]
 
     return {
@@ -60,9 +57,7 @@ def methods(rank: int) -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
-def refresh_times(
-    rows: int, columns: int, rank: int, device: Device, rounds: int
-) -> dict[str, Refresh]:
+def refresh_times(rows, columns, rank, device, rounds):
     """Measure each method, in turns."""
     gradient = decaying(rows, columns, device.torch_device)
     found = {}

@@ -6,7 +6,6 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,8 @@ from tests.gpu.planned import calibration, planned
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
-from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.models.attention import Core, causal_attention, dense_attention
+from torchtitan.models.attention import causal_attention, dense_attention
 from torchtitan.models.initialize import initialize
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.spec import build_empty
@@ -78,11 +75,11 @@ WHOLE = COMPILE + 'granularity = "model"\n'
 CHUNKS = "[loss]\nvocabulary_chunk = {chunk}\n"
 
 
-def recompute(mode: str, option: str = "") -> str:
+def recompute(mode, option=""):
     return f'[activation_checkpoint]\nmode = "{mode}"\n{option}'
 
 
-def float8(recipe: str) -> str:
+def float8(recipe):
     return f'[[convert]]\nname = "float8"\nrecipe = "{recipe}"\n'
 
 
@@ -117,7 +114,7 @@ MASKS = {
 DENSE = "documents of 1,000, dense mask"
 
 
-def names(rehearsed: bool) -> list[str]:
+def names(rehearsed):
     """A case is a model and a row."""
     models = ["toy"] if rehearsed else list(MODELS_HERE)
     rows = [*ROWS][:5]
@@ -132,7 +129,7 @@ def names(rehearsed: bool) -> list[str]:
     return cases
 
 
-def check(name: str, device: Device, backend: str) -> dict[str, Any]:
+def check(name, device, backend):
     if name == "matrix product":
         return {"TFLOP/s": matrix_product(device) / 1e12}
     if name in HADAMARD:
@@ -173,7 +170,7 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
     return figures | planned(job, 1, 0, device)
 
 
-def job_of(row: str, model: Model, device: Device, backend: str) -> JobConfig:
+def job_of(row, model, device, backend):
     """Return the settings of a row."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "row.toml"
@@ -181,7 +178,7 @@ def job_of(row: str, model: Model, device: Device, backend: str) -> JobConfig:
         return load_job(recipe, [], 1, device.type, is_here=True).config
 
 
-def extended(row: str, model: Model, folder: str, backend: str) -> str:
+def extended(row, model, folder, backend):
     """The whole recipe of a row: sections may be named twice, as the parts are."""
     import tomlkit
 
@@ -199,13 +196,13 @@ def extended(row: str, model: Model, folder: str, backend: str) -> str:
     return tomlkit.dumps(found)
 
 
-def arguments(model: Model) -> Any:
+def arguments(model):
     import dataclasses
 
     return dataclasses.replace(LLAMA3.flavors[model.flavor], **model.sizes)
 
 
-def measured(step: Callable[[], object], model: Model, device: Device) -> dict[str, Any]:
+def measured(step, model, device):
     """Time `step`, and look at what the device did in two more."""
     rounds, steps, warmup = (ROUNDS, STEPS, WARMUP) if device.type == "cuda" else (3, 1, 1)
     begin = time.perf_counter()
@@ -238,7 +235,7 @@ def measured(step: Callable[[], object], model: Model, device: Device) -> dict[s
     return found
 
 
-def traced(step: Callable[[], object], device: Device) -> dict[str, Any]:
+def traced(step, device):
     """Launches a step, the part of the time in which the device is idle, and what takes longest."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(2):
@@ -267,7 +264,7 @@ def traced(step: Callable[[], object], device: Device) -> dict[str, Any]:
     }
 
 
-def by_hand(model: Model, granularity: str, device: Device, backend: str) -> Callable[[], object]:
+def by_hand(model, granularity, device, backend):
     """The shortest loop: the same network, autocast, torch.compile, fused AdamW, clipping."""
     args = arguments(model)
     network = build_empty(LLAMA3.build, args, model.seq_len)
@@ -283,7 +280,7 @@ def by_hand(model: Model, granularity: str, device: Device, backend: str) -> Cal
     return loop(network, forward, lambda out: out, args.vocab_size, model, device, backend)
 
 
-def transformers(model: Model, device: Device, backend: str) -> Callable[[], object]:
+def transformers(model, device, backend):
     """Hugging Face's Llama of the same sizes, in the same loop."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -308,27 +305,27 @@ def transformers(model: Model, device: Device, backend: str) -> Callable[[], obj
 
 
 def loop(
-    network: nn.Module,
-    forward: Callable[..., Any],
-    logits_of: Callable[[Any], torch.Tensor],
-    vocabulary: int,
-    model: Model,
-    device: Device,
-    backend: str,
-) -> Callable[[], object]:
+    network,
+    forward,
+    logits_of,
+    vocabulary,
+    model,
+    device,
+    backend,
+):
     shape = 16, model.batch, model.seq_len + 1
     batches = torch.randint(vocabulary, shape, device=device.torch_device)
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
 
-    def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def cross_entropy(logits, targets):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     loss_of = torch.compile(cross_entropy, backend=backend)
     count = 0
 
-    def step() -> None:
+    def step():
         nonlocal count
         batch = batches[count % len(batches)]
         count += 1
@@ -342,14 +339,14 @@ def loop(
     return step
 
 
-def matrix_product(device: Device) -> float:
+def matrix_product(device):
     """FLOP/s of a bf16 product of two random matrices, the median of 20."""
     size = 8192 if device.type == "cuda" else 512
     a, b = torch.randn(2, size, size, device=device.torch_device, dtype=torch.bfloat16)
     return 2 * size**3 / timed(lambda: a @ b, device)
 
 
-def hadamard_transform(size: int, device: Device, backend: str) -> dict[str, Any]:
+def hadamard_transform(size, device, backend):
     """Milliseconds to rotate rows in bf16 and float32, and of a dense product and copies.
 
     The result is compared with the matrix in float64, and must be as near as the format allows.
@@ -360,7 +357,7 @@ def hadamard_transform(size: int, device: Device, backend: str) -> dict[str, Any
     wide, few = x.float(), x[:64]
     expected = hadamard(few.double())
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x):
         return hadamard(x).to(x.dtype)
 
     found = {"error": few, "error in float32": few.float()}
@@ -386,7 +383,7 @@ def hadamard_transform(size: int, device: Device, backend: str) -> dict[str, Any
     return times | errors
 
 
-def codec(bits: int, device: Device, backend: str) -> dict[str, Any]:
+def codec(bits, device, backend):
     """GB/s of float32 numbers that are encoded, decoded and copied, in rows as of 8 ranks."""
     shape = (8, 2**25) if device.type == "cuda" else (2, 2**14)
     numbers = torch.randn(shape, device=device.torch_device)
@@ -416,7 +413,7 @@ def codec(bits: int, device: Device, backend: str) -> dict[str, Any]:
     }
 
 
-def document_attention(length: int, device: Device) -> dict[str, Any]:
+def document_attention(length, device):
     """Milliseconds of attention forward and backward by mask, and ratios to causal attention."""
     on_cuda = device.type == "cuda"
     scale, rounds = (1, 20) if on_cuda else (length // 256, 3)
@@ -427,7 +424,7 @@ def document_attention(length: int, device: Device) -> dict[str, Any]:
     )
     given = [x.requires_grad_() for x in (q, k, v)]
 
-    def forward_backward(core: Core, documents: torch.Tensor | None, window: int) -> None:
+    def forward_backward(core, documents, window):
         torch.autograd.grad(core(*given, documents, window), given, q.detach())
 
     ways = {}
@@ -462,7 +459,7 @@ def document_attention(length: int, device: Device) -> dict[str, Any]:
     }
 
 
-def timed(act: Callable[[], object], device: Device) -> float:
+def timed(act, device):
     """Seconds, the median of 20."""
     seconds = []
     for _ in range(25):

@@ -7,7 +7,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -16,7 +16,6 @@ from tests.fusion import WITHOUT_CODE
 from tests.gpu.planned import fake_rank, planned
 from tests.orders import noted
 from torchtitan.checks import load_job
-from torchtitan.device import Device
 from torchtitan.models import MODELS
 from torchtitan.research.simple_fsdp.bucketing import tallies
 from torchtitan.torch_private.compiler import compiler_counts
@@ -52,12 +51,12 @@ CASES = {
 }
 
 
-def of_8_layers(*flags: str) -> Layout:
+def of_8_layers(*flags):
     own = ("--training.local_batch_size", "1", "--model.n_layers", "8", *flags)
     return Layout("llama3_8b", 8, 0, own)
 
 
-def in_graph(bucketing: str) -> Layout:
+def in_graph(bucketing):
     compiled = ("--compile.enable", "true", "--compile.granularity", "model")
     simple = ("--sharding.name", "simple_fsdp", "--sharding.bucketing", bucketing)
     return of_8_layers(*compiled, *simple)
@@ -73,7 +72,7 @@ SHARDED = {
 CASES |= SHARDED
 
 
-def check(name: str, device: Device, backend: str) -> dict[str, Any]:
+def check(name, device, backend):
     """Time the steps of a rank: forward and backward, and the update."""
     layout = CASES[name]
     flags = [*layout.flags, "--model.tokenizer_path", "none"]
@@ -146,6 +145,6 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
     return found | {"planned GiB": memory}
 
 
-def names(rehearsed: bool) -> list[str]:
+def names(rehearsed):
     """The cases."""
     return list(CASES)

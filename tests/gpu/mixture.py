@@ -3,14 +3,12 @@
 import dataclasses
 import statistics
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan.convert.rounded_experts import RoundedProducts
-from torchtitan.device import Device
 from torchtitan.models.experts import MixtureOfExperts, Routing, expert_products
 from torchtitan.models.layers import FeedForward
 
@@ -29,21 +27,21 @@ class Layer:
     tokens: int = 8192
 
     @property
-    def active_dim(self) -> int:
+    def active_dim(self):
         """Width of the feed-forward of equal FLOPs."""
         return self.routing.top_k * self.expert_dim + self.shared_dim
 
     @property
-    def flops(self) -> int:
+    def flops(self):
         """FLOPs of the experts of all tokens, forward and backward."""
         return 6 * self.tokens * 3 * self.dim * self.active_dim
 
-    def build(self) -> MixtureOfExperts:
+    def build(self):
         """Build the layer."""
         sizes = (self.dim, self.n_experts, self.expert_dim)
         return MixtureOfExperts(*sizes, self.routing, shared_dim=self.shared_dim)
 
-    def shrunk(self, by: int) -> "Layer":
+    def shrunk(self, by):
         """Return a layer whose widths and tokens are smaller."""
         sizes = ("dim", "expert_dim", "shared_dim", "tokens")
         return dataclasses.replace(self, **{size: getattr(self, size) // by for size in sizes})
@@ -59,9 +57,7 @@ LAYERS = {
 EIGHT_BITS = "grouped, Float8"
 
 
-def timed(
-    layer: Layer, device: Device, dtype: torch.dtype, rounds: int, in_eight_bits: bool = False
-) -> dict[str, Any]:
+def timed(layer, device, dtype, rounds, in_eight_bits=False):
     """Return milliseconds by what is computed, ratios to the feed-forward, and host waits."""
     where = {"device": device.torch_device, "dtype": dtype}
     x = torch.randn(1, layer.tokens, layer.dim, **where, requires_grad=True)
@@ -70,8 +66,8 @@ def timed(
 
     rounded = RoundedProducts(is_native=device.type == "cuda")
 
-    def of(products: str) -> Callable[[], None]:
-        def run() -> None:
+    def of(products):
+        def run():
             mixture.experts.multiply = rounded if products == EIGHT_BITS else None
             mixture(x).backward(x.detach())
 
@@ -105,7 +101,7 @@ def timed(
     return figures
 
 
-def _off(mixture: MixtureOfExperts, x: Tensor, rounded: RoundedProducts) -> dict[str, float]:
+def _off(mixture, x, rounded):
     """Return how far results in 8 bits are from emulated ones, and these from plain ones."""
     emulated = dataclasses.replace(rounded, is_native=False)
     experts, found = mixture.experts, []
@@ -125,7 +121,7 @@ def _off(mixture: MixtureOfExperts, x: Tensor, rounded: RoundedProducts) -> dict
     return off
 
 
-def _parts(mixture: MixtureOfExperts, x: Tensor) -> dict[str, Callable[[], None]]:
+def _parts(mixture, x):
     """Return what surrounds the products, forward and backward."""
     experts, top_k = mixture.experts, mixture.router.routing.top_k
     with torch.no_grad():
@@ -140,19 +136,19 @@ def _parts(mixture: MixtureOfExperts, x: Tensor) -> dict[str, Callable[[], None]
     weights = scores.clone().requires_grad_()
     w1 = experts.w1
 
-    def route() -> None:
+    def route():
         mixture.router(x)[0].backward(scores)
 
-    def combine() -> None:
+    def combine():
         out = (rows.unflatten(0, (-1, top_k)).to(weights.dtype) * weights[0, ..., None]).sum(1)
         out.backward(out.detach())
 
-    def dispatch() -> None:
+    def dispatch():
         order = chosen.flatten().sort(stable=True).indices
         repeated = x[..., None, :].expand(*chosen.shape, -1).flatten(0, -2)
         repeated.index_select(0, order).backward(rows.detach())
 
-    def one_product() -> None:
+    def one_product():
         expert_products(rows, w1, ends).sum().backward()
 
     return {
@@ -163,9 +159,7 @@ def _parts(mixture: MixtureOfExperts, x: Tensor) -> dict[str, Callable[[], None]
     }
 
 
-def _in_turns(
-    ways: dict[str, Callable[[], None]], device: Device, rounds: int, given: list[Tensor]
-) -> dict[str, list[float]]:
+def _in_turns(ways, device, rounds, given):
     taken = {name: [] for name in ways}
     for number in range(rounds + 2):  # two to warm up
         for name in [*ways][:: 1 if number % 2 else -1]:
@@ -179,7 +173,7 @@ def _in_turns(
     return taken
 
 
-def _waits(run: Callable[[], None]) -> int:
+def _waits(run):
     """Count the calls in which the host waits for the device."""
     usual = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
@@ -192,7 +186,7 @@ def _waits(run: Callable[[], None]) -> int:
     return sum("synchroniz" in str(each.message) for each in caught)
 
 
-def _drawn(build: Callable[[], Built], device: Device, dtype: torch.dtype) -> Built:
+def _drawn(build, device, dtype):
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,8 +1,6 @@
 """The page of all that is known of a device, from what the cases of each stage gave."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from tests.gpu.systems_page import systems
@@ -27,7 +25,7 @@ PAGE = """\
 """
 
 
-def write(folder: Path) -> str:
+def write(folder):
     """Write OUTPUT/page.md from what lies in `folder`, and return it."""
     environment = json.loads((folder / "environment.json").read_text())
     stages = {
@@ -51,24 +49,24 @@ def write(folder: Path) -> str:
     return text
 
 
-def read(path: Path) -> Rows:
+def read(path):
     lines = path.read_text().splitlines() if path.exists() else []
     return {row["case"]: row for row in map(json.loads, lines)}
 
 
-def counts(rows: Rows) -> list[str]:
+def counts(rows):
     failed = sum(row["error"] is not None for row in rows.values())
     left_out = sum("left out" in row["figures"] for row in rows.values())
     return [str(len(rows) - failed - left_out), str(failed), str(left_out)]
 
 
-def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(heads, rows):
     heads = list(heads)
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def failures(stages: Mapping[str, Rows]) -> str:
+def failures(stages):
     """What failed, with its first line and its last, and what was left out and why."""
     found = []
     for stage, rows in stages.items():
@@ -83,7 +81,7 @@ def failures(stages: Mapping[str, Rows]) -> str:
     return "\n".join(["## Failed, or left out\n", *found]) if found else ""
 
 
-def right(rows: Rows) -> str:
+def right(rows):
     """How far each case was from the CPU at most."""
     kinds = {
         "loss": "relative loss error",
@@ -101,7 +99,7 @@ def right(rows: Rows) -> str:
     return "## How far five steps are from the CPU's\n\n" + table(["", *kinds.values()], cells)
 
 
-def fast(rows: Rows) -> str:
+def fast(rows):
     """A table of each model, and what the device did in its fastest and its slowest row."""
     product = rows.get("matrix product", {}).get("figures", {}).get("TFLOP/s")
     parts = ["## Speed"]
@@ -156,14 +154,14 @@ def fast(rows: Rows) -> str:
     return "\n\n".join(filter(None, parts)) if parts[1:] else ""
 
 
-def beside(figures: Mapping[str, Any], key: str, form: str) -> list[str]:
+def beside(figures, key, form):
     """The prediction of a figure, and its relative error."""
     if (value := figures.get(f"planned {key}")) is None:
         return ["-"]
     return [f"{value:{form}} ({value / figures[key] - 1:+.1%})"]
 
 
-def attention(rows: Rows) -> Iterator[str]:
+def attention(rows):
     """A table of each length, with a row for each mask."""
     for case, row in rows.items():
         if "causal" not in (masks := row["figures"]):
@@ -181,7 +179,7 @@ def attention(rows: Rows) -> Iterator[str]:
         yield table(heads, cells)
 
 
-def experts(rows: Rows) -> Iterator[str]:
+def experts(rows):
     """A table of each layer, with a row for each way to compute it, and for its parts."""
     for case, row in rows.items():
         if not (ways := row["figures"].get("ways")):
@@ -204,7 +202,7 @@ def experts(rows: Rows) -> Iterator[str]:
             yield "Relative differences: " + ", ".join(f"{k} {v:.1e}" for k, v in off.items()) + "."
 
 
-def traces(found: Mapping[str, Mapping[str, Any]]) -> str:
+def traces(found):
     """What takes longest on the device in the fastest row and in the slowest."""
     traced = [name for name in found if found[name].get("longest")]
     if not traced:
@@ -217,7 +215,7 @@ def traces(found: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n\n".join(lines)
 
 
-def many(rows: Rows) -> str:
+def many(rows):
     """What a rank computes."""
     cells = []
     for case, row in rows.items():
@@ -244,7 +242,7 @@ def many(rows: Rows) -> str:
     return "\n\n".join(["## One rank of many", table(heads, cells), *collectives(rows)])
 
 
-def collectives(rows: Rows) -> Iterator[str]:
+def collectives(rows):
     """The number of collectives in graphs, and their order among the products."""
     for case, row in rows.items():
         if tallies := row["figures"].get("collectives"):

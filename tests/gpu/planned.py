@@ -2,23 +2,21 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from torchtitan.build import allocate, lay_out, update_compiler
 from torchtitan.data import Batch
-from torchtitan.device import GIB, Device
-from torchtitan.job import JobConfig
+from torchtitan.device import GIB
 from torchtitan.models import MODELS
 from torchtitan.optim import Optimizers, name_parameters, open_optimizers
 from torchtitan.parallel import ParallelModel
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.parallel.world import make_world
-from torchtitan.plan.hardware import Hardware, find_hardware, hardware_names
+from torchtitan.plan.hardware import find_hardware, hardware_names
 from torchtitan.plan.hardware.calibrate import calibrate
 from torchtitan.plan.plan import plan
 from torchtitan.tasks import TASKS
@@ -35,7 +33,7 @@ class FakeRank(NamedTuple):
 
 
 @contextmanager
-def fake_rank(job: JobConfig, ranks: int, rank: int, device: Device) -> Iterator[FakeRank]:
+def fake_rank(job, ranks, rank, device):
     """Be a rank of torch's fake group, which says that there are the others."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -62,7 +60,7 @@ def fake_rank(job: JobConfig, ranks: int, rank: int, device: Device) -> Iterator
             os.environ.pop(key, None)
 
 
-def planned(job: JobConfig, ranks: int, rank: int, device: Device) -> dict[str, Any]:
+def planned(job, ranks, rank, device):
     """Return GiB that a rank reserves and, on hardware that has a file, tokens per second."""
     found = plan(job, ranks, hardware_of(device), device_type=device.type)
     stage = rank * job.degrees(ranks).pp // ranks
@@ -73,13 +71,13 @@ def planned(job: JobConfig, ranks: int, rank: int, device: Device) -> dict[str, 
     return figures
 
 
-def hardware_of(device: Device) -> Hardware | None:
+def hardware_of(device):
     """Return the hardware of a device, if its name is in a file."""
     known = map(find_hardware, hardware_names())
     return next((each for each in known if each.device == device.name), None)
 
 
-def calibration(job: JobConfig, device: Device) -> dict[str, Any]:
+def calibration(job, device):
     """Return what `torchtitan plan --calibrate` finds, beside the numbers of the file."""
     with tempfile.TemporaryDirectory() as folder:
         found = calibrate(job, 1, Path(folder) / "measured.toml")

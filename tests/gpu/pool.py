@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 NOT_RUN = "not run: the time was up"
@@ -29,7 +28,7 @@ class Result(NamedTuple):
 class Worker:
     """A process of tests.gpu.worker."""
 
-    def __init__(self, arguments: tuple[str, ...], log: str) -> None:
+    def __init__(self, arguments, log):
         self.log = open(log, "a")  # noqa: SIM115
         mine, theirs = os.pipe()
         self.answers = mine
@@ -53,7 +52,7 @@ class Worker:
         )
         os.close(theirs)
 
-    def ask(self, case: str, limit: float) -> Result:
+    def ask(self, case, limit):
         begin = time.monotonic()
         assert self.process.stdin is not None
         try:
@@ -80,37 +79,37 @@ class Worker:
             answer.get("traceback", ""),
         )
 
-    def _gone(self, case: str, why: str, begin: float) -> Result:
+    def _gone(self, case, why, begin):
         self.close()
         return Result(case, why, {}, round(time.monotonic() - begin, 1))
 
     @property
-    def alive(self) -> bool:
+    def alive(self):
         return self.process.poll() is None
 
-    def close(self) -> None:
+    def close(self):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def run(
-    cases: Iterable[str],
-    arguments: tuple[str, ...],
+    cases,
+    arguments,
     *,
-    workers: int,
-    limit: float,
-    until: float,
-    log: str,
-    tell: Callable[[Result], None],
-) -> None:
+    workers,
+    limit,
+    until,
+    log,
+    tell,
+):
     """Check all `cases`, `workers` at once, each within `limit` seconds, until that moment."""
     waiting = queue.SimpleQueue()
     for case in cases:
         waiting.put(case)
     lock = threading.Lock()
 
-    def work() -> None:
+    def work():
         worker = None
         while True:
             try:

@@ -11,10 +11,10 @@ import torch
 from tests import fusion, layouts, tiny
 from tests.gpu import hosted
 from tests.layouts import LAYOUTS as MAIN
-from tests.layouts import Case, alone, compared_by
+from tests.layouts import alone, compared_by
 from tests.research import layouts as research_layouts
 from tests.research.layouts import COMPRESSED
-from tests.runs import Part, Trace, assert_complete, compare, trace
+from tests.runs import Part, assert_complete, compare, trace
 from torchtitan import local_ranks
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
@@ -57,22 +57,22 @@ SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISAB
 AMONG = ("FSDP 2", "TP 2", "FSDP 2 x TP 2", "PP 2, 1F1B")
 
 
-def train_each(jobs: list[JobConfig], kind: str) -> list[Trace]:
+def train_each(jobs, kind):
     """In a forked rank: a run of each job."""
     return [trace(job, True, kind) for job in jobs]
 
 
-def traces(jobs: list[JobConfig], ranks: int, kind: str) -> list[list[Trace]]:
+def traces(jobs, ranks, kind):
     """Of each rank, a run of each job."""
     return hosted.run_ranks(train_each, ranks, kind, jobs, kind)
 
 
 @cache
-def reference(kind: str, *recipes: str) -> list[Trace]:
+def reference(kind, *recipes):
     return traces([JobConfig.model_validate_json(recipe) for recipe in recipes], 1, kind)[0]
 
 
-def check(name: str, device: Device) -> dict[str, Any]:
+def check(name, device):
     """Train a layout by its optimizers; raise AssertionError where it is not one rank's run."""
     if name in FUSED:
         return check_fused(name, device)
@@ -103,7 +103,7 @@ def check(name: str, device: Device) -> dict[str, Any]:
     return {}
 
 
-def with_other(layout: Case, name: str) -> JobConfig:
+def with_other(layout, name):
     """The tiny recipe with one of `OTHERS`."""
     sections = {
         "model": {"flavor": "deep"},
@@ -112,7 +112,7 @@ def with_other(layout: Case, name: str) -> JobConfig:
     return tiny.job(**layout.recipe(training={"max_norm": 0.3}, **sections))
 
 
-def compare_rounded(found: Trace, expected: Trace, where: str) -> None:
+def compare_rounded(found, expected, where):
     """A converted model's runs: a GPU's matrix product depends on the shapes of its parts in the
     last bit, and what Float8 rounds to the nearest may then be its neighbour, an eighth away. On an
     H100 the weights of TP 2 x PP 2 were 0.15 of their way apart after two steps of AdamW."""
@@ -129,7 +129,7 @@ def compare_rounded(found: Trace, expected: Trace, where: str) -> None:
         )
 
 
-def check_modelled(name: str, device: Device) -> dict[str, Any]:
+def check_modelled(name, device):
     """Train a layout whose messages are compressed, and the model of its ranks, both in float64,
     which CUDA's kernels of attention to several ranks' keys do not have."""
     layout, given = COMPRESSED[name], {"training": {"steps": 4}}
@@ -166,11 +166,11 @@ def check_modelled(name: str, device: Device) -> dict[str, Any]:
     return off
 
 
-def at_step(number: int) -> None:
+def at_step(number):
     """Nobody waits for the number of a step."""
 
 
-def check_fused(name: str, device: Device) -> dict[str, Any]:
+def check_fused(name, device):
     """Async tensor parallelism: its operators, and blocks in which the compiler puts them.
 
     NVIDIA's and torch's own checks expect a device for each rank. If torch refuses, the case is
@@ -195,7 +195,7 @@ def check_fused(name: str, device: Device) -> dict[str, Any]:
     return given.fused._asdict()
 
 
-def refused(tracebacks: str) -> str | None:
+def refused(tracebacks):
     """The error of a rank and its place, if that is in torch and no assertion of ours."""
     lines = tracebacks.splitlines()
     places = [line.strip() for line in lines if line.startswith('  File "')]
@@ -204,7 +204,7 @@ def refused(tracebacks: str) -> str | None:
     return f"{lines[-1]} ({places[-1]})"
 
 
-def names(rehearsed: bool) -> list[str]:
+def names(rehearsed):
     """The layouts: all, or in a rehearsal one of each kind."""
     if rehearsed:
         return [

@@ -16,10 +16,9 @@ import torch
 
 from tests import layouts, tiny
 from tests.research.layouts import BESIDE_LATENT, LATENT_LOSSES
-from tests.runs import Trace, trace
+from tests.runs import trace
 from torchtitan.auxiliary_losses import AuxiliaryLossConfig
 from torchtitan.convert import ConverterConfig, Float8
-from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models.attention import causal_attention, dense_attention
 from torchtitan.research.common.codec import Codec, Form
@@ -36,7 +35,7 @@ WINDOW = {"model": {"sliding_window": 12}}
 CHUNKS = {"loss": {"vocabulary_chunk": 100}}
 
 
-def merged(*sections: Sections) -> dict[str, dict[str, Any]]:
+def merged(*sections):
     """Sections of a recipe, key by key; the later win."""
     found = {}
     for part in sections:
@@ -45,11 +44,11 @@ def merged(*sections: Sections) -> dict[str, dict[str, Any]]:
     return found
 
 
-def recompute(mode: str, **rest: Any) -> Sections:
+def recompute(mode, **rest):
     return {"activation_checkpoint": {"mode": mode, **rest}}
 
 
-def optimizer(**keys: Any) -> Sections:
+def optimizer(**keys):
     return {"optimizer": keys}
 
 
@@ -84,7 +83,7 @@ class Case:
     """Whether the device trains that recipe too."""
 
 
-def case(*sections: Sections, **rest: Any) -> Case:
+def case(*sections, **rest):
     return Case(merged(*sections), **rest)
 
 
@@ -169,7 +168,7 @@ CASES = {
 }
 
 
-def job(sections: Sections, name: str, this: Case, emulated: bool) -> JobConfig:
+def job(sections, name, this, emulated):
     """The small recipe with SGD or AdamW, or the optimizer that its sections name."""
     base = {
         "model": {"flavor": "even"},
@@ -184,23 +183,23 @@ def job(sections: Sections, name: str, this: Case, emulated: bool) -> JobConfig:
     return recipe.model_copy(update={"convert": convert, "auxiliary_losses": this.auxiliary})
 
 
-def eager_on_cpu(recipe: JobConfig) -> Trace:
+def eager_on_cpu(recipe):
     """What a CPU trains; nothing is compiled, an optimizer's arithmetic neither."""
     with torch.compiler.set_stance("force_eager"):
         return trained(recipe, "cpu")
 
 
-def trained(recipe: JobConfig, kind: str) -> Trace:
+def trained(recipe, kind):
     """All steps; microbatches of tokens have different numbers of targets."""
     return trace(recipe, recipe.model.name == "tiny", kind)
 
 
 @cache
-def on_cpu(recipe: str) -> Trace:
+def on_cpu(recipe):
     return eager_on_cpu(JobConfig.model_validate_json(recipe))
 
 
-def plain(this: Case, name: str) -> JobConfig:
+def plain(this, name):
     """What the CPU trains: the same precision, nothing compiled, recomputed or offloaded."""
     precision = {"mixed_precision_param": "float32"} | {
         key: value
@@ -210,7 +209,7 @@ def plain(this: Case, name: str) -> JobConfig:
     return job(merged({"training": precision}, this.like), name, this, emulated=True)
 
 
-def check(name: str, device: Device, backend: str = "inductor") -> dict[str, float]:
+def check(name, device, backend="inductor"):
     """Compare a case with the CPU; how far apart they were at most."""
     if name in FUNCTIONS:
         return FUNCTIONS[name](device)
@@ -243,16 +242,16 @@ def check(name: str, device: Device, backend: str = "inductor") -> dict[str, flo
     return worst
 
 
-def eager_or(recipe: JobConfig) -> Trace:
+def eager_or(recipe):
     """A rehearsal: what the recipe compiles is compiled, an optimizer's arithmetic is not."""
     return trained(recipe, "cpu") if recipe.compile.enable else eager_on_cpu(recipe)
 
 
-def differences(found: Trace, expected: Trace) -> dict[str, float]:
+def differences(found, expected):
     """How far two runs of one rank are apart at most, over all steps."""
     apart = {"loss": 0.0, "norm": 0.0, "weight": 0.0, "moved": 0.0}
 
-    def note(kind: str, value: float) -> None:
+    def note(kind, value):
         apart[kind] = max(apart[kind], value if value == value else float("inf"))
 
     assert len(found.losses) == len(expected.losses)
@@ -271,7 +270,7 @@ def differences(found: Trace, expected: Trace) -> dict[str, float]:
     return apart
 
 
-def attention(device: Device) -> dict[str, float]:
+def attention(device):
     """The kernels that tell their normaliser, forward and backward, against the CPU's."""
     worst = {"float32": 0.0, "bfloat16": 0.0}
     allowed = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -310,7 +309,7 @@ def attention(device: Device) -> dict[str, float]:
     return worst
 
 
-def document_attention(device: Device) -> dict[str, float]:
+def document_attention(device):
     """Attention within documents and windows, forward and backward, against a dense mask."""
     worst = {"float32": 0.0, "bfloat16": 0.0}
     allowed = {"float32": 2e-5, "bfloat16": 3e-2}
@@ -347,7 +346,7 @@ def document_attention(device: Device) -> dict[str, float]:
     return worst
 
 
-def codec(device: Device) -> dict[str, float]:
+def codec(device):
     """What few bits hold: rounded to nearest on the device as on the CPU, to the bit."""
     apart = 0
     for bits in (2, 3, 4, 8):
@@ -364,7 +363,7 @@ def codec(device: Device) -> dict[str, float]:
     return {"bytes apart": float(apart)}
 
 
-def attention_memory(device: Device) -> dict[str, float]:
+def attention_memory(device):
     """Attention never holds all scores, whatever dtype and mask: memory in parts of them."""
     if device.type == "cpu":
         return {}
@@ -396,7 +395,7 @@ FUNCTIONS = {
 }
 
 
-def names(rehearsed: bool) -> list[str]:
+def names(rehearsed):
     """All cases; in a rehearsal not those that take longest."""
     cases = [*CASES, *FUNCTIONS]
     return [name for name in cases if "compiled" not in name] if rehearsed else cases

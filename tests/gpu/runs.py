@@ -5,12 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
-
-from torchtitan.device import Device
 
 ROOT = Path(__file__).resolve().parents[2]
 DEBUG = ("train_configs/debug_model.toml",)
@@ -27,7 +23,7 @@ SMALL = (
 )
 
 
-def start(*arguments: str, fails: bool = False) -> str:
+def start(*arguments, fails=False):
     """What `torchtitan ARGUMENTS` prints; an AssertionError with its last lines if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "torchtitan.tools.cli", *arguments],
@@ -41,17 +37,17 @@ def start(*arguments: str, fails: bool = False) -> str:
     return said
 
 
-def train(folder: str | Path, *flags: str, fails: bool = False) -> str:
+def train(folder, *flags, fails=False):
     return start("train", *DEBUG, *SMALL, "--job.dump_folder", str(folder), *flags, fails=fails)
 
 
-def losses(folder: str | Path) -> dict[int, float]:
+def losses(folder):
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-def learns(folder: str) -> dict[str, Any]:
+def learns(folder):
     """The debug recipe's first steps, with validation."""
     train(
         folder, "--training.steps", "30", "--validation.enable", "true", "--validation.freq", "15"
@@ -61,8 +57,8 @@ def learns(folder: str) -> dict[str, Any]:
     return {"first loss": found[1], "last loss": found[30]}
 
 
-def resumes(mode: str, *flags: str) -> Callable[[str], dict[str, Any]]:
-    def check(folder: str) -> dict[str, Any]:
+def resumes(mode, *flags):
+    def check(folder):
         saving = ("--checkpoint.interval", "3", "--checkpoint.async_mode", mode, *flags)
         saving += ("--debug.deterministic", "true", "--training.steps", "6")
         whole, cut = Path(folder, "whole"), Path(folder, "cut")
@@ -76,7 +72,7 @@ def resumes(mode: str, *flags: str) -> Callable[[str], dict[str, Any]]:
     return check
 
 
-def says_out_of_memory(folder: str) -> dict[str, Any]:
+def says_out_of_memory(folder):
     said = train(
         folder,
         *("--training.steps", "2", "--training.local_batch_size", "540"),
@@ -92,7 +88,7 @@ def says_out_of_memory(folder: str) -> dict[str, Any]:
     return {"peak GiB": evidence["peak_gib"], "phase": evidence["phase"]}
 
 
-def traces(folder: str) -> dict[str, Any]:
+def traces(folder):
     train(
         folder,
         *("--training.steps", "6", "--profiling.enable_profiling", "true"),
@@ -108,13 +104,13 @@ def traces(folder: str) -> dict[str, Any]:
     return {}
 
 
-def generates(folder: str) -> dict[str, Any]:
+def generates(folder):
     train(folder, "--training.steps", "10")
     assert "def" in start("generate", folder, "--prompt", "def ", "--tokens", "8")
     return {}
 
 
-def debug_recipe(folder: str) -> dict[str, Any]:
+def debug_recipe(folder):
     """The README's first command, on a GPU."""
     start("train", *DEBUG, "--job.dump_folder", folder)
     found = losses(folder)
@@ -122,7 +118,7 @@ def debug_recipe(folder: str) -> dict[str, Any]:
     return {"first loss": found[1], "last loss": found[max(found)]}
 
 
-def preflight(folder: str) -> dict[str, Any]:
+def preflight(folder):
     """Of one rank, with nothing to compare; rates beside the data sheet."""
     said = start("preflight", *DEBUG, "--job.dump_folder", folder, "--json", "--processes", "1")
     verdict = json.loads(said[said.index("{") : said.rindex("}") + 1])
@@ -148,11 +144,11 @@ CASES = {
 }
 
 
-def check(name: str, device: Device) -> dict[str, Any]:
+def check(name, device):
     with TemporaryDirectory() as folder:
         return CASES[name](folder)
 
 
-def names(rehearsed: bool) -> list[str]:
+def names(rehearsed):
     """The cases."""
     return ["trains", "generates", "preflight"] if rehearsed else list(CASES)

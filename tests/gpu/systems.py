@@ -10,10 +10,9 @@ import tempfile
 import time
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +20,12 @@ import torch.nn.functional as F
 from tests.gpu import page
 from tests.gpu.bases import refresh_times
 from tests.gpu.planned import fake_rank, planned
-from torchtitan.build import Run, build
+from torchtitan.build import build
 from torchtitan.checks import load_job
-from torchtitan.data import Batch
-from torchtitan.device import GIB, Device
-from torchtitan.job import JobConfig
+from torchtitan.device import GIB
 from torchtitan.parallel import open_world
 from torchtitan.plan.hardware import find_hardware, hardware_names
 from torchtitan.plan.plan import plan
-from torchtitan.step import StepStatus
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +89,7 @@ IMAGES = {
 }
 
 
-def names(rehearsed: bool) -> list[str]:
+def names(rehearsed):
     """All cases, the most telling first; in a rehearsal one of each kind of work."""
     first = [*SMALL_CARD][:2]
     cases = [*first, *RANKS, *REFRESH, *IMAGES, *[*SMALL_CARD][2:]]
@@ -103,7 +99,7 @@ def names(rehearsed: bool) -> list[str]:
     return [name for name in cases if not rehearsed or not alike.search(name)]
 
 
-def check(name: str, device: Device, backend: str) -> dict[str, Any]:
+def check(name, device, backend):
     """Measure a case; a rank that runs out of memory is a result too."""
     torch._dynamo.reset()
     gc.collect()
@@ -124,7 +120,7 @@ def check(name: str, device: Device, backend: str) -> dict[str, Any]:
     return found
 
 
-def job_of(name: str, kind: str, backend: str) -> JobConfig:
+def job_of(name, kind, backend):
     """Return the recipe of a rank on a kind of device."""
     rank = RANKS[name]
     flags = ["--training.local_batch_size", "1", "--training.global_batch_size", "-1"]
@@ -140,7 +136,7 @@ def job_of(name: str, kind: str, backend: str) -> JobConfig:
     return load_job(path, flags, rank.ranks, kind).config
 
 
-def one_of_many(name: str, device: Device, backend: str) -> dict[str, Any]:
+def one_of_many(name, device, backend):
     """Time steps of a rank of the fake group."""
     job, ranks = job_of(name, device.type, backend), RANKS[name].ranks
     one = torch.tensor(1.0, device=device.torch_device)
@@ -150,7 +146,7 @@ def one_of_many(name: str, device: Device, backend: str) -> dict[str, Any]:
             if key.endswith(".step"):  # so that GaLore has a basis
                 state.fill_(1)
 
-        def step() -> None:
+        def step():
             optimizers.begin(1.0)
             model.forward_backward([batch], one)
             norm = optimizers.norm()
@@ -162,7 +158,7 @@ def one_of_many(name: str, device: Device, backend: str) -> dict[str, Any]:
         return timed(step, device) | {"ranks": ranks, "tokens": tokens}
 
 
-def timed(step: Callable[[], object], device: Device, rounds: int = 4) -> dict[str, Any]:
+def timed(step, device, rounds=4):
     """Time steps after the first; and the peak of the memory."""
     seconds = []
     for _ in range(1 + (rounds if device.type == "cuda" else 2)):
@@ -179,7 +175,7 @@ def timed(step: Callable[[], object], device: Device, rounds: int = 4) -> dict[s
     }
 
 
-def small_card(name: str, device: Device, backend: str) -> dict[str, Any]:
+def small_card(name, device, backend):
     """Train 7B where the allocator may reserve what a card of 24 GB leaves it.
 
     Bases are refreshed every three steps, so that two refreshes are timed after that of the first
@@ -206,7 +202,7 @@ def small_card(name: str, device: Device, backend: str) -> dict[str, Any]:
             statuses = []
             seconds = []
 
-            def agree(*given: Any) -> StepStatus:
+            def agree(*given):
                 statuses.append(agree_as_usual(*given))
                 return statuses[-1]
 
@@ -236,7 +232,7 @@ def small_card(name: str, device: Device, backend: str) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(recipe: dict[str, Any], device: Device) -> Iterator[Run]:
+def opened(recipe, device):
     """Open a run on one rank, in a folder that is deleted."""
     import tomlkit
 
@@ -253,7 +249,7 @@ def opened(recipe: dict[str, Any], device: Device) -> Iterator[Run]:
                 yield run
 
 
-def refresh(name: str, device: Device, backend: str) -> dict[str, Any]:
+def refresh(name, device, backend):
     """Time a refresh of a matrix by each method."""
     rows, columns, rank = REFRESH[name]
     if device.type == "cpu":
@@ -270,7 +266,7 @@ def refresh(name: str, device: Device, backend: str) -> dict[str, Any]:
     }
 
 
-def images(name: str, device: Device, backend: str) -> dict[str, Any]:
+def images(name, device, backend):
     """Train a ViT-MAE on drawn images, on those of a folder, or on one batch again and again."""
     size, how = IMAGES[name]
     own = tomllib.loads((ROOT / f"train_configs/vit_mae_{size}.toml").read_text())
@@ -302,17 +298,17 @@ def images(name: str, device: Device, backend: str) -> dict[str, Any]:
 class Same:
     """Reader that gives the same batch in every step."""
 
-    def __init__(self, batch: tuple[list[Batch], torch.Tensor]) -> None:
+    def __init__(self, batch):
         self.batch = batch
 
-    def __next__(self) -> tuple[list[Batch], torch.Tensor]:
+    def __next__(self):
         return self.batch
 
-    def close(self) -> None:
+    def close(self):
         """Nothing is open."""
 
 
-def write_images(folder: Path, count: int) -> None:
+def write_images(folder, count):
     """Write photographs of 256 x 256 as JPEG, and every fourth as PNG, of smooth noise."""
     from PIL import Image
 
@@ -327,7 +323,7 @@ def write_images(folder: Path, count: int) -> None:
 WAYS = ((RANKS, one_of_many), (SMALL_CARD, small_card), (REFRESH, refresh), (IMAGES, images))
 
 
-def main() -> None:
+def main():
     """Add the planned memory to the ranks that were measured in a folder, and write its page."""
     folder = Path(sys.argv[1])
     rows = page.read(folder / "systems.jsonl")

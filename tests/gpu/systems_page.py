@@ -1,12 +1,12 @@
 """The part of the page about systems from papers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 Figures = Mapping[str, Any]
 
 
-def systems(rows: Mapping[str, Figures]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def systems(rows):
     """Yield the title, heads and cells of each table, given the figures of each case."""
     ranks = {name.removeprefix("8B: "): row for name, row in rows.items() if name[:4] == "8B: "}
     heads = ["", "ranks", "GiB reserved", "GiB planned", "difference", "ms a step (range)"]
@@ -32,7 +32,7 @@ def systems(rows: Mapping[str, Figures]) -> Iterator[tuple[str, list[str], list[
         yield "ViT-MAE", heads, cells
 
 
-def rank(row: Figures) -> list[str]:
+def rank(row):
     if "GiB" not in row:
         return ["-", lost(row), number(row, "planned GiB"), "-", "-"]
     cells = [str(row["ranks"]), number(row, "GiB"), number(row, "planned GiB")]
@@ -42,7 +42,7 @@ def rank(row: Figures) -> list[str]:
     return [*cells, f"{row['ms']:,.0f} ({low:,.0f} to {high:,.0f})"]
 
 
-def small_card(row: Figures) -> list[str]:
+def small_card(row):
     if "GiB" not in row:
         return [lost(row), "-", "-", "-", "-"]
     losses = f"{row['losses'][0]:.2f} to {row['losses'][-1]:.2f}"
@@ -50,16 +50,16 @@ def small_card(row: Figures) -> list[str]:
     return [*cells, losses]
 
 
-def images(row: Figures) -> list[str]:
+def images(row):
     if "GiB" not in row:
         return [lost(row), "-", "-"]
     return [f"{row['images/s']:,.1f}", str(row["images"]), number(row, "GiB")]
 
 
-def number(row: Figures, key: str) -> str:
+def number(row, key):
     return f"{row[key]:,.1f}" if key in row else "-"
 
 
-def lost(row: Figures) -> str:
+def lost(row):
     """The reason for which there are no figures."""
     return "out of memory" if "out of memory" in row else "-"

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +37,7 @@ class Result(NamedTuple):
     seconds: float
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m tests.mutations")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="faults to plant (default: all)")
     parser.add_argument("--tier", choices=TIERS, help="run this tier (default: that of the fault)")
@@ -66,18 +65,18 @@ def main(arguments: list[str] | None = None) -> int:
     return bool(missed)
 
 
-def row(result: Result) -> str:
+def row(result):
     found = result.test or "NOT FOUND"
     return f"{result.fault.name:48} {result.seconds:6.0f} s  {found}"
 
 
-def copied(copy: Path) -> Path:
+def copied(copy):
     """A copy of the working tree, with its history, which some tests read."""
     shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
     return copy
 
 
-def run(fault: Fault, copy: Path, tier: str, known: bool, tests: list[str]) -> Result:
+def run(fault, copy, tier, known, tests):
     """Plant a fault, run tests up to the first that finds it, and put the file back."""
     path, start = copy / fault.file, time.monotonic()
     original = path.read_text()
@@ -94,14 +93,14 @@ def run(fault: Fault, copy: Path, tier: str, known: bool, tests: list[str]) -> R
         path.write_text(original)
 
 
-def stages(fault: Fault, known: bool, tests: list[str]) -> Iterator[list[str]]:
+def stages(fault, known, tests):
     if fault.found_by:
         yield [*fault.found_by]
     if not known:
         yield [*tests, "-n", "auto"]
 
 
-def failures(tests: list[str], copy: Path, tier: str) -> list[str]:
+def failures(tests, copy, tier):
     """The first tests that fail: one, or with several workers those that ran at that time.
 
     Raises:

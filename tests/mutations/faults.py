@@ -37,7 +37,7 @@ class Fault:
     found_by: tuple[str, ...] = ()
     was_in: str = ""
 
-    def planted(self, source: str) -> str:
+    def planted(self, source):
         """The source of the file with the fault.
 
         Raises:
@@ -49,7 +49,7 @@ class Fault:
         return source.replace(self.before, self.after)
 
 
-def read_faults(folder: Path = FOLDER) -> list[Fault]:
+def read_faults(folder=FOLDER):
     """All faults, in the order of their tables."""
     return [
         Fault(**entry | {"found_by": tuple(entry.get("found_by", ()))}, round=table.stem)
@@ -58,7 +58,7 @@ def read_faults(folder: Path = FOLDER) -> list[Fault]:
     ]
 
 
-def plant(fault: Fault, root: Path) -> None:
+def plant(fault, root):
     """Write the fault into a copy of the repository."""
     path = root / fault.file
     if not path.is_file():

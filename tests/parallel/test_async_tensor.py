@@ -41,7 +41,7 @@ def test_on_cuda():
         assert fused == Fused(gathers=4, scatters=2)
 
 
-def refuse(fuse: bool, sequence_parallel: bool) -> str:
+def refuse(fuse, sequence_parallel):
     run(2, backend=WITHOUT_CODE, fuse=fuse, sequence_parallel=sequence_parallel)
     with pytest.raises(RuntimeError) as error:
         async_tensor.confirm()

@@ -1,7 +1,6 @@
 """Every collective of a step is one of its plan, as large and as often."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch.distributed.fsdp
@@ -9,7 +8,7 @@ import torch.distributed.pipelining
 import torch.distributed.tensor  # noqa: F401  (a fork has what its parent imported)
 
 from tests import layouts, tiny
-from tests.collectives import Counted, Message, count, planned
+from tests.collectives import count, planned
 from tests.layouts import (
     AFTERWARDS,
     ALL_BESIDE,
@@ -25,12 +24,10 @@ from tests.layouts import (
     SECOND,
     ULYSSES,
     ZBV,
-    Case,
     case,
 )
 from tests.ranks import run_ranks
 from tests.tiers import tiers
-from torchtitan.job import JobConfig
 
 BFLOAT16 = {"mixed_precision_param": "bfloat16"}
 ALL_BFLOAT16 = {**BFLOAT16, "mixed_precision_reduce": "bfloat16"}
@@ -46,7 +43,7 @@ FROM_PARITY = (
     "FSDP 2 x TP 2, accumulating 4 whole",
     *("TP 2 x PP 2", "CP 2 x PP 2", "FSDP 2 x TP 2 x PP 2", "TP 2, neither, loss in chunks"),
 )
-CASES: dict[str, Case] = {
+CASES = {
     **{name: LAYOUTS[name] for name in FROM_PARITY},
     "one rank, bfloat16": case(batch=4, training=BFLOAT16),
     "FSDP 2, bfloat16": case(shard=2, training=BFLOAT16),
@@ -101,15 +98,15 @@ IN_GATE = (
 )
 
 
-NOTHING: Counter[Message] = Counter()
+NOTHING = Counter()
 
 
 @pytest.mark.parametrize("name", tiers(CASES, DAILY, gate=IN_GATE))
-def test_step_sends_what_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_sends_what_is_planned(name, monkeypatch):
     sends_what_is_planned(CASES[name], monkeypatch)
 
 
-def sends_what_is_planned(layout: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def sends_what_is_planned(layout, monkeypatch):
     job = layouts.job(layout, "SGD", training={"steps": 2})
     counted = compare(job, layout, monkeypatch)
     # That of latents is added up over tensor ranks for each microbatch; the norms of experts,
@@ -121,11 +118,11 @@ def sends_what_is_planned(layout: Case, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def compare(
-    job: JobConfig,
-    layout: Case,
-    monkeypatch: pytest.MonkeyPatch,
-    unplanned: Counter[Message] = NOTHING,
-) -> list[Counted]:
+    job,
+    layout,
+    monkeypatch,
+    unplanned=NOTHING,
+):
     """Compare the first rank of each stage of a pipeline with its plan; return what all sent.
 
     Args:
@@ -155,17 +152,17 @@ def compare(
     return counted
 
 
-def of_experts(messages: Counter[Message], found: Counted) -> Counter[Message]:
+def of_experts(messages, found):
     """The all-to-alls between ranks with different experts, among some messages."""
     is_one = {m: m.ranks == found.experts and m.operation == "all_to_all" for m in messages}
     return Counter({m: count for m, count in messages.items() if is_one[m]})
 
 
-def size(messages: Counter[Message]) -> int:
+def size(messages):
     return sum(each.bytes * count for each, count in messages.items())
 
 
-MUON: dict[str, Case] = {
+MUON = {
     "FSDP 2": case(shard=2),
     "FSDP 3, which divides nothing": CASES["FSDP 3, which divides nothing"],
     "HSDP 2 x 2": case(replicate=2, shard=2),
@@ -178,17 +175,17 @@ MUON: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", tiers(MUON, ["FSDP 2"]))
-def test_muon_sends_what_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_sends_what_is_planned(name, monkeypatch):
     """Of an update."""
     muon_sends_what_is_planned(MUON[name], monkeypatch)
 
 
 def muon_sends_what_is_planned(
-    layout: Case,
-    monkeypatch: pytest.MonkeyPatch,
-    unplanned: Counter[Message] = NOTHING,
-    **settings: Any,
-) -> None:
+    layout,
+    monkeypatch,
+    unplanned=NOTHING,
+    **settings,
+):
     flavor = {"flavor": "deep" if layout.pp > 1 else "flat"}
     optimizer = {"name": "Muon", "lr": 1e-3, "whole_mib": 0, "by_head": layout.tp > 1, **settings}
     job = tiny.job(**layout.recipe(model=flavor, optimizer=optimizer, training={"steps": 2}))

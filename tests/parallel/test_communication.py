@@ -1,13 +1,13 @@
 """What a recipe names in [communication] is what carries weights and gradients."""
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from tests import layouts
-from tests.layouts import AFTERWARDS, LAYOUTS, Case, case
+from tests.layouts import AFTERWARDS, LAYOUTS, case
 from tests.ranks import run_ranks
 from tests.runs import trace, train
 from tests.test_docs import ROOT, blocks
@@ -32,7 +32,7 @@ class Used(NamedTuple):
     buffers: dict[str, tuple[int, int]]
 
 
-def used(job: JobConfig) -> Used:
+def used(job):
     from tests import senders  # as `job.imports` has it, in the process that forked this one too
 
     senders.USED.clear()
@@ -42,7 +42,7 @@ def used(job: JobConfig) -> Used:
     return Used(found.losses, found.grad_norms, weights, calls, buffers)
 
 
-def job(layout: Case, communication: dict[str, Any]) -> JobConfig:
+def job(layout, communication):
     imports = {"imports": ["tests.senders"], "dump_folder": "unused"}
     load_job(None, ["--job.imports", "tests.senders"], 1, "cpu")
     recipe = layouts.job(
@@ -72,7 +72,7 @@ def test_weights_and_gradients_are_sent_as_named():
         assert all(in_unit == sent for in_unit, sent in found.buffers.values())
 
 
-def all_used(jobs: list[JobConfig]) -> list[Used]:
+def all_used(jobs):
     return [used(job) for job in jobs]
 
 
@@ -93,7 +93,7 @@ def test_copies_and_parts_are_sent_as_named():
             assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
-def both(folder: str) -> list[dict[str, torch.Tensor]]:
+def both(folder):
     """Save with copies that agree afterwards; resume so, and as copies are added up by FSDP2."""
     found = []
     for steps, communication in ((2, AFTERWARDS), (4, AFTERWARDS), (4, {})):
@@ -114,7 +114,7 @@ def test_checkpoints_do_not_depend_on_how_copies_agree(tmp_path):
         assert all(torch.equal(loaded[name], weight) for name, weight in resumed.items())
 
 
-def stopped(folder: str) -> list[dict[str, torch.Tensor]]:
+def stopped(folder):
     """Train four steps at once; two and two; then resume on another layout, and without a state."""
     found = []
     for name, steps, layout in (
@@ -146,7 +146,7 @@ def test_what_a_way_keeps_is_in_a_checkpoint(tmp_path):
     assert {name for name in saved if name.startswith("communication.")} == names
 
 
-def apart(folder: str, layout: Case, steps: int) -> dict[str, torch.Tensor]:
+def apart(folder, layout, steps):
     """Train replicas that agree in every second step; a step later than that, they differ."""
     recipe = layouts.job(
         layout,
@@ -183,7 +183,7 @@ def test_example_of_the_documentation(name, tolerance, tmp_path, monkeypatch):
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
 
 
-def having_bits() -> str:
+def having_bits():
     """The ways that have `bits`, in words."""
     names = [name for name, way in GRADIENTS.items() if "bits" in way.model_fields]
     *others, last = names

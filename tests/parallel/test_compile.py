@@ -2,20 +2,17 @@
 
 import itertools
 import logging
-from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests import layouts, tiny
-from tests.layouts import Case, case
+from tests.layouts import case
 from tests.ranks import run_ranks
-from tests.runs import Trace, trace, train
+from tests.runs import trace, train
 from tests.tiers import tiers
-from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.parallel import CompileConfig, compile
 from torchtitan.torch_private.compiler import compiler_counts, keeps_nodes_of_functions
@@ -31,15 +28,15 @@ def compiler():
 class Lines(logging.Handler):
     """Keeps what is logged."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
-def logged(act: Callable[[], Any]) -> list[str]:
+def logged(act):
     handler = Lines()
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO)
@@ -47,11 +44,11 @@ def logged(act: Callable[[], Any]) -> list[str]:
     return handler.lines
 
 
-def reported(config: CompileConfig, blocks: int) -> list[str]:
+def reported(config, blocks):
     return logged(partial(compile.report, config, blocks, has_loss=True))
 
 
-def forget() -> None:
+def forget():
     """Nothing was compiled yet; the process that this one was forked from may have."""
     from torch._dynamo.utils import clear_compilation_metrics, counters
 
@@ -63,22 +60,22 @@ def forget() -> None:
 BLOCKS = tiny.FLAVORS["deep"].n_layers
 
 
-def recipe(layout: Case, **settings: Any) -> JobConfig:
+def recipe(layout, **settings):
     model, training = {"flavor": "deep"}, {"steps": 2}
     return layouts.job(layout, "SGD", model=model, training=training, compile=settings)
 
 
-def compiled(job: JobConfig) -> tuple[Trace, list[str]]:
+def compiled(job):
     forget()
     return trace(job, uneven=True), reported(job.compile, BLOCKS)
 
 
 @cache
-def reference(**model: Any) -> Trace:
+def reference(**model):
     return run_ranks(trace, 1, recipe(layouts.ONE.of(**model)), True)[0]
 
 
-def compare(found: Trace, expected: Trace) -> None:
+def compare(found, expected):
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert found.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
     for name, part in found.weights[-1].items():
@@ -112,10 +109,10 @@ def test_muon_is_compiled_with_the_rest(recompute):
     muon_is_compiled_with_the_rest(recompute)
 
 
-def muon_is_compiled_with_the_rest(recompute: dict[str, Any], **more: Any) -> None:
+def muon_is_compiled_with_the_rest(recompute, **more):
     optimizer = {"name": "Muon", "lr": 1e-3, "ns_dtype": "float32", "adamw": {"eps": 1e-6}}
 
-    def made(layout: Case, **settings: Any) -> JobConfig:
+    def made(layout, **settings):
         sections = {"training": {"steps": 2}, "compile": settings}
         deep = {"flavor": "deep"}
         return tiny.job(**layout.recipe(model=deep, optimizer=optimizer | more, **sections))
@@ -140,7 +137,7 @@ def test_it_is_the_same_run(name):
     is_the_same_run(*CASES[name])
 
 
-def is_the_same_run(layout: Case, graphs: int) -> None:
+def is_the_same_run(layout, graphs):
     """In so many graphs."""
     job = recipe(layout, enable=True, backend="aot_eager")
     for found, lines in run_ranks(compiled, layout.ranks, job):
@@ -214,13 +211,13 @@ def test_inductor_is_the_same_run(recompute):
 class Broken(nn.Module):
     """A block that no graph can hold as a whole."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x.sin()
         torch._dynamo.graph_break()
         return x.cos()
 
 
-def break_and_report(fullgraph: bool) -> list[str]:
+def break_and_report(fullgraph):
     forget()
     config = CompileConfig(enable=True, backend="eager", fullgraph=fullgraph)
     block = Broken()
@@ -247,7 +244,7 @@ def test_a_break_is_refused_unless_it_is_allowed():
         run_ranks(break_and_report, 1, True)
 
 
-def lines_of(configs: list[CompileConfig]) -> list[list[str]]:
+def lines_of(configs):
     forget()
     return [reported(config, 3) for config in configs]
 
@@ -266,7 +263,7 @@ def test_the_line_names_what_was_to_be_compiled():
     assert lines == [*expected, []]
 
 
-def watched(steps: int, config: CompileConfig) -> list[list[str]]:
+def watched(steps, config):
     """What is said after each step of a block; in the fourth its input has another dtype."""
     forget()
     block = Broken()
@@ -292,7 +289,7 @@ def test_a_report_after_two_steps_and_a_warning_whenever_it_compiles_again():
     assert run_ranks(watched, 1, 2, CompileConfig()) == [[[], []]]
 
 
-def graphs_for_lengths(config: CompileConfig) -> int:
+def graphs_for_lengths(config):
     forget()
     function = compile.compiled(torch.sin, config)
     for length in (4, 5, 6):
@@ -305,7 +302,7 @@ def test_shapes_are_never_dynamic():
     assert run_ranks(graphs_for_lengths, 1, config) == [3]
 
 
-def said_while_training(job: JobConfig) -> list[str]:
+def said_while_training(job):
     forget()
     return [line for line in logged(partial(train, job)) if line.startswith("compile: ")]
 

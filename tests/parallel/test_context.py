@@ -1,10 +1,8 @@
 """Attention over a sequence that is split among ranks equals attention over the whole."""
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -31,13 +29,13 @@ BALANCINGS = ("headtail", "none")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def documents() -> Tensor:
+def documents():
     """(2, LENGTH): borders within chunks, and documents smaller than the smallest chunk."""
     sizes = ([5, 3, 2, 19, 1, 18], [45, 3])
     return torch.stack([torch.arange(len(s)).repeat_interleave(torch.tensor(s)) for s in sizes])
 
 
-def operands(kv_heads: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+def operands(kv_heads, dtype, device):
     """q, k, v and the gradient of the output for whole sequences, (2, heads, LENGTH, 16)."""
     generator = torch.Generator().manual_seed(kv_heads)
     return tuple(
@@ -46,9 +44,7 @@ def operands(kv_heads: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ..
     )
 
 
-def differentiate(
-    attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, grad: Tensor
-) -> dict[str, Tensor]:
+def differentiate(attention, q, k, v, grad):
     """Output and gradients."""
     inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     out = attention(*inputs)
@@ -56,9 +52,7 @@ def differentiate(
     return dict(zip("qkv", (tensor.grad for tensor in inputs), strict=True)) | {"out": out.detach()}
 
 
-def mine(
-    whole: Tensor, balancing: str, group: dist.ProcessGroup | None = None, window: int = 0
-) -> Tensor:
+def mine(whole, balancing, group=None, window=0):
     """This rank's part of (B, heads, LENGTH, E)."""
     cut, rank = Cut(dist.get_world_size(group), balancing), dist.get_rank(group)
     if balancing == "documents":
@@ -68,12 +62,12 @@ def mine(
 
 
 def split(
-    rotation: str,
-    balancing: str,
-    together: Tensor | None,
-    group: dist.ProcessGroup | None = None,
-    window: int = 0,
-) -> Callable[..., Tensor]:
+    rotation,
+    balancing,
+    together,
+    group=None,
+    window=0,
+):
     """Attention over the ranks of a group, by default all."""
     name, rest = (group or dist.group.WORLD).group_name, (rotation, balancing, window)
     return lambda q, k, v: context_attention(q, k, v, together, name, *rest)[0]
@@ -144,7 +138,7 @@ MASKS = [
 
 
 @patch.object(context_pieces, "MIN_PIECE", 3)
-def compare_with_whole(device: str) -> None:
+def compare_with_whole(device):
     """With up to eight pieces on a rank."""
     for kv_heads, together, window in MASKS:
         *qkv, grad = operands(kv_heads, torch.float32, device)
@@ -180,16 +174,14 @@ class Largest(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), named: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
         result = function(*arguments, **(named or {}))
         found = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
         self.elements = max([self.elements, *found])
         return result
 
 
-def largest_tensor(length: int, window: int) -> int:
+def largest_tensor(length, window):
     """Elements of the largest tensor in forward and backward, of documents of 500 tokens."""
     own, heads, name = length // dist.get_world_size(), 2, dist.group.WORLD.group_name
     q, k, v, grad = (torch.randn(1, heads, own, 8) for _ in range(4))
@@ -201,7 +193,7 @@ def largest_tensor(length: int, window: int) -> int:
     return largest.elements
 
 
-def largest_tensors() -> list[list[int]]:
+def largest_tensors():
     return [[largest_tensor(n, window) for n in (4096, 8192, 16384)] for window in (0, 700)]
 
 
@@ -220,7 +212,7 @@ def test_split_attention_equals_whole_attention(ranks, device):
     run_ranks(compare_with_whole, ranks, device, device=device)
 
 
-def attend_in_pairs() -> None:
+def attend_in_pairs():
     pairs = [dist.new_group(ranks) for ranks in ([0, 2], [3, 1])]
     group = pairs[dist.get_rank() % 2]
     *qkv, grad = (x + dist.get_rank() % 2 for x in operands(2, torch.float32, "cpu"))
@@ -255,7 +247,7 @@ def test_a_query_that_sees_nothing_in_a_tile_takes_nothing_from_it(dtype):
     assert torch.equal(of_v, of_first[2])
 
 
-def count_communication(rotation: str) -> dict[str, list[int]]:
+def count_communication(rotation):
     """Calls in the forward and in the backward."""
     *qkv, grad = (mine(x, "headtail") for x in operands(2, torch.float32, "cpu"))
     inputs = [tensor.detach().requires_grad_() for tensor in qkv]
@@ -271,7 +263,7 @@ def count_communication(rotation: str) -> dict[str, list[int]]:
     return {name: [forward[name], spy.call_count - forward[name]] for name, spy in spies.items()}
 
 
-def both_rotations() -> tuple[Any, Any]:
+def both_rotations():
     return count_communication("allgather"), count_communication("ring")
 
 
@@ -282,7 +274,7 @@ def test_the_rotation_named_is_the_one_that_runs():
         assert ring == {"gather": [0, 0], "scatter": [0, 0], "exchange": [2, 2 + 2]}
 
 
-def wrong_settings() -> None:
+def wrong_settings():
     *qkv, grad = operands(2, torch.float32, "cpu")
     parts = [mine(x, "headtail") for x in (*qkv, grad)]
     right = differentiate(split("ring", "headtail", documents()), *parts)
@@ -304,20 +296,18 @@ def test_another_balancing_or_mask_is_another_result():
 class Tiny(nn.Module):
     """The least that a block has: a projection, then attention."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.project = nn.Linear(16, 3 * 16)
         self.attend = SelfAttention()
 
-    def forward(self, x: Tensor, together: Tensor | None) -> Tensor:
+    def forward(self, x, together):
         q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).transpose(1, 3).unbind(2)
         return x + self.attend(q, k, v, together).transpose(1, 2).flatten(2)
 
 
-def run_tiny(
-    model: Tiny, forward: Callable[[Tensor, Tensor], Tensor], balancing: str
-) -> list[Tensor]:
+def run_tiny(model, forward, balancing):
     """Output and gradients on this rank's part of a fixed input."""
     x = torch.randn(2, LENGTH, 16, generator=torch.Generator().manual_seed(0))
     x = Cut(dist.get_world_size(), balancing).part(x, dist.get_rank()).requires_grad_()
@@ -327,7 +317,7 @@ def run_tiny(
     return [out.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-def compile_tiny() -> None:
+def compile_tiny():
     for rotation in ROTATIONS:
         model = Tiny()
         context.apply(model, dist.group.WORLD, rotation, "headtail")
@@ -341,7 +331,7 @@ def test_it_compiles_as_one_graph():
     run_ranks(compile_tiny, 2)
 
 
-def check_operator() -> None:
+def check_operator():
     q, k, v, _ = (mine(x, "headtail").requires_grad_() for x in operands(2, torch.float32, "cpu"))
     name = dist.group.WORLD.group_name
     for rotation, together in itertools.product(ROTATIONS, (None, documents())):
@@ -354,7 +344,7 @@ def test_it_keeps_the_contract_of_an_operator():
     run_ranks(check_operator, 2)
 
 
-def without_data(dtype: torch.dtype) -> None:
+def without_data(dtype):
     with FakeTensorMode():
         q = torch.empty(2, 8, 4, 16, dtype=dtype).transpose(1, 2).requires_grad_()
         k, v = (torch.empty(2, 8, 2, 16, dtype=dtype).transpose(1, 2) for _ in "kv")
@@ -392,14 +382,14 @@ def test_kernels_of_cuda_accept_what_they_are_given(masked, dtype):
     assert [tensor.shape for tensor in grads] == [q.shape, k.shape, v.shape]
 
 
-def compare_kernels(device: str) -> None:
+def compare_kernels(device):
     """Attention to the first 40 keys and to the other 24, merged, against attention to all."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(heads: int, length: int) -> Tensor:
+    def draw(heads, length):
         return torch.randn(2, length, heads, 16, generator=generator).to(device).transpose(1, 2)
 
-    def whole(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    def whole(q, k, v, seen):
         k, v = (x.repeat_interleave(4 // x.shape[1], dim=1) for x in (k, v))
         return (q @ k.mT / 4).masked_fill(~seen, -torch.inf).softmax(-1) @ v
 

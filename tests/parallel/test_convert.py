@@ -3,8 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,16 +10,15 @@ from torch import nn
 
 from tests import layouts, tiny
 from tests.collectives import message
-from tests.layouts import GATHERED, MICROSCALED, ROUNDED_EXPERTS, ROWWISE, TENSORWISE, Case, case
+from tests.layouts import GATHERED, MICROSCALED, ROUNDED_EXPERTS, ROWWISE, TENSORWISE, case
 from tests.ranks import run_ranks
-from tests.runs import Trace, trace, train
+from tests.runs import trace, train
 from torchtitan import convert
 from torchtitan.config import Context, PlannedWorld
 from torchtitan.convert import MXFP8, Float8
 from torchtitan.convert.rounded_experts import RoundedProducts
 from torchtitan.device import Device
 from torchtitan.flight_recorder.records import recorded
-from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.experts import expert_products
@@ -31,7 +28,7 @@ from torchtitan.tools.verify.measure import training
 SENT_SO = (Float8(emulate=True, enable_tensor_parallel_float8_all_gather=True),)
 
 
-def network() -> nn.Module:
+def network():
     return build_empty(Decoder, tiny.FLAVORS["even"], 32)
 
 
@@ -108,7 +105,7 @@ def test_it_is_emulated_only_where_the_device_lacks_it(capability, caplog):
     assert ("emulated: a CPU has no" in caplog.text) == (capability is None)
 
 
-def rounded(x: torch.Tensor, dtype: torch.dtype, axis: int | None) -> torch.Tensor:
+def rounded(x, dtype, axis):
     """To Float8 and back, with a power of two as the scale of each row, or the largest there is."""
     largest = x.abs().amax() if axis is None else x.abs().amax(axis, keepdim=True)
     scale = torch.finfo(dtype).max / largest.double()
@@ -142,12 +139,12 @@ ROWS = (13, 0, 27, 10)
 """Number of rows of each expert."""
 
 
-def of_experts(x: torch.Tensor, weight: torch.Tensor, block: int) -> list[torch.Tensor]:
+def of_experts(x, weight, block):
     """Forward and both gradients of products of experts, by hand, each expert by itself."""
     e4m3, found = torch.float8_e4m3fn, []
     gradient = torch.linspace(-1, 2, len(x) * weight.shape[1]).view(len(x), -1).sin()
 
-    def by_blocks(x: torch.Tensor, axis: int) -> torch.Tensor:
+    def by_blocks(x, axis):
         pieces = x.split(block or x.shape[axis], axis)
         return torch.cat([rounded(piece, e4m3, axis) for piece in pieces], axis)
 
@@ -165,7 +162,7 @@ def of_experts(x: torch.Tensor, weight: torch.Tensor, block: int) -> list[torch.
     return [torch.cat(outputs), torch.cat(of_x), torch.stack(of_weight), gradient]
 
 
-def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands():
     torch.manual_seed(0)
     x = torch.randn(sum(ROWS), 32) * torch.logspace(-2, 2, sum(ROWS))[:, None]
     ends = torch.tensor(ROWS).cumsum(0, dtype=torch.int32)
@@ -190,9 +187,7 @@ def test_products_of_experts_are_of_rounded_factors(block):
 def test_products_on_a_gpu_have_the_same_factors(monkeypatch):
     """Torch's product of Float8 is replaced by its definition, as a CPU lacks it."""
 
-    def product(
-        a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, offs: torch.Tensor, **_: Any
-    ) -> torch.Tensor:
+    def product(a, b, *scales, offs, **_):
         bounds = list(pairwise([0, *offs.tolist()]))
         assert a.stride(-1) == b.stride(-2) == 1, "factors are read along what is summed"
         if b.ndim == 3:
@@ -230,7 +225,7 @@ def test_experts_are_converted_if_asked_for():
     assert done.skipped["layers.1.mixture.experts"] == "48 x 64, not multiples of 32"
 
 
-def recipe(layout: Case, folder: Path | str = "unused", **sections: dict[str, Any]) -> JobConfig:
+def recipe(layout, folder="unused", **sections):
     return layouts.job(layout, "SGD", job={"dump_folder": str(folder)}, **sections)
 
 
@@ -252,7 +247,7 @@ def test_tensor_ranks_scale_by_the_whole_tensor():
             assert set(own) == set(scales)
 
 
-def traced_scales(job: JobConfig) -> tuple[Trace, set[float]]:
+def traced_scales(job):
     """A run, and the scales of the weights of its first forward, to five digits."""
     from torch.distributed.tensor import DTensor
     from torchao.float8 import float8_linear
@@ -260,7 +255,7 @@ def traced_scales(job: JobConfig) -> tuple[Trace, set[float]]:
     scales = []
     cast = float8_linear.hp_tensor_to_float8_dynamic
 
-    def noted(x: Any, *args: Any, **named: Any) -> Any:
+    def noted(x, *args, **named):
         result = cast(x, *args, **named)
         if len(scales) < 14 and named["gemm_input_role"].name == "WEIGHT":
             own = result.to_local() if isinstance(result, DTensor) else result
@@ -271,7 +266,7 @@ def traced_scales(job: JobConfig) -> tuple[Trace, set[float]]:
     return trace(job, uneven=True), set(scales)
 
 
-def gathered(job: JobConfig, axis: str) -> int:
+def gathered(job, axis):
     """Bytes of all that ranks of an axis gather in the last step of `job`."""
     last = -1
     for run, row in training(job, Device("cpu"), uneven=False):
@@ -355,7 +350,7 @@ def test_what_is_compiled_is_the_same_run(layout, compiler):
     is_compiled_to_the_same_run(layout, compiler)
 
 
-def is_compiled_to_the_same_run(layout: Case, compiler: dict[str, Any]) -> None:
+def is_compiled_to_the_same_run(layout, compiler):
     eager, compiled = (
         run_ranks(trace, 2, recipe(layout, compile=section), True)
         for section in ({}, {"enable": True, **compiler})

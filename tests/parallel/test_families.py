@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from tests.parallel import test_collectives, test_compile, test_muon, test_optim
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.tiers import tiers
-from torchtitan.build import Run
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import GRADIENTS
 from torchtitan.models import experts
@@ -85,7 +83,7 @@ def test_a_recomputed_forward_with_other_logits_has_the_same_choice(monkeypatch)
     """The gradient norm would differ if a row had changed its expert."""
     choose = experts.choose_experts
 
-    def differently(values: torch.Tensor, *rule: Any) -> torch.Tensor:
+    def differently(values, *rule):
         return choose(-values if is_in_backward() else values, *rule)
 
     monkeypatch.setattr(experts, "choose_experts", differently)
@@ -205,7 +203,7 @@ def test_it_is_the_same_run_compiled():
     test_compile.is_the_same_run(layout.of(**QWEN3), graphs)
 
 
-def held(run: Run) -> tuple[list[int], list[int], list[int]]:
+def held(run):
     """Shapes of the whole of an expert matrix, and of this rank's part; its share of the first."""
     name = "layers.1.mixture.experts.w1"
     weight = dict(run.model.parts[0].named_parameters())[name]

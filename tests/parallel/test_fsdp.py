@@ -1,23 +1,19 @@
 """Strategies of FSDP (arXiv:2304.11277): what each sends and holds, and what they do on CUDA."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import pytest
-from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from tests import layouts
 from tests.estimate import recorded
-from tests.layouts import RESHARD, Case, case
+from tests.layouts import RESHARD, case
 from tests.ranks import run_ranks
-from tests.runs import Trace, trace
+from tests.runs import trace
 from torchtitan.comm import Communicator, PlainGather, PlainGradients, PlainWeights
 from torchtitan.comm.gradients import PlainReduce
-from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.sharding import fsdp2
@@ -36,12 +32,12 @@ STRATEGIES = {
 those that the backward needs again: all but the embedding's."""
 
 
-def recipe(layout: Case, **sections: dict[str, Any]) -> JobConfig:
+def recipe(layout, **sections):
     """One whose matrices all ranks divide."""
     return layouts.job(layout, "AdamW", model={"flavor": "even"}, **sections)
 
 
-def sent(layout: Case) -> Counter[str]:
+def sent(layout):
     """Bytes that a rank sends in a step, by operation."""
     found = Counter[str]()
     for one in link_traffic(recorded.step(recipe(layout), layout.ranks), layout.ranks):
@@ -84,7 +80,7 @@ def test_embedding_and_output_are_gathered_only_while_they_are_used(flavor):
     assert table < held["backward"] < 1.1 * table
 
 
-def overlapped(job: JobConfig) -> Trace:
+def overlapped(job):
     """A run that gathers ahead as on CUDA, where a CPU has it done at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp2.FullyShard, "overlaps", True)
@@ -109,26 +105,26 @@ def test_gathering_ahead_changes_nothing():
 class Noted(Communicator):
     """A communicator that notes each call before it makes it."""
 
-    def __init__(self, note: Callable[[], None], call: Callable[..., None]) -> None:
+    def __init__(self, note, call):
         self.note, self.call = note, call
 
-    def __call__(self, *buffers: Tensor) -> None:
+    def __call__(self, *buffers):
         self.note()
         self.call(*buffers)
 
 
-def order_of_issue(job: JobConfig, *, prefetches: bool = True) -> list[tuple[str, str]]:
+def order_of_issue(job, *, prefetches=True):
     """What a step as on CUDA does with which unit: "gather", "compute" (forward) or "reduce"."""
     order = []
     apply = fsdp2.FullyShard.apply
 
-    def noting(what: str, unit: str) -> Callable[..., None]:
+    def noting(what, unit):
         return lambda *_: order.append((what, unit))
 
-    def opening(what: str, method: Any) -> Callable[..., Noted]:
+    def opening(what, method):
         return lambda _, unit, group: Noted(noting(what, unit.name), method(group))
 
-    def applied(self: fsdp2.FullyShard, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    def applied(self, part, blocks):
         apply(self, part, blocks)
         for name, block in blocks.items():
             block.register_forward_hook(noting("compute", name))
@@ -144,7 +140,7 @@ def order_of_issue(job: JobConfig, *, prefetches: bool = True) -> list[tuple[str
     return order
 
 
-def gathered_ahead(order: list[tuple[str, str]], blocks: list[str], event: str) -> list[int]:
+def gathered_ahead(order, blocks, event):
     """How many of the following `blocks` are gathered at the `event` of each."""
     begin = min(order.index(("gather", block)) for block in blocks)
     ahead = []
@@ -180,12 +176,12 @@ def test_blocks_are_gathered_ahead(forward, backward, prefetches):
             assert gathered_ahead(half, named, event) == [min(ahead, 5 - n) for n in range(6)]
 
 
-def inputs_of_fsdp(job: JobConfig) -> set[str]:
+def inputs_of_fsdp(job):
     """Train on this rank; the names of inputs that FSDP2 would move to its device."""
     seen = set()
     shown = FSDPState._root_pre_forward
 
-    def watched(self: FSDPState, module: Any, args: Any, inputs: dict[str, Any]) -> Any:
+    def watched(self, module, args, inputs):
         seen.update(inputs)
         return shown(self, module, args, inputs)
 

@@ -1,16 +1,12 @@
 """Every layout trains the same run as one rank on a mixture of tokenized sources."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests import layouts
-from tests.layouts import Case, case
+from tests.layouts import case
 from tests.several import are_the_runs_of_one_rank
 from tests.tiers import tiers
 from tests.token_shards import drawn_documents, write_shards
-from torchtitan.job import JobConfig
 
 LAYOUTS = {
     "FSDP 2 x PP 2": case(2, shard=2, documents=True),
@@ -21,7 +17,7 @@ LAYOUTS = {
 }
 
 
-def mixture(folder: Path, packing: str) -> dict[str, Any]:
+def mixture(folder, packing):
     sources = []
     for number, weight in enumerate((3, 2, 1)):
         path = folder / f"source-{number}"
@@ -38,7 +34,7 @@ def test_a_mixture_is_the_same_run_on_every_layout(tmp_path, name, packing):
     layout = LAYOUTS[name]
     data = mixture(tmp_path, packing)
 
-    def job(of: Case) -> JobConfig:
+    def job(of):
         flavor = {"flavor": layout.recipe()["model"]["flavor"]}
         return layouts.job(of, "SGD", data=data, model=flavor)
 

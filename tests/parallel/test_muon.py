@@ -1,20 +1,17 @@
 """Muon on every layout is the run of one rank; resumed on another layout, the run never stopped."""
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import tiny
-from tests.layouts import AFTERWARDS, ONE, Case, case
+from tests.layouts import AFTERWARDS, ONE, case
 from tests.ranks import run_ranks
 from tests.runs import compare, losses, trace, train
 from tests.several import are_the_runs_of_one_rank, on_one_rank
 from tests.tiers import tiers
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.storage import SavedTensors
-from torchtitan.job import JobConfig
 
 MUON = {
     "name": "Muon",
@@ -43,7 +40,7 @@ LAYOUTS = {
 VARIANTS = [{}, {"by_head": True, "nesterov": False, "scale": "original"}]
 
 
-def job(layout: Case, folder: Path | str = "unused", **sections: Any) -> JobConfig:
+def job(layout, folder="unused", **sections):
     # The first dim of some matrices is one that four ranks do not divide, and tensor ranks do.
     flavor = {"flavor": "deep" if layout.pp > 1 else "flat"} | sections.pop("model", {})
     optimizer = MUON | sections.pop("optimizer", {})
@@ -51,7 +48,7 @@ def job(layout: Case, folder: Path | str = "unused", **sections: Any) -> JobConf
     return tiny.job(folder, **layout.recipe(model=flavor, optimizer=optimizer, **sections))
 
 
-def alone(flavor: str, **model: Any) -> list[JobConfig]:
+def alone(flavor, **model):
     layout, flavors = ONE.of(**model), {"flavor": flavor}
     return [job(layout, model=flavors, optimizer=variant) for variant in VARIANTS]
 
@@ -63,7 +60,7 @@ def test_muon_trains_the_same_run_as_one_rank(name):
     is_the_run_of_one_rank(LAYOUTS[name])
 
 
-def is_the_run_of_one_rank(layout: Case) -> None:
+def is_the_run_of_one_rank(layout):
     """With each variant."""
     jobs = [job(layout, optimizer=variant) for variant in VARIANTS]
     are_the_runs_of_one_rank(layout, jobs, alone(jobs[0].model.flavor, **layout.model))
@@ -76,7 +73,7 @@ def test_what_the_comparison_would_find():
         compare(found, on_one_rank(alone("flat"))[0], "")
 
 
-def resumable(folder: Path, layout: Case, steps: int) -> JobConfig:
+def resumable(folder, layout, steps):
     return job(
         layout,
         folder,

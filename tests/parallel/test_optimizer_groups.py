@@ -3,14 +3,12 @@ run of one rank, and resumed on another layout the run never stopped."""
 
 import importlib
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import tiny
 from tests.help_text import help_text
-from tests.layouts import ONE, Case, case
+from tests.layouts import ONE, case
 from tests.ranks import run_ranks
 from tests.runs import compare
 from tests.several import are_the_runs_of_one_rank, on_one_rank, resumes, uncompiled
@@ -59,15 +57,13 @@ LAYOUTS = {
 }
 
 
-def job(
-    layout: Case, optimizer: dict[str, Any], folder: Path | str = "unused", **sections: Any
-) -> JobConfig:
+def job(layout, optimizer, folder="unused", **sections):
     sections["training"] = {"max_norm": 0.3} | sections.get("training", {})
     flavor = {"flavor": "square"}
     return tiny.job(folder, **layout.recipe(model=flavor, optimizer=optimizer, **sections))
 
 
-def of_each(layout: Case) -> list[JobConfig]:
+def of_each(layout):
     return [job(layout, optimizer) for optimizer in OPTIMIZERS.values()]
 
 
@@ -97,7 +93,7 @@ def test_groups_where_the_backward_updates():
     are_the_runs_of_one_rank(whole, two, one)
 
 
-def resumable(optimizer: str, folder: Path, layout: Case, steps: int) -> JobConfig:
+def resumable(optimizer, folder, layout, steps):
     return job(
         layout,
         OPTIMIZERS[optimizer],
@@ -117,7 +113,7 @@ def test_groups_resume_on_another_layout(optimizer, tmp_path):
 Seen = dict[str, tuple[str, tuple[int, ...], list[str], float]]
 
 
-def seen(job: JobConfig) -> tuple[Seen, list[str]]:
+def seen(job):
     """Role, shape, placements and peak rate of each parameter on this rank; what is logged."""
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
         run = build(job, world)

@@ -2,20 +2,17 @@
 
 from contextlib import closing
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import tiny
-from tests.layouts import ONE, Case, case
+from tests.layouts import ONE, case
 from tests.ranks import run_ranks
-from tests.runs import Trace, compare, trace
+from tests.runs import compare, trace
 from tests.tiers import tiers
 from torchtitan.build import build
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.trainer import Trainer
@@ -24,13 +21,13 @@ from torchtitan.trainer import Trainer
 SQUARE = {"flavor": "square"}
 
 
-def job(layout: Case, max_norm: float = 0.3, **optimizer: Any) -> JobConfig:
+def job(layout, max_norm=0.3, **optimizer):
     settings = {"name": "AdamW", "lr": 1e-3} | optimizer
     training = {"max_norm": max_norm}
     return tiny.job(**layout.recipe(model=SQUARE, training=training, optimizer=settings))
 
 
-def traces(jobs: list[JobConfig]) -> list[Trace]:
+def traces(jobs):
     torch.compiler.set_stance("force_eager")
     return [trace(job, True) for job in jobs]
 
@@ -52,7 +49,7 @@ IN_BACKWARD = {
 
 
 @cache
-def unclipped(**model: Any) -> list[Trace]:
+def unclipped(**model):
     jobs = [job(ONE.of(**model), 0, **optimizer) for optimizer in RULES]
     (found,) = run_ranks(traces, 1, jobs)
     return found
@@ -65,7 +62,7 @@ def test_steps_in_the_backward(name):
     is_updated_in_the_backward(IN_BACKWARD[name])
 
 
-def is_updated_in_the_backward(layout: Case, allowed: float = 1e-5) -> None:
+def is_updated_in_the_backward(layout, allowed=1e-5):
     """With each rule."""
     jobs = [
         job(layout, 0, **optimizer, early_step_in_backward=early)
@@ -83,14 +80,14 @@ def is_updated_in_the_backward(layout: Case, allowed: float = 1e-5) -> None:
             assert all(torch.equal(w.local, late.weights[-1][name].local) for name, w in weights)
 
 
-def alive(job: JobConfig) -> list[int]:
+def alive(job):
     """Train; the bytes of gradients that this rank has whenever one is complete, and of all."""
     found = [0]
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
         run = build(job, world)
         everything = [p for part in run.model.parts for p in part.parameters()]
 
-        def count(_: Tensor) -> None:
+        def count(_):
             grads = (p.grad for p in everything if p.grad is not None)
             found[0] = max(found[0], sum(local(grad).nbytes for grad in grads))
 

@@ -12,32 +12,32 @@ import pytest
 import torch
 
 from tests import layouts, tiny
-from tests.layouts import DAILY, GATE, LAYOUTS, ONE, Case, alone, compared_by
+from tests.layouts import DAILY, GATE, LAYOUTS, ONE, alone, compared_by
 from tests.ranks import run_ranks
-from tests.runs import Trace, assert_complete, compare, compare_converted, compare_routers, trace
+from tests.runs import assert_complete, compare, compare_converted, compare_routers, trace
 from tests.tiers import tiers
 from torchtitan.job import JobConfig
 
 
-def traces(jobs: list[JobConfig], device: str) -> list[Trace]:
+def traces(jobs, device):
     """A run of each job on this rank, one after the other: starting ranks costs more than a run."""
     return [trace(job, True, device) for job in jobs]
 
 
-def reference(device: str, layout: Case, flavor: str) -> list[Trace]:
+def reference(device, layout, flavor):
     """A run on one rank, by each of the layout's optimizers."""
     jobs = [layouts.job(alone(layout), by, model={"flavor": flavor}) for by in compared_by(layout)]
     return _reference(device, *(job.model_dump_json() for job in jobs))
 
 
 @cache
-def _reference(device: str, *recipes: str) -> list[Trace]:
+def _reference(device, *recipes):
     jobs = [JobConfig.model_validate_json(recipe) for recipe in recipes]
     (result,) = run_ranks(traces, 1, jobs, device, device=device)
     return result
 
 
-def bound(layout: Case) -> float:
+def bound(layout):
     """How far off a weight may be.
 
     AdamW moves a weight by 1e-3 g / (|g| + 1e-8), so an error of 1e-10 in a gradient near zero
@@ -53,7 +53,7 @@ def test_layout_trains_the_same_run_as_one_rank(name, device):
     is_the_run_of_one_rank(LAYOUTS[name], device)
 
 
-def is_the_run_of_one_rank(layout: Case, device: str) -> None:
+def is_the_run_of_one_rank(layout, device):
     """After each of the steps, by each of its optimizers."""
     if device == "cuda" and torch.cuda.device_count() < layout.ranks:
         pytest.skip(f"needs {layout.ranks} GPUs")

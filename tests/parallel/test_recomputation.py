@@ -1,7 +1,5 @@
 """Recomputing by operator does not repeat what ranks wait for each other in."""
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ ATTENTION = "torchtitan.context_attention.default"
 SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 
 
-def in_backward(axis: str, mode: str) -> Counter[str]:
+def in_backward(axis, mode):
     """What the backward of the tiny model computes on 2 ranks of an axis."""
     model = LLAMA3.build(ARGS, LENGTH)
     if axis == "cp":

@@ -7,7 +7,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.ranks import run_ranks
-from torchtitan.models.spec import TensorRole
 from torchtitan.parallel.tensor import apply, redistribute_grads
 
 HEADS, FEATURES = 4, 8
@@ -17,12 +16,12 @@ DIM = HEADS * FEATURES
 class Attention(nn.Module):
     """Queries that are normalised in each head, without what attends."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.wq, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(2))
         self.q_norm = nn.RMSNorm(FEATURES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         found = self.q_norm(self.wq(x).unflatten(-1, (-1, FEATURES)))
         return self.wo(found.square().flatten(2))
 
@@ -30,16 +29,16 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """The end of a stream, and an attention in it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.attention = nn.RMSNorm(DIM), Attention()
         self.end = nn.RMSNorm(DIM)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.end(self.attention(self.norm(x)))
 
 
-def trained(sequence_parallel: bool, role: TensorRole, ranks: int) -> list[Tensor]:
+def trained(sequence_parallel, role, ranks):
     """The gradients of the first step, and the weights after three of SGD."""
     torch.manual_seed(0)
     block, x, target = Block(), *torch.randn(2, 2, 6, DIM)
@@ -73,7 +72,7 @@ def trained(sequence_parallel: bool, role: TensorRole, ranks: int) -> list[Tenso
     return first + [_whole(parameter.detach()) for parameter in block.parameters()]
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole(tensor):
     return getattr(tensor, "full_tensor", tensor.clone)()
 
 
@@ -91,7 +90,7 @@ def test_a_norm_of_the_stream_is_not_taken_for_one_in_heads(sequence_parallel):
         run_ranks(trained, 2, sequence_parallel, "norm", 2)
 
 
-def redistributed() -> tuple[int, list[float]]:
+def redistributed():
     """Redistributions of two gradients, of which one lacks a sum, and the gradients after them."""
     mesh = init_device_mesh("cpu", (2,))
     weights, calls = [], []

@@ -2,13 +2,11 @@
 
 import itertools
 from functools import partial
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
@@ -31,7 +29,7 @@ DEGREE = "parallelism.context_parallel_degree"
 METHOD = "parallelism.context_parallel_rotate_method"
 
 
-def compare_with_whole(device: str) -> None:
+def compare_with_whole(device):
     for kv_heads, together, window in itertools.product((1, 2, 4), (None, documents()), (0, 7)):
         together = together if together is None or window else together.to(device)
         *qkv, grad = operands(kv_heads, torch.float32, device)
@@ -56,7 +54,7 @@ def test_attention_with_exchanged_heads_equals_attention(ranks, device):
     run_ranks(compare_with_whole, ranks, device, device=device)
 
 
-def run_as_operator() -> list[list[int]]:
+def run_as_operator():
     """Exchanges in the forward and in all of a step: plain, recomputed, and by operator."""
     torch.library.opcheck(
         all_to_all, (torch.randn(2, 3, requires_grad=True), dist.group.WORLD.group_name)
@@ -68,7 +66,7 @@ def run_as_operator() -> list[list[int]]:
     for found, value in zip(run_tiny(model, compiled, "none"), expected, strict=True):
         torch.testing.assert_close(found, value, rtol=0, atol=1e-6)
 
-    def recomputed(x: Tensor, together: Tensor, **how: Any) -> Tensor:
+    def recomputed(x, together, **how):
         return checkpoint(model, x, together, use_reentrant=False, **how)
 
     by_operator = partial(recomputed, context_fn=activation_checkpoint._save_expensive_operators)
@@ -85,7 +83,7 @@ def test_it_compiles_as_one_graph_and_recomputation_can_spare_it():
         assert counts == [4, 5, 4]  # no weight needs the output, which is not recomputed
 
 
-def without_data() -> None:
+def without_data():
     with FakeTensorMode():
         rows = torch.empty(2, 3).requires_grad_()
         all_to_all(rows, "no such group").sum().backward()

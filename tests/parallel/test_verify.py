@@ -4,27 +4,21 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import torchtitan.tools.verify as tools_verify
 from tests import tiny
 from tests.recipes.test_recipes import main_road
 from torchtitan.checks import load_job
-from torchtitan.data import Batch
-from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.optim import OptimizerConfig
 from torchtitan.parallel import ParallelModel, tensor
 from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import WEIGHT, Slack, Step, TensorDifference, difference
 from torchtitan.tools.verify.ranks import EXEMPT
-from torchtitan.tools.verify.recipe import Checked, as_checked
+from torchtitan.tools.verify.recipe import as_checked
 from torchtitan.tools.verify.report import Comparison
 
 RECIPES = main_road("*.toml")
@@ -54,7 +48,7 @@ def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
 
 
-def verify(parallelism: str, *words: str) -> int:
+def verify(parallelism, *words):
     Path("r.toml").write_text(TINY + parallelism, encoding="utf-8")
     return main(["verify-parallelism", "r.toml", "--steps", "2", *words])
 
@@ -103,13 +97,13 @@ def test_gradients_that_are_averaged_are_named(capsys, monkeypatch):
 def test_a_gradient_that_is_off_by_a_thousandth_is_named(number, capsys, monkeypatch):
     whole, optimizers = ParallelModel.forward_backward, tools_verify._optimizers
 
-    def spoiled(model: ParallelModel, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+    def spoiled(model, batches, tokens):
         share = whole(model, batches, tokens)
         if os.environ["WORLD_SIZE"] == "2" and os.environ["RANK"] == "1":
             model.parts[0].get_parameter("layers.1.attention.wk.weight").grad *= 1.001
         return share
 
-    def one_of(job: JobConfig) -> dict[str, OptimizerConfig]:
+    def one_of(job):
         return dict([[*optimizers(job).items()][number]])
 
     monkeypatch.setattr(ParallelModel, "forward_backward", spoiled)
@@ -156,7 +150,7 @@ def test_a_right_layout_with_small_gradients_passes(entries):
 def test_a_rank_that_fails_is_told(capsys, monkeypatch):
     whole = ParallelModel.forward_backward
 
-    def fail(model: ParallelModel, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+    def fail(model, batches, tokens):
         assert os.environ["RANK"] == "0", "a rank that fails"
         return whole(model, batches, tokens)
 
@@ -187,7 +181,7 @@ def test_a_model_that_is_too_large(capsys):
     assert error.endswith("\n  use --shrink\n")
 
 
-def shrunk(path: Path, *flags: str, world_size: int | None = None) -> Checked:
+def shrunk(path, *flags, world_size=None):
     recipe = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
     return as_checked(recipe, world_size=world_size, steps=None, shrink=True)
 
@@ -198,7 +192,7 @@ def test_every_recipe_can_be_shrunk(path):
     can_be_shrunk(path)
 
 
-def can_be_shrunk(path: Path) -> None:
+def can_be_shrunk(path):
     """It is valid in its layout and on one rank, with batches as large."""
     checked = shrunk(path)
     assert 2 <= checked.ranks <= 8
@@ -278,9 +272,7 @@ def test_a_pipeline_with_context_parallelism():
     assert verify(degrees, "--shrink", "--model.flavor", "deep") == 0
 
 
-def step(
-    number: int = 2, loss: float = 2.0, norm: float = 1.0, off: float = 0.0, **rest: Any
-) -> Step:
+def step(number=2, loss=2.0, norm=1.0, off=0.0, **rest):
     difference = TensorDifference("weight", "a", (3, 4), 1.0 + off, 1.0, off)
     return Step(number, loss, norm, **{"names": ("a",), "differences": (difference,), **rest})
 

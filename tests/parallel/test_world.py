@@ -1,7 +1,5 @@
 """One mesh with every axis, and process groups for those in use alone."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ from torchtitan.parallel import CommConfig, Degrees, open_world
 from torchtitan.torch_private.collectives import group_members
 
 
-def look(degrees: Degrees) -> dict[str, Any]:
+def look(degrees):
     with open_world(degrees, CommConfig(), Device("cpu")) as world:
         one = torch.ones(())
         return {
@@ -57,7 +55,7 @@ def test_ranks_of_a_sample_read_the_same_data():
     assert found[0]["members"]["pp"] == [0, 4]
 
 
-def ask() -> tuple[list[bool], list[str], list[str]]:
+def ask():
     with open_world(Degrees(dp_shard=3), CommConfig(), Device("cpu")) as world:
         found = [f"of rank {world.rank}"] * world.rank
         flags = world.any([world.rank == 1, False, world.rank > 0])
@@ -69,7 +67,7 @@ def test_what_some_ranks_have_found_is_known_on_all():
     assert run_ranks(ask, 3) == [([True, False, True], found, [])] * 3
 
 
-def uneven(level: str | None) -> tuple[str, str]:
+def uneven(level):
     """What becomes of a collective to which one rank gives more than the other."""
     with open_world(Degrees(dp_shard=2), CommConfig(debug_level=level), Device("cpu")) as world:
         world.after_first_step()

@@ -1,10 +1,8 @@
 """Any value of any type in any key: it is accepted, or refused in a short line that names a key."""
 
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -22,15 +20,15 @@ HANGS_AFTER = 10
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 @contextmanager
-def not_hanging() -> Iterator[None]:
+def not_hanging():
     """A limit for what counts up to a number that someone wrote."""
 
-    def hangs(*_: Any) -> None:
+    def hangs(*_):
         raise TimeoutError("it hangs")
 
     before = signal.signal(signal.SIGPROF, hangs)
@@ -42,7 +40,7 @@ def not_hanging() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def check(path: str | None, flags: list[str], ranks: int | None, *, is_here: bool) -> str | None:
+def check(path, flags, ranks, *, is_here):
     """What `check` does with a recipe; the refusal, if it refuses."""
     try:
         with not_hanging():
@@ -54,7 +52,7 @@ def check(path: str | None, flags: list[str], ranks: int | None, *, is_here: boo
     return None
 
 
-def refused_in_words(message: str | None, key: str) -> bool:
+def refused_in_words(message, key):
     """Whether what was said is short, and names the key, or another one that it does not fit."""
     if message is None:
         return True
@@ -64,13 +62,13 @@ def refused_in_words(message: str | None, key: str) -> bool:
 
 
 @st.composite
-def one_key(draw: st.DrawFn) -> tuple[str, dict[str, str], Any]:
+def one_key(draw):
     """A key, the names that choose its section, and a value, more often one of its own type."""
     key, chosen, types = draw(st.sampled_from(KEYS))
     return key, chosen, draw(st.one_of(fitting(types), fitting(types), any_value()))
 
 
-def examples(count: int) -> Any:
+def examples(count):
     """So many, the same in each run."""
     return settings(
         max_examples=count,
@@ -81,14 +79,14 @@ def examples(count: int) -> Any:
     )
 
 
-def in_a_recipe(data: st.DataObject) -> None:
+def in_a_recipe(data):
     key, chosen, value = data.draw(one_key())
     Path("any.toml").write_text(recipe({**chosen, key: value}), encoding="utf-8")
     ranks, is_here = data.draw(st.sampled_from([None, 1, 2, 8])), data.draw(st.booleans())
     assert refused_in_words(check("any.toml", [], ranks, is_here=is_here), key)
 
 
-def in_a_flag(data: st.DataObject) -> None:
+def in_a_flag(data):
     key, chosen, _ = data.draw(one_key())
     words = data.draw(
         st.lists(st.text(max_size=12) | any_value().map(str), max_size=2).map(
@@ -99,9 +97,9 @@ def in_a_flag(data: st.DataObject) -> None:
     assert refused_in_words(check(None, flags, 1, is_here=False), key)
 
 
-def several_keys(data: st.DataObject) -> None:
+def several_keys(data):
     drawn = data.draw(st.lists(one_key(), min_size=2, max_size=6))
-    written: dict[str, Any] = {}
+    written = {}
     for key, chosen, value in drawn:
         written |= {**chosen, key: value}
     sections = {key.rpartition(".")[0] for key in written}
@@ -111,11 +109,11 @@ def several_keys(data: st.DataObject) -> None:
     assert refused_in_words(message, "")
 
 
-def over_each_other(data: st.DataObject) -> None:
+def over_each_other(data):
     """In flags, a recipe and what it extends: one may give a value where another has a section."""
-    sources: list[dict[str, Any]] = []
+    sources = []
     for _ in range(3):
-        written: dict[str, Any] = {}
+        written = {}
         for key, chosen, value in data.draw(st.lists(one_key(), max_size=3)):
             owner = key.rpartition(".")[0]
             draw_section = owner and data.draw(st.integers(0, 3)) == 0
@@ -134,17 +132,17 @@ TRIALS = [in_a_recipe, in_a_flag, several_keys, over_each_other]
 
 @pytest.mark.gate
 @pytest.mark.parametrize("trial", TRIALS)
-def test_any_value(trial: Any) -> None:
+def test_any_value(trial):
     examples(60)(given(st.data())(trial))()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", TRIALS)
-def test_many_values(trial: Any) -> None:
+def test_many_values(trial):
     examples(10_000)(given(st.data())(trial))()
 
 
-def test_files_that_no_one_wrote_by_hand() -> None:
+def test_files_that_no_one_wrote_by_hand():
     for content in [
         f"[training]\nsteps = {'9' * 5000}\n",
         f"[training]\nsteps = {'[' * 500}{']' * 500}\n",
@@ -163,7 +161,7 @@ def test_files_that_no_one_wrote_by_hand() -> None:
         assert len(message) <= LONGEST_LINE
 
 
-def test_what_is_long_is_shortened() -> None:
+def test_what_is_long_is_shortened():
     for recipe_text, flags in [
         (f'[data]\ndataset = "{"x" * 5000}"\n', []),
         (f"[job]\n{'x' * 5000} = 1\n", []),
@@ -179,7 +177,7 @@ def test_what_is_long_is_shortened() -> None:
         assert len(message) <= LONGEST_LINE
 
 
-def test_a_value_in_the_place_of_a_section_that_a_recipe_has(tmp_path: Path) -> None:
+def test_a_value_in_the_place_of_a_section_that_a_recipe_has(tmp_path):
     """And the same in a recipe, of a section that it extends."""
     base = tmp_path / "base.toml"
     base.write_text("[training]\nsteps = 3\n")
@@ -190,7 +188,7 @@ def test_a_value_in_the_place_of_a_section_that_a_recipe_has(tmp_path: Path) -> 
     assert message == f"{tmp_path}/any.toml:2: training: got 5; wanted a section"
 
 
-def test_a_section_of_what_is_a_list_of_numbers_elsewhere(tmp_path: Path) -> None:
+def test_a_section_of_what_is_a_list_of_numbers_elsewhere(tmp_path):
     (tmp_path / "any.toml").write_text("optimizer.groups = [[-64]]\n")
     words = ["--optimizer.groups.0.eps=1.0"]
     message = check(str(tmp_path / "any.toml"), words, None, is_here=False)
@@ -198,7 +196,7 @@ def test_a_section_of_what_is_a_list_of_numbers_elsewhere(tmp_path: Path) -> Non
     assert message == f"{tmp_path}/any.toml:1: {wanted}"
 
 
-def test_a_name_that_nothing_can_have_and_keys_that_another_choice_has(tmp_path: Path) -> None:
+def test_a_name_that_nothing_can_have_and_keys_that_another_choice_has(tmp_path):
     text = '[optimizer]\nname = "\\u0000"\n[[optimizer.groups]]\nmomentum = 0.5\n'
     (tmp_path / "any.toml").write_text(text)
     message = check(str(tmp_path / "any.toml"), [], None, is_here=False)
@@ -207,7 +205,7 @@ def test_a_name_that_nothing_can_have_and_keys_that_another_choice_has(tmp_path:
     assert "any.toml:2: optimizer.name: got" in message
 
 
-def test_of_a_repeated_flag_the_last_one_holds() -> None:
+def test_of_a_repeated_flag_the_last_one_holds():
     words = [
         "--training.steps",
         "x",

@@ -11,7 +11,7 @@ import pytest
 
 from torchtitan.checks import load_job, problems
 from torchtitan.checks.saving import restarts
-from torchtitan.config import PlannedWorld, Problem, RecipeError, listed
+from torchtitan.config import PlannedWorld, RecipeError, listed
 from torchtitan.convert import CONVERTERS
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
@@ -83,7 +83,7 @@ class Case(NamedTuple):
     lines: list[str]
 
 
-def cases(table: Path = TABLE) -> list[Case]:
+def cases(table=TABLE):
     """The cases of a table, in order."""
     result = []
     for text in table.read_text(encoding="utf-8").split("\n=== ")[1:]:
@@ -99,18 +99,18 @@ def cases(table: Path = TABLE) -> list[Case]:
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def lines_said(path: str | None, flags: list[str], world: int | range | None) -> list[str]:
+def lines_said(path, flags, world):
     """What is said of a recipe that is refused."""
     with pytest.raises(RecipeError) as error:
         load_job(path, flags, world, "cpu")
     return error.value.lines
 
 
-def is_refused(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def is_refused(case, tmp_path, monkeypatch):
     """With all lines that the table has."""
     monkeypatch.chdir(tmp_path)
     Path("bad.toml").write_text(case.recipe, encoding="utf-8")
@@ -118,9 +118,7 @@ def is_refused(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.costs("every recipe of the table")
-def test_each_mistake_is_said_as_in_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_mistake_is_said_as_in_the_table(tmp_path, monkeypatch):
     wrong = []
     for case in cases():
         try:
@@ -130,21 +128,21 @@ def test_each_mistake_is_said_as_in_the_table(
     assert not wrong, "\n".join(wrong)
 
 
-def test_table_is_read_whole() -> None:
+def test_table_is_read_whole():
     found = cases()
     assert len(found) >= 60
     assert len({case.name for case in found}) == len(found)
     assert all(case.lines for case in found)
 
 
-def test_many_mistakes_come_together() -> None:
+def test_many_mistakes_come_together():
     Path("many.toml").write_text(MANY.lstrip(), encoding="utf-8")
     said = lines_said("many.toml", ["--compile.enable", "maybe"], 8)
     for line, begins in zip(said, MANY_MISTAKES, strict=True):
         assert line.startswith(begins)
 
 
-def test_a_wrong_value_is_not_followed_by_its_consequences() -> None:
+def test_a_wrong_value_is_not_followed_by_its_consequences():
     recipe = '[training]\nglobal_batch_size = 12\nlocal_batch_size = "4"\n'
     Path("bad.toml").write_text(recipe, encoding="utf-8")
     said = lines_said("bad.toml", [], 3)  # with the default, 8, 12 would be no multiple
@@ -152,7 +150,7 @@ def test_a_wrong_value_is_not_followed_by_its_consequences() -> None:
     assert said == [f'bad.toml:3: training.local_batch_size: got "4"; {wanted}']
 
 
-def test_mistakes_of_an_extended_recipe_have_its_name() -> None:
+def test_mistakes_of_an_extended_recipe_have_its_name():
     Path("base").mkdir()
     Path("base/b.toml").write_text("[training]\n\nsteps = 0\n", encoding="utf-8")
     Path("mine.toml").write_text('extends = "base/b.toml"\n[job]\nname = "x"\n', encoding="utf-8")
@@ -174,7 +172,7 @@ def test_mistakes_of_an_extended_recipe_have_its_name() -> None:
     ],
     ids=["missing", "folder", "Latin-1", "UTF-16", "byte order mark and CRLF"],
 )
-def test_files(content: bytes | str | None, line: str) -> None:
+def test_files(content, line):
     Path("xy.toml").touch()
     if content == "folder":
         Path("x.toml").mkdir()
@@ -193,13 +191,13 @@ def test_files(content: bytes | str | None, line: str) -> None:
         ("x.json", "write the settings as TOML: docs/config.md"),
     ],
 )
-def test_a_recipe_of_another_format(name: str, fix: str) -> None:
+def test_a_recipe_of_another_format(name, fix):
     Path(name).write_text("from torchtitan import x\n", encoding="utf-8")
     said = lines_said(name, [], None)
     assert said == [f"{name}: a recipe is a file of TOML; {fix}"]
 
 
-def test_recipes_that_extend_each_other() -> None:
+def test_recipes_that_extend_each_other():
     for name, other in {"a": "b", "b": "c", "c": "a"}.items():
         Path(f"{name}.toml").write_text(f'extends = "{other}.toml"\n', encoding="utf-8")
     (line,) = lines_said("a.toml", [], None)
@@ -209,7 +207,7 @@ def test_recipes_that_extend_each_other() -> None:
 
 @pytest.mark.gate
 @pytest.mark.parametrize("command", ["torchtitan.tools.cli check", "torchtitan.train"])
-def test_commands_end_with_2_and_leave_nothing(command: str, tmp_path: Path) -> None:
+def test_commands_end_with_2_and_leave_nothing(command, tmp_path):
     recipe = tmp_path / "bad.toml"
     recipe.write_text(
         f'[job]\ndump_folder = "{tmp_path}/out"\n[training]\nstep = 5\n[optimizer]\nlr = 0\n',
@@ -238,7 +236,7 @@ def test_commands_end_with_2_and_leave_nothing(command: str, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [recipe]
 
 
-def test_tokenizer_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_that_cannot_be_read(capsys):
     Path("merges.model").write_text("bm90IGEgcmFuaw==\n", encoding="utf-8")
     recipe = '[model]\ntokenizer_path = "merges.model"\n'
     Path("bad.toml").write_text(recipe, encoding="utf-8")
@@ -248,13 +246,13 @@ def test_tokenizer_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> No
     assert error.count("error: ") == 1
 
 
-def lacks(job: JobConfig, device_type: str) -> list[Problem]:
+def lacks(job, device_type):
     """What this machine lacks for a recipe that works elsewhere."""
     found = problems(job, PlannedWorld(None, device_type, is_here=True))
     return [problem for problem in found if problem.severity == "error"]
 
 
-def test_replica_groups_need_torchft_and_a_lighthouse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_groups_need_torchft_and_a_lighthouse(monkeypatch):
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     words = ["--fault_tolerance.enable", "--fault_tolerance.group_size=2"]
@@ -273,7 +271,7 @@ def test_replica_groups_need_torchft_and_a_lighthouse(monkeypatch: pytest.Monkey
     assert lacks(job, "cpu") == []
 
 
-def test_replica_groups_have_ranks_that_stay_and_may_restart_without_checkpoints() -> None:
+def test_replica_groups_have_ranks_that_stay_and_may_restart_without_checkpoints():
     words = ["--fault_tolerance.enable", "--fault_tolerance.group_size=2"]
     job = load_job(None, words, 2, "cpu").config
     assert list(restarts(job, PlannedWorld(2, may_restart=True))) == []
@@ -284,7 +282,7 @@ def test_replica_groups_have_ranks_that_stay_and_may_restart_without_checkpoints
     ]
 
 
-def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else() -> None:
+def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else():
     words = ["--parallelism.enable_async_tensor_parallel", "--compile.enable"]
     words += ["--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.mode", "none"]
     job = load_job(None, words, 2, "cpu").config
@@ -294,7 +292,7 @@ def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else() -> None:
     assert lacks(job, "cuda") == []
 
 
-def test_a_misspelt_name_hides_no_other_mistake() -> None:
+def test_a_misspelt_name_hides_no_other_mistake():
     text = """\
 [model]
 name = "lama3"
@@ -320,6 +318,6 @@ end_of_it = 3
     assert found == [2, 3, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16]
 
 
-def test_no_part_of_the_documents_is_held_out_by_zero() -> None:
+def test_no_part_of_the_documents_is_held_out_by_zero():
     Path("r.toml").write_text("[data]\nvalidation_fraction = 0\n", encoding="utf-8")
     assert load_job("r.toml", [], 1, "cpu").config.data.validation_fraction is None

@@ -10,7 +10,7 @@ import tomllib
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated
 
 import pytest
 import typer
@@ -37,17 +37,17 @@ Vary = Annotated[list[str], typer.Option(metavar="KEY=A,B")]
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
 
 
-def recipe(text: str) -> str:
+def recipe(text):
     Path("r.toml").write_text(text, encoding="utf-8")
     return "r.toml"
 
 
-def test_check_prints_the_resolved_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_the_resolved_recipe(capsys):
     path = recipe("[training]\nsteps = 7\n[lr_scheduler]\nwarmup_steps = 3\n")
     assert main(["check", path, "--training.seq_len", "64", "--resolved"]) == 0
     output = capsys.readouterr().out
@@ -58,7 +58,7 @@ def test_check_prints_the_resolved_recipe(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.gate
-def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_what_a_recipe_comes_to(capsys):
     path = recipe("[training]\nglobal_batch_size = 32\nsteps = 10\nlocal_batch_size = 2\n")
     words = ["--world-size", "4", "--parallelism.data_parallel_replicate_degree", "2"]
     assert main(["check", path, *words]) == 0
@@ -84,10 +84,10 @@ def test_check_says_what_a_recipe_comes_to(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.costs("a plan")
-def test_the_first_lines_of_check_answer(tmp_path: Path) -> None:
+def test_the_first_lines_of_check_answer(tmp_path):
     recipe("[checkpoint]\nenable = true\n[training]\nseq_len = 64\n")
 
-    def check() -> int:
+    def check():
         """As with `| head -5`."""
         head = subprocess.Popen(["head", "-5"], stdin=subprocess.PIPE, text=True)
         with head, redirect_stdout(head.stdin):
@@ -103,7 +103,7 @@ def test_the_first_lines_of_check_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.gate
-def test_check_here_says_where_the_run_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_here_says_where_the_run_starts(capsys):
     words = [recipe("[checkpoint]\nenable = true\n"), "--here", "--device", "cpu"]
     small = ["--training.steps=1", "--model.dim=32", "--training.seq_len=8", "--no-data.shuffle"]
     assert main(["check", *words, *small]) == 0
@@ -128,7 +128,7 @@ LARGE += ["--training.seq_len=4096", "--training.local_batch_size=1"]
 
 
 @pytest.mark.slow
-def test_check_judges_the_memory_of_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_judges_the_memory_of_a_device(capsys):
     assert main(["check", *LARGE, "--device-memory", "141"]) == 0
     assert capsys.readouterr().out.startswith("valid on 16 ranks: ")
     assert main(["check", *LARGE, "--device-memory", "60"]) == 2
@@ -150,12 +150,12 @@ def test_check_judges_the_memory_of_a_device(capsys: pytest.CaptureFixture[str])
     assert "no change was found after which it fits: use at least " in capsys.readouterr().err
 
 
-def test_check_refuses_a_device_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_refuses_a_device_without_memory(capsys):
     assert main(["check", *LARGE, "--device-memory", "0"]) == 2
     assert "--device-memory: got 0\n  wanted GiB" in capsys.readouterr().err
 
 
-def test_check_says_what_updates_which_roles(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_what_updates_which_roles(capsys):
     assert main(["check", recipe(""), "--optimizer.name", "Muon", "--optimizer.lr", "1e-3"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if " updates " in line]
     assert said == [
@@ -165,7 +165,7 @@ def test_check_says_what_updates_which_roles(capsys: pytest.CaptureFixture[str])
     ]
 
 
-def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_without_a_world_size_takes_the_least(capsys):
     path = recipe("[parallelism]\ndata_parallel_replicate_degree = 4\n")
     assert main(["check", path, "--training.seq_len=64", "--device=cpu"]) == 0
     layout = "pp 1, dp_replicate 4, dp_shard 1, cp 1, tp 1"
@@ -173,9 +173,9 @@ def test_check_without_a_world_size_takes_the_least(capsys: pytest.CaptureFixtur
     assert first == f"valid on 4 ranks: {layout}; --world-size N checks another number"
 
 
-def test_memory_of_which_no_kind_is_large_has_no_list_of_kinds() -> None:
+def test_memory_of_which_no_kind_is_large_has_no_list_of_kinds():
     small = SimpleNamespace(value=0.01)
-    planned: Any = SimpleNamespace(
+    planned = SimpleNamespace(
         kinds=[1], hardware=None, device_type="cpu", room_gib=None, capacity_gib=None
     )
     planned.allocated_gib = planned.reserved_gib = small
@@ -183,19 +183,19 @@ def test_memory_of_which_no_kind_is_large_has_no_list_of_kinds() -> None:
     assert memory(planned).endswith(" reserved, 0.3 outside the allocator")
 
 
-def test_things_are_counted_in_the_singular_too() -> None:
+def test_things_are_counted_in_the_singular_too():
     words = [counted(number, "sequence") for number in (0, 1, 2048)]
     assert words == ["0 sequences", "1 sequence", "2,048 sequences"]
 
 
-def test_check_for_another_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_for_another_device(capsys):
     path = recipe("[profiling]\nenable_memory_snapshot = true\n")
     assert main(["check", path, "--device", "cuda"]) == 0
     assert main(["check", path, "--device", "cpu"]) == 2
     assert "on cpu" in capsys.readouterr().err
 
 
-def test_check_takes_flags_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_takes_flags_in_any_order(capsys):
     words = ["--training.steps", "300", "--world-size", "2", "--no-data.shuffle", "--device", "cpu"]
     assert main(["check", recipe(""), *words]) == 0
     assert "valid on 2 ranks" in capsys.readouterr().out
@@ -205,7 +205,7 @@ def test_check_takes_flags_in_any_order(capsys: pytest.CaptureFixture[str]) -> N
     assert "steps = 300" in output
 
 
-def test_check_of_a_flag_without_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_flag_without_a_section(capsys):
     assert main(["check", recipe(""), "--steps", "5"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(
@@ -214,14 +214,14 @@ def test_check_of_a_flag_without_a_section(capsys: pytest.CaptureFixture[str]) -
     )
 
 
-def test_check_of_a_wrong_world_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_a_wrong_world_size(capsys):
     for world in ("0", "-1", "two"):
         assert main(["check", "r.toml", "--world-size", world]) == 2
         said = f"error: --world-size: got {world}\n  wanted an integer >= 1\n"
         assert said in capsys.readouterr().err
 
 
-def test_migrate_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_migrate_prints(capsys):
     text = "[training]\n{} = 2\n\n[data]\nshuffle = false\n"
     assert main(["migrate", recipe(text.format("batch_size"))]) == 0
     printed = capsys.readouterr()
@@ -233,7 +233,7 @@ def test_migrate_prints(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_migrate_writes_but_not_over(capsys: pytest.CaptureFixture[str]) -> None:
+def test_migrate_writes_but_not_over(capsys):
     path = recipe("[training]\nbatch_size = 2\n")
     assert main(["migrate", path, "-o", "new.toml"]) == 0
     new = Path("new.toml").read_text(encoding="utf-8")
@@ -243,12 +243,12 @@ def test_migrate_writes_but_not_over(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["migrate", "none.toml"]) == 2
 
 
-def test_only_check_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_check_takes_settings(capsys):
     assert main(["migrate", "r.toml", "--training.steps", "5"]) == 2
     assert "No such option: --training.steps" in capsys.readouterr().err
 
 
-def test_what_the_command_line_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_command_line_does_not_know(capsys):
     for words, message in [
         (["chekc"], "No such command 'chekc'\n  Did you mean 'check'"),
         (["checkpoint", "verfy", "x"], "No such command 'verfy'\n  Did you mean 'verify'?"),
@@ -274,14 +274,14 @@ def test_what_the_command_line_does_not_know(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("words", [[], ["checkpoint"]])
-def test_a_group_alone_shows_its_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_alone_shows_its_help(words, capsys):
     assert main([*words, "--help"]) == 0
     text = capsys.readouterr().out
     assert main(words) == 0
     assert capsys.readouterr().out == text
 
 
-def test_help_has_the_verbs_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_the_verbs_in_groups(capsys):
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     place = {
@@ -295,7 +295,7 @@ def test_help_has_the_verbs_in_groups(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.costs("the help of every verb")
-def test_each_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_verb_has_help(capsys):
     for name in (name for modules in verbs().values() for name in modules):
         assert main([name, "--help"]) == 0
         text = capsys.readouterr().out
@@ -306,14 +306,14 @@ def test_each_verb_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             assert capsys.readouterr().out == text
 
 
-def test_help_shows_names_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_names_in_brackets(capsys):
     assert main(["checkpoint", "convert", "--help"]) == 0
     assert "the section [model] of a recipe" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.gate
 @pytest.mark.parametrize("words", ["train --help all", "checkpoint --help", "recipes copy --help"])
-def test_help_is_the_same_without_docstrings(words: str) -> None:
+def test_help_is_the_same_without_docstrings(words):
     shown = [
         subprocess.check_output([sys.executable, *flags, "-m", "torchtitan", *words.split()])
         for flags in ([], ["-OO"])
@@ -321,7 +321,7 @@ def test_help_is_the_same_without_docstrings(words: str) -> None:
     assert shown[0] == shown[1]
 
 
-def test_help_of_a_section_is_the_same_for_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_section_is_the_same_for_every_verb(capsys):
     assert main(["train", "--help", "loss"]) == 0
     text = capsys.readouterr().out
     assert "│ --loss.vocabulary_chunk " in text
@@ -330,7 +330,7 @@ def test_help_of_a_section_is_the_same_for_every_verb(capsys: pytest.CaptureFixt
         assert capsys.readouterr().out == text, words
 
 
-def test_help_shows_the_choice_that_flags_make(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_choice_that_flags_make(capsys):
     for flag in (["--optimizer.name", "Muon"], ["--optimizer.name=Muon"]):
         assert main(["train", *flag, "--help", "optimizer"]) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -341,7 +341,7 @@ def test_help_shows_the_choice_that_flags_make(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.gate
-def test_help_is_that_of_the_verb_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_that_of_the_verb_itself(capsys):
     for name, module in (
         (name, module) for modules in verbs().values() for name, module in modules.items()
     ):
@@ -354,7 +354,7 @@ def test_help_is_that_of_the_verb_itself(capsys: pytest.CaptureFixture[str]) -> 
             assert printed[:half] == printed[half:], (name, words)
 
 
-def test_help_texts_stand_alone() -> None:
+def test_help_texts_stand_alone():
     """A capital, a period, and the default in parentheses."""
     entries = (entry for part in reference.settings() for entry in part.entries)
     texts = [("settings", entry.path, entry.help) for entry in entries]
@@ -369,10 +369,8 @@ def test_help_texts_stand_alone() -> None:
         assert "absent" not in text, f"{of} {name}: {text}"
 
 
-def test_long_help_on_a_terminal_is_paged(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paged: list[str] = []
+def test_long_help_on_a_terminal_is_paged(monkeypatch, capsys):
+    paged = []
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
     monkeypatch.setattr("pydoc.pager", paged.append)
     assert main(["train", "--help", "loss"]) == 0
@@ -383,7 +381,7 @@ def test_long_help_on_a_terminal_is_paged(
     assert capsys.readouterr().out == ""
 
 
-def test_help_lists_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_sections(capsys):
     assert main(["train", "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [line.split()[1] for line in lines if re.match(r"│ [a-z_]+  ", line)]
@@ -393,7 +391,7 @@ def test_help_lists_the_sections(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_version_in_short(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_in_short(capsys):
     assert main(["--version"]) == 0
     text = capsys.readouterr().out
     assert main(["-V"]) == 0
@@ -409,7 +407,7 @@ def test_version_in_short(capsys: pytest.CaptureFixture[str]) -> None:
         ("torchtitan.launch", ["--processes", "2"]),
     ],
 )
-def test_all_entry_points_have_one_parser(module: str, words: list[str]) -> None:
+def test_all_entry_points_have_one_parser(module, words):
     done = subprocess.run(
         [sys.executable, "-m", module, *words, "--log-levle", "debug"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -422,7 +420,7 @@ def test_all_entry_points_have_one_parser(module: str, words: list[str]) -> None
     assert "see torchtitan train --help" in done.stderr
 
 
-def test_options_on_ranks_need_their_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_on_ranks_need_their_number(capsys):
     assert main(["train", "r.toml", "--max-restarts", "1"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(
@@ -430,20 +428,18 @@ def test_options_on_ranks_need_their_number(capsys: pytest.CaptureFixture[str]) 
     )
 
 
-def test_a_rank_starts_no_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_starts_no_ranks(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     assert main(["train", "r.toml", "--processes", "2"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: torchrun started this process as a rank\n  leave out --proc")
 
 
-def test_log_level_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_level_reaches_the_ranks(monkeypatch):
     recipe = ["--training.steps", "1", "--metrics.log_level", "info"]
     found = []
 
-    def start(options: LaunchOptions, words: list[str]) -> int:
+    def start(options, words):
         found.append(words)
         return 0
 
@@ -456,10 +452,10 @@ def test_log_level_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [[*recipe, "--metrics.log_level", "warning"]] * 2
 
 
-def test_an_option_of_several_values_takes_all_words_up_to_the_next() -> None:
+def test_an_option_of_several_values_takes_all_words_up_to_the_next():
     found = []
 
-    def compare(paths: list[Path], seeds: Seeds, vary: Vary, context: typer.Context) -> None:
+    def compare(paths, seeds, vary, context):
         found.append((paths, seeds, vary, context.args))
 
     app = verb()
@@ -470,9 +466,7 @@ def test_an_option_of_several_values_takes_all_words_up_to_the_next() -> None:
     assert found == [([Path("a.toml")], [1, 2, 4], ["x.y=1"], flags)]
 
 
-def completed(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> list[str]:
+def completed(words, monkeypatch, capsys):
     """Completions of the last of `words` in bash."""
     monkeypatch.setenv("_TORCHTITAN_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", words)
@@ -482,7 +476,7 @@ def completed(
     return capsys.readouterr().out.split()
 
 
-def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion(monkeypatch, capsys):
     Path("folder").mkdir()
     for name in ("folder/one.toml", "folder/two.toml", "folder/a.txt", "recipe.toml", "b.txt"):
         Path(name).touch()
@@ -524,9 +518,7 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         assert completed(f"torchtitan {words}", monkeypatch, capsys) == expected, words
 
 
-def test_completion_imports_no_torch(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_completion_imports_no_torch(monkeypatch, capsys):
     assert completed("torchtitan train --optimizer.name Mu", monkeypatch, capsys) == ["Muon"]
     code = (
         "import atexit, sys\n"
@@ -545,8 +537,8 @@ def test_completion_imports_no_torch(
 
 
 def test_modules_of_the_current_folder_can_be_imported(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     Path("local_optimizers.py").write_text(
         "from torchtitan.optim import OPTIMIZERS, SGD\nOPTIMIZERS['Local'] = OPTIMIZERS['SGD']\n",
         encoding="utf-8",
@@ -557,7 +549,7 @@ def test_modules_of_the_current_folder_can_be_imported(
     capsys.readouterr()
 
 
-def test_split_recipe() -> None:
+def test_split_recipe():
     flags = ["--x.y", "1"]
     assert split_recipe([]) == (None, [])
     assert split_recipe(["a.toml", *flags]) == ("a.toml", flags)
@@ -566,7 +558,7 @@ def test_split_recipe() -> None:
     assert found == ("a.toml", ["--x.y=a b"])
 
 
-def test_split_recipe_refuses() -> None:
+def test_split_recipe_refuses():
     for words, message in [
         (["--job.config_file"], "got no value; wanted a recipe"),
         (["--job.config_file", "--x.y"], "got no value; wanted a recipe"),
@@ -577,9 +569,7 @@ def test_split_recipe_refuses() -> None:
             split_recipe(words)
 
 
-def test_help_has_every_setting(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_has_every_setting(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "1000")  # so that no text is broken into lines
     assert main(["train", "--help", "all"]) == 0
     output = capsys.readouterr().out
@@ -593,13 +583,13 @@ def test_help_has_every_setting(
         assert all(f"│ --convert.0.{key}  (" in output for key in choice.model_fields)
 
 
-def resolved(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+def resolved(schema, part):
     """A part of a schema, its `$ref` followed."""
     reference = part.get("$ref")
     return schema["$defs"][reference.removeprefix("#/$defs/")] if reference else part
 
 
-def test_schema_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema_describes_every_key(capsys):
     assert main(["check", "--json-schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
@@ -614,7 +604,7 @@ def test_schema_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:
                 assert resolved(schema, value)["description"], f"{name}.{key}"
 
 
-def test_schema_tells_the_optimizers_apart() -> None:
+def test_schema_tells_the_optimizers_apart():
     choices = json_schema(JobConfig)["properties"]["optimizer"]["oneOf"]
     names = {choice["properties"]["name"]["const"]: choice.get("required") for choice in choices}
     # Without a name a section is AdamW's; were `name` optional elsewhere, it would be several.
@@ -622,7 +612,7 @@ def test_schema_tells_the_optimizers_apart() -> None:
     assert all(required == ["name"] for required in names.values())
 
 
-def test_schema_has_converters_as_a_list() -> None:
+def test_schema_has_converters_as_a_list():
     part = json_schema(JobConfig)["properties"]["convert"]
     assert part["type"] == "array"
     choices = part["items"]["oneOf"]
@@ -630,13 +620,13 @@ def test_schema_has_converters_as_a_list() -> None:
     assert all(choice["required"] == ["name"] for choice in choices)
 
 
-def test_schema_refers_to_nothing_that_is_missing() -> None:
+def test_schema_refers_to_nothing_that_is_missing():
     text = json.dumps(schema := json_schema(JobConfig))
     for piece in text.split('"$ref": "')[1:]:
         assert piece.split('"')[0].removeprefix("#/$defs/") in schema["$defs"]
 
 
-def test_reference_pages_are_fresh() -> None:
+def test_reference_pages_are_fresh():
     path = ROOT / "scripts" / "write_config_docs.py"
     spec = importlib.util.spec_from_file_location("write_config_docs", path)
     assert spec

@@ -13,15 +13,13 @@ from torchtitan.tools.cli import main
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
 
 
 @pytest.mark.parametrize("flags", [[], ["--job.dump_folder", "run"]])
-def test_train_without_a_recipe_offers_one(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_without_a_recipe_offers_one(flags, capsys):
     assert main(["train", *flags]) == 2
     assert main(["train", "--processes", "2", *flags]) == 2
     told = capsys.readouterr().err
@@ -43,21 +41,21 @@ def test_train_without_a_recipe_offers_one(
 
 
 def test_the_debug_recipe_is_named_as_it_can_be_typed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     assert main(["check"]) == 2
     assert ": torchtitan check debug_model\n" in capsys.readouterr().err
     assert main(["check", "debug_model"]) == 0
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(capsys):
     assert main(["--version"]) == 0
     python = sys.version.split()[0]
     expected = f"torchtitan {__version__}, torch {version('torch')}, Python {python}\n"
     assert capsys.readouterr().out == expected
 
 
-def test_help_of_a_section_has_that_section_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_section_has_that_section_alone(capsys):
     for about in ("optimizer", "[optimizer]", "lr_scheduler", "convert", "job"):
         assert main(["train", "--help", about]) == 0
         name = about.strip("[]")
@@ -70,20 +68,20 @@ def test_help_of_a_section_has_that_section_alone(capsys: pytest.CaptureFixture[
         assert all(flag.startswith(f"--{name}.") for flag in flags)
 
 
-def test_help_of_one_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_one_setting(capsys):
     assert main(["train", "recipe.toml", "--help", "training.seq-len"]) == 0
     flags = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ --")]
     assert [flag.split()[1] for flag in flags] == ["--training.seq_len"]
 
 
-def test_help_before_a_flag_is_that_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_before_a_flag_is_that_of_everything(capsys):
     assert main(["train", "--help"]) == 0
     whole = capsys.readouterr().out
     assert main(["train", "--help", "--training.steps", "3"]) == 0
     assert capsys.readouterr().out == whole
 
 
-def test_help_of_a_section_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_a_section_that_does_not_exist(capsys):
     assert main(["train", "--help", "optimiser"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(
@@ -98,10 +96,8 @@ SHELLS = {
 }
 
 
-def test_shell_completes_verbs_and_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def printed(**variables: str) -> str:
+def test_shell_completes_verbs_and_settings(tmp_path, monkeypatch):
+    def printed(**variables):
         """What the command prints for a shell with this environment."""
         with monkeypatch.context() as patch:
             for name, value in variables.items():

@@ -3,13 +3,12 @@
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.recipes.test_bad_recipes import cases
 from torchtitan.checks import load_job
-from torchtitan.config import Recipe, RecipeError
+from torchtitan.config import RecipeError
 from torchtitan.config.other_names import OLD_KEYS, Gone, Moved
 from torchtitan.config.schema import places
 from torchtitan.convert import CONVERTERS, MXFP8, Float8
@@ -32,7 +31,7 @@ LOAD = "[checkpoint]\nenable = true\ninitial_load_in_hf = true\n"
 
 
 @pytest.fixture(autouse=True)
-def _clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _clone(tmp_path, monkeypatch):
     """A folder with the files that TorchTitan's defaults name."""
     monkeypatch.chdir(tmp_path)
     for name in ("tests/assets/tokenizer", "tests/assets/c4_test", "weights"):
@@ -43,14 +42,14 @@ def _clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("torchtitan/datasets/tokenizer/tokenizer.model").touch()
 
 
-def migrate(text: str, name: str = "old.toml") -> tuple[str, list[str]]:
+def migrate(text, name="old.toml"):
     """The text of a recipe in its present form, and the notices."""
     Path(name).write_text(text, encoding="utf-8")
     migration = read_old(Path(name))
     return rewrite(Path(name).read_text(encoding="utf-8-sig"), migration), migration.notices
 
 
-def read(text: str, *flags: str, ranks: int | None = None) -> tuple[JobConfig, list[str]]:
+def read(text, *flags, ranks=None):
     """The settings of a recipe after its migration, and the notices of that."""
     new, notices = migrate(text)
     Path("new.toml").write_text(new, encoding="utf-8")
@@ -60,18 +59,18 @@ def read(text: str, *flags: str, ranks: int | None = None) -> tuple[JobConfig, l
     return recipe.config, notices
 
 
-def translations(recipe: Recipe[JobConfig]) -> list[str]:
+def translations(recipe):
     """What was read under another name; other notices say what was got."""
     return [line for line in recipe.notices if ": is now " in line or " is dropped; " in line]
 
 
-def read_whole(name: str) -> tuple[JobConfig, list[str]]:
+def read_whole(name):
     """Without the files that a recipe of TorchTitan needs."""
     flags = ("--model.tokenizer_path=none", "--data.dataset=c4", "--data.dataset_path=none")
     return read(OLD[name], *flags, ranks=4)
 
 
-def keys(table: dict[str, Any], prefix: str = "") -> list[str]:
+def keys(table, prefix=""):
     """Dotted paths of all values."""
     result = []
     for key, value in table.items():
@@ -81,7 +80,7 @@ def keys(table: dict[str, Any], prefix: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("name", OLD)
-def test_every_key_has_its_notice_and_comments_stay(name: str) -> None:
+def test_every_key_has_its_notice_and_comments_stay(name):
     job, notices = read_whole(name)
     about_keys = [
         line
@@ -102,7 +101,7 @@ def test_every_key_has_its_notice_and_comments_stay(name: str) -> None:
     assert comments[0] == comments[1]
 
 
-def test_values() -> None:
+def test_values():
     assert list(OLD) == ["converters_v0_1", "converters_v0_2", "dec_2024", "v0_1", "v0_2"]
     job, _ = read_whole("v0_1")
     assert job.job.print_config
@@ -177,21 +176,21 @@ FLOAT8_405B = (Float8(enable_fsdp_float8_all_gather=True, filter_fqns=("wk",)),)
         ("[float8]\nenable_float8_linear = false\nemulate = true\n", ()),
     ],
 )
-def test_converters(old: str, expected: tuple[Any, ...]) -> None:
+def test_converters(old, expected):
     assert read(old + "[data]\n")[0].convert == expected
 
 
 @pytest.mark.parametrize(
     "case", cases(FOLDER / "bad_old_recipes.txt"), ids=lambda case: case.name.replace(" ", "-")
 )
-def test_what_is_refused(case: Any) -> None:
+def test_what_is_refused(case):
     Path("bad.toml").write_text(case.recipe, encoding="utf-8")
     with pytest.raises(RecipeError) as error:
         missing(Path("bad.toml"), read_old(Path("bad.toml")))
     assert error.value.lines == case.lines
 
 
-def test_text_of_a_migrated_recipe() -> None:
+def test_text_of_a_migrated_recipe():
     old = """\
 # My run.
 extends = "base.toml"
@@ -308,20 +307,20 @@ disable_loss_parallel = false  # turned round
         ),
     ],
 )
-def test_other_ways_to_write_a_recipe(old: str, expected: dict[str, Any]) -> None:
+def test_other_ways_to_write_a_recipe(old, expected):
     job, notices = read(old)
     values = job.flat()
     assert {key: values[key] for key in expected} == expected
     assert notices
 
 
-def test_nothing_to_migrate() -> None:
+def test_nothing_to_migrate():
     text = "[training]\n\n\n\nsteps=5"
     assert migrate(text) == (text, [])
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_recipe_gets_the_defaults_of_its_version(version: str) -> None:
+def test_a_recipe_gets_the_defaults_of_its_version(version):
     job, notices = read(VERSIONS[version])
     values = job.flat()
     assert {key: values[key] for key in DEFAULTS[version]} == DEFAULTS[version]
@@ -340,7 +339,7 @@ def test_a_recipe_gets_the_defaults_of_its_version(version: str) -> None:
     assert "validation.steps" not in notice
 
 
-def test_sizes_of_models() -> None:
+def test_sizes_of_models():
     """v0.1 did not scale rotary frequencies; otherwise the published sizes are those here."""
     ours = JobConfig().model_args()
     assert (ours.n_heads, ours.n_kv_heads, ours.rope_scaling) == (16, 8, None)
@@ -359,7 +358,7 @@ def test_sizes_of_models() -> None:
         assert (first.dim, first.n_kv_heads) == (here.dim, here.n_kv_heads)
 
 
-def test_a_recipe_of_ours_keeps_our_defaults() -> None:
+def test_a_recipe_of_ours_keeps_our_defaults():
     for section in set(OUR_SECTIONS) - {"convert"}:
         job, notices = read(V0_2_2 + f"[{section}]\n")
         assert job == JobConfig()
@@ -372,7 +371,7 @@ def test_a_recipe_of_ours_keeps_our_defaults() -> None:
         assert notices == []
 
 
-def test_a_recipe_that_extends_another_has_its_defaults() -> None:
+def test_a_recipe_that_extends_another_has_its_defaults():
     Path("ours.toml").write_text("[training]\nsteps = 1000\n")
     job, _ = read('extends = "ours.toml"\n' + V0_2_2)
     assert (job.data.dataset, job.training.steps) == ("python_stdlib", 1000)
@@ -395,7 +394,7 @@ def test_a_recipe_that_extends_another_has_its_defaults() -> None:
         (V0_2_2 + LOAD, "./tests/assets/tokenizer"),
     ],
 )
-def test_weights_beside_the_tokenizer(text: str, expected: str | None) -> None:
+def test_weights_beside_the_tokenizer(text, expected):
     job, notices = read(text)
     assert job.checkpoint.initial_load_path == expected
     assert len([line for line in notices if ": checkpoint.initial_load_in_hf: " in line]) == 1
@@ -436,9 +435,7 @@ def test_weights_beside_the_tokenizer(text: str, expected: str | None) -> None:
         ),
     ],
 )
-def test_a_recipe_that_cannot_be_trained_here(
-    text: str, status: int, said: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_that_cannot_be_trained_here(text, status, said, capsys):
     Path("old.toml").write_text(V0_2_2 + text)
     assert main(["migrate", "old.toml"]) == status
     printed = capsys.readouterr()
@@ -454,7 +451,7 @@ def test_a_recipe_that_cannot_be_trained_here(
         *("manifest --for slurm", "data inspect", "compare --vary optimizer.lr=1,2"),
     ],
 )
-def test_other_verbs_name_the_command(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_verbs_name_the_command(verb, capsys):
     Path("my old.toml").write_text("[training]\nbatch_size = 4\nwarmup_steps = 5\nsteps = 0\n")
     name, *options = verb.split(" --")
     words = [*name.split(), "my old.toml", *(w for o in options for w in f"--{o}".split())]
@@ -465,7 +462,7 @@ def test_other_verbs_name_the_command(verb: str, capsys: pytest.CaptureFixture[s
     )
 
 
-def test_the_table_leads_to_settings_that_exist() -> None:
+def test_the_table_leads_to_settings_that_exist():
     settings = {f"{p.path}.{key}" for p in places(JobConfig) for key in p.settings.model_fields}
     of_converters = {key for each in CONVERTERS.values() for key in each.model_fields}
     for name, row in {**TABLE, **OLD_KEYS}.items():
@@ -484,7 +481,7 @@ def test_the_table_leads_to_settings_that_exist() -> None:
     }
 
 
-def test_earlier_keys_of_ours_win_by_their_source() -> None:
+def test_earlier_keys_of_ours_win_by_their_source():
     Path("base.toml").write_text("[compile]\nenable = true\n")
     Path("mine.toml").write_text(
         'extends = "base.toml"\n[parallelism]\ndata_parallel_impl = "fsdp2"\n'

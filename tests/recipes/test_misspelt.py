@@ -1,8 +1,6 @@
 """A misspelt option of any verb is answered with the one that was meant."""
 
-from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -12,7 +10,7 @@ from torchtitan.cluster.launcher import LaunchOptions
 from torchtitan.tools.cli import main, verbs
 
 
-def commands(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
+def commands(words, command):
     """A verb, or each that is within it."""
     if inside := getattr(command, "commands", None):
         for name, inner in inside.items():
@@ -21,7 +19,7 @@ def commands(words: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
         yield words, command
 
 
-def options() -> list[tuple[tuple[str, ...], str]]:
+def options():
     """Every long option of every verb."""
     found = []
     for modules in verbs().values():
@@ -34,7 +32,7 @@ def options() -> list[tuple[tuple[str, ...], str]]:
     return found
 
 
-def misspelt(option: str) -> list[str]:
+def misspelt(option):
     """Ways in which fingers err."""
     middle = 2 + (len(option) - 2) // 2
     swapped = option[: middle - 1] + option[middle] + option[middle - 1] + option[middle + 1 :]
@@ -45,7 +43,7 @@ def misspelt(option: str) -> list[str]:
 
 
 @pytest.mark.costs("every option of every verb")
-def test_the_option_that_was_meant_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_that_was_meant_is_named(capsys):
     known, missed = options(), []
     for words, option in known:
         for number, wrong in enumerate(misspelt(option)):
@@ -58,14 +56,14 @@ def test_the_option_that_was_meant_is_named(capsys: pytest.CaptureFixture[str]) 
     assert not missed, "\n".join(missed)
 
 
-def test_a_setting_without_its_dashes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_without_its_dashes_is_told(capsys):
     for verb in ("check", "train", "compare", "verify-parallelism"):
         assert main([verb, "train_configs/debug_model.toml", "training.steps=3"]) == 2
         said = "training.steps=3: not a flag\n  wanted --training.steps=3\n"
         assert said in capsys.readouterr().err, verb
 
 
-def test_the_launcher_names_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_launcher_names_it_too(capsys):
     for wrong, right in [
         ("--max_restarts=3", "--max-restarts"),
         ("--nodes=2", "--nnodes"),
@@ -79,19 +77,19 @@ def test_the_launcher_names_it_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_launcher_refuses_a_setting_without_its_dashes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     assert main(["train", "r.toml", "training.steps=3", "--processes", "2"]) == 2
     said = "training.steps=3: not a flag\n  wanted --training.steps=3\n"
     assert said in capsys.readouterr().err
 
 
 def test_the_launcher_takes_its_options_and_the_recipe_in_any_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found: list[tuple[LaunchOptions, list[str]]] = []
+    monkeypatch,
+):
+    found = []
 
-    def start(options: LaunchOptions, words: list[str]) -> int:
+    def start(options, words):
         found.append((options, words))
         return 0
 

@@ -25,7 +25,7 @@ BILLIONS = {
 }
 
 
-def test_the_debug_mixture_has_its_shares_in_both_stages(tmp_path: Path) -> None:
+def test_the_debug_mixture_has_its_shares_in_both_stages(tmp_path):
     words = ["--data.cache", str(tmp_path), "--training.seq_len", "32"]
     job = load_job(FOLDER / "debug_mixture.toml", words, 1, "cpu").config
     degrees = job.degrees(1)
@@ -38,7 +38,7 @@ def test_the_debug_mixture_has_its_shares_in_both_stages(tmp_path: Path) -> None
     stream.close()
 
 
-def test_a_machine_without_the_data_is_told_all_that_is_missing() -> None:
+def test_a_machine_without_the_data_is_told_all_that_is_missing():
     with pytest.raises(ConfigError) as raised:
         load_job(OLMO, ["--model.tokenizer_path", "none"], 8, "cpu")
     lines = str(raised.value).splitlines()
@@ -48,9 +48,7 @@ def test_a_machine_without_the_data_is_told_all_that_is_missing() -> None:
     ]
 
 
-def test_the_mixture_of_olmo_reads_each_source_about_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mixture_of_olmo_reads_each_source_about_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, billions in BILLIONS.items():
         lengths = np.full(1000, int(1e6 * billions), np.uint32)

@@ -15,16 +15,16 @@ FOLDER = Path(__file__).parents[2] / "train_configs"
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_all_files_of_the_clone_are_packaged() -> None:
+def test_all_files_of_the_clone_are_packaged():
     assert packaged_folder() == FOLDER
     assert sorted(packaged_recipes().values()) == sorted(FOLDER.rglob("*.toml"))
 
 
-def test_a_recipe_is_found_by_name() -> None:
+def test_a_recipe_is_found_by_name():
     path = FOLDER / "debug_model.toml"
     expected = load_job(path, [], 1, "cpu").config
     for name in ("debug_model", "debug_model.toml", "train_configs/debug_model.toml"):
@@ -34,31 +34,31 @@ def test_a_recipe_is_found_by_name() -> None:
         assert found.notices[0] == f"{name}: the packaged recipe {path}"
 
 
-def test_a_file_wins_over_a_packaged_recipe() -> None:
+def test_a_file_wins_over_a_packaged_recipe():
     Path("debug_model.toml").write_text("[training]\nsteps = 3\n", encoding="utf-8")
     found = load_job("debug_model.toml", [], 1, "cpu")
     assert found.config.training.steps == 3
     assert not [line for line in found.notices if "packaged" in line]
 
 
-def test_a_folder_of_that_name_is_no_recipe() -> None:
+def test_a_folder_of_that_name_is_no_recipe():
     Path("debug_model").mkdir()
     assert find_recipe("debug_model") == FOLDER / "debug_model.toml"
 
 
-def test_only_recipes_are_found() -> None:
+def test_only_recipes_are_found():
     for name in ("../pyproject.toml", "/etc/passwd", "", ".", "a\0b"):
         assert find_recipe(name) == Path(name)
 
 
-def test_a_packaged_recipe_can_be_extended() -> None:
+def test_a_packaged_recipe_can_be_extended():
     Path("base.toml").write_text("[training]\nsteps = 3\n", encoding="utf-8")
     for parent, steps in (("debug_model.toml", 100), ("base.toml", 3)):
         Path("mine.toml").write_text(f'extends = "{parent}"\n', encoding="utf-8")
         assert load_job("mine.toml", [], 1, "cpu").config.training.steps == steps
 
 
-def test_a_recipe_that_is_not_there() -> None:
+def test_a_recipe_that_is_not_there():
     for name, hint in [
         ("debug_modle", "did you mean debug_model?"),
         ("train_configs/lama3_8b.toml", "did you mean llama3_8b?"),
@@ -71,12 +71,12 @@ def test_a_recipe_that_is_not_there() -> None:
 
 
 @pytest.mark.slow
-def test_a_packaged_study_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_packaged_study_is_compared(capsys):
     assert main(["compare", "studies/layouts_debug.toml", "--check"]) == 0
     assert "in outputs/studies/layouts_debug" in capsys.readouterr().out
 
 
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list(capsys):
     assert main(["recipes"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["recipe", "or", "study", "model", "ranks"]
@@ -91,9 +91,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.costs("every recipe of the package, twice")
-def test_a_copy_is_the_same_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_copy_is_the_same_recipe(tmp_path, monkeypatch, capsys):
     for name in packaged_recipes():
         folder = tmp_path / name.replace("/", " ")
         folder.mkdir()
@@ -109,25 +107,25 @@ def test_a_copy_is_the_same_recipe(
             assert before == after, name
 
 
-def read(path: Path) -> object:
+def read(path):
     sources = [f"data.sources.{number}.path" for number in range(7)]
     exempt = ["model.tokenizer_path", "data.dataset_path", *sources]
     return load_job(path, [], None, "cuda", exempt=exempt).config
 
 
-def test_a_copy_has_the_name_of_a_file() -> None:
+def test_a_copy_has_the_name_of_a_file():
     assert main(["recipes", "copy", "llama3_8b", "mine/first.toml"]) == 0
     files = {str(path) for path in Path().rglob("*.toml")}
     assert files == {"mine/first.toml", "mine/base/llama3.toml"}
 
 
-def test_a_file_cannot_extend_one_outside_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_cannot_extend_one_outside_its_folder(capsys):
     assert main(["recipes", "copy", "research/loco", "mine.toml"]) == 2
     assert "copy to a folder" in capsys.readouterr().err
     assert os.listdir() == []
 
 
-def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(capsys):
     assert main(["recipes", "copy", "llama3_8b"]) == 0
     assert main(["recipes", "copy", "llama3_70b"]) == 0, "which extends the same"
     Path("base/llama3.toml").write_text("mine", encoding="utf-8")
@@ -138,7 +136,7 @@ def test_nothing_is_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("llama3_8b.toml").exists()
 
 
-def test_a_name_that_is_not_packaged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_is_not_packaged(capsys):
     assert main(["recipes", "copy", "llama_8b"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: llama_8b: there is no packaged recipe of that name",
@@ -154,7 +152,7 @@ def test_a_name_that_is_not_packaged(capsys: pytest.CaptureFixture[str]) -> None
         {"pipeline_parallel": 2, "data_parallel_replicate": 3},
     ],
 )
-def test_the_list_has_the_ranks_that_a_recipe_needs(degrees: dict[str, int]) -> None:
+def test_the_list_has_the_ranks_that_a_recipe_needs(degrees):
     keys = {f"{kind}_degree": degree for kind, degree in degrees.items()}
     found = least_ranks({f"parallelism.{key}": degree for key, degree in keys.items()})
     assert found == ParallelismConfig.model_validate(keys).least_ranks

@@ -27,14 +27,14 @@ TRIPLES = {
 }
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def answer(capsys, *words):
     """The JSON object of a plan, which must be valid without infinities."""
     capsys.readouterr()
     assert main(["plan", RECIPE, "--json", *words]) == 0
     return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def refusal(capsys, *words):
     assert main(["plan", *words]) == 2
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err
@@ -51,7 +51,7 @@ class Planned(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+def planned(tmp_path_factory):
     """A plan of a run with a pipeline, saves and a budget."""
     page = tmp_path_factory.mktemp("plan") / "plan.html"
     words = [*PIPELINE, "--hardware", "h100", "--json", "--html", str(page), "--tokens", "2M"]
@@ -61,7 +61,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
     return Planned(json.loads(printed.getvalue()), page.read_text(), said.getvalue())
 
 
-def test_the_json_has_values_with_limits(planned: Planned) -> None:
+def test_the_json_has_values_with_limits(planned):
     found = planned.found
     for section, names in TRIPLES.items():
         for name in names:
@@ -80,7 +80,7 @@ def test_the_json_has_values_with_limits(planned: Planned) -> None:
     assert total == pytest.approx(seconds)
 
 
-def test_each_kind_of_rank_adds_up(planned: Planned) -> None:
+def test_each_kind_of_rank_adds_up(planned):
     memory = planned.found["memory"]
     assert [stage for rank in memory["ranks"] for stage in rank["pipeline_ranks"]] == [0, 1]
     assert sum(rank["count"] for rank in memory["ranks"]) == 4
@@ -99,7 +99,7 @@ def test_each_kind_of_rank_adds_up(planned: Planned) -> None:
     assert 0 < pipeline["bubble"] < 1
 
 
-def test_the_page_has_the_plan_and_its_charts(planned: Planned) -> None:
+def test_the_page_has_the_plan_and_its_charts(planned):
     found, page, _ = planned
     inside = page.split('<script type="application/json" id="plan">')[1].split("</script>")[0]
     assert json.loads(inside) == found
@@ -133,7 +133,7 @@ def test_the_page_has_the_plan_and_its_charts(planned: Planned) -> None:
 
 @pytest.mark.gate
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-def test_the_page_is_drawn(planned: Planned, tmp_path: Path) -> None:
+def test_the_page_is_drawn(planned, tmp_path):
     file = tmp_path / "plan.html"
     file.write_text(planned.page)
     with opened_browser() as browser:
@@ -151,7 +151,7 @@ def test_the_page_is_drawn(planned: Planned, tmp_path: Path) -> None:
         assert (asked, said) == ([file.as_uri()], [])
 
 
-def test_the_text_says_what_the_json_says(planned: Planned) -> None:
+def test_the_text_says_what_the_json_says(planned):
     found = planned.found
     text = "\n".join(plan_text(found))
     assert text.startswith("llama3 debugmodel on 4 ranks: pp 2, dp_shard 2; hardware: h100\n")
@@ -169,7 +169,7 @@ def test_the_text_says_what_the_json_says(planned: Planned) -> None:
         assert f"{each['axis']} " in text
 
 
-def test_unknown_hardware_has_memory_and_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_hardware_has_memory_and_no_speed(capsys):
     found = answer(capsys, "--training.seq_len", "64", "--job.hardware=")
     unknown = dict.fromkeys(("value", "low", "high"))
     assert found["hardware"] is None
@@ -183,7 +183,7 @@ def test_unknown_hardware_has_memory_and_no_speed(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.gate
-def test_a_recipe_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_does_not_fit_is_an_answer(capsys):
     words = ("--training.seq_len", "2048", "--training.local_batch_size", "8", "--job.hardware=")
     whole = answer(capsys, *words)["memory"]["peak_reserved_gib"]["value"]
     found = answer(capsys, *words, "--device-memory", f"{0.9 * whole}")
@@ -200,9 +200,7 @@ def test_a_recipe_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture[s
     assert again["memory"]["fits"]["value"] is True
 
 
-def test_nothing_fits_in_a_tiny_device(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_fits_in_a_tiny_device(capsys, monkeypatch):
     monkeypatch.setattr("torchtitan.plan.changes.MOST_TRIED", 0)
     words = ("--training.seq_len", "64", "--job.hardware=")
     found = answer(capsys, *words, "--device-memory", "0.01")
@@ -214,21 +212,21 @@ def test_nothing_fits_in_a_tiny_device(
     assert f"use at least {found['memory']['least_devices']} devices" in text
 
 
-def test_a_budget_of_tokens(planned: Planned) -> None:
+def test_a_budget_of_tokens(planned):
     budget = planned.found["budget"]
     assert budget["tokens"] == 2e6
     assert budget["device_hours"] == pytest.approx(4 * 24 * budget["days"])
 
 
-def test_tokens_are_read_and_written_alike() -> None:
+def test_tokens_are_read_and_written_alike():
     words = ("15T", "1.5e12", "300b", "7")
     assert [token_count(word) for word in words] == [15e12, 1.5e12, 3e11, 7]
     assert [count(value) for value in (15e12, 3e11, 7)] == ["15T", "300B", "7"]
 
 
 def test_bad_input_is_refused_with_the_nearest_possibility(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     for words, expected in [
         (["--hardware", "h100x"], "did you mean h100?"),
         (["--hardware", "nowhere/own.toml"], "wanted a file or a name"),
@@ -261,9 +259,7 @@ def test_bad_input_is_refused_with_the_nearest_possibility(
         assert expected in refusal(capsys, RECIPE, *words), words
 
 
-def test_a_file_of_hardware_that_is_wrong_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_file_of_hardware_that_is_wrong_is_refused(capsys, tmp_path):
     lines = (ROOT / "torchtitan/plan/hardware/h100.toml").read_text().splitlines()
     for key, wrong, expected in [
         ("memory_gib", "", "memory_gib is missing\n  set it: Memory of a device in GiB"),
@@ -287,9 +283,7 @@ def test_a_file_of_hardware_that_is_wrong_is_refused(
         assert expected in refusal(capsys, RECIPE, "--hardware", str(own)), key
 
 
-def test_a_flavor_too_large_for_any_layout_is_an_answer(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flavor_too_large_for_any_layout_is_an_answer(capsys, monkeypatch):
     monkeypatch.setattr("torchtitan.plan.changes.MOST_TRIED", 0)
     words = ("--model.flavor", "8B", "--training.seq_len", "64", "--hardware", "a100-40")
     found = answer(capsys, *words)
@@ -304,14 +298,14 @@ def test_a_flavor_too_large_for_any_layout_is_an_answer(
     assert not any("tokens/s" in line or "days" in line for line in lines)
 
 
-def test_what_is_left_out_is_said_everywhere(planned: Planned) -> None:
+def test_what_is_left_out_is_said_everywhere(planned):
     note = "a save every 7 steps is not in the time of a step"
     assert any(note in each for each in planned.found["notes"])
     assert f"warning: checkpoint.interval: {note}" in planned.said
     assert f"{note}</li>" in planned.page
 
 
-def test_parts_of_an_amount_add_up(planned: Planned) -> None:
+def test_parts_of_an_amount_add_up(planned):
     found = planned.found
     for rank in found["memory"]["ranks"]:
         activations = rank["by_kind_gib"]["activations"]
@@ -325,20 +319,18 @@ def test_parts_of_an_amount_add_up(planned: Planned) -> None:
         assert f"  {name} " in text
 
 
-def test_a_recipe_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_wanted(capsys):
     assert "torchtitan plan debug_model" in refusal(capsys)
 
 
-def test_the_help_names_the_hardware(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_names_the_hardware(capsys):
     assert main(["plan", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert all(name in text for name in hardware_names())
 
 
 @pytest.mark.parametrize("verb", ["plan", "check"])
-def test_files_that_are_elsewhere_do_not_stop_it(
-    verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_files_that_are_elsewhere_do_not_stop_it(verb, capsys, tmp_path):
     sources = "".join(
         f'[[data.sources]]\nname = "{name}"\npath = "elsewhere/{name}"\nweight = 1\n'
         for name in "ab"

@@ -1,8 +1,6 @@
 """`torchtitan plan RUN`: what a run measured, next to the plan of its recipe."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,14 +22,14 @@ local_batch_size = 2
 """
 
 
-def rows_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+def rows_of(folder, capsys):
     assert main(["plan", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["measured"]
     return {each["quantity"].strip(): each for each in found}
 
 
 @pytest.mark.gate
-def test_measured_is_next_to_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_is_next_to_planned(tmp_path, capsys):
     parts = {"time/backward": 2.0, "time/clip": 0.2, "time/optimizer": 0.3}
     reports = [row(1, memory_gib=2.5, step_time=9.0), row(2, **parts)]
     device = {"ranks": 2, "device": "some CPU", "device_type": "cpu"}
@@ -54,18 +52,14 @@ def test_measured_is_next_to_planned(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.gate
-def test_of_unknown_hardware_only_memory_is_planned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_unknown_hardware_only_memory_is_planned(tmp_path, capsys):
     device = {"ranks": 1, "device": "NVIDIA Unknown", "device_type": "cuda"}
     recipe = CPU.replace('"cpu"', '"h100"')
     run = write_run(tmp_path / "run", [row(1), row(2)], recipe, device)
     assert [*rows_of(run, capsys)] == ["reserved at the peak"]
 
 
-def test_a_folder_that_is_no_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert main(["plan", str(tmp_path)]) == 2
     assert f"{tmp_path}: has no metrics.jsonl" in capsys.readouterr().err
     run = write_run(tmp_path / "old", [row(1), row(2)])

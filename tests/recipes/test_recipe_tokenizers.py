@@ -8,22 +8,21 @@ import pytest
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.inputs import problems_of_task
-from torchtitan.job import JobConfig
 from torchtitan.tools.cli import main
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def read(text: str, *flags: str) -> tuple[JobConfig, list[str]]:
+def read(text, *flags):
     Path("r.toml").write_text(text, encoding="utf-8")
     recipe = load_job("r.toml", flags, None, "cuda")
     return recipe.config, recipe.notices
 
 
-def refused(text: str, *flags: str) -> list[str]:
+def refused(text, *flags):
     with pytest.raises(RecipeError) as error:
         read(text, *flags)
     return error.value.lines
@@ -33,7 +32,7 @@ GATED = '[model]\ntokenizer_path = "./assets/hf/Llama-3.1-8B"\nflavor = "{flavor
 LOAD = '[checkpoint]\ninitial_load_path = "./assets/hf/Llama-3.1-8B"\n'
 
 
-def test_only_the_gated_tokenizer_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_gated_tokenizer_is_missing(capsys):
     """It is said once, also where the weights are to come from there; the rest is checked."""
     Path("r.toml").write_text(GATED.format(flavor="8B") + LOAD)
     assert main(["check", "r.toml", "--device", "cuda", "--world-size", "8"]) == 2
@@ -53,8 +52,8 @@ def test_only_the_gated_tokenizer_is_missing(capsys: pytest.CaptureFixture[str])
 
 
 def test_what_else_is_wrong_is_said_beside_the_tokenizer(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     Path("r.toml").write_text(GATED.format(flavor="9B") + LOAD)
     assert main(["check", "r.toml"]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -81,7 +80,7 @@ HF = "hf download meta-llama/Llama-3.1-8B"
         ),
     ],
 )
-def test_where_a_tokenizer_comes_from(path: str, hint: str) -> None:
+def test_where_a_tokenizer_comes_from(path, hint):
     [line] = refused("", "--model.flavor=8B", f"--model.tokenizer_path={path}")
     assert line.endswith(f"; put the model's {hint}")
     [line] = refused(
@@ -90,7 +89,7 @@ def test_where_a_tokenizer_comes_from(path: str, hint: str) -> None:
     assert "hf download" not in line
 
 
-def tiktoken(path: Path, tokens: int) -> Path:
+def tiktoken(path, tokens):
     """A tokenizer.model, whose 256 special tokens follow those in the file."""
     pairs = [bytes([n]) for n in range(256)] + [
         bytes([n // 256 + 97, n % 256]) for n in range(tokens - 256)
@@ -100,7 +99,7 @@ def tiktoken(path: Path, tokens: int) -> Path:
     return path
 
 
-def test_vocabulary_follows_the_tokenizer_where_the_flavor_leaves_it_open() -> None:
+def test_vocabulary_follows_the_tokenizer_where_the_flavor_leaves_it_open():
     large = tiktoken(Path("large.model"), 2000)
     small = tiktoken(Path("small.model"), 1000)
     job, notices = read(f'[model]\ntokenizer_path = "{large}"\n')

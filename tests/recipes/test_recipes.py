@@ -2,9 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
@@ -25,7 +23,7 @@ SYSTEMS = ("vit_mae", "auxiliary_losses", "low_precision_attention")
 """Recipes of research/ whose tests are in tests/research/."""
 
 
-def main_road(pattern: str) -> list[Path]:
+def main_road(pattern):
     """Recipes or studies that need nothing of research/."""
     return sorted(path for path in FOLDER.glob(pattern) if not path.stem.startswith(SYSTEMS))
 
@@ -59,7 +57,7 @@ RATES = {"llama3_70b": 1.5e-4, "llama3_405b": 8e-5, "qwen3_32b": 1.5e-4}  # othe
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tokenizer(tmp_path_factory):
     """A small tokenizer in the place of the one that a user has to bring."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     model = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "word": 2}, unk_token="word")
@@ -72,7 +70,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path.parent)
 
 
-def test_all_are_here() -> None:
+def test_all_are_here():
     assert [path.stem for path in RECIPES] == list(RANKS)
 
 
@@ -81,9 +79,7 @@ PLANNED = [path for path in RECIPES if path.stem == "llama3_8b" or "debug" in pa
 
 
 @pytest.mark.costs("the shapes of every network")
-def test_recipes_are_valid_on_the_ranks_they_are_meant_for(
-    tokenizer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipes_are_valid_on_the_ranks_they_are_meant_for(tokenizer, capsys):
     for path in RECIPES:
         checked(path, tokenizer, capsys)
 
@@ -91,14 +87,12 @@ def test_recipes_are_valid_on_the_ranks_they_are_meant_for(
 @pytest.mark.parametrize(
     "path", tiers(RECIPES, PLANNED[1:2], gate=PLANNED), ids=lambda path: path.stem
 )
-def test_a_valid_recipe_is_planned(
-    path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_valid_recipe_is_planned(path, tokenizer, capsys):
     told = checked(path, tokenizer, capsys, "--plan")
     assert re.search(r"^planned memory of .* GiB allocated", told, re.M)
 
 
-def checked(path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+def checked(path, tokenizer, capsys, *more):
     """What is said of a recipe on its ranks."""
     ranks = RANKS[path.stem]
     words = ["check", str(path), "--world-size", str(ranks), "--model.tokenizer_path", tokenizer]
@@ -113,7 +107,7 @@ def checked(path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str], *mor
     return output
 
 
-def test_settings(tokenizer: str) -> None:
+def test_settings(tokenizer):
     for path in LARGE:
         ranks = RANKS[path.stem]
         job = load_job(path, ["--model.tokenizer_path", tokenizer], ranks, "cuda").config
@@ -128,12 +122,12 @@ def test_settings(tokenizer: str) -> None:
         assert job.activation_checkpoint.mode != "none"
 
 
-def test_comments_say_what_a_recipe_needs() -> None:
+def test_comments_say_what_a_recipe_needs():
     for path in LARGE:
         assert_comment_says_what_it_needs(path, RANKS[path.stem])
 
 
-def assert_comment_says_what_it_needs(path: Path, ranks: int) -> None:
+def assert_comment_says_what_it_needs(path, ranks):
     comment = path.read_text(encoding="utf-8").split("\nextends")[0].replace("\n# ", " ")
     said = re.search(r"on (\d+) GPUs .* = (\d+(?:\.\d)?) GB per GPU", comment)
     assert said
@@ -147,16 +141,16 @@ def assert_comment_says_what_it_needs(path: Path, ranks: int) -> None:
     assert float(said[2]) == pytest.approx(gigabytes, rel=0.03, abs=0.05)
 
 
-def test_nothing_is_said_twice() -> None:
+def test_nothing_is_said_twice():
     assert [said for path in RECIPES + BASES for said in repeated(path)] == []
 
 
-def repeated(path: Path) -> Iterator[str]:
+def repeated(path):
     """The keys of a recipe that have the value they would have without it."""
-    problems: list[str] = []
+    problems = []
     *above, own = read_recipe(path, problems)
     assert not problems
-    inherited: dict[str, Any] = JobConfig().flat()
+    inherited = JobConfig().flat()
     for recipe in above:
         inherited |= {".".join(key): setting.value for key, setting in recipe.items()}
     for key, setting in own.items():
@@ -164,7 +158,7 @@ def repeated(path: Path) -> Iterator[str]:
             yield f"{setting.origin}: {'.'.join(key)}"
 
 
-def test_tokenizer_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_is_asked_for(capsys):
     assert main(["check", str(FOLDER / "llama3_8b.toml")]) == 2
     line, fix = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {FOLDER}/base/llama3.toml:8: model.tokenizer_path: got ")
@@ -172,7 +166,7 @@ def test_tokenizer_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.gate
-def test_a_step_has_as_many_collectives_as_debugging_says() -> None:
+def test_a_step_has_as_many_collectives_as_debugging_says():
     words, ranks = ["--model.tokenizer_path=none", "--compile.enable=false"], RANKS["llama3_8b"]
     job = load_job(FOLDER / "llama3_8b.toml", words, ranks, "cpu").config
     collectives = messages_of(recorded.step(job, ranks)).total()

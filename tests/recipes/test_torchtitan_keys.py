@@ -7,7 +7,6 @@ Nothing but what the key says may change, and what changes nothing has a notice.
 
 import ast
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,14 +16,11 @@ import pytest
 import tomlkit
 
 from torchtitan.checks import load_job
-from torchtitan.config import Recipe, RecipeError
-from torchtitan.job import JobConfig
+from torchtitan.config import RecipeError
 from torchtitan.tools.migrate import migrated
 from torchtitan.tools.migrate.translate import read_old
 
-FACTS: dict[str, list[dict[str, Any]]] = json.loads(
-    Path(__file__).with_name("torchtitan_keys.json").read_text(encoding="utf-8")
-)
+FACTS = json.loads(Path(__file__).with_name("torchtitan_keys.json").read_text(encoding="utf-8"))
 SIGN = {
     "v0.1.0": {"job.use_for_integration_test": False},
     "v0.2.0": {"training.debug_moe_force_load_balance": False},
@@ -32,7 +28,7 @@ SIGN = {
 }
 """A key by which each version is told."""
 
-OTHER: dict[str, list[Any]] = {
+OTHER = {
     "job.config_file": ["other.toml"],
     "model.name": ["llama4", "flux"],
     "model.flavor": ["8B", "671B"],
@@ -74,7 +70,7 @@ class Case(NamedTuple):
     beside: tuple[tuple[str, Any], ...]
 
 
-def cases() -> Iterator[Case]:
+def cases():
     for version, entries in FACTS.items():
         for entry in entries:
             key, default = entry["key"], entry["default"]
@@ -84,7 +80,7 @@ def cases() -> Iterator[Case]:
                     yield Case(version, key, value, value == default, tuple(beside.items()))
 
 
-def others(kind: str, default: Any) -> list[Any]:
+def others(kind, default):
     """Values of a type that are not the default: all of them where they are named."""
     if "Literal" in kind:
         names = ast.literal_eval(kind[kind.index("Literal[") + 7 :].rstrip("] |None") + "]")
@@ -100,7 +96,7 @@ def others(kind: str, default: Any) -> list[Any]:
     return [0.25] if "float" in kind else ["folder"]
 
 
-def circumstances(version: str, key: str) -> Iterator[dict[str, Any]]:
+def circumstances(version, key):
     """What else a recipe says: with a converter's keys, that it is asked for, or that it is not."""
     yield {}
     section = key.rpartition(".")[0]
@@ -121,7 +117,7 @@ ALL = list(cases())
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _files(tmp_path_factory):
     """The files that TorchTitan's defaults name."""
     folder = tmp_path_factory.mktemp("clone")
     for name in ("tests/assets/tokenizer", "tests/assets/c4_test", "folder"):
@@ -135,9 +131,9 @@ def _files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     read.cache_clear()
 
 
-def written(keys: dict[str, Any]) -> str:
+def written(keys):
     """A recipe."""
-    document: dict[str, Any] = {}
+    document = {}
     for key, value in keys.items():
         *sections, last = key.split(".")
         table = document
@@ -148,7 +144,7 @@ def written(keys: dict[str, Any]) -> str:
 
 
 @cache
-def read(text: str) -> Recipe[JobConfig] | RecipeError:
+def read(text):
     Path("r.toml").write_text(text, encoding="utf-8")
     path, notices = Path("r.toml"), list[str]()
     try:
@@ -161,25 +157,25 @@ def read(text: str) -> Recipe[JobConfig] | RecipeError:
     return replace(recipe, notices=[*notices, *recipe.notices])
 
 
-def recipe(case: Case, *, without: bool = False) -> Recipe[JobConfig] | RecipeError:
+def recipe(case, *, without=False):
     """The case as it is read."""
     said = {case.key: case.value} if not without else {}
     return read(written({**SIGN[case.version], **dict(case.beside), **said}))
 
 
-def names(case: Case, line: str) -> bool:
+def names(case, line):
     """Whether a line says the key, by its name there."""
     return f": {case.key}: " in line
 
 
-def is_about(case: Case, line: str, targets: list[str]) -> bool:
+def is_about(case, line, targets):
     """Whether a line is of the key, here or there, or tells that another one does not fit it."""
     if any(f": {target}: " in line for target in [case.key, *targets]):
         return True
     return case.key.rpartition(".")[2] in line or case.key == "fault_tolerance.enable"
 
 
-def moved(case: Case, notices: list[str]) -> list[str]:
+def moved(case, notices):
     """Where a notice says that the key is now."""
     return [
         line.split(": is now ")[1].split(",")[0]
@@ -188,13 +184,13 @@ def moved(case: Case, notices: list[str]) -> list[str]:
     ]
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     return json.loads(json.dumps(value))
 
 
 @pytest.mark.gate
 @pytest.mark.parametrize("version", FACTS)
-def test_every_key_means_what_it_meant_or_is_named(version: str) -> None:
+def test_every_key_means_what_it_meant_or_is_named(version):
     wrong = [
         f"{case.key} = {case.value!r} beside {dict(case.beside)}: {why}"
         for case in ALL
@@ -203,13 +199,13 @@ def test_every_key_means_what_it_meant_or_is_named(version: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_recipes_are_migrated_without_the_key_in_question() -> None:
+def test_recipes_are_migrated_without_the_key_in_question():
     """Or else nothing could be told of it."""
     refused = [case for case in ALL if isinstance(recipe(case, without=True), RecipeError)]
     assert not refused
 
 
-def misspelt() -> Iterator[str]:
+def misspelt():
     """Each key with a letter missing, in its own name or in that of a section."""
     known = {entry["key"] for entries in FACTS.values() for entry in entries}
     for key in sorted(known):
@@ -220,7 +216,7 @@ def misspelt() -> Iterator[str]:
 
 
 @pytest.mark.gate
-def test_misspelt_keys_are_refused() -> None:
+def test_misspelt_keys_are_refused():
     accepted = []
     for key in dict.fromkeys(misspelt()):
         found = read(written({key: True, "model.converters": ["float8", "mx"]}))
@@ -231,7 +227,7 @@ def test_misspelt_keys_are_refused() -> None:
     assert not accepted, "\n".join(accepted)
 
 
-def what_is_wrong(case: Case) -> str | None:
+def what_is_wrong(case):
     found, base = recipe(case), recipe(case, without=True)
     if isinstance(found, RecipeError):
         targets = moved(case, list(found.notices))

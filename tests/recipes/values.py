@@ -3,7 +3,6 @@
 import json
 import math
 from datetime import UTC, date, datetime, time
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -19,7 +18,7 @@ TEXTS += ["%s", "{0}"]
 DATES = [date(2026, 1, 1), time(1, 2, 3), datetime(2026, 1, 1, tzinfo=UTC)]
 
 
-def any_value() -> st.SearchStrategy[Any]:
+def any_value():
     """A value of any type of TOML."""
     fields = (info for place in places(JobConfig) for info in place.settings.model_fields.values())
     words = sorted({str(info.default) for info in fields})
@@ -45,9 +44,9 @@ def any_value() -> st.SearchStrategy[Any]:
     )
 
 
-def fitting(types: set[str]) -> st.SearchStrategy[Any]:
+def fitting(types):
     """A value of one of these types of JSON, so that what is said of a number or a path is met."""
-    by_type: dict[str, st.SearchStrategy[Any]] = {
+    by_type = {
         "integer": st.sampled_from(EDGES) | st.integers(-2, 100),
         "number": st.sampled_from(FLOATS) | st.floats(),
         "boolean": st.booleans(),
@@ -57,7 +56,7 @@ def fitting(types: set[str]) -> st.SearchStrategy[Any]:
     return st.one_of([by_type[kind] for kind in sorted(types) if kind in by_type])
 
 
-def _keys() -> list[tuple[str, dict[str, str], set[str]]]:
+def _keys():
     """Every key of every section and choice, with the names that choose it, and its types."""
     found = []
     for place in places(JobConfig):
@@ -77,7 +76,7 @@ def _keys() -> list[tuple[str, dict[str, str], set[str]]]:
 KEYS = _keys()
 
 
-def toml(value: Any) -> str:
+def toml(value):
     """A value as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -92,10 +91,10 @@ def toml(value: Any) -> str:
     return str(value)
 
 
-def recipe(settings: dict[str, Any]) -> str:
+def recipe(settings):
     """A recipe with these values by dotted key; `convert.0` is the first of a list."""
     lines = []
-    tables: dict[str, list[str]] = {}
+    tables = {}
     for key, value in settings.items():
         section, _, last = key.rpartition(".")
         if not section:

@@ -15,7 +15,7 @@ def undisturbed(tmp_path_factory):
     """How a run of a layout ends that nothing happens to, and the seconds that it takes."""
 
     @cache
-    def run(layout: str) -> tuple[End, float]:
+    def run(layout):
         folder = tmp_path_factory.mktemp("undisturbed") / "run"
         played = play(recipe(folder, layout), ranks_of(layout))
         assert played.status == 0, played.log

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ def saved(tmp_path_factory):
     """Six steps under a layout, saved at 2, 4 and 6."""
 
     @cache
-    def run(layout: str) -> Path:
+    def run(layout):
         folder = tmp_path_factory.mktemp("saved") / "run"
         played = play(recipe(folder, layout, training={"steps": 6}), ranks_of(layout))
         assert played.status == 0, played.log
@@ -39,26 +38,26 @@ def saved(tmp_path_factory):
 # --- harm ---
 
 
-def flip(draw: random.Random, file: Path) -> None:
+def flip(draw, file):
     data = bytearray(file.read_bytes())
     data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
     file.write_bytes(data)
 
 
-def cut(draw: random.Random, file: Path) -> None:
+def cut(draw, file):
     os.truncate(file, draw.randrange(file.stat().st_size))
 
 
-def append(draw: random.Random, file: Path) -> None:
+def append(draw, file):
     with file.open("ab") as opened:
         opened.write(b"\x00" + draw.randbytes(draw.randrange(1000)))
 
 
-def delete(draw: random.Random, file: Path) -> None:
+def delete(draw, file):
     file.unlink()
 
 
-def zeros(draw: random.Random, file: Path) -> None:
+def zeros(draw, file):
     """A block that was never written, as after a power cut."""
     data = bytearray(file.read_bytes())
     begin = draw.randrange(len(data))
@@ -69,16 +68,16 @@ def zeros(draw: random.Random, file: Path) -> None:
     file.write_bytes(data)
 
 
-def noise(draw: random.Random, file: Path) -> None:
+def noise(draw, file):
     file.write_bytes(draw.randbytes(file.stat().st_size))
 
 
-def other(draw: random.Random, file: Path) -> None:
+def other(draw, file):
     """The file of the checkpoint before."""
     shutil.copy(file.parents[1] / "step-4" / file.name, file)
 
 
-def folder(draw: random.Random, file: Path) -> None:
+def folder(draw, file):
     file.unlink()
     file.mkdir()
 
@@ -95,7 +94,7 @@ HARMS = {
 }
 
 
-def harms() -> list[Any]:
+def harms():
     """Layout, harm, file and seed; the first four kinds of harm for every day."""
     found = []
     for number, harm in enumerate(HARMS):
@@ -139,14 +138,14 @@ def test_a_harmed_file(layout, harm, name, seed, tmp_path, saved, undisturbed):
     End.of(run).assert_same(undisturbed(layout)[0], to_the_bit=True)
 
 
-def contents(checkpoint: Path) -> dict[str, bytes]:
+def contents(checkpoint):
     return {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}
 
 
 # --- more than one ---
 
 
-def exchange(one: Path, two: Path) -> None:
+def exchange(one, two):
     between = one.with_name("between")
     one.rename(between)
     two.rename(one)
@@ -195,14 +194,14 @@ def test_every_checkpoint_harmed(harm, tmp_path, saved):
 class Malice:
     """A pickle that makes a file when it is read."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self.mark = mark
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (self.mark,)
 
 
-def pickled(mark: Path) -> bytes:
+def pickled(mark):
     data = pickle.dumps(Malice(mark))
     pickle.loads(data)
     assert mark.exists(), "it does what it should not be let do"

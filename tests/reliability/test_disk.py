@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.reliability.trials import End, Trap, at_call, checkpoints, leftovers, play, recipe
+from tests.reliability.trials import End, at_call, checkpoints, leftovers, play, recipe
 from torchtitan.checkpoint import saver
 from torchtitan.checkpoint.manifest import read_manifest
 
@@ -30,7 +30,7 @@ def small_disk():
     """Makes a folder a disk with 3 MB, where this is allowed."""
     mounted = []
 
-    def mount(folder: Path) -> Path:
+    def mount(folder):
         folder.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", folder]
         if subprocess.run(command, capture_output=True).returncode:
@@ -43,10 +43,10 @@ def small_disk():
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def traps(*each: Trap) -> Trap:
+def traps(*each):
     """All of them, and no long wait before another attempt."""
 
-    def set_all() -> None:
+    def set_all():
         saver.RETRY_SECONDS = 0.01
         for trap in each:
             trap()
@@ -54,31 +54,31 @@ def traps(*each: Trap) -> Trap:
     return set_all
 
 
-def when_saving(number: int, action: Callable[[], object]) -> Trap:
+def when_saving(number, action):
     """Does something when the `number`-th save begins, on every rank."""
 
-    def then(begin: Begin, *arguments: Any) -> Any:
+    def then(begin, *arguments):
         action()
         return begin(*arguments)
 
     return at_call("torchtitan.checkpoint.saver:Saver._begin", number, then)
 
 
-def limit_files(size: int) -> None:
+def limit_files(size):
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (size if size else hard, hard))
 
 
-def fill(folder: Path, room: int = 0) -> None:
+def fill(folder, room=0):
     ballast = shutil.disk_usage(folder).free - room
     (folder / "ballast").write_bytes(bytes(ballast))
 
 
-def remount(folder: Path, how: str) -> None:
+def remount(folder, how):
     subprocess.run(["mount", "-o", f"remount,{how}", folder], check=True)
 
 
-def faults(kind: str, run: Path, first: int, until: int, mount: Mount) -> Trap:
+def faults(kind, run, first, until, mount):
     """A disk that fails from one save until another."""
     at = run / "checkpoint"
     match kind:
@@ -109,7 +109,7 @@ WHAT = {
 }
 
 
-def daily(kind: str, mode: str) -> Any:
+def daily(kind, mode):
     is_daily = kind.startswith("files") and mode == "async"
     return pytest.param(kind, mode, marks=() if is_daily else pytest.mark.slow)
 
@@ -173,7 +173,7 @@ FILES = ("rank-0.safetensors", "tensors.json.new", "train_state.json.new", "mani
 def test_a_file_for_which_there_is_no_room(name, mode, tmp_path, undisturbed):
     run = tmp_path / "run"
 
-    def full(begin: Begin, *arguments: Any) -> Any:
+    def full(begin, *arguments):
         made = begin(*arguments)
         (run / "checkpoint/step-4.saving" / name).symlink_to("/dev/full")
         return made
@@ -208,7 +208,7 @@ def test_the_disk_of_one_of_two_ranks_fails(rank, mode, tmp_path, undisturbed):
 def test_a_second_attempt_that_works(mode, tmp_path, undisturbed):
     run = tmp_path / "run"
 
-    def room_again(write: Callable[..., Any], *arguments: Any) -> Any:
+    def room_again(write, *arguments):
         limit_files(0)
         return write(*arguments)
 
@@ -228,11 +228,11 @@ def test_a_slow_disk(tmp_path, undisturbed):
     """Training goes on; and what is written late is still the step it is named after."""
     run = tmp_path / "run"
 
-    def slow(write: Callable[..., Any], path: Path, pieces: Any) -> Any:
+    def slow(write, path, pieces):
         written.wait(60)
         return write(path, pieces)
 
-    def sets(step: Callable[..., Any], *arguments: Any) -> Any:
+    def sets(step, *arguments):
         written.set()
         return step(*arguments)
 

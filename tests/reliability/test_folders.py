@@ -6,10 +6,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +16,6 @@ from tests.reliability.test_damage import FILES, flip
 from tests.reliability.test_disk import MODES
 from tests.reliability.trials import (
     End,
-    Played,
-    Trap,
     at_call,
     checkpoints,
     leftovers,
@@ -31,14 +26,13 @@ from tests.reliability.trials import (
 )
 from torchtitan import train
 from torchtitan.checkpoint import folder, manifest
-from torchtitan.checkpoint.store import Disk
 from torchtitan.provenance import to_toml
 
 CHECKPOINT = "torchtitan.checkpoint"
 Each = dict[str, tuple[int, int]]
 
 
-def state_of(folder: Path) -> Each:
+def state_of(folder):
     """Every file with its size and time."""
     found = ((path, path.stat()) for path in folder.rglob("*"))
     return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in found}
@@ -52,7 +46,7 @@ def test_a_second_run_on_a_folder_is_refused(tmp_path, undisturbed):
     run, found = tmp_path / "run", tmp_path / "found.json"
     (tmp_path / "second.toml").write_text(to_toml(recipe(run)))
 
-    def second() -> None:
+    def second():
         folder.LOCK_SECONDS = 0.0
         try:
             with (tmp_path / "second.log").open("w") as sys.stderr:
@@ -60,7 +54,7 @@ def test_a_second_run_on_a_folder_is_refused(tmp_path, undisturbed):
         finally:
             os._exit(70)
 
-    def meanwhile(step: Callable[..., bool], *arguments: Any) -> bool:
+    def meanwhile(step, *arguments):
         before = state_of(run)
         if not (child := os.fork()):
             second()
@@ -96,7 +90,7 @@ def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(tmp_path, 
             time.sleep = lambda seconds: (started.touch(), sleep(seconds))
             os._exit(train.main(["--job.config_file", str(tmp_path / "second.toml")]))
 
-    def meanwhile(step: Callable[..., bool], *arguments: Any) -> bool:
+    def meanwhile(step, *arguments):
         while not started.exists():
             time.sleep(0.01)
         return step(*arguments)
@@ -124,7 +118,7 @@ REFUSED = {
 }
 
 
-def content(folder: Path) -> dict[str, bytes | None]:
+def content(folder):
     """Every file with its bytes, and every folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
@@ -132,7 +126,7 @@ def content(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def wait_for_no_lock() -> None:
+def wait_for_no_lock():
     folder.LOCK_SECONDS = 0.0
 
 
@@ -202,7 +196,7 @@ def test_every_rank_learns_that_rank_0_was_refused(tmp_path, monkeypatch):
 # --- formats ---
 
 
-def refused(run: Path, tmp_path: Path) -> Iterator[Played]:
+def refused(run, tmp_path):
     """Everything that may start from the checkpoints of a run."""
     before = state_of(run)
     before.pop(str(run / "lock"), None)  # has the name of the process that held it last
@@ -248,7 +242,7 @@ def test_a_checkpoint_of_a_later_format(tmp_path):
 # --- time ---
 
 
-def backwards() -> None:
+def backwards():
     """Clocks that start ten years ago, and go back by an hour whenever they are read."""
     for name in ("time", "perf_counter", "time_ns"):
         now, hours = getattr(__import__("time"), name)(), count(1)
@@ -274,10 +268,10 @@ def test_a_clock_that_goes_backwards(tmp_path, undisturbed):
 # --- retention ---
 
 
-def harm_when_named(number: int, name: str) -> Trap:
+def harm_when_named(number, name):
     """A file changes after it was written, and before it is read back."""
 
-    def harm(commit: Callable[[Disk, Path], Path], store: Disk, path: Path) -> Path:
+    def harm(commit, store, path):
         done = commit(store, path)
         flip(random.Random(name), done / name)
         return done
@@ -285,8 +279,8 @@ def harm_when_named(number: int, name: str) -> Trap:
     return at_call(f"{CHECKPOINT}.store:Disk.commit", number, harm)
 
 
-def note_what_is_there(number: int, run: Path, note: Path) -> Trap:
-    def write(begin: Callable[..., Any], *arguments: Any) -> Any:
+def note_what_is_there(number, run, note):
+    def write(begin, *arguments):
         note.write_text(" ".join(sorted(path.name for path in (run / "checkpoint").iterdir())))
         return begin(*arguments)
 
@@ -306,7 +300,7 @@ def test_nothing_is_deleted_for_what_is_harmed_at_once(name, mode, tmp_path, und
     saves = {"keep_latest_k": 1, "async_mode": mode}
     harm, look = harm_when_named(2, name), note_what_is_there(3, run, note)
 
-    def traps() -> None:
+    def traps():
         harm()
         look()
 

@@ -1,9 +1,5 @@
 """`step-N` holds the weights of step N, to the bit, whatever the run does while it is written."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +7,6 @@ import xxhash
 from torch import Tensor
 
 from tests.reliability.trials import (
-    Played,
-    Trap,
     at_call,
     checkpoints,
     copy_late,
@@ -21,7 +15,7 @@ from tests.reliability.trials import (
     recipe,
 )
 from tests.runs import whole
-from torchtitan.checkpoint import Checkpointer, saved_steps
+from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
 
@@ -29,7 +23,7 @@ Noted = dict[str, Tensor]
 STEPS = 4
 
 
-def digest(tensors: Noted) -> str:
+def digest(tensors):
     """As docs/checkpoint.md says: the sum of all elements' bits, times weights of their indices."""
     lines = []
     for name in sorted(tensors):
@@ -43,7 +37,7 @@ def digest(tensors: Noted) -> str:
     return xxhash.xxh3_64_hexdigest("".join(lines).encode())
 
 
-def index_weights(dim: int, size: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
+def index_weights(dim, size):
     """SplitMix64 of the indices along a dimension."""
     state = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     state += np.uint64((dim + 1) * 0xD1B54A32D192ED03 % 2**64)
@@ -52,10 +46,8 @@ def index_weights(dim: int, size: int) -> "np.ndarray[Any, np.dtype[np.uint64]]"
     return state ^ state >> np.uint64(31)
 
 
-def note_every_save(rank: int, folder: Path) -> Trap:
-    def note(
-        save: Callable[..., None], checkpointer: Checkpointer, *rest: Any, **named: Any
-    ) -> None:
+def note_every_save(rank, folder):
+    def note(save, checkpointer, *rest, **named):
         tensors = {name: whole(t) for name, t in checkpointer.contents.tensors().items()}
         torch.save(tensors, folder / f"{checkpointer.state.step}.{rank}.pt")
         save(checkpointer, *rest, **named)
@@ -63,7 +55,7 @@ def note_every_save(rank: int, folder: Path) -> Trap:
     return at_call("torchtitan.checkpoint.manager:Checkpointer.save", 0, note)
 
 
-def no_wait() -> None:
+def no_wait():
     at_call(
         "torchtitan.checkpoint.manager:Checkpointer.wait_staging",
         0,
@@ -71,13 +63,13 @@ def no_wait() -> None:
     )()
 
 
-def train(folder: Path, layout: str, mode: str, *more: Trap) -> tuple[Played, dict[int, Noted]]:
+def train(folder, layout, mode, *more):
     """A run that saves each step, every second one for good; what each save should hold."""
     notes = folder / "notes"
     notes.mkdir()
 
-    def traps(rank: int) -> Trap:
-        def set_all() -> None:
+    def traps(rank):
+        def set_all():
             for trap in (note_every_save(rank, notes), copy_late, *more):
                 trap()
 
@@ -99,7 +91,7 @@ def train(folder: Path, layout: str, mode: str, *more: Trap) -> tuple[Played, di
     return played, found
 
 
-def wrong_steps(folder: Path, noted: dict[int, Noted]) -> list[int]:
+def wrong_steps(folder, noted):
     """Steps whose checkpoint is not what was noted."""
     found = checkpoints(folder / "run")
     assert list(found) == [2, 4]

@@ -6,8 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,7 +46,7 @@ weights = [0.5, 0.5, 0]
 TORCHTITAN = (sys.executable, "-m", "torchtitan")
 
 
-def run(recipe: Path, folder: Path, ranks: int, seconds: float | None) -> int | None:
+def run(recipe, folder, ranks, seconds):
     """Train, and kill all processes after some seconds; None if they were killed."""
     words = ("train", recipe, "--processes", str(ranks), "--job.dump_folder", folder)
     with (folder.parent / "log").open("a") as log:
@@ -64,7 +62,7 @@ def run(recipe: Path, folder: Path, ranks: int, seconds: float | None) -> int | 
             return None
 
 
-def last_row(folder: Path) -> dict[str, Any]:
+def last_row(folder):
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if "loss" in row][-1]
 

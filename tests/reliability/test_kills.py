@@ -7,10 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from io import RawIOBase
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,6 @@ from tests.reliability.trials import (
     CASES,
     STEPS,
     End,
-    Played,
     after_seconds,
     at_call,
     checkpoints,
@@ -35,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 MODES = ("disabled", "async")
 
 
-def look(folder: Path, played: Played) -> int:
+def look(folder, played):
     """Check what a killed run left; returns the newest step that is complete."""
     found = checkpoints(folder)
     for path in found.values():
@@ -47,7 +43,7 @@ def look(folder: Path, played: Played) -> int:
     return newest
 
 
-def finish(folder: Path, layout: str, newest: int, **checkpoint: Any) -> None:
+def finish(folder, layout, newest, **checkpoint):
     """Go on from what is on disk to the end."""
     played = play(recipe(folder, layout, checkpoint=checkpoint), ranks_of(layout))
     assert played.status == 0, played.log
@@ -59,8 +55,8 @@ def finish(folder: Path, layout: str, newest: int, **checkpoint: Any) -> None:
 # --- at every stage ---
 
 
-def half_written(write: Callable[..., Any], path: Path, pieces: list[Any]) -> None:
-    def torn(write: Callable[..., Any], file: RawIOBase, data: memoryview) -> None:
+def half_written(write, path, pieces):
+    def torn(write, file, data):
         write(file, data[: len(data) // 2])
         die()
 
@@ -68,18 +64,18 @@ def half_written(write: Callable[..., Any], path: Path, pieces: list[Any]) -> No
     write(path, pieces)
 
 
-def half_a_json(write: Callable[..., Any], path: Path, value: Any) -> None:
+def half_a_json(write, path, value):
     file = write(path, value)
     os.truncate(path, file.bytes // 2)
     die()
 
 
-def half_deleted(rmtree: Callable[..., Any], path: Path, *rest: Any, **named: Any) -> None:
+def half_deleted(rmtree, path, *rest, **named):
     (path / "manifest.json").unlink()
     die()
 
 
-def done_and_dead(function: Callable[..., Any], *arguments: Any) -> None:
+def done_and_dead(function, *arguments):
     function(*arguments)
     die()
 
@@ -119,7 +115,7 @@ STAGES = {
 A rank flushes one file a save, and the first rank five more things."""
 
 
-def stages() -> list[Any]:
+def stages():
     """Every stage, layout, mode and rank to which it applies; a few for every day."""
     found = []
     for layout in ("one rank", "FSDP 2", "PP 2"):
@@ -176,7 +172,7 @@ def test_a_kill_while_resuming(layout, what, trap, tmp_path, undisturbed):
 # --- at random moments ---
 
 
-def chains() -> list[Any]:
+def chains():
     """Layout, mode, seed, kills."""
     found = [pytest.param("one rank", "async", 0, 2)]
     for layout in CASES:

@@ -6,7 +6,6 @@ import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -43,14 +42,14 @@ class Soaked:
     rank: int
     samples: list[dict[str, float]]
 
-    def ends(self, kind: str) -> tuple[float, float]:
+    def ends(self, kind):
         """The median of the first tenth of the samples, and of the last."""
         values = [sample[kind] for sample in self.samples]
         part = max(len(values) // 10, 1)
         return statistics.median(values[:part]), statistics.median(values[-part:])
 
 
-def soak(layout: str, folder: Path, steps: int = STEPS) -> list[Soaked]:
+def soak(layout, folder, steps=STEPS):
     """Train with saves, validation, every sink and a slow disk; what each rank held."""
     # Two microbatches a step, whatever the ranks: more would add time, and nothing to be held.
     training = {"steps": steps, "local_batch_size": 4 // ranks_of(layout)}

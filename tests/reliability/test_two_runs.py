@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +28,7 @@ TRIALS = {
 LIMIT = 100.0
 
 
-def start(run: Path, name: str, seed: int) -> tuple[int, Started]:
+def start(run, name, seed):
     """Start a run as from the command line, with slow steps and saves; return its process."""
     if not (child := os.fork()):
         try:
@@ -44,17 +42,17 @@ def start(run: Path, name: str, seed: int) -> tuple[int, Started]:
     return child, lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def slow(place: str, seconds: float) -> None:
+def slow(place, seconds):
     """Let every call of a function take longer."""
 
-    def later(function: Callable[..., Any], *arguments: Any) -> Any:
+    def later(function, *arguments):
         time.sleep(seconds)
         return function(*arguments)
 
     at_call(place, 0, later)()
 
 
-def launch(run: Path, name: str) -> Started:
+def launch(run, name):
     """Start the run through the launcher."""
     command = [sys.executable, "-m", "torchtitan.launch", "--processes", "1"]
     words = ["--job.config_file", str(run.parent / "recipe.toml"), "--job.imports", "tests.tiny"]
@@ -64,14 +62,14 @@ def launch(run: Path, name: str) -> Started:
     return lambda: process.wait(LIMIT)
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
+def wait_until(happened):
     until = time.monotonic() + LIMIT
     while not happened():
         assert time.monotonic() < until
         time.sleep(0.001)
 
 
-def says_ending(run: Path) -> bool:
+def says_ending(run):
     """Whether the holder of the lock is ending, or has ended."""
     try:
         return (run / "lock").read_text().strip().endswith(ENDING)
@@ -79,7 +77,7 @@ def says_ending(run: Path) -> bool:
         return (run / f"checkpoint/step-{STEPS}").exists()
 
 
-def two(kind: str, run: Path, seed: int) -> tuple[int, int]:
+def two(kind, run, seed):
     """Start two runs; return their exit statuses."""
     chance = random.Random(f"{kind} {seed}")
     if kind == "one of them through the launcher":
@@ -101,7 +99,7 @@ def two(kind: str, run: Path, seed: int) -> tuple[int, int]:
     return first(), second()
 
 
-def cases() -> list[Any]:
+def cases():
     """All trials; the first of each kind is run daily, but for the launcher's."""
     return [
         pytest.param(kind, seed, marks=pytest.mark.slow if seed or "launcher" in kind else ())

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -22,9 +22,7 @@ from tests.layouts import LAYOUTS
 from torchtitan import train
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
-from torchtitan.checkpoint.staging import Staging
 from torchtitan.checkpoint.storage import SavedTensors
-from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed, run_ranks
 from torchtitan.provenance import to_toml
 
@@ -48,9 +46,7 @@ Trap = Callable[[], None]
 Tensors = dict[str, torch.Tensor]
 
 
-def recipe(
-    folder: Path, layout: str = "one rank", by: str = "AdamW", **sections: dict[str, Any]
-) -> JobConfig:
+def recipe(folder, layout="one rank", by="AdamW", **sections):
     """Eight steps of the tiny model, saved at every second one; `sections` win."""
     defaults = {
         "job": {"dump_folder": str(folder)},
@@ -64,7 +60,7 @@ def recipe(
     return layouts.job(CASES[layout], by, **merged)
 
 
-def ranks_of(layout: str) -> int:
+def ranks_of(layout):
     """How many processes a layout has."""
     return CASES[layout].ranks
 
@@ -82,24 +78,22 @@ class Played:
     seconds: float
 
     @property
-    def was_killed(self) -> bool:
+    def was_killed(self):
         return -signal.SIGKILL in self.statuses
 
     @property
-    def status(self) -> int | None:
+    def status(self):
         """Of all ranks that ended by themselves, which agree."""
         (one,) = set(self.statuses) - {None}
         return one
 
 
-def play(job: JobConfig, ranks: int = 1, traps: Mapping[int, Trap] | None = None) -> Played:
+def play(job, ranks=1, traps=None):
     """Train as from the command line, on forked ranks."""
     return play_each([job], ranks, traps)[0]
 
 
-def play_each(
-    jobs: Sequence[JobConfig], ranks: int = 1, traps: Mapping[int, Trap] | None = None
-) -> list[Played]:
+def play_each(jobs, ranks=1, traps=None):
     """Train one after the other; a single rank does so in the same process."""
     if ranks > 1 and len(jobs) > 1:
         return [play(job, ranks, traps) for job in jobs]
@@ -125,7 +119,7 @@ def play_each(
     ]
 
 
-def _enter(scratch: Path, count: int, traps: Mapping[int, Trap]) -> list[int]:
+def _enter(scratch, count, traps):
     rank = int(os.environ["RANK"])
     if rank in traps:
         traps[rank]()
@@ -146,21 +140,21 @@ def _enter(scratch: Path, count: int, traps: Mapping[int, Trap]) -> list[int]:
 # --- traps ---
 
 
-def die() -> None:
+def die():
     """End this process at once, whatever its threads are doing."""
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)  # a thread that is not the main one may run on for a moment
 
 
-def after_seconds(seconds: float) -> Trap:
+def after_seconds(seconds):
     """Dies at a moment."""
     return lambda: threading.Timer(seconds, die).start()
 
 
-def at_call(place: str, number: int = 1, action: Callable[..., Any] | None = None) -> Trap:
+def at_call(place, number=1, action=None):
     """Dies when a function is called for the `number`-th time, or has `action` done instead."""
 
-    def set_trap() -> None:
+    def set_trap():
         module, _, path = place.partition(":")
         owner = importlib.import_module(module)
         *parents, name = path.split(".")
@@ -168,7 +162,7 @@ def at_call(place: str, number: int = 1, action: Callable[..., Any] | None = Non
             owner = getattr(owner, parent)
         function, calls = getattr(owner, name), 0
 
-        def trapped(*arguments: Any, **named: Any) -> Any:
+        def trapped(*arguments, **named):
             nonlocal calls
             calls += 1
             if number not in (0, calls):
@@ -180,31 +174,31 @@ def at_call(place: str, number: int = 1, action: Callable[..., Any] | None = Non
     return set_trap
 
 
-def _dead(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+def _dead(function, *arguments, **named):
     die()
 
 
-def copy_late() -> None:
+def copy_late():
     """Copies weights for a save only when something waits for the copy, or after an update."""
     gates = {}
 
-    def begin(function: Callable[..., Any], staging: Staging, *rest: Any) -> Any:
+    def begin(function, staging, *rest):
         gates[staging] = threading.Event(), threading.Event()
         return function(staging, *rest)
 
-    def copy(function: Callable[..., Any], staging: Staging, *rest: Any) -> Any:
+    def copy(function, staging, *rest):
         may_copy, is_copied = gates[staging]
         assert may_copy.wait(60), "nothing waits for the copy"
         copies = function(staging, *rest)
         is_copied.set()
         return copies
 
-    def wait(function: Callable[..., Any], staging: Staging) -> Any:
+    def wait(function, staging):
         if staging in gates:
             gates[staging][0].set()
         return function(staging)
 
-    def update(function: Callable[..., Any], *rest: Any) -> Any:
+    def update(function, *rest):
         updated = function(*rest)
         for may_copy, is_copied in gates.values():
             may_copy.set()
@@ -219,23 +213,23 @@ def copy_late() -> None:
 # --- what is on disk ---
 
 
-def checkpoints(folder: Path) -> dict[int, Path]:
+def checkpoints(folder):
     """Complete checkpoints of a run by step."""
     return saved_steps(folder / "checkpoint")
 
 
-def leftovers(folder: Path) -> list[str]:
+def leftovers(folder):
     """What else is among the checkpoints."""
     complete = {path.name for path in checkpoints(folder).values()}
     return sorted({path.name for path in (folder / "checkpoint").glob("*")} - complete)
 
 
-def damage(checkpoint: Path) -> list[str]:
+def damage(checkpoint):
     """What is wrong with a checkpoint, read from its first byte to its last."""
     return list(problems_of_files(checkpoint, read_manifest(checkpoint)))
 
 
-def tensors(checkpoint: Path) -> Tensors:
+def tensors(checkpoint):
     """All of a checkpoint, whatever layout wrote it, without what is of single ranks."""
     saved = SavedTensors(checkpoint)
     return {n: saved.read(n).clone() for n in saved.shapes() if not n.startswith("rng.")}
@@ -251,14 +245,14 @@ class End:
     """Where the data stands."""
 
     @classmethod
-    def of(cls, folder: Path, step: int = STEPS) -> "End":
+    def of(cls, folder, step=STEPS):
         """Of a run that was finished."""
         path = checkpoints(folder)[step]
         state = json.loads((path / "train_state.json").read_text())
         counters = state["train_state"] | {"history": None}  # it holds losses, which may be off
         return cls(runs.losses(folder), tensors(path), {"data": state["data"], **counters})
 
-    def assert_same(self, other: "End", *, to_the_bit: bool) -> None:
+    def assert_same(self, other, *, to_the_bit):
         """`other` is how the undisturbed run ended."""
         assert self.data == other.data
         assert self.losses.keys() == other.losses.keys()

@@ -1,9 +1,7 @@
 """What runs that send in few bits promise, on real ranks: helpers of their tests."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -12,14 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import layouts
-from tests.layouts import FULL, Case, case
+from tests.layouts import FULL, case
 from tests.ranks import run_ranks
-from tests.runs import Trace, parts, trace, train
+from tests.runs import parts, trace, train
 from tests.several import each, traced
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.tools.verify.measure import training
 
@@ -34,13 +31,13 @@ EXACT = slice(6 * 64, 6 * 64 + 40)
 """The weights of a norm, which are sent as they are."""
 
 
-def drawn(*shape: int, seed: int) -> Tensor:
+def drawn(*shape, seed):
     """Of very different sizes, as gradients are."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator) * torch.logspace(-3, 0, shape[-1])
 
 
-def matrices(row: Tensor) -> Tensor:
+def matrices(row):
     """What is sent in few bits of (..., p)."""
     return torch.cat([row[..., : EXACT.start], row[..., EXACT.stop :]], -1)
 
@@ -55,7 +52,7 @@ class Reduced(NamedTuple):
     """What all ranks keep of what they send here."""
 
 
-def reduced(config: Any, calls: int) -> Reduced:
+def reduced(config, calls):
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     ranks, way = group.size(), config.open(UNIT, group)
@@ -83,9 +80,7 @@ LAYOUTS = {
 }
 
 
-def recipe(
-    layout: Case, communication: dict[str, Any], steps: int, optimizer: str = "SGD", **sections: Any
-) -> JobConfig:
+def recipe(layout, communication, steps, optimizer="SGD", **sections):
     """Of one block, if stages do not need more; by SGD, in which an error of scale is seen."""
     training = {"steps": steps}
     model = {"model": {"n_layers": 1}} if layout.pp == 1 else {}
@@ -93,12 +88,12 @@ def recipe(
     return layouts.job(layout, optimizer, training=training, **model, **ways, **sections)
 
 
-def sending(layout: Case, ways: Sequence[dict[str, Any]]) -> list[list[Trace]]:
+def sending(layout, ways):
     """A run of each way to send: of each of them, that of each rank."""
     return traced(layout, [recipe(layout, way, 3) for way in ways])
 
 
-def is_nearly_the_run(name: str, communications: list[tuple[dict[str, Any], float]]) -> None:
+def is_nearly_the_run(name, communications):
     """By the name of a layout, and how far each may be off, in parts of what few bits are."""
     plain, *others = sending(LAYOUTS[name], [{}, *(way for way, _ in communications)])
     for ranks, (_, wider) in zip(others, communications, strict=True):
@@ -108,7 +103,7 @@ def is_nearly_the_run(name: str, communications: list[tuple[dict[str, Any], floa
             assert found.grad_norms == pytest.approx(expected.grad_norms, rel=wider * 3e-2)
 
 
-def spoilt(job: JobConfig) -> tuple[list[float], list[dict[str, Tensor]], list[Tensor]]:
+def spoilt(job):
     """Train; on one rank the gradient of step 2 has a NaN. Losses, weights, and what is kept."""
     losses, weights, kept = [], [], list[Tensor]()
     for run, row in training(job, Device("cpu"), uneven=False):
@@ -126,7 +121,7 @@ def spoilt(job: JobConfig) -> tuple[list[float], list[dict[str, Tensor]], list[T
     return losses, weights, kept
 
 
-def is_skipped_and_leaves_nothing(*ways: dict[str, Any]) -> None:
+def is_skipped_and_leaves_nothing(*ways):
     """A step whose gradient has a NaN on one rank."""
     layout = case(shard=2, replicate=2) if "replicas" in ways[0] else case(shard=2)
     jobs = [recipe(layout, way, 3) for way in ways]
@@ -141,7 +136,7 @@ def is_skipped_and_leaves_nothing(*ways: dict[str, Any]) -> None:
             assert all(weight.isfinite().all() for step in weights for weight in step.values()), way
 
 
-def is_compiled_around(communication: dict[str, Any]) -> None:
+def is_compiled_around(communication):
     """Blocks, with what sends outside of them."""
     layout, compiled = case(shard=2), {"enable": True, "backend": "aot_eager"}
     jobs = [
@@ -151,9 +146,7 @@ def is_compiled_around(communication: dict[str, Any]) -> None:
     assert found.losses == pytest.approx(eager.losses, rel=1e-4)
 
 
-def saved(
-    folder: Path, layout: Case, communication: dict[str, Any], steps: int, enable: bool = True
-) -> JobConfig:
+def saved(folder, layout, communication, steps, enable=True):
     return recipe(
         layout,
         communication,
@@ -164,7 +157,7 @@ def saved(
     )
 
 
-def resumes_to_the_bit(communication: dict[str, Any], folder: Path, steps: int = 3) -> None:
+def resumes_to_the_bit(communication, folder, steps=3):
     """A run that stops after two steps, against one that neither stops nor saves."""
     layout = case(shard=2, replicate=2) if "replicas" in communication else case(shard=2)
     jobs = [saved(folder, layout, communication, *how) for how in ((steps, False), (2,), (steps,))]
@@ -177,14 +170,14 @@ def resumes_to_the_bit(communication: dict[str, Any], folder: Path, steps: int =
     )
 
 
-def resumed(job: JobConfig) -> tuple[list[float], list[str]]:
+def resumed(job):
     """The norms of gradients in all steps, and the warnings on the way."""
     with patch.object(logger, "warning") as warned:
         norms = train(job, lambda run: run.state.history["grad_norm"])
     return norms, [str(call.args[0]) for call in warned.call_args_list]
 
 
-def resumes_on_another_layout(communication: dict[str, Any], folder: Path) -> None:
+def resumes_on_another_layout(communication, folder):
     """What is kept starts from scratch, and the run stays near the one that never stopped."""
     one, other = case(shard=2, replicate=2, batch=1), case(shard=4, batch=1)
     alone = {way: how for way, how in communication.items() if way != "replicas"}

@@ -1,7 +1,5 @@
 """Layouts of the systems in `torchtitan.research` that must train the run of one rank."""
 
-from typing import Any
-
 from tests.layouts import (
     AFTERWARDS,
     ALL_LOSSES,
@@ -11,13 +9,11 @@ from tests.layouts import (
     SECOND,
     ULYSSES,
     ZBV,
-    Case,
     case,
     schedule,
 )
 from torchtitan.auxiliary_losses import AUXILIARY_LOSSES
 from torchtitan.comm import GRADIENTS, REPLICAS, WEIGHTS
-from torchtitan.config import Config, Registry
 from torchtitan.convert import CONVERTERS
 from torchtitan.parallel import SHARDING
 from torchtitan.torch_private.compiler import keeps_nodes_of_functions
@@ -27,17 +23,17 @@ ROTATED = {"name": "rotated"}
 IN_PLACE = {**ROTATED, "in_place": True}
 
 
-def chosen(registry: Registry[type[Config]], name: str, **settings: Any) -> tuple[Any, ...]:
+def chosen(registry, name, **settings):
     """Settings of a system; None if it is not there."""
     return (registry[name](name=name, **settings) if name in registry else None,)
 
 
-def installed(cases: dict[str, Case]) -> dict[str, Case]:
+def installed(cases):
     """The cases whose systems are there."""
     return {name: each for name, each in cases.items() if _is_installed(each)}
 
 
-def _is_installed(each: Case) -> bool:
+def _is_installed(each):
     if None in (*each.convert, *each.auxiliary):
         return False
     ways, sharding = each.sections.get("communication", {}), each.sections.get("sharding", {})
@@ -125,11 +121,11 @@ if keeps_nodes_of_functions():  # else the recipe is refused
 LAYOUTS = installed(ALL)
 
 
-def few_bits(name: str, **settings: Any) -> dict[str, Any]:
+def few_bits(name, **settings):
     return {"name": name, "bucket": 64, **settings}
 
 
-def exchanged(name: str, **settings: Any) -> dict[str, Any]:
+def exchanged(name, **settings):
     """Of the sum, not its sign, which a number near zero could change."""
     return {"replicas": {"name": name, "sign": False, **settings}}
 

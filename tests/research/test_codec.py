@@ -1,13 +1,11 @@
 """Numbers in a few bits, and units of which a part is sent in them."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from torchtitan.comm.unit import Unit
 from torchtitan.research.common.codec import Codec, WireFormat
@@ -17,7 +15,7 @@ SCALES = [torch.float32, torch.bfloat16]
 FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
-def unit_of(codec: Codec, rows: Tensor) -> Tensor:
+def unit_of(codec, rows):
     """What two codes of each number are apart (R, n)."""
     scale = codec._ranges(codec._buckets(rows))[1]
     return scale.expand(-1, -1, codec.bucket).flatten(1)[:, : rows.shape[1]]
@@ -78,7 +76,7 @@ def test_zeros_are_read_as_zeros():
     assert not codec.decode(nothing, 100).any()
 
 
-def mean_error(codec: Codec, rows: Tensor, **how: Any) -> Tensor:
+def mean_error(codec, rows, **how):
     """The mean of what rounding adds, in units, over 2,000 draws."""
     noise = torch.Generator().manual_seed(0)
     total = torch.zeros_like(rows)
@@ -159,7 +157,7 @@ def test_a_unit_without_matrices_is_sent_as_it_is():
 def test_the_codec_compiles_as_one_graph():
     codec, rows = Codec(4, 32, "minmax"), torch.randn(2, 100)
 
-    def there_and_back(rows: Tensor) -> Tensor:
+    def there_and_back(rows):
         return codec.decode(codec.encode(rows), 100)
 
     compiled = torch.compile(there_and_back, backend="eager", fullgraph=True)

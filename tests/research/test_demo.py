@@ -2,7 +2,7 @@
 
 import itertools
 import shutil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import layouts
-from tests.layouts import AFTERWARDS, Case, case
+from tests.layouts import AFTERWARDS, case
 from tests.ranks import run_ranks
 from tests.research.few_bits import is_skipped_and_leaves_nothing
 from tests.runs import Part, parts, train
@@ -21,11 +21,9 @@ from tests.several import each, traced
 from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
-from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.parallel.replication import open_replicas
 from torchtitan.research.demo.demo import (
-    DecoupledConfig,
     Demo,
     Random,
     Slicing,
@@ -62,12 +60,12 @@ class Agreed(NamedTuple):
     momentum: dict[str, Tensor]
 
 
-def drawn(call: int, rank: int) -> dict[str, Tensor]:
+def drawn(call, rank):
     generator = torch.Generator().manual_seed(100 * call + rank)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def agreed(config: DecoupledConfig, calls: int) -> Agreed:
+def agreed(config, calls):
     """What replicas agree on in each call."""
     group = dist.group.WORLD
     assert group is not None
@@ -112,7 +110,7 @@ def test_all_coefficients_are_sign_sgd_on_the_exact_mean():
 def test_a_coefficient_is_the_mean_over_those_who_sent_it():
     """Two replicas of one tile of two numbers; each sends its larger coefficient."""
 
-    def pair(first: float, second: float) -> Tensor:
+    def pair(first, second):
         return Tiles(torch.Size([2]), 2).invert(torch.tensor([[first, second]]))
 
     pairs = [[pair(3.0, 1.0), other] for other in (pair(1.0, 5.0), pair(7.0, 1.0))]
@@ -121,7 +119,7 @@ def test_a_coefficient_is_the_mean_over_those_who_sent_it():
     assert torch.allclose(other, 2 * pair((3.0 + 7.0) / 2, 0.0), atol=1e-5)
 
 
-def alone(pair: list[Tensor]) -> Tensor:
+def alone(pair):
     """What replicas agree on, of which each has one of a pair."""
     group, own = dist.group.WORLD, {"b": pair[dist.get_rank()].clone()}
     assert group is not None
@@ -162,7 +160,7 @@ def test_random_integers_are_those_of_splitmix():
     assert _mixed(torch.arange(10**5), 2**64 - 1).min() >= 0
 
 
-def spoiled(setting: tuple[int, bool]) -> str:
+def spoiled(setting):
     every, swapped = setting
     group, model = dist.group.WORLD, torch.nn.Linear(4, 4)
     assert group is not None
@@ -203,14 +201,14 @@ LAYOUTS = {
 }
 
 
-def job(layout: Case, ways: dict[str, Any], steps: int = 4, **training: Any) -> JobConfig:
+def job(layout, ways, steps=4, **training):
     """By SGD, of a model with no more blocks than stages need."""
     few = {"model": {"n_layers": 1}} if layout.pp == 1 else {}
     training = {"steps": steps, **training}
     return layouts.job(layout, "SGD", communication=ways, training=training, **few)
 
 
-def copy_of(layout: Case) -> int:
+def copy_of(layout):
     """A rank that has what the first has, in another replica."""
     return layout.ranks // 2 if layout.pp == 1 else 1
 
@@ -280,7 +278,7 @@ def test_each_replica_trains_on_the_mean_of_its_own_targets():
     assert together[0].losses == pytest.approx(alone_[0].losses, rel=1e-6)
 
 
-def saved(folder: str, layout: Case, ways: dict[str, Any], steps: int, **mode: Any) -> JobConfig:
+def saved(folder, layout, ways, steps, **mode):
     return layouts.job(
         layout,
         "AdamW",
@@ -292,7 +290,7 @@ def saved(folder: str, layout: Case, ways: dict[str, Any], steps: int, **mode: A
     )
 
 
-def stopped(folder: str, ways: dict[str, Any]) -> list[Parts]:
+def stopped(folder, ways):
     """Train four steps at once; then three, and on; what this rank has of the weights."""
     layout, runs = LAYOUTS["HSDP 2 x 2"], (("a", 4), ("b", 3), ("b", 4))
     return [
@@ -313,7 +311,7 @@ def test_a_run_that_resumes_is_the_same_to_the_bit(way, tmp_path):
     assert ("replica.1.model.output.weight" in shapes) == (way in APART)
 
 
-def resumed(folder: str, layout: Case, ways: dict[str, Any]) -> tuple[Parts, list[str]]:
+def resumed(folder, layout, ways):
     """What this rank has of the weights after three steps, and the warnings on the way."""
     with patch.object(logger, "warning") as warned:
         found = train(saved(folder, layout, ways, 3, async_mode="disabled"), parts)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.ranks import run_ranks
 from tests.research.few_bits import resumes_to_the_bit
@@ -14,12 +13,12 @@ SHAPES = {"w": torch.Size([6, 4]), "b": torch.Size([3])}
 ROUNDS = 4
 
 
-def moved(call: int, rank: int) -> dict[str, Tensor]:
+def moved(call, rank):
     generator = torch.Generator().manual_seed(10 * call + rank)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def agreed(config: DiLoCo) -> list[dict[str, Tensor]]:
+def agreed(config):
     """What replicas agree on in each round, of their shares of the mean."""
     group = dist.group.WORLD
     assert group is not None

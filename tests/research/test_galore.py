@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.several import uncompiled
 from torchtitan.checks import load_job
@@ -16,7 +15,7 @@ from torchtitan.device import GIB
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty
-from torchtitan.optim import AdamW, Muon, OptimizerConfig, Optimizers, name_parameters
+from torchtitan.optim import AdamW, Muon, Optimizers, name_parameters
 from torchtitan.optim.adam import STATE_DTYPES
 from torchtitan.optim.grouping import assign
 from torchtitan.optim.parameters import NamedParameter
@@ -28,7 +27,7 @@ from torchtitan.research.galore.low_rank import Method, Projection, Reduced, com
 __all__ = ["uncompiled"]
 
 
-def decaying(rows: int, columns: int, seed: int = 0, power: float = 0.7) -> Tensor:
+def decaying(rows, columns, seed=0, power=0.7):
     """A matrix whose singular values are 1, 2^-power, 3^-power and so on."""
     generator = torch.Generator().manual_seed(seed)
     random = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
@@ -37,13 +36,13 @@ def decaying(rows: int, columns: int, seed: int = 0, power: float = 0.7) -> Tens
     return (u * values @ v).float()
 
 
-def parameter(gradient: Tensor, name: str = "w") -> NamedParameter:
+def parameter(gradient, name="w"):
     tensor = torch.nn.Parameter(torch.zeros_like(gradient))
     tensor.grad = gradient.clone()
     return NamedParameter(tensor, name, "matrix")
 
 
-def basis(gradient: Tensor, rank: int, method: Method, projected: int = 1) -> Tensor:
+def basis(gradient, rank, method, projected=1):
     (found,) = find_bases([Projection(parameter(gradient), rank, projected)], ["0"], method)
     return found
 
@@ -60,7 +59,7 @@ def test_exact_vectors_are_those_of_numpy_with_fixed_signs(projected):
     np.testing.assert_allclose(basis(gradient, 6, EXACT, projected), expected, atol=1e-6)
 
 
-def energy(gradient: Tensor, found: Tensor) -> float:
+def energy(gradient, found):
     """The part of a gradient's square that its projection has."""
     return ((gradient @ found).square().sum() / gradient.square().sum()).item()
 
@@ -117,7 +116,7 @@ def test_the_largest_component_of_each_column_is_positive():
 class Oracle:
     """The published algorithm on one matrix, by numpy, in float64."""
 
-    def __init__(self, weight: Tensor, config: GaLore) -> None:
+    def __init__(self, weight, config):
         self.weight, self.config = weight.double().numpy().copy(), config
         self.rank, self.step = config.rank_of(weight.shape), 0
         self.on_columns = config.projected_dim(weight.shape) == 1
@@ -126,7 +125,7 @@ class Oracle:
         self.rounded = None
         """Basis as it is stored, if that is rounded."""
 
-    def update(self, gradient: Tensor) -> None:
+    def update(self, gradient):
         c, grad = self.config, gradient.double().numpy()
         grad = grad if self.on_columns else grad.T
         if self.step % c.refresh_period == 0:
@@ -232,7 +231,7 @@ def test_state_elements_are_those_of_the_formula():
         assert count == sum(states[n].numel() for n in states if not n.endswith(".step"))
 
 
-def messages(config: GaLore) -> list[str]:
+def messages(config):
     own = config.problems(Context())
     return [f"{problem.path}: {problem.message}" for problem in own]
 
@@ -370,7 +369,7 @@ LAYOUTS_OF_7B = {"one rank, DDP": (1, 1), "FSDP 8, HSDP 8 x 8": (8, 1), "FSDP 8 
 """Ranks that share rows by FSDP, and ranks of tensor parallelism."""
 
 
-def bytes_of_rank(config: OptimizerConfig, parameters: list[NamedParameter], layout: str) -> float:
+def bytes_of_rank(config, parameters, layout):
     """Of the states of a whole model, those of one rank."""
     (fsdp, tp), total = LAYOUTS_OF_7B[layout], 0.0
     for one in assign(parameters, config):
@@ -384,7 +383,7 @@ def bytes_of_rank(config: OptimizerConfig, parameters: list[NamedParameter], lay
     return total
 
 
-def tensor_role(name: str) -> str | None:
+def tensor_role(name):
     plan = MODELS["llama3"].tensor_plan
     module = name.rpartition(".")[0]
     return next((role for pattern, role in plan.items() if fnmatchcase(module, pattern)), None)

@@ -2,25 +2,21 @@
 
 import itertools
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests import tiny
-from tests.layouts import ONE, Case, case
+from tests.layouts import ONE, case
 from tests.ranks import run_ranks
 from tests.research.layouts import SIMPLE, installed
 from tests.runs import off, trace
 from tests.several import are_the_runs_of_one_rank, each, resumes, uncompiled
 from tests.tiers import tiers
-from torchtitan.job import JobConfig
 from torchtitan.optim import NamedParameter, Optimizers
 from torchtitan.optim.adam import STATE_DTYPES
 from torchtitan.plan.fake_rank import record
@@ -44,7 +40,7 @@ SHAPES = {"even": (12, 8), "uneven": (10, 7), "a rank has none": (3, 9)}
 STEPS = 3
 
 
-def variants(shape: tuple[int, ...]) -> list[GaLore]:
+def variants(shape):
     common = {"lr": 0.05, "rank": 2, "refresh_period": 2, "oversampling": 1}
     return [
         GaLore.model_validate(common | {"project": project, "moments": moments})
@@ -52,7 +48,7 @@ def variants(shape: tuple[int, ...]) -> list[GaLore]:
     ]
 
 
-def gradients(shape: tuple[int, ...]) -> list[Tensor]:
+def gradients(shape):
     """Of every step; their singular values fall by halves."""
     generator = torch.Generator().manual_seed(5)
     found = []
@@ -63,11 +59,11 @@ def gradients(shape: tuple[int, ...]) -> list[Tensor]:
 
 
 @cache
-def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+def mesh_of(sizes):
     return init_device_mesh("cpu", sizes)
 
 
-def laid_out(whole: Tensor, split: str) -> Tensor:
+def laid_out(whole, split):
     """This rank's part of a matrix, in its place."""
     sizes, placements = SPLIT[split]
     mesh = mesh_of(sizes)
@@ -76,7 +72,7 @@ def laid_out(whole: Tensor, split: str) -> Tensor:
     return placed(part.clone(), mesh, placements, whole.shape)
 
 
-def updated(names: list[tuple[str, str]]) -> dict[Any, list[dict[str, Tensor]]]:
+def updated(names):
     """Weight and states after all steps, whole, and this rank's projector, of every variant."""
     return {
         name: [update(SHAPES[name[1]], config, name[0]) for config in variants(SHAPES[name[1]])]
@@ -84,7 +80,7 @@ def updated(names: list[tuple[str, str]]) -> dict[Any, list[dict[str, Tensor]]]:
     }
 
 
-def update(shape: tuple[int, ...], config: GaLore, split: str | None) -> dict[str, Tensor]:
+def update(shape, config, split):
     weight = gradients(shape)[0].clone()
     tensor = weight if split is None else laid_out(weight, split)
     optimizer = Optimizers([NamedParameter(tensor, "w", "matrix")], config)
@@ -101,7 +97,7 @@ def update(shape: tuple[int, ...], config: GaLore, split: str | None) -> dict[st
     return whole | sizes
 
 
-def is_possible(split: str, shape: str) -> bool:
+def is_possible(split, shape):
     """Torch places rows within rows only where that comes out even."""
     return split != "rows within rows" or shape == "even"
 
@@ -149,9 +145,7 @@ LAYOUTS = installed(
 VARIANTS = ({}, {"project": "longer", "svd": "exact", "rank": 5, "moments": "rotate"})
 
 
-def job(
-    layout: Case, folder: Path | str = "unused", max_norm: float = 0.3, **optimizer: Any
-) -> JobConfig:
+def job(layout, folder="unused", max_norm=0.3, **optimizer):
     settings = {"name": "GaLore", "lr": 4e-3, "refresh_period": 2} | optimizer
     # 70 rows are no multiple of 4.
     model = {"flavor": "deep", "n_layers": 2, "ffn_dim": 70}
@@ -168,7 +162,7 @@ def test_a_run_is_that_of_one_rank(name):
 
 @pytest.mark.gate
 def test_a_run_resumes_within_a_period_on_another_layout(tmp_path):
-    def made(folder: Path, layout: Case, steps: int) -> JobConfig:
+    def made(folder, layout, steps):
         base = job(layout, folder, refresh_period=2, moments="rotate")
         sections = {
             "training": base.training.model_copy(update={"steps": steps}),

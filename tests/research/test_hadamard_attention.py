@@ -1,13 +1,11 @@
 """Attention in 8 bits: the rotation against scipy's matrix, the rounding, and what it does."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from torch import Tensor
 
 from tests import tiny
 from torchtitan import convert
@@ -44,7 +42,7 @@ def test_the_gradient_of_the_transform():
     assert torch.autograd.gradcheck(hadamard, x)
 
 
-def on_tensor_cores(patch: pytest.MonkeyPatch) -> None:
+def on_tensor_cores(patch):
     """Products in 16 bits that are summed in float32, as on CUDA; a CPU has no such operator."""
     patch.setattr(module, "_sums_in_float32", lambda x: x.dtype != torch.float64)
     patch.setattr(module, "_product", lambda a, b: (a.double() @ b.double()).float())
@@ -77,7 +75,7 @@ def test_the_transform_wants_a_power_of_two():
         hadamard(torch.ones(24))
 
 
-def heads(*shape: int) -> Tensor:
+def heads(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -121,7 +119,7 @@ def test_a_rotation_alone_changes_nothing(rotation, documents, monkeypatch):
     assert 1e-3 < (rounded - expected).norm() / expected.norm() < 0.2
 
 
-def error(rotation: Any, format: Any, largest: float) -> float:
+def error(rotation, format, largest):
     """Of attention with one scale for the tensor, two of whose channels are so much larger."""
     q, k, v = (heads(1, 4, 64, 64).roll(shift, 2) for shift in range(3))
     for x in (q, k):
@@ -151,7 +149,7 @@ def test_it_says_what_it_converted():
     ]
 
 
-def recipe(*converters: LowPrecisionAttention, **sections: dict[str, Any]) -> Any:
+def recipe(*converters, **sections):
     return tiny.job(**sections).model_copy(update={"convert": converters})
 
 

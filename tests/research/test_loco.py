@@ -97,7 +97,7 @@ class Summed(NamedTuple):
     """The errors of the sums that it sent to all."""
 
 
-def summed(config: LoCoReplicas, calls: int) -> Summed:
+def summed(config, calls):
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     way = config.open(UNIT, group)

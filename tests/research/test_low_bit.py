@@ -6,14 +6,14 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.named import named
 from tests.recipes.test_bad_recipes import lacks
 from tests.several import uncompiled
 from tests.unit.optim import test_in_backward
 from torchtitan.checks import load_job
-from torchtitan.optim import Adam, AdamW, OptimizerConfig, Optimizers
+from torchtitan.optim import Adam, AdamW, Optimizers
 from torchtitan.optim.optimizer_group import local
 from torchtitan.research.low_bit.low_bit import is_quantized
 
@@ -23,12 +23,12 @@ QUANTIZED = ["float8", "8bit", "4bit"]
 LOW = ["bfloat16", *QUANTIZED]
 
 
-def model(seed: int = 0) -> nn.Module:
+def model(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 64), nn.Linear(64, 128))
 
 
-def train(network: nn.Module, optimizers: Optimizers, steps: range) -> None:
+def train(network, optimizers, steps):
     """Gradients of sizes that differ by seven orders of magnitude, and zeros, whole blocks too."""
     optimizers.begin(1)
     for step in steps:
@@ -43,12 +43,12 @@ def train(network: nn.Module, optimizers: Optimizers, steps: range) -> None:
         optimizers.step()
 
 
-def opened(config: OptimizerConfig) -> tuple[nn.Module, Optimizers]:
+def opened(config):
     network = model()
     return network, Optimizers(named(network), config)
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a, b):
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 

@@ -3,8 +3,6 @@
 import shutil
 import sys
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,17 +10,16 @@ import torch.distributed.checkpoint as dcp
 
 from tests import tiny
 from tests.checkpoint import test_dcp_writer, test_torch_reader
-from tests.layouts import ONE, Case, case
+from tests.layouts import ONE, case
 from tests.parallel import test_optimizer_groups
 from tests.parallel.test_optimizers import SQUARE, job
 from tests.ranks import run_ranks
-from tests.runs import Trace, losses, off, trace, train
+from tests.runs import losses, off, trace, train
 from tests.several import each, uncompiled
 from tests.tiers import tiers
 from tests.training.test_optimizers import ALONE, FSDP, eager, handed_over, recipe
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.storage import SavedTensors
-from torchtitan.job import JobConfig
 from torchtitan.optim.norm import local
 from torchtitan.research.low_bit.low_bit import LowBitAdam
 from torchtitan.tools.cli import main
@@ -48,15 +45,15 @@ WITHOUT_COLUMNS = 1e-3
 between two codes that became the other."""
 
 
-def wrong_traces(jobs: list[JobConfig]) -> list[Trace]:
+def wrong_traces(jobs):
     LowBitAdam.step = with_wrong_scale(LowBitAdam.step)
     return each(trace, jobs, True)
 
 
-def with_wrong_scale(step: Any) -> Any:
+def with_wrong_scale(step):
     """A step after which the second moment is twice what it should be."""
 
-    def wrong(self: LowBitAdam) -> None:
+    def wrong(self):
         step(self)
         for state in self.state.values():
             moment = local(state["exp_avg_sq"])
@@ -69,7 +66,7 @@ def with_wrong_scale(step: Any) -> Any:
 
 
 @cache
-def reference(layers: int = 1) -> list[Trace]:
+def reference(layers=1):
     one = ONE.of(n_layers=layers)
     (found,) = run_ranks(each, 1, trace, [job(one, state_dtype=dtype) for dtype in ALLOWED], True)
     return found
@@ -104,7 +101,7 @@ def test_as_good_as_in_float32():
     long = {"training": {"steps": 30} | batch, "model": SQUARE | {"n_layers": 1}}
     constant = {"lr_scheduler": {"warmup_steps": 2, "decay_ratio": 0.0}}
 
-    def made(seed: int, dtype: str) -> JobConfig:
+    def made(seed, dtype):
         optimizer = {"lr": 1e-3, "state_dtype": dtype}
         return tiny.job(**long, **constant, debug={"seed": seed}, optimizer=optimizer)
 
@@ -127,7 +124,7 @@ def test_groups():
     assert off(found, expected) < WITHOUT_COLUMNS
 
 
-def saved(folder: Path, layout: Case, steps: int, dtype: str) -> JobConfig:
+def saved(folder, layout, steps, dtype):
     """To step 4 at most; saved at step 2 and at the end."""
     return recipe(folder, layout.of(n_layers=1), steps, optimizer={"state_dtype": dtype})
 

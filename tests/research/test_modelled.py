@@ -3,10 +3,8 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tests.parallel.test_verify import RECIPES as MAIN_ROAD
@@ -19,9 +17,7 @@ from torchtitan.tools.verify import REFERENCES
 __all__ = ["in_empty_folder"]
 
 
-def sent(
-    weights: str = "plain", gradients: str = "plain", replicas: str = "all_reduce", **more: Any
-) -> str:
+def sent(weights="plain", gradients="plain", replicas="all_reduce", **more):
     """A section of a recipe; `more` are settings, as `replicas_every`."""
     ways = {"weights": weights, "gradients": gradients, "replicas": replicas}
     lines = []
@@ -115,7 +111,7 @@ def test_a_code_that_is_wrong_is_named(capsys, monkeypatch):
     """On ranks alone: a part of what one receives is one code off."""
     whole = QuantizedReduce.__call__
 
-    def spoiled(way: QuantizedReduce, part: Tensor, sent: Tensor) -> None:
+    def spoiled(way, part, sent):
         whole(way, part, sent)
         if isinstance(way.group, ProcessGroup) and way.group.rank() == 1:
             part[1000] += part.abs().max() / 127

@@ -1,11 +1,9 @@
 """The largest logits of attention, by a dense computation in float64; what a limit does to them."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import tiny
 from tests.ranks import run_ranks
@@ -27,7 +25,7 @@ from torchtitan.research.qk_clip.scaling import QKClip
 BATCH, HEADS, LENGTH, DIM = 3, 4, 24, 6
 
 
-def inputs(groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(groups):
     """Queries, keys, and documents of other lengths in each sequence."""
     torch.manual_seed(groups)
     q, k = torch.randn(BATCH, HEADS, LENGTH, DIM), torch.randn(BATCH, groups, LENGTH, DIM)
@@ -36,7 +34,7 @@ def inputs(groups: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, torch.randint(0, 2, (BATCH, LENGTH)).cumsum(1)
 
 
-def dense(q: Tensor, k: Tensor, documents: Tensor | None, window: int = 0) -> Tensor:
+def dense(q, k, documents, window=0):
     q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = q @ k.mT / DIM**0.5
     one = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
@@ -64,7 +62,7 @@ WAYS = [
 ]
 
 
-def of_parts() -> list[Tensor]:
+def of_parts():
     """In each way, what this rank of two finds with its part of the sequence."""
     q, k, documents = inputs(2)
     group = torch.distributed.group.WORLD
@@ -93,13 +91,11 @@ def test_a_head_is_scaled_down_to_the_limit_and_no_other(shared):
     model = spec.build(args, LENGTH)
     tokens = torch.randint(0, args.vocab_size, (BATCH, LENGTH))
 
-    def logits() -> Tensor:
+    def logits():
         """Of each head of each layer, (layers, heads)."""
         found = []
 
-        def core(
-            q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, *_: Any
-        ) -> Tensor:
+        def core(q, k, v, documents, window, *_):
             found.append(largest_logits(q, k, documents, "", "allgather", "headtail"))
             return torch.zeros_like(q)  # so that what comes after does not depend on them
 
@@ -122,7 +118,7 @@ def test_a_head_is_scaled_down_to_the_limit_and_no_other(shared):
         assert torch.equal(model.get_parameter(name), key) == shared
 
 
-def cores(clip: float) -> tuple[set[Any], list[str]]:
+def cores(clip):
     """What attends in a run, and what the optimizer leaves to be done after an update."""
     job = tiny.job(optimizer={"name": "Muon", "qk_clip": clip})
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:

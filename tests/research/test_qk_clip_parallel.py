@@ -2,22 +2,19 @@
 
 from collections import Counter
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.collectives import Message
-from tests.layouts import BY_DOCUMENTS, FULL, OPERATORS, RING, ULYSSES, ZBV, Case, case
+from tests.layouts import BY_DOCUMENTS, FULL, OPERATORS, RING, ULYSSES, ZBV, case
 from tests.parallel import test_collectives, test_compile, test_muon
 from tests.ranks import run_ranks
 from tests.research import layouts
 from tests.research.layouts import installed
-from tests.runs import Part, Trace, assert_complete, compare, parts
+from tests.runs import Trace, assert_complete, compare, parts
 from tests.several import resumes
 from tests.tiers import tiers
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.tools.verify.measure import training
 
 LIMIT = 0.04
@@ -45,12 +42,12 @@ GATE = (
 )
 
 
-def job(layout: Case, folder: Path | str = "unused", **sections: Any) -> JobConfig:
+def job(layout, folder="unused", **sections):
     optimizer = {"qk_clip": LIMIT} | sections.pop("optimizer", {})
     return test_muon.job(layout, folder, optimizer=optimizer, **sections)
 
 
-def limited(job: JobConfig) -> tuple[Trace, list[float]]:
+def limited(job):
     """A run, and the largest attention logit of each of its steps."""
     result, largest = Trace([], [], []), []
     for run, row in training(job, Device("cpu"), uneven=True):
@@ -62,7 +59,7 @@ def limited(job: JobConfig) -> tuple[Trace, list[float]]:
 
 
 @cache
-def reference(flavor: str, documents: bool) -> tuple[Trace, list[float]]:
+def reference(flavor, documents):
     one = job(case(batch=8, documents=documents), model={"flavor": flavor})
     (found,) = run_ranks(limited, 1, one)
     return found
@@ -75,7 +72,7 @@ def test_a_limit_of_logits_gives_the_same_run_as_on_one_rank(name):
     is_the_run_of_one_rank(LAYOUTS[name])
 
 
-def is_the_run_of_one_rank(layout: Case) -> None:
+def is_the_run_of_one_rank(layout):
     """A limit of logits."""
     mine = job(layout)
     expected, largest = reference(mine.model.flavor, mine.model.attn_mask_type == "block_causal")
@@ -105,7 +102,7 @@ SENDING = {
 
 # Plans have no features of a step: not the keys that context ranks fetch to see all logits, nor the
 # largest logit of each head of all stages.
-UNPLANNED: dict[str, list[tuple[tuple[int, ...], str, int, int]]] = {
+UNPLANNED = {
     "PP": [((0, 1, 2, 3), "all_reduce", 192, 1)],
     "CP": [((0, 1), "send", 4096, 8), ((0, 1), "all_reduce", 64, 1)],
     "CP, all at once": [((0, 1), "all_gather", 8192, 4), ((0, 1), "all_reduce", 64, 1)],
@@ -124,7 +121,7 @@ def test_logits_are_watched_in_compiled_blocks():
     test_compile.muon_is_compiled_with_the_rest(OPERATORS, qk_clip=0.02)
 
 
-def scaled_rows(before: dict[str, Part], after: dict[str, Part]) -> dict[str, list[bool]]:
+def scaled_rows(before, after):
     """Of each weight of queries, which heads differ."""
     return {
         name: [
@@ -146,14 +143,14 @@ def test_what_the_comparison_would_find():
     assert not all(all(of) for of in heads.values())
 
 
-def limited_or_not() -> tuple[dict[str, Part], float]:
+def limited_or_not():
     """The weights after a first step in which no head is above the limit."""
     one = job(case(batch=8), model={"flavor": "flat"}, optimizer={"qk_clip": 1e9})
     run, row = next(training(one, Device("cpu"), uneven=True))
     return parts(run), row["max_attention_logit"]
 
 
-def resumable(folder: Path, layout: Case, steps: int) -> JobConfig:
+def resumable(folder, layout, steps):
     return job(
         layout,
         folder,

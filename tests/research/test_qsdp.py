@@ -59,7 +59,7 @@ class Gathered(NamedTuple):
     later: Tensor
 
 
-def gathered(config: QSDPWeights) -> Gathered:
+def gathered(config):
     """Gather twice in a step, and once in the next; into the buffer that the part is a view of."""
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
@@ -90,7 +90,7 @@ def test_all_ranks_compute_with_the_same_weights_of_qsdp():
             assert 0 < off < (0.5 if levels == "uniform" else 3.0) * (2 * 5 / 15), levels
 
 
-def mean(config: QSDPWeights, steps: int) -> Tensor:
+def mean(config, steps):
     """What arrives of weights in the mean of the steps."""
     group = dist.group.WORLD
     assert group is not None
@@ -160,7 +160,7 @@ def test_learned_levels_lose_less(kind, bits):
     assert learned[0] == 0
     assert learned[-1] == 1
 
-    def lost(levels: Tensor | None) -> float:
+    def lost(levels):
         code = codec.encode(rows, noise=torch.Generator().manual_seed(1), levels=levels)
         return float((codec.decode(code, 1024, levels=levels) - rows).square().mean())
 

@@ -3,9 +3,7 @@ the bit, where none is on; and against pytorch-optimizer's, where that does the 
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from torch import nn
 
 from tests.named import named
 from torchtitan.job import JobConfig
-from torchtitan.optim import AdamW, OptimizerConfig, Optimizers
+from torchtitan.optim import AdamW, Optimizers
 from torchtitan.research.ranger21.ranger21 import Ranger21
 from torchtitan.research.ranger21.warmdown import Ranger21Schedule
 
@@ -49,12 +47,12 @@ TO_NORM_1 = {"stable_weight_decay": True, "decay_to_norm_1": True}
 STEPS = 8
 
 
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(12, 40), nn.Linear(40, 33), nn.LayerNorm(33))
 
 
-def gradients(step: int, model: nn.Module) -> list[torch.Tensor]:
+def gradients(step, model):
     """Smaller from step to step, so that a maximum is one; rows of zeros, and rows of a mean."""
     generator = torch.Generator().manual_seed(step)
     found = []
@@ -68,11 +66,11 @@ def gradients(step: int, model: nn.Module) -> list[torch.Tensor]:
 
 
 def drive(
-    model: nn.Module,
-    update: Callable[[], object],
-    begin: Callable[[], object] = lambda: None,
-    steps: Iterable[int] = range(STEPS),
-) -> nn.Module:
+    model,
+    update,
+    begin=lambda: None,
+    steps=range(STEPS),
+):
     """Update a model by the gradients of the steps."""
     for step in steps:
         begin()
@@ -82,7 +80,7 @@ def drive(
     return model
 
 
-def trained(config: OptimizerConfig, steps: int = STEPS) -> list[torch.Tensor]:
+def trained(config, steps=STEPS):
     model = network()
     optimizers = Optimizers(named(model), config)
     for step in range(steps):
@@ -92,7 +90,7 @@ def trained(config: OptimizerConfig, steps: int = STEPS) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def by_numpy(given: dict[str, Any], first_sum: float = 0.0) -> list[np.ndarray]:
+def by_numpy(given, first_sum=0.0):
     """The same in float64, one element-wise rule after the other, with no sum that is reused."""
     c = Ranger21(**given).model_dump()
     model = network()
@@ -145,7 +143,7 @@ def by_numpy(given: dict[str, Any], first_sum: float = 0.0) -> list[np.ndarray]:
     return weights
 
 
-def off(found: list[torch.Tensor], expected: list[np.ndarray]) -> float:
+def off(found, expected):
     return max(np.abs(f.double().numpy() - e).max() for f, e in zip(found, expected, strict=True))
 
 

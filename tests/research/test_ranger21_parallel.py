@@ -1,20 +1,17 @@
 """Ranger21 on every layout is that of one rank, to 1e-6, with two reductions a step."""
 
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from tests import tiny
-from tests.layouts import ONE, Case, case
+from tests.layouts import ONE, case
 from tests.ranks import run_ranks
 from tests.research.layouts import ROTATED, SIMPLE, installed
-from tests.runs import Trace, compare, trace
+from tests.runs import compare, trace
 from tests.several import each, resumes
 from tests.tiers import tiers
-from torchtitan.job import JobConfig
 from torchtitan.research.common.unit_sums import Reduction
 from torchtitan.research.ranger21.ranger21 import Ranger21Optimizer
 
@@ -57,30 +54,30 @@ LAYOUTS = installed(
 )
 
 
-def blocks_of(layout: Case) -> int:
+def blocks_of(layout):
     """As few as its stages need."""
     return 4 if layout.pp > 1 else 1
 
 
 def job(
-    layout: Case,
-    optimizer: dict[str, Any],
-    folder: Path | str = "unused",
-    blocks: int = 0,
-    **sections: Any,
-) -> JobConfig:
+    layout,
+    optimizer,
+    folder="unused",
+    blocks=0,
+    **sections,
+):
     # The vocabulary of 301 is divided by none of them.
     model = {"flavor": "deep", "n_layers": blocks or blocks_of(layout)}
     recipe = layout.recipe(model=model, optimizer=optimizer, **sections)
     return tiny.job(folder, **recipe)
 
 
-def counted(job: JobConfig) -> tuple[Trace, list[str]]:
+def counted(job):
     """A run, and which reductions its last update made."""
     made = []
     step, all_reduce = Ranger21Optimizer.step, dist.all_reduce
 
-    def counting(self: Ranger21Optimizer) -> None:
+    def counting(self):
         made.clear()
         dist.all_reduce = lambda *a, **k: (made.append("all_reduce"), all_reduce(*a, **k))[1]
         try:
@@ -96,7 +93,7 @@ def counted(job: JobConfig) -> tuple[Trace, list[str]]:
 
 
 @cache
-def reference(blocks: int) -> list[Trace]:
+def reference(blocks):
     one = [job(ONE, optimizer, blocks=blocks) for optimizer in OPTIMIZERS.values()]
     (found,) = run_ranks(each, 1, counted, one)
     assert not any(made for _, made in found)
@@ -115,7 +112,7 @@ def test_layout_trains_the_same_run_as_one_rank(name):
             assert len(made) == reductions
 
 
-def counted_by_itself(job: JobConfig) -> tuple[Trace, list[str]]:
+def counted_by_itself(job):
     """A run whose ranks do not tell each other their sums."""
     Reduction.sums = lambda self: iter(self.parts)
     return counted(job)
@@ -132,7 +129,7 @@ def test_comparison_would_see_that_a_rank_knows_its_own_sums_alone():
             compare(found, expected, name, 1e-6)
 
 
-def resumable(folder: Path, layout: Case, steps: int) -> JobConfig:
+def resumable(folder, layout, steps):
     """Saved after 3 steps: in the middle of a period, and after an odd one."""
     return job(
         layout,

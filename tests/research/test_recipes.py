@@ -15,7 +15,6 @@ from torchtitan import research
 from torchtitan.checks import load_job
 from torchtitan.config import listed
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import training
@@ -89,7 +88,7 @@ def test_a_rate_and_nothing_else_trains_the_debug_model(system):
     a_rate_trains_the_debug_model(ALONE[system])
 
 
-def losses(job: JobConfig) -> list[float]:
+def losses(job):
     return [row["loss"] for _, row in training(job, Device("cpu"), uneven=False)]
 
 
@@ -134,7 +133,7 @@ def test_table_is_read_whole():
 PAGES = sorted(Path(research.__file__).parent.glob("*/README.md"))
 
 
-def code(name: str, page: Path) -> str:
+def code(name, page):
     """A file that a page names: of its folder, or of one above."""
     folder = page.parents[1]
     places = (page.parent / name, folder / name, folder.parent / name)

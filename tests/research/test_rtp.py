@@ -2,13 +2,12 @@
 
 import itertools
 import weakref
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +36,7 @@ PIECE = 1024
 class Layer(nn.Module):
     """A linear by columns and one by rows, by themselves or travelling together."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.columns = nn.Linear(WIDTH, 40)
         self.rows = nn.Linear(40, WIDTH)
@@ -46,14 +45,14 @@ class Layer(nn.Module):
         self.feed_forward = nn.ModuleDict({"gate": self.gate, "back": self.back})
         self.feed_forward.forward = lambda x: self.back(F.silu(self.gate(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.feed_forward(x + self.rows(self.columns(x).tanh()))
 
 
 class Heads(nn.Module):
     """Attention with two query heads for each key head."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.k, self.v = (
             nn.Linear(WIDTH, n, bias=False) for n in (WIDTH * 2, WIDTH, WIDTH)
@@ -61,7 +60,7 @@ class Heads(nn.Module):
         self.o = nn.Linear(WIDTH * 2, WIDTH, bias=False)
         self.attend = SelfAttention()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (f(x).unflatten(-1, (-1, 6)).transpose(1, 2) for f in (self.q, self.k, self.v))
         return self.o(self.attend(q, k, v, None).transpose(1, 2).flatten(2))
 
@@ -69,7 +68,7 @@ class Heads(nn.Module):
 class Network(nn.Module):
     """Each kind of module that travels, between a table and a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH)
         self.layer, self.heads = Layer(), Heads()
@@ -77,7 +76,7 @@ class Network(nn.Module):
         self.loss = LinearLoss()
         self.recomputes = False
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens, targets=None):
         x = self.table(tokens)
         if self.recomputes:
             x = checkpoint(lambda x: x + self.heads(self.layer(x)), x, use_reentrant=False)
@@ -96,7 +95,7 @@ PLAN = {
 }
 
 
-def network() -> Network:
+def network():
     torch.manual_seed(0)
     return Network()
 
@@ -104,14 +103,14 @@ def network() -> Network:
 class Watched(Neighbours):
     """Notes the most bytes of parts that have arrived or are about to, alive at a time."""
 
-    def __init__(self, group: dist.ProcessGroup, in_place: bool) -> None:
+    def __init__(self, group, in_place):
         super().__init__(group, in_place, PIECE)
         self.alive = []
         self.owned = set()
         """Where the parts are stored that this rank owns."""
         self.most = 0
 
-    def pass_on(self, sent: Any, step: int) -> Any:
+    def pass_on(self, sent, step):
         transfer = super().pass_on(sent, step)
         # Gradients are told from weights by their dtype; a piece is a view of what is replaced.
         weights = [t for t in (*sent, *transfer.arriving) if t.dtype == torch.float32]
@@ -127,11 +126,11 @@ class Watched(Neighbours):
         return transfer
 
 
-def _base(tensor: Tensor) -> Tensor:
+def _base(tensor):
     return tensor if tensor._base is None else tensor._base
 
 
-def rotated(chunk: int = 0, heads: int = 4, in_place: bool = False) -> tuple[Network, Watched]:
+def rotated(chunk=0, heads=4, in_place=False):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     target = ShardingTarget(
         mesh=mesh,
@@ -160,19 +159,19 @@ def rotated(chunk: int = 0, heads: int = 4, in_place: bool = False) -> tuple[Net
     return model, ring
 
 
-def samples(rank: int) -> tuple[Tensor, Tensor]:
+def samples(rank):
     generator = torch.Generator().manual_seed(1 + rank)
     tokens, targets = torch.randint(VOCABULARY, (2, 2, 5), generator=generator)
     targets[0, rank] = -100
     return tokens, targets
 
 
-def loss_of(model: nn.Module, rank: int, in_model: bool = False) -> Tensor:
+def loss_of(model, rank, in_model=False):
     tokens, targets = samples(rank)
     return model(tokens, targets) if in_model else cross_entropy(model(tokens), targets)
 
 
-def computed(how: dict[str, Any]) -> tuple[float, float, dict[str, Tensor]]:
+def computed(how):
     """On each rank the loss of its own samples, evaluated and trained, and all gradients whole."""
     in_model = bool(how.get("chunk"))
     model, ring = rotated(**{key: how[key] for key in how if key != "recomputes"})
@@ -209,7 +208,7 @@ def test_gradients_are_those_of_one_rank(ranks, settings):
                 torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=where)
 
 
-def most_alive(setting: tuple[bool, bool]) -> int:
+def most_alive(setting):
     """Bytes of parts of others, in a forward and the backward of it."""
     in_place, recomputes = setting
     model, ring = rotated(in_place=in_place)
@@ -227,7 +226,7 @@ def test_a_rank_has_three_parts_of_a_layer_at_most():
         assert [part + alive for alive in found] == most
 
 
-def resumed(folder: str) -> list[dict[str, Tensor]]:
+def resumed(folder):
     """The weights of a whole run, of its halves, and of its end as FSDP2 loads it."""
     found = []
     plain = {"name": "fsdp2"}

@@ -10,8 +10,8 @@ from torch.utils import flop_counter
 
 from tests import layouts, tiny
 from tests.fusion import WITHOUT_CODE
-from tests.layouts import RESHARD, ROWWISE, Case, case
-from tests.orders import Orders, noted
+from tests.layouts import RESHARD, ROWWISE, case
+from tests.orders import noted
 from tests.parallel.test_compile import forget, logged
 from tests.ranks import run_ranks
 from tests.recipes.test_migrate import translations
@@ -22,7 +22,6 @@ from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, ConfigError
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import FSDP2, CompileConfig, Precision, compile
 from torchtitan.research.common import gathered
@@ -43,7 +42,7 @@ class Piece(NamedTuple):
     gradient: Tensor
 
 
-def pieces(job: JobConfig) -> tuple[list[float], dict[str, Piece], list[str]]:
+def pieces(job):
     """Train; the losses, the parameters of this rank after the first step, and what was logged."""
     forget()
     losses, found, lines = [], dict[str, Piece](), list[str]()
@@ -59,7 +58,7 @@ def pieces(job: JobConfig) -> tuple[list[float], dict[str, Piece], list[str]]:
     return losses, found, lines
 
 
-def assert_same(*cases: tuple[Case, float, dict[str, dict[str, Any]]]) -> list[str]:
+def assert_same(*cases):
     """Gradients and losses of both ways are the same; what SimpleFSDP logged of the last case."""
     jobs = []
     for layout, _, sections in cases:
@@ -113,7 +112,7 @@ def test_gradients_are_those_of_fsdp2_on_other_layouts(name):
     assert_same(OTHERS[name])
 
 
-def saved_and_loaded(folder: str) -> list[dict[str, Tensor]]:
+def saved_and_loaded(folder):
     """Train under FSDP2 and save; load under SimpleFSDP and train on; load under FSDP2 again."""
     return [
         train(
@@ -145,7 +144,7 @@ def test_checkpoints_of_one_load_in_the_other(tmp_path):
 class Small(nn.Module):
     """Two blocks and what stands around them, of matrices alone: there is no kernel to compile."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(6, 6, bias=False)
         pairs = ([nn.Linear(6, 6, bias=False) for _ in range(2)] for _ in range(2))
@@ -153,7 +152,7 @@ class Small(nn.Module):
         self.blocks = nn.ModuleDict(dict(zip("ab", blocks, strict=True)))
         self.last = nn.Linear(6, 6, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.first(x)
         for block in self.blocks.values():
             x = block(x)
@@ -165,12 +164,12 @@ Made = tuple[list[Tensor], dict[str, Tally], int]
 
 
 def made(
-    freed: tuple[str, ...],
-    merging: Any,
-    megabytes: float,
-    device_type: str = "cpu",
-    backend: str = "inductor",
-) -> Made:
+    freed,
+    merging,
+    megabytes,
+    device_type="cpu",
+    backend="inductor",
+):
     """Gradients of this rank's share of a loss over a graph, and what stood in the graph."""
     forget()
     torch.manual_seed(0)
@@ -188,7 +187,7 @@ def made(
     return gradients, bucketing.tallies(), sum(one.hits for one in compilations().values())
 
 
-def expected_gradients() -> list[Tensor]:
+def expected_gradients():
     torch.manual_seed(0)
     model = Small()
     model(torch.randn(2, 4, 6)).square().sum().backward()
@@ -233,7 +232,7 @@ def test_graphs_free_and_merge_what_they_are_told(cache):
             assert hits or "from the cache" not in name
 
 
-def moved(merging: str) -> Orders:
+def moved(merging):
     """The orders of the small network's graphs, as they are merged and moved for CUDA."""
     with noted() as orders:
         gradients, tallies, _ = made(("",), merging, 1, "cuda", WITHOUT_CODE)
@@ -355,7 +354,7 @@ def test_the_scheduler_counts_heads_that_share_keys(monkeypatch):
     for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
         real = getattr(flop_counter, name)
 
-        def strict(*shapes: Any, real: Any = real) -> int:
+        def strict(*shapes, real=real):
             assert len({shape[1] for shape in shapes}) == 1, "shapes are incompatible"
             return int(real(*shapes))
 

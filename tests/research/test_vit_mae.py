@@ -2,11 +2,9 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.checkpoint.weights.extras import Extras
@@ -21,11 +19,10 @@ from torchtitan.models.spec import build_empty
 from torchtitan.research.vit_mae.images.source import ImageSample
 from torchtitan.research.vit_mae.masked_autoencoder import (
     MaskedAutoencoder,
-    MaskedImages,
     mask_order,
     normalized,
 )
-from torchtitan.research.vit_mae.model import ViTMAE, ViTMAEArgs, patchify, take, unpatchify
+from torchtitan.research.vit_mae.model import ViTMAE, patchify, take, unpatchify
 from torchtitan.research.vit_mae.spec import VIT_MAE, flops_per_unit
 from torchtitan.tools.inference import of_text
 
@@ -35,14 +32,14 @@ ARGS = dataclasses.replace(VIT_MAE.flavors["debugmodel"], image_size=16)
 N = ARGS.patches
 
 
-def network(args: ViTMAEArgs = ARGS) -> ViTMAE:
+def network(args=ARGS):
     """With weights of which none is zero or one."""
     made = ViTMAE(args)
     initialize(made.named_parameters(), lambda name: 0.1, seed=0)
     return made
 
 
-def batch(images: int = 2) -> MaskedImages:
+def batch(images=2):
     packing = MaskedAutoencoder(VIT_MAE.settings(), ARGS).packing(DataConfig(), 1, seed=0)
     documents = (
         Document(Position(0, number), ImageSample(torch.rand(3, 16, 16), 0, number))
@@ -189,13 +186,13 @@ def test_a_length_of_sequences_does_nothing_and_that_is_said():
 class Weights:
     """Those of a network, as a source to write from."""
 
-    def __init__(self, model: ViTMAE) -> None:
+    def __init__(self, model):
         self.model = model
 
-    def shapes(self) -> dict[str, Any]:
+    def shapes(self):
         return {f"model.{n}": (p.dtype, tuple(p.shape)) for n, p in self.model.named_parameters()}
 
-    def read(self, name: str, offsets: Any = None, sizes: Any = None) -> Tensor:
+    def read(self, name, offsets=None, sizes=None):
         return self.model.get_parameter(name.removeprefix("model.")).detach()
 
 

@@ -5,7 +5,6 @@ import itertools
 import os
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 from PIL import Image
 
 from torchtitan.config import ConfigError, Context
-from torchtitan.data import DataConfig
 from torchtitan.remote import POINTER
 from torchtitan.research.vit_mae.images import decoding
 from torchtitan.research.vit_mae.images.decoding import CorruptImage, decode
@@ -25,17 +23,17 @@ from torchtitan.research.vit_mae.images.tar_shards import shards_at
 PLAIN = ImagesConfig(crop="none", augment=False)
 
 
-def pixels(number: int, size: int = 8, bands: int = 3) -> np.ndarray:
+def pixels(number, size=8, bands=3):
     return np.random.default_rng(number).integers(256, size=(size, size, bands), dtype=np.uint8)
 
 
-def encoded(number: int, form: str = "png", **other: Any) -> bytes:
+def encoded(number, form="png", **other):
     file = io.BytesIO()
     Image.fromarray(pixels(number, **other)).save(file, form)
     return file.getvalue()
 
 
-def data(path: Path, kind: str = "image_folder", images: ImagesConfig = PLAIN) -> DataConfig:
+def data(path, kind="image_folder", images=PLAIN):
     return ImageData(dataset=kind, dataset_path=str(path), images=images)
 
 
@@ -78,7 +76,7 @@ def test_sixteen_bits_are_kept(tmp_path):
     assert torch.allclose(found[0], torch.from_numpy(gray.astype(np.float32) / 65535))
 
 
-def shard(path: Path, files: dict[str, bytes]) -> Path:
+def shard(path, files):
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for name, content in files.items():
@@ -185,7 +183,7 @@ def test_values_that_are_no_numbers_are_corrupt(tmp_path):
         open_view(data(tmp_path, "rasters"), size=8, bands=2)[0]
 
 
-def touched(root: Path, *names: str) -> Path:
+def touched(root, *names):
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(encoded(0))

@@ -6,11 +6,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig
-from torchtitan.data.order import Document, Position
+from torchtitan.data.order import Position
 from torchtitan.data.stream import DataStream, merge_states
 from torchtitan.research.vit_mae.images.decoding import CorruptImage
 from torchtitan.research.vit_mae.images.open_images import open_images, open_view
@@ -22,7 +21,7 @@ from torchtitan.research.vit_mae.masked_autoencoder import MaskedImages, MaskedP
 from torchtitan.research.vit_mae.spec import FLAVORS
 
 
-def taken(source: ShuffledImages, lane: int, lanes: int, count: int) -> list[Document]:
+def taken(source, lane, lanes, count):
     return list(itertools.islice(source.read({lane: None}, lanes)[lane], count))
 
 
@@ -120,13 +119,13 @@ class Broken(Scenes):
 
     broken: frozenset[int] = frozenset()
 
-    def image(self, index: int) -> Tensor:
+    def image(self, index):
         if index in self.broken:
             raise CorruptImage(f"{self.name(index)}: bits are missing")
         return super().image(index)
 
 
-def broken(*numbers: int, length: int = 12, corrupt: str = "skip") -> ShuffledImages:
+def broken(*numbers, length=12, corrupt="skip"):
     images = Broken(size=8, length=length)
     images.broken = frozenset(numbers)
     config = ImagesConfig.model_validate({"corrupt": corrupt})
@@ -155,7 +154,7 @@ def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume(threads)
     packing = MaskedPatches(dataclasses.replace(args, image_size=8), seed=0)
     config = DataConfig(dataset="scenes", num_workers=threads)
 
-    def streams(ranks: int) -> list[DataStream]:
+    def streams(ranks):
         return [
             DataStream(
                 *(config, broken(4, 9), packing),
@@ -167,7 +166,7 @@ def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume(threads)
             for rank in range(ranks)
         ]
 
-    def counted(of_ranks: list[DataStream], steps: int) -> tuple[list[int], set[int]]:
+    def counted(of_ranks, steps):
         counts, seen = [], set()
         for _ in range(steps):
             for stream in of_ranks:

@@ -1,12 +1,9 @@
 """ViT-MAE trains the same run on every layout, and resumes on another."""
 
-from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import tiny
 from tests.layouts import (
@@ -21,14 +18,13 @@ from tests.layouts import (
     ROWWISE,
     TENSORWISE,
     WHOLE,
-    Case,
     case,
     compared_by,
     schedule,
 )
 from tests.ranks import run_ranks
 from tests.research.layouts import ROTATED, SIMPLE
-from tests.runs import Trace, assert_complete, compare, compare_converted, losses, trace, train
+from tests.runs import assert_complete, compare, compare_converted, losses, trace, train
 from tests.tiers import tiers
 from torchtitan import build
 from torchtitan.job import JobConfig
@@ -83,7 +79,7 @@ GATE = (
 )
 
 
-def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
+def job(layout, optimizer, **sections):
     """A tiny ViT-MAE in `layout`; clipping acts in every step, so its scale is compared too."""
     training = {"max_norm": 0.3} | sections.pop("training", {})
     if layout.convert:
@@ -101,7 +97,7 @@ def job(layout: Case, optimizer: str, **sections: dict[str, Any]) -> JobConfig:
     return made
 
 
-def traces(jobs: list[JobConfig]) -> list[Trace]:
+def traces(jobs):
     """A run of each job on this rank, one after the other.
 
     A key's bias moves all scores of a query alike, which the softmax takes away again: its gradient
@@ -115,14 +111,14 @@ def traces(jobs: list[JobConfig]) -> list[Trace]:
     return found
 
 
-def reference(layout: Case, optimizers: Sequence[str]) -> list[Trace]:
+def reference(layout, optimizers):
     """A run of each optimizer on one rank."""
     one = case(batch=16 if layout.convert else 8, convert=layout.convert)
     return _reference(*(job(one, name).model_dump_json() for name in optimizers))
 
 
 @cache
-def _reference(*recipes: str) -> list[Trace]:
+def _reference(*recipes):
     jobs = [JobConfig.model_validate_json(recipe) for recipe in recipes]
     (result,) = run_ranks(traces, 1, jobs)
     return result
@@ -142,11 +138,11 @@ def test_layout_trains_the_same_run_as_one_rank(name):
             same(own, expected, f"{optimizer}, rank {rank}")
 
 
-def nudged_traces(jobs: list[JobConfig]) -> list[Trace]:
+def nudged_traces(jobs):
     """Runs that begin with weights off by what float32 can just tell, each otherwise."""
     draw = torch.Generator().manual_seed(0)
 
-    def nudged(named: Iterable[tuple[str, Tensor]], *rule: Any) -> None:
+    def nudged(named, *rule):
         weights = list(named)
         initialize(weights, *rule)
         with torch.no_grad():
@@ -158,7 +154,7 @@ def nudged_traces(jobs: list[JobConfig]) -> list[Trace]:
         return traces(jobs)
 
 
-def drift(found: Trace, expected: Trace) -> float:
+def drift(found, expected):
     """How far a loss comes to be from that of the other run, relatively."""
     pairs = zip(found.losses, expected.losses, strict=True)
     return max(abs(one - other) / other for one, other in pairs)
@@ -183,7 +179,7 @@ def test_float8_with_tensor_parallelism_differs_as_rounding_does():
             assert drift(one, other) <= DRIFT
 
 
-def assert_first_steps_agree(found: list[Trace], expected: list[Trace]) -> None:
+def assert_first_steps_agree(found, expected):
     for name, one, other in zip(OPTIMIZERS, found, expected, strict=True):
         assert one.losses[0] == pytest.approx(other.losses[0], rel=1e-6), name
         assert one.grad_norms[0] == pytest.approx(other.grad_norms[0], rel=1e-6), name
@@ -194,7 +190,7 @@ def assert_first_steps_agree(found: list[Trace], expected: list[Trace]) -> None:
 
 @pytest.mark.gate
 def test_a_run_goes_on_with_another_layout(tmp_path):
-    def run(folder: str, layout: Case, steps: int) -> dict[int, float]:
+    def run(folder, layout, steps):
         sections = {
             "job": {"dump_folder": str(tmp_path / folder)},
             "checkpoint": {"enable": True, "interval": 2},

@@ -1,7 +1,6 @@
 """Whole runs on images: the pictures of a validation, and images that cannot be decoded."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from torchtitan.research.vit_mae.masked_autoencoder import (
 MODEL = {**tiny.VIT_MAE, "n_layers": 2}
 
 
-def job(folder: Path, picture: bool = True, **parallelism: Any) -> JobConfig:
+def job(folder, picture=True, **parallelism):
     return tiny.job(
         folder,
         model=MODEL,
@@ -43,7 +42,7 @@ def job(folder: Path, picture: bool = True, **parallelism: Any) -> JobConfig:
     )
 
 
-def drawn(folder: Path) -> list[str]:
+def drawn(folder):
     return sorted(path.name for path in folder.rglob("*.png"))
 
 
@@ -135,7 +134,7 @@ def images(tmp_path):
     return folder
 
 
-def skipping(folder: Path, images: Path, steps: int, threads: int, **parallelism: Any) -> JobConfig:
+def skipping(folder, images, steps, threads, **parallelism):
     settings = {"corrupt": "skip"}
     data = {"dataset": "image_folder", "dataset_path": str(images), "images": settings}
     return tiny.job(
@@ -149,7 +148,7 @@ def skipping(folder: Path, images: Path, steps: int, threads: int, **parallelism
     )
 
 
-def counted(folder: Path) -> tuple[list[list[int]], list[float]]:
+def counted(folder):
     """What each step counted, and its loss."""
     found = [row for row in rows(folder) if "loss" in row]
     return [[row[key] for key in KEYS] for row in found], [row["loss"] for row in found]

@@ -1,7 +1,6 @@
 """The recipes and studies of ViT-MAE are right, say nothing twice, and train."""
 
 import re
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -41,7 +40,7 @@ def images(tmp_path):
     return ["--data.dataset_path", str(tmp_path)]
 
 
-def checked(path: Path, images: list[str], capsys: pytest.CaptureFixture[str], *more: str) -> str:
+def checked(path, images, capsys, *more):
     """What is said of a recipe on its ranks."""
     ranks = RANKS.get(path.stem, 1)
     words = ["check", str(path), "--world-size", str(ranks), *(images if path in LARGE else ())]

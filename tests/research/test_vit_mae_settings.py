@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,11 +20,11 @@ TEXT = ROOT / "train_configs/debug_model.toml"
 IMAGES = ROOT / "train_configs/vit_mae_debug.toml"
 
 
-def job(recipe: Path, *flags: str) -> JobConfig:
+def job(recipe, *flags):
     return load_job(recipe, flags, None, "cpu").config
 
 
-def images(of: JobConfig) -> ImagesConfig:
+def images(of):
     assert isinstance(of.data, ImageData)
     return of.data.images
 

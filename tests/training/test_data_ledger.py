@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,7 @@ METRICS = {"log_freq": 1}
 Change = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
-def trained(folder: Path, layout: str, kill: bool = False, **sections: Any) -> None:
+def trained(folder, layout, kill=False, **sections):
     job = recipe(folder, layout, metrics=METRICS, **sections)
     played = play(job, ranks_of(layout), {0: KILL} if kill else None)
     assert played.was_killed if kill else played.status == 0, played.log
@@ -73,7 +72,7 @@ def test_a_killed_and_resumed_run_is_complete(straight, killed, capsys):
     assert "complete: each sample was read once, in order" in text
 
 
-def changed(folder: Path, to: Path, change: Change, rechain: bool) -> Path:
+def changed(folder, to, change, rechain):
     """Copy a run with another ledger; `rechain`: its chain does not show it."""
     shutil.copytree(folder, to, ignore=shutil.ignore_patterns("checkpoint"))
     chain, lines = "", []
@@ -87,23 +86,23 @@ def changed(folder: Path, to: Path, change: Change, rechain: bool) -> Path:
     return to
 
 
-def without(position: int, event: str) -> Change:
-    def change(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without(position, event):
+    def change(found):
         del found[[n for n, row in enumerate(found) if row["event"] == event][position]]
         return found
 
     return change
 
 
-def with_values(position: int, event: str, **values: Any) -> Change:
-    def change(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_values(position, event, **values):
+    def change(found):
         [row for row in found if row["event"] == event][position].update(values)
         return found
 
     return change
 
 
-def without_step_4(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_step_4(found):
     return [row for row in found if row["step"] != 4 or row["event"] == "start"]
 
 
@@ -144,7 +143,7 @@ def test_a_changed_ledger_is_found(what, killed, tmp_path, capsys):
 def test_verify_finds_hashes_that_agree_with_each_other_but_not_with_the_recipe(
     straight, tmp_path, capsys
 ):
-    def change(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def change(found):
         return [row | ({"hash": "0" * 16} if row["samples"] == 32 else {}) for row in found]
 
     folder = changed(straight, tmp_path / "run", change, rechain=True)

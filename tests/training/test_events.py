@@ -73,7 +73,7 @@ def test_a_disk_that_fails_ends_the_log_and_nothing_else(tmp_path, caplog, monke
     log = EventLog(tmp_path / "events", 3)
     log.write(1, "start", seconds=2.5)
 
-    def full(data: bytes) -> int:
+    def full(data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     class Full:

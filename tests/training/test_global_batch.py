@@ -43,7 +43,7 @@ def test_the_debug_recipe_fits_up_to_eight_ranks():
     assert_fits(FOLDER / "debug_model.toml", [1, 2, 4, 8])
 
 
-def assert_fits(path: Path, numbers: list[int]) -> None:
+def assert_fits(path, numbers):
     """The batch is the same on these numbers of ranks."""
     batches = set()
     for ranks in numbers:
@@ -54,7 +54,7 @@ def assert_fits(path: Path, numbers: list[int]) -> None:
     assert len(batches) == 1
 
 
-def trained(folder: Path, ranks: int, *flags: str, recipe: Path | None = None) -> None:
+def trained(folder, ranks, *flags, recipe=None):
     """Train the debug recipe, small, from the command line on some ranks."""
     path = recipe or FOLDER / "debug_model.toml"
     words = ["--job.config_file", str(path), f"--job.dump_folder={folder}", *SMALL, *flags]

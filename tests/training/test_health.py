@@ -8,9 +8,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -25,7 +23,6 @@ from torchtitan.checkpoint.manager import Checkpointer
 from torchtitan.cluster.health import LIMIT_IN_STEPS, Health, serving
 from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.metrics import MetricsConfig, parse_address
 from torchtitan.optim.optimizer_group import Optimizers
 from torchtitan.provenance import to_toml
@@ -38,7 +35,7 @@ FORK = multiprocessing.get_context("fork")
 DASHBOARD = ROOT / "docs/grafana.json"
 
 
-def ask(port: int, path: str) -> tuple[int, str]:
+def ask(port, path):
     try:
         with urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
             return answer.status, answer.read().decode()
@@ -47,7 +44,7 @@ def ask(port: int, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def recipe(folder: Path, port: int, **sections: dict[str, Any]) -> JobConfig:
+def recipe(folder, port, **sections):
     """Of a run that answers at a port."""
     return tiny.job(
         folder,
@@ -62,14 +59,14 @@ def recipe(folder: Path, port: int, **sections: dict[str, Any]) -> JobConfig:
     )
 
 
-def write_recipe(folder: Path, port: int, **sections: dict[str, Any]) -> list[str]:
+def write_recipe(folder, port, **sections):
     """The arguments of such a run."""
     folder.mkdir(exist_ok=True)
     (folder / "asked.toml").write_text(to_toml(recipe(folder, port, **sections)))
     return ["--job.config_file", str(folder / "asked.toml")]
 
 
-def values(text: str) -> dict[str, float]:
+def values(text):
     """The samples of Prometheus' text format, each of which has a help and a type."""
     found = {}
     lines = iter(text.splitlines())
@@ -86,14 +83,14 @@ def values(text: str) -> dict[str, float]:
     return found
 
 
-def asked(folder: str, port: int, **sections: dict[str, Any]) -> dict[str, Any]:
+def asked(folder, port, **sections):
     """Train, and ask at each of these moments."""
     found = {}
 
-    def asks(kind: type, method: str, name: str) -> None:
+    def asks(kind, method, name):
         usual = getattr(kind, method)
 
-        def call(*arguments: Any, **keywords: Any) -> Any:
+        def call(*arguments, **keywords):
             answered = {path: ask(port, path) for path in ("/healthz", "/metrics", "/")}
             found.setdefault(name, []).append(answered)
             return usual(*arguments, **keywords)
@@ -163,7 +160,7 @@ def test_prometheus_gets_the_last_report(answers):
     assert first["torchtitan_step"] == 4
 
 
-def health(saved_step: int | None = None) -> tuple[Health, list[float], Timeline]:
+def health(saved_step=None):
     now = [100.0]
     one = Health(limit_seconds=30.0, restarts=2, clock=lambda: now[0])
     timeline = Timeline(Device("cpu"), clock=lambda: now[0])
@@ -291,10 +288,10 @@ def test_a_second_run_waits_for_the_first_that_ends_in_its_folder(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run") if "loss" in row] == [1, 2, 3]
 
 
-def end_when_waited_for(words: list[str], folder: Path) -> None:
+def end_when_waited_for(words, folder):
     gc.freeze()  # garbage of the parent may hold threads that a fork does not have
 
-    def finish(usual: Callable[..., None], checkpointer: Checkpointer) -> None:
+    def finish(usual, checkpointer):
         (folder / "ending").touch()
         while not (folder / "waiting").exists():
             time.sleep(0.01)
@@ -304,10 +301,10 @@ def end_when_waited_for(words: list[str], folder: Path) -> None:
     assert train_main(words) == 0
 
 
-def tell_of_waiting(words: list[str], folder: Path) -> None:
+def tell_of_waiting(words, folder):
     gc.freeze()
 
-    def sleep(usual: Callable[..., None], seconds: float) -> None:
+    def sleep(usual, seconds):
         (folder / "waiting").touch()
         usual(seconds)
 
@@ -321,7 +318,7 @@ def test_the_first_rank_of_a_node_answers_for_all(tmp_path):
     assert [each["checkpoint"][-1]["/healthz"][0] for each in found] == [200, 200]
 
 
-def asked_by_ranks(folder: str, port: int, parallelism: dict[str, Any]) -> dict[str, Any]:
+def asked_by_ranks(folder, port, parallelism):
     return asked(folder, port, parallelism=parallelism)
 
 
@@ -330,7 +327,7 @@ def test_a_run_that_answers_nothing_imports_no_server(tmp_path):
     assert run_ranks(imports_a_server, 1, words) == [False]
 
 
-def imports_a_server(words: list[str]) -> bool:
+def imports_a_server(words):
     """Whether a run imports the module that would serve."""
     name = Health.__module__
     sys.modules.pop(name)

@@ -2,8 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,9 +9,7 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train, train_each
 from torchtitan.build import Observer, build, open_validator
-from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
@@ -22,7 +18,7 @@ DOCUMENTS = {chr(0x4E00 + number) for number in range(60)}
 """One character each, which no other has."""
 
 
-def recipe(folder: Path, steps: int = 6, **sections: dict[str, Any]) -> JobConfig:
+def recipe(folder, steps=6, **sections):
     """Several epochs of the documents in a file of JSON Lines."""
     file = folder.parent / "documents.jsonl"
     lines = [json.dumps({"text": each * 8}, ensure_ascii=False) for each in sorted(DOCUMENTS)]
@@ -37,7 +33,7 @@ def recipe(folder: Path, steps: int = 6, **sections: dict[str, Any]) -> JobConfi
     return tiny.job(folder, **{n: defaults.get(n, {}) | sections.get(n, {}) for n in defaults})
 
 
-def texts(batch: Batch, found: set[str]) -> Batch:
+def texts(batch, found):
     """Add the documents of a batch."""
     for row in batch.tokens.tolist():
         text = bytes(token for token in row if token < 256).decode(errors="ignore")
@@ -45,7 +41,7 @@ def texts(batch: Batch, found: set[str]) -> Batch:
     return batch
 
 
-def documents_of(job: JobConfig) -> tuple[set[str], set[str]]:
+def documents_of(job):
     """The documents that this rank trains on, and those that it validates on."""
     trained = set()
     validated = set()
@@ -87,7 +83,7 @@ def test_it_is_the_same_run_on_two_ranks_and_after_a_stop(tmp_path):
         assert validations(folder) == pytest.approx(whole[1], rel=1e-5)
 
 
-def validations(folder: Path) -> dict[int, float]:
+def validations(folder):
     found = rows(folder)
     return {row["step"]: row["validation_loss"] for row in found if "validation_loss" in row}
 

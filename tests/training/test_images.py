@@ -1,7 +1,6 @@
 """The image model of docs/extending.md: another task, from outside the tree, on every layout."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,6 @@ from tests.runs import rows, train, train_each
 from tests.test_docs import ROOT, blocks
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
-from torchtitan.job import JobConfig
 from torchtitan.models.output import AuxiliaryLoss
 from torchtitan.torch_private.compiler import keeps_nodes_of_functions
 
@@ -34,7 +32,7 @@ def page(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def read(folder: str, ranks: int, *flags: str, weight: float = 0.01) -> JobConfig:
+def read(folder, ranks, *flags, weight=0.01):
     always = [
         "--activation_checkpoint.mode=full",
         "--training.global_batch_size=16",
@@ -45,13 +43,13 @@ def read(folder: str, ranks: int, *flags: str, weight: float = 0.01) -> JobConfi
     return load_job("images.toml", [*always, *flags], ranks, "cpu").config
 
 
-def trained(folder: str, ranks: int, *flags: str, weight: float = 0.01) -> list[dict[str, Any]]:
+def trained(folder, ranks, *flags, weight=0.01):
     """The rows of the steps of a run, and those of its validations."""
     run_ranks(train, ranks, read(folder, ranks, *flags, weight=weight))
     return rows(Path(folder))
 
 
-def numbers(found: list[dict[str, Any]], *keys: str) -> list[float]:
+def numbers(found, *keys):
     return [row[key] for row in found for key in keys if key in row]
 
 
@@ -83,7 +81,7 @@ def test_an_auxiliary_loss_of_weight_zero_changes_no_bit(ranks, layout):
     assert numbers(zero, *keys) == numbers(without, *keys) != numbers(weighted, *keys)
 
 
-def train_and_leave_out(weighted: JobConfig, zero: JobConfig, without: JobConfig) -> None:
+def train_and_leave_out(weighted, zero, without):
     """Train each, the last without the auxiliary loss."""
     train_each([weighted, zero])
     with pytest.MonkeyPatch.context() as patch:

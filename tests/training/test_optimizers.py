@@ -4,23 +4,20 @@ import math
 import statistics
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import tiny
-from tests.layouts import Case, case
+from tests.layouts import case
 from tests.ranks import run_ranks
 from tests.reliability.trials import copy_late
 from tests.runs import train
-from torchtitan.build import Run, build
+from torchtitan.build import build
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.replica_groups import InMemoryState
@@ -32,7 +29,7 @@ ALONE = case(batch=8)
 FSDP = case(shard=2)
 
 
-def recipe(folder: Path, layout: Case, steps: int = 4, **sections: Any) -> JobConfig:
+def recipe(folder, layout, steps=4, **sections):
     """Saved at step 2 and at the end."""
     defaults = {
         "model": {"flavor": "square"},
@@ -46,17 +43,17 @@ def recipe(folder: Path, layout: Case, steps: int = 4, **sections: Any) -> JobCo
     return tiny.job(folder, **layout.recipe(**merged))
 
 
-def eager(job: JobConfig) -> dict[str, Tensor]:
+def eager(job):
     torch.compiler.set_stance("force_eager")
     return train(job)
 
 
-def in_memory(run: Run) -> InMemoryState:
+def in_memory(run):
     """The state of a run, to be handed over."""
     return InMemoryState(run.checkpoint.contents, run.checkpoint.wait_staging)
 
 
-def handed_over(job: JobConfig) -> bool:
+def handed_over(job):
     """Whether a run that takes over another's live state goes on as that does."""
     torch.compiler.set_stance("force_eager")
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
@@ -78,7 +75,7 @@ EARLY = {"early_step_in_backward": True}
 UNCLIPPED = {"max_norm": 0.0}
 
 
-def ended(job: JobConfig) -> tuple[str, list[int]]:
+def ended(job):
     """What the run says at its end, and the steps it has saved."""
     with pytest.raises(TrainingDiverged) as error:
         train(job)
@@ -101,7 +98,7 @@ def test_a_loss_that_is_not_finite_ends_a_run_whose_update_is_made(ranks, tmp_pa
         assert steps == [1]
 
 
-def copied_late(job: JobConfig) -> dict[str, Tensor]:
+def copied_late(job):
     copy_late()
     return train(job)
 
@@ -126,7 +123,7 @@ def test_no_weight_changes_while_it_is_copied(tmp_path):
             assert torch.equal(*blocks), f"step {step}: {name}"
 
 
-def losses_of(job: JobConfig) -> list[float]:
+def losses_of(job):
     return [row["loss"] for _, row in training(job, Device("cpu"), uneven=False)]
 
 
@@ -135,7 +132,7 @@ def test_a_rate_and_nothing_else_trains_the_debug_model():
     a_rate_trains_the_debug_model("Muon")
 
 
-def a_rate_trains_the_debug_model(name: str) -> None:
+def a_rate_trains_the_debug_model(name):
     """From about the loss of guessing evenly among all 2,048 tokens."""
     flags = [
         *("--training.steps=8", "--training.seq_len=64", "--training.global_batch_size=2"),

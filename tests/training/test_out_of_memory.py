@@ -2,7 +2,6 @@
 
 import json
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,18 +11,17 @@ from tests.ranks import run_ranks
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.trainer import Trainer
 
 
-def run_out_of_memory(job: JobConfig) -> None:
+def run_out_of_memory(job):
     """Train; the forward of step 2 fails."""
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
         run = build(job, world)
         error = torch.OutOfMemoryError("tried to allocate 20.00 MiB")
 
-        def fail(*_: object) -> None:
+        def fail(*_):
             if run.state.step + 1 == 2:
                 raise error
 
@@ -33,7 +31,7 @@ def run_out_of_memory(job: JobConfig) -> None:
         assert raised.value is error
 
 
-def test_what_was_held_is_written(tmp_path: Path) -> None:
+def test_what_was_held_is_written(tmp_path):
     run_ranks(run_out_of_memory, 1, tiny.job(tmp_path))
     found = json.loads((tmp_path / "out_of_memory/rank0.json").read_text())
     assert (found["step"], found["phase"]) == (2, "forward")

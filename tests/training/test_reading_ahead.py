@@ -1,8 +1,6 @@
 """What a step need not wait for: batches are made, and pinned for their device, in threads."""
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from tests.runs import train
 from tests.streams import build_stream
 from torchtitan.data import DataConfig, load_tokenizer
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.research.vit_mae import masked_autoencoder
 from torchtitan.research.vit_mae.masked_autoencoder import MaskedImages
 
@@ -22,12 +19,12 @@ from torchtitan.research.vit_mae.masked_autoencoder import MaskedImages
 PREPARATION = ("normalize", "patchify", "mask_order")
 
 
-def main_thread_prepares(job: JobConfig) -> dict[str, bool]:
+def main_thread_prepares(job):
     """Train; for each thing that is done to a batch before a step, whether the step did it."""
     found = {}
 
-    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+    def watched(name, function):
+        def call(*args):
             is_main = threading.current_thread() is threading.main_thread()
             found[name] = found.get(name, False) or is_main
             return function(*args)
@@ -59,7 +56,7 @@ def pinned(monkeypatch):
     calls = []
     thread = threading.local()
 
-    def pin_memory(tensor: Tensor) -> Tensor:
+    def pin_memory(tensor):
         copy = tensor.clone()
         is_main = threading.current_thread() is threading.main_thread()
         calls.append((is_main, getattr(thread, "device", 0), copy.data_ptr()))

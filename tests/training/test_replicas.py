@@ -5,9 +5,7 @@ import os
 import pickle
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +15,9 @@ from torch import Tensor
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train, weights
-from torchtitan.build import Observer, Run, build
+from torchtitan.build import Observer, build
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.parallel import open_world
 from torchtitan.resilience.replica_groups import (
     FaultToleranceConfig,
@@ -34,49 +31,49 @@ from torchtitan.trainer import Trainer
 Peer = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 
 
-def nobody(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> None:
+def nobody(tensor, how):
     """No other group takes part."""
 
 
 class Manager:
     """Stands in for torchft's; it agrees to the steps that it is told to."""
 
-    def __init__(self, agrees: list[bool], peer: Peer = nobody, groups: int = 1) -> None:
+    def __init__(self, agrees, peer=nobody, groups=1):
         self.agrees, self.peer, self.groups = iter(agrees), peer, groups
         self.step, self.error = 0, None
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.step = state["step"]
 
-    def start_quorum(self) -> None:
+    def start_quorum(self):
         self.error = None
 
-    def num_participants(self) -> int:
+    def num_participants(self):
         return self.groups
 
-    def allreduce(self, tensor: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Any:
+    def allreduce(self, tensor, reduce_op):
         if self.error is None:
             self.peer(tensor, reduce_op)
         return SimpleNamespace(wait=lambda: None)
 
-    def report_error(self, error: Exception) -> None:
+    def report_error(self, error):
         self.error = SimpleNamespace(original_exception=error)
 
-    def errored(self) -> Any:
+    def errored(self):
         return self.error
 
-    def should_commit(self) -> bool:
+    def should_commit(self):
         agrees = self.error is None and next(self.agrees)
         self.step += agrees
         return agrees
 
-    def current_step(self) -> int:
+    def current_step(self):
         return self.step
 
-    def shutdown(self, wait: bool) -> None: ...
+    def shutdown(self, wait): ...
 
 
-def job(folder: Path, groups: int = 1, **sections: dict[str, Any]) -> JobConfig:
+def job(folder, groups=1, **sections):
     ours = {"enable": groups > 0, "group_size": groups, "replica_id": max(groups - 1, 0)}
     return tiny.job(folder, fault_tolerance=ours, **sections)
 
@@ -107,7 +104,7 @@ def test_a_group_reads_its_share_alone(tmp_path, monkeypatch):
     assert last["tokens"] == 3 * 8 * 32 // 2
 
 
-def group(manager: Manager, **settings: Any) -> ReplicaGroup:
+def group(manager, **settings):
     """A group that has met others, on one rank without a model."""
     world = SimpleNamespace(
         rank=0,
@@ -135,17 +132,17 @@ def group(manager: Manager, **settings: Any) -> ReplicaGroup:
     return made
 
 
-def other_digest(place: int) -> Peer:
+def other_digest(place):
     """A group whose digest of one thing is smaller."""
 
-    def peer(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> None:
+    def peer(tensor, how):
         if how == dist.ReduceOp.MAX and len(tensor) == 6:
             tensor[3 + place] += 1
 
     return peer
 
 
-def same_number(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> None:
+def same_number(tensor, how):
     """A group that says it is group 0 too."""
     if how == dist.ReduceOp.SUM:
         tensor[1] += 1
@@ -204,7 +201,7 @@ def test_a_group_whose_ranks_are_at_different_steps_ends():
 class Evil:
     """Runs code when it is unpickled."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.abort, ()
 
 
@@ -226,12 +223,12 @@ def test_a_state_that_is_fetched_cannot_run_code():
         read_stream(stream)
 
 
-def in_memory(run: Run) -> InMemoryState:
+def in_memory(run):
     """The state of a run, to be handed over."""
     return InMemoryState(run.checkpoint.contents, run.checkpoint.wait_staging)
 
 
-def taken_over(folder: Path) -> dict[str, list[float]]:
+def taken_over(folder):
     """Losses of a run, and of another that took over its state after three steps."""
     found = {}
     made = job(folder, groups=0, training={"steps": 6})
@@ -256,7 +253,7 @@ def taken_over(folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def copied(value: Any) -> Any:
+def copied(value):
     """As it would arrive."""
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
@@ -268,7 +265,7 @@ def test_a_state_is_taken_over_from_memory(tmp_path):
     assert found["second"] == found["first"][3:]
 
 
-def put_into(folder: Path, flavor: str) -> str:
+def put_into(folder, flavor):
     made = [job(folder, groups=0), job(folder, groups=0, model={"flavor": flavor})]
     with open_world(made[0].degrees(1), made[0].comm, Device("cpu")) as world:
         first, second = (build(one, world) for one in made)

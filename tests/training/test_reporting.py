@@ -3,9 +3,7 @@
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack, closing
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from torchtitan import build as assembly
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.train import choose
 from torchtitan.trainer import Trainer
@@ -41,30 +38,28 @@ class Waits(TorchDispatchMode):
 
     WORDS = ("tolist", "numpy", "cpu")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.step, self.found = 0, Counter[int]()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         # Behind `item`, and behind the truth, the int and the float of a tensor.
         if function is torch.ops.aten._local_scalar_dense.default:
             self.found[self.step] += 1
         return function(*args, **(kwargs or {}))
 
-    def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
+    def counting(self, function):
+        def counted(*args, **kwargs):
             self.found[self.step] += 1
             return function(*args, **kwargs)
 
         return counted
 
-    def begin(self, step: int) -> None:
+    def begin(self, step):
         self.step = step
 
 
-def waits_by_step(job: JobConfig) -> dict[int, int]:
+def waits_by_step(job):
     """Train; what waited in each step, up to the beginning of the next."""
     with (
         open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world,
@@ -101,10 +96,10 @@ def test_only_a_step_that_is_reported_waits_more_than_once(ranks, sinks, tmp_pat
         assert found == expected
 
 
-def killed(job: JobConfig, at_step: int) -> None:
+def killed(job, at_step):
     """Train, until the process kills itself in the middle of a step."""
 
-    def kill(step: int) -> None:
+    def kill(step):
         if step == at_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -149,25 +144,25 @@ def test_curves_of_a_run_that_was_killed_go_on_in_every_sink(tmp_path):
     assert later == [(step, curve[step]) for step in (4, 5, 6, 7)]
 
 
-def with_broken_sinks(job: JobConfig) -> Any:
+def with_broken_sinks(job):
     """Train with two sinks that fail; the summary."""
 
     class Unopened:
-        def __init__(self, error: Exception) -> None:
+        def __init__(self, error):
             self.error = error
 
-        def open(self, start_step: int) -> None:
+        def open(self, start_step):
             raise self.error
 
-        def write(self, step: int, metrics: Any) -> None: ...
+        def write(self, step, metrics): ...
 
-        def close(self, summary: Any) -> None:
+        def close(self, summary):
             raise self.error
 
     class Full(Unopened):
-        def open(self, start_step: int) -> None: ...
+        def open(self, start_step): ...
 
-        def write(self, step: int, metrics: Any) -> None:
+        def write(self, step, metrics):
             if step == 2:
                 raise self.error
 
@@ -181,7 +176,7 @@ def with_broken_sinks(job: JobConfig) -> Any:
         return run.meter.summary()
 
 
-def with_broken_sinks_and_without(broken: JobConfig, whole: JobConfig) -> Any:
+def with_broken_sinks_and_without(broken, whole):
     summary = with_broken_sinks(broken)
     train(whole)
     return summary

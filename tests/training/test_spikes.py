@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,10 +22,8 @@ from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checkpoint.store import Disk
 from torchtitan.checkpoint.tiers import read_history
-from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.inputs import open_stream
-from torchtitan.job import JobConfig
 from torchtitan.losses import IGNORED
 from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
@@ -36,7 +32,7 @@ from torchtitan.train import choose
 from torchtitan.trainer import Trainer
 
 
-def slow(*case: Any) -> Any:
+def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
@@ -47,17 +43,17 @@ UNSEEN = 299
 class Spoiled:
     """A stream in which, at some positions, nothing but an unseen token follows."""
 
-    def __init__(self, stream: Any, accumulation: int, batch: int, bad: Collection[int]) -> None:
+    def __init__(self, stream, accumulation, batch, bad):
         self.stream, self.accumulation, self.batch, self.bad = stream, accumulation, batch, bad
         self.position = self.left = 0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.stream, name)
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self):
         if not self.left:
             self.position = self.stream.state_dict()["samples"] // self.batch + 1
             self.left = self.accumulation
@@ -87,12 +83,12 @@ class Killed(Exception):
 
 
 def train(
-    job: JobConfig,
-    bad: Collection[int],
-    kill_after: int = 0,
-    sees: int = -1,
-    at_step: Callable[[int], None] = lambda step: None,
-) -> Outcome:
+    job,
+    bad,
+    kill_after=0,
+    sees=-1,
+    at_step=lambda step: None,
+):
     """Train on data that is bad where step n of an undisturbed run reads it, for n in `bad`.
 
     Args:
@@ -105,7 +101,7 @@ def train(
         start = world.broadcast_object(choose(job) if world.rank == 0 else None)
         batch, accumulation = job.global_batch(world.degrees), job.accumulation(world.degrees)
 
-        def open_spoiled(*arguments: Any, **settings: Any) -> Any:
+        def open_spoiled(*arguments, **settings):
             stream = open_stream(*arguments, **settings)
             return Spoiled(stream, accumulation, batch, bad) if sees < 0 else stream
 
@@ -114,7 +110,7 @@ def train(
         roll_back = run.divergence.roll_back
         norm = run.optimizers.norm
 
-        def misled() -> Tensor:
+        def misled():
             is_bad = run.state.step + 1 in bad and world.rank == sees
             return norm() * (100 if is_bad else 1)
 
@@ -123,7 +119,7 @@ def train(
         step = trainer.step
         outcome = Outcome(run.state, {}, None, [], [])
 
-        def watched() -> None:
+        def watched():
             if kill_after and len(outcome.moved) == kill_after:
                 raise Killed
             before = parts(run)
@@ -131,7 +127,7 @@ def train(
             pairs = [(part.local, before[name].local) for name, part in parts(run).items()]
             outcome.moved.append(any(not torch.equal(new, old) for new, old in pairs))
 
-        def returning() -> bool:
+        def returning():
             if is_done := roll_back():
                 outcome.returned.append(weights(run))
             return is_done
@@ -147,9 +143,7 @@ def train(
         return outcome
 
 
-def recipe(
-    folder: Path, layout: str = "one", optimizer: str = "AdamW", **sections: dict[str, Any]
-) -> JobConfig:
+def recipe(folder, layout="one", optimizer="AdamW", **sections):
     """Steps are judged from the fifth good one on, and every third is saved."""
     defaults = {
         "job": {"dump_folder": str(folder)},
@@ -164,22 +158,22 @@ def recipe(
     return layouts.job(LAYOUTS.get(layout, layouts.ONE), optimizer, **merged)
 
 
-def ranks(layout: str) -> int:
+def ranks(layout):
     return LAYOUTS.get(layout, layouts.ONE).ranks
 
 
-def curve(folder: Path) -> list[dict[str, Any]]:
+def curve(folder):
     """The rows of a run without what depends on the clock."""
     measured = {"loss", "grad_norm", "lr", "tokens", "skipped", "skipped_because"}
     decided = {"step", "event", "from_step", "skipped_samples", "rollbacks"}
     return [{k: v for k, v in row.items() if k in measured | decided} for row in rows(folder)]
 
 
-def is_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+def is_same(found, expected):
     return all(torch.equal(weight, expected[name]) for name, weight in found.items())
 
 
-def is_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+def is_near(found, expected):
     return all(torch.allclose(w, expected[n], rtol=0, atol=1e-5) for n, w in found.items())
 
 
@@ -196,7 +190,7 @@ def without_step_6():
 FREE = {"spikes": {"sigma": 0, "max_rollbacks": 0}, "checkpoint": {"enable": False}}
 
 
-def leaving_out(job: JobConfig, at: int) -> dict[str, Tensor]:
+def leaving_out(job, at):
     with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
         run = build(job, world, Observer(sinks=[]))
         update = run.optimizers.step
@@ -208,7 +202,7 @@ def leaving_out(job: JobConfig, at: int) -> dict[str, Tensor]:
         return weights(run)
 
 
-def train_each(jobs: list[JobConfig], bad: Collection[int]) -> list[Outcome]:
+def train_each(jobs, bad):
     """Train one after the other on the same ranks."""
     return [train(job, bad) for job in jobs]
 
@@ -382,7 +376,7 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path):
     assert list(saved_steps(tmp_path / "checkpoint")) == [3, 6, 9, 12]
 
 
-def damage(folder: Path, step: int) -> None:
+def damage(folder, step):
     """Change a bit of the checkpoint that step 8 would go back to, once."""
     [file] = (folder / "checkpoint").glob("step-6/*.safetensors") if step == 8 else [None]
     if file and not (folder / "checkpoint/step-6.damaged").exists():
@@ -401,8 +395,8 @@ def test_a_rollback_that_is_killed_halfway_is_made_again(tmp_path, whole):
     assert list(saved_steps(tmp_path / "checkpoint")) == [3, 6, 9, 12]
 
 
-def killed_while_deleting(job: JobConfig, bad: Collection[int]) -> Outcome:
-    def delete(store: Disk, path: Path) -> None:
+def killed_while_deleting(job, bad):
+    def delete(store, path):
         raise Killed("while deleting")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -3,20 +3,17 @@
 import dataclasses
 import math
 from contextlib import closing
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests import layouts
-from tests.layouts import Case, case, schedule
+from tests.layouts import case, schedule
 from tests.ranks import run_ranks
 from tests.runs import rows, train, train_each
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.metrics.statistics import CHUNK, TensorSums, values
 from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
@@ -53,7 +50,7 @@ def test_a_rank_without_any_of_it_and_copies_do_not_count():
     assert seen.sums.tolist() == [0.0] * 5
 
 
-def recipe(folder: Path, layout: Case, freq: int = 2, steps: int = 2) -> JobConfig:
+def recipe(folder, layout, freq=2, steps=2):
     return layouts.job(
         layout,
         "SGD",
@@ -64,7 +61,7 @@ def recipe(folder: Path, layout: Case, freq: int = 2, steps: int = 2) -> JobConf
     )
 
 
-def measured(folder: Path) -> dict[str, float]:
+def measured(folder):
     """The only report of a run."""
     [row] = [row for row in rows(folder) if row.get("event") == "statistics"]
     assert row["step"] == 2
@@ -140,7 +137,7 @@ def test_what_is_not_finite_is_counted_once_however_many_copies_there_are(tmp_pa
     assert counts["activation/layers.1/non_finite"] == 0
 
 
-def with_an_infinite_weight(job: JobConfig) -> None:
+def with_an_infinite_weight(job):
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
         run = build(job, world)
@@ -150,7 +147,7 @@ def with_an_infinite_weight(job: JobConfig) -> None:
             Trainer(run).train(ResumePoint(None))
 
 
-def compiled(granularity: str) -> dict[str, dict[str, Any]]:
+def compiled(granularity):
     settings = {"enable": True, "backend": "aot_eager", "granularity": granularity}
     return {"compile": settings}
 
@@ -167,9 +164,7 @@ def test_the_run_is_the_same_to_the_bit(layout, sections, one_rank, tmp_path):
     is_the_same_to_the_bit(layout, sections, one_rank, tmp_path)
 
 
-def is_the_same_to_the_bit(
-    layout: Case, sections: dict[str, Any], one_rank: dict[str, float], tmp_path: Path
-) -> None:
+def is_the_same_to_the_bit(layout, sections, one_rank, tmp_path):
     layout = dataclasses.replace(layout, sections=layout.sections | sections)
     jobs = [recipe(tmp_path / str(freq), layout, freq, steps=4) for freq in (0, 2)]
     weights = run_ranks(train_each, layout.ranks, jobs)[0]

@@ -4,28 +4,26 @@ import os
 import signal
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import Trace, losses, rows, trace, train, weights
+from tests.runs import losses, rows, trace, train, weights
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint, saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.convert import MXFP8
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.trainer import Trainer
-from torchtitan.validate import Validator, Values
+from torchtitan.validate import Validator
 
 
-def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[str, Any]:
+def with_spoiled_gradients(job, bad_steps):
     """Train, making one gradient of one rank infinite at some steps: {step: rank}."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
@@ -33,7 +31,7 @@ def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[st
         run = build(job, world, Observer(sinks=[recorder]))
         norm = run.optimizers.norm
 
-        def spoiled() -> torch.Tensor:
+        def spoiled():
             if bad_steps.get(run.state.step + 1) == world.rank:
                 parameter = next(iter(run.optimizers.inner.names))
                 local = parameter.grad.to_local() if launch.size > 1 else parameter.grad
@@ -47,7 +45,7 @@ def with_spoiled_gradients(job: JobConfig, bad_steps: dict[int, int]) -> dict[st
             trainer = Trainer(run)
             step = trainer.step
 
-            def watched() -> None:
+            def watched():
                 before = weights(run)
                 step()
                 moved.append(any(not torch.equal(w, before[n]) for n, w in weights(run).items()))
@@ -85,12 +83,12 @@ def test_too_many_in_a_row_end_the_run_with_what_was_trained_saved(tmp_path):
     assert list(saved_steps(tmp_path / "checkpoint")) == [7]
 
 
-def stopped_by_signal(job: JobConfig, number: int, at_step: int, rank: int) -> None:
+def stopped_by_signal(job, number, at_step, rank):
     """Train; one rank gets a signal in the middle of a step."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
 
-        def interrupt(step: int) -> None:
+        def interrupt(step):
             if step == at_step and world.rank == rank:
                 os.kill(os.getpid(), number)
 
@@ -99,7 +97,7 @@ def stopped_by_signal(job: JobConfig, number: int, at_step: int, rank: int) -> N
             Trainer(run).train(ResumePoint(None))
 
 
-def stopped_and_resumed(job: JobConfig, whole: JobConfig, number: int, rank: int) -> None:
+def stopped_and_resumed(job, whole, number, rank):
     """Train until a signal comes in the second step, then to the end; and in one go."""
     stopped_by_signal(job, number, 2, rank)
     folder = Path(job.job.dump_folder) / "checkpoint"
@@ -156,8 +154,8 @@ def test_checkpoint_is_on_disk_before_validation_begins(tmp_path):
     assert list(saved_steps(tmp_path / "checkpoint")) == [2]
 
 
-def failing_validation(job: JobConfig) -> None:
-    def fail(validator: Validator) -> Values:
+def failing_validation(job):
+    def fail(validator):
         raise MemoryError
 
     Validator.run = fail  # in this forked process alone
@@ -176,7 +174,7 @@ def test_mixed_precision_keeps_float32_masters_and_stays_near(ranks):
     assert mixed.losses == pytest.approx(exact.losses, rel=1e-2)
 
 
-def trace_each(jobs: list[JobConfig]) -> list[Trace]:
+def trace_each(jobs):
     return [trace(job) for job in jobs]
 
 
@@ -208,7 +206,7 @@ def test_a_technique_that_is_off_is_in_no_step():
     assert [run_ranks(calls_around_passes, 1, job) for job in jobs] == [[0], [0], [1]]
 
 
-def calls_around_passes(job: JobConfig) -> int:
+def calls_around_passes(job):
     with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
         run = build(job, world)
         run.batches.close()
@@ -233,6 +231,6 @@ def test_deterministic_mode_is_set_and_repeats(tmp_path):
     assert first[0] is True
 
 
-def deterministic_trace(job: JobConfig) -> tuple[bool, list[float]]:
+def deterministic_trace(job):
     found = trace(job)
     return torch.are_deterministic_algorithms_enabled(), found.losses

@@ -7,13 +7,11 @@ from tests import tiny
 from tests.ranks import run_ranks
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
-from torchtitan.data import Batch
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, worked
 from torchtitan.parallel import Launch, open_world
 from torchtitan.timeline import Spent
-from torchtitan.tools.verify.measure import Row, RowSink
+from torchtitan.tools.verify.measure import RowSink
 from torchtitan.trainer import Trainer
 
 
@@ -56,7 +54,7 @@ def test_a_limit_of_none_tells_of_none():
     assert not any(watch.look(slowest({"forward": [1.0, 9.0]}, 2.0)) for _ in range(5))
 
 
-def with_slow_ranks(job: JobConfig) -> tuple[list[Row], list[Row]]:
+def with_slow_ranks(job):
     """Train, with rank 0 slow to read and rank 1 slow to compute; all rows, and those of steps."""
     launch, recorder = Launch.read(), RowSink()
     steps = []
@@ -74,13 +72,13 @@ def with_slow_ranks(job: JobConfig) -> tuple[list[Row], list[Row]]:
     return recorder.rows, steps
 
 
-def slow(batch: Batch) -> Batch:
+def slow(batch):
     """A batch that takes its time."""
     time.sleep(0.1)
     return batch
 
 
-def work(seconds: float) -> None:
+def work(seconds):
     """Keep the processor busy."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:

@@ -16,7 +16,6 @@ from torchtitan import train
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.parallel import Launch, open_world
 from torchtitan.tools import cli
 from torchtitan.tools.trace_summary import read_trace
@@ -25,12 +24,12 @@ from torchtitan.trainer import Trainer
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def asked_by_signal(job: JobConfig) -> None:
+def asked_by_signal(job):
     """Train; rank 1 alone gets a signal in the middle of step 2."""
     launch = Launch.read()
     with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
 
-        def ask(step: int) -> None:
+        def ask(step):
             if step == 2 and world.rank == 1:
                 os.kill(os.getpid(), signal.SIGPROF)
 
@@ -48,7 +47,7 @@ def test_a_signal_to_one_rank_has_all_trace_the_same_step(tmp_path):
     assert [read_trace(tmp_path / name).steps for name in found] == [1, 1]
 
 
-def trained(words: list[str]) -> None:
+def trained(words):
     gc.freeze()  # garbage of the parent may hold threads that a fork does not have
     train.main(words)
 

@@ -2,10 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from tests.ranks import run_ranks
 from tests.runs import rows, train, train_each
 from torchtitan.build import build, open_validator
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.logging import configure
 from torchtitan.losses import IGNORED
 from torchtitan.models.settings import TextConfig
@@ -26,7 +23,7 @@ from torchtitan.validate import Sums, ValidationConfig, together
 NAMES = ("validation_loss", "validation_bits_per_byte", "validation_perplexity_per_byte")
 
 
-def files(folder: Path) -> tuple[str, str]:
+def files(folder):
     """Two small data sets, of plain letters and of others."""
     texts = {"plain.txt": "How plain this is.\n" * 50, "other.txt": "Größe: 漢字 🙂\n" * 50}
     for name, text in texts.items():
@@ -35,13 +32,13 @@ def files(folder: Path) -> tuple[str, str]:
     return first, second
 
 
-def validated(folder: Path, **sections: dict[str, Any]) -> list[dict[str, Any]]:
+def validated(folder, **sections):
     """The rows of the validations of a run on one rank."""
     train(tiny.job(folder, **sections))
     return validations(folder)
 
 
-def validations(folder: Path) -> list[dict[str, Any]]:
+def validations(folder):
     return [row for row in rows(folder) if "validation_loss" in row]
 
 
@@ -58,7 +55,7 @@ LAYOUTS = {
 """Of two ranks."""
 
 
-def of_several(folder: Path, name: str) -> JobConfig:
+def of_several(folder, name):
     """A recipe that validates on two data sets."""
     validation = {"enable": True, "steps": 2, "dataset": files(folder)}
     sections = {"validation": validation, "training": {"steps": 1}}
@@ -68,7 +65,7 @@ def of_several(folder: Path, name: str) -> JobConfig:
 LENGTHS = [300, 1, 20, 90, 40]
 
 
-def of_all(folder: Path, name: str = "", lengths: Sequence[int] = LENGTHS) -> JobConfig:
+def of_all(folder, name="", lengths=LENGTHS):
     """A recipe that validates on all of a data set, whose documents have these lengths."""
     file = folder / f"{len(lengths)}.jsonl"
     file.write_text("".join(json.dumps({"text": "x" * length}) + "\n" for length in lengths))
@@ -76,7 +73,7 @@ def of_all(folder: Path, name: str = "", lengths: Sequence[int] = LENGTHS) -> Jo
     return tiny.job(validation=validation, parallelism=LAYOUTS.get(name, {}))
 
 
-def of_another_shape(folder: Path, name: str) -> JobConfig:
+def of_another_shape(folder, name):
     """A recipe that validates on other batches than training's, of 2 times 32 tokens."""
     shape = {"unit": "local", "local_batch_size": 3, "seq_len": 32 if name.startswith("pp") else 16}
     validation = {"enable": True, "steps": 2, "dataset": files(folder)[0]} | shape
@@ -103,7 +100,7 @@ def two_ranks(tmp_path_factory):
     return folder, run_ranks(find_all, 2, jobs)
 
 
-def find_all(jobs: dict[str, list[JobConfig]]) -> dict[str, Found]:
+def find_all(jobs):
     found = {}
     for name, (whole, shape, several) in jobs.items():
         found[name] = Found(sums(whole), sums(shape))
@@ -152,7 +149,7 @@ def test_a_data_set_among_several_is_read_as_it_is_alone(tmp_path):
             assert both[f"{key}/{name}"] == row[key]
 
 
-def measured(job: JobConfig, uniform: int) -> tuple[dict[str, Any], int, int]:
+def measured(job, uniform):
     """What the validator finds of a model that is uniform over the first tokens of its vocabulary;
     how many targets there were, and how many of them bytes of text."""
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
@@ -162,9 +159,7 @@ def measured(job: JobConfig, uniform: int) -> tuple[dict[str, Any], int, int]:
             for parameter in part.parameters():
                 parameter.detach().zero_()
 
-            def logits(
-                module: torch.nn.Module, inputs: object, output: torch.Tensor
-            ) -> torch.Tensor:
+            def logits(module, inputs, output):
                 output = output.clone()
                 output[..., uniform:] = -torch.inf
                 return output
@@ -241,7 +236,7 @@ def test_sums_over_data_sets_weigh_their_targets():
     assert Sums(1e6, 1, (1,)).values(task)["validation_perplexity_per_byte"] == math.inf
 
 
-def sums(job: JobConfig) -> Sums:
+def sums(job):
     """What two validations in a row both find of the one data set."""
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
         run = build(job, world)
@@ -253,7 +248,7 @@ def sums(job: JobConfig) -> Sums:
             return first
 
 
-def read_once(found: Sums, lengths: Sequence[int] = LENGTHS) -> bool:
+def read_once(found, lengths=LENGTHS):
     """Whether that was every byte of every document, whatever lanes have none left."""
     lanes = 8  # one for each sequence of the global batch
     # Each document has a BOS and an EOS, and the first token of a lane is no target.

@@ -5,7 +5,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,13 +30,13 @@ RESTARTS = 2
 
 
 def agent(
-    script: str,
-    endpoint: str = "localhost:0",
-    nodes: int = 1,
-    rejoin_seconds: float = 60,
-    conf: str = "last_call_timeout=1",
-    is_finished: bool = False,
-) -> tuple[Agent, list[str]]:
+    script,
+    endpoint="localhost:0",
+    nodes=1,
+    rejoin_seconds=60,
+    conf="last_call_timeout=1",
+    is_finished=False,
+):
     """The agent of one rank that runs `script` in a shell, and a list of its failures."""
     words = ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--rdzv_id=test"]
     words += [f"--nnodes={nodes}", f"--rdzv_conf={conf}"]
@@ -54,7 +53,7 @@ def agent(
     return mine, failures
 
 
-def fails(script: str, restarts: int, message: str) -> None:
+def fails(script, restarts, message):
     mine, failures = agent(script)
     with pytest.raises(ChildFailedError) as failed:
         mine.work()
@@ -62,16 +61,16 @@ def fails(script: str, restarts: int, message: str) -> None:
     assert describe(failed.value.failures) == message
 
 
-def heals() -> None:
+def heals():
     mine, failures = agent("[ $TORCHELASTIC_RESTART_COUNT = 1 ] || kill -9 $BASHPID")
     mine.work()
     assert failures == ["one"]
 
 
-def signalled(mine: Agent, number: int, ready: Path, times: int = 1) -> None:
+def signalled(mine, number, ready, times=1):
     """Let the agent work, and signal it when its rank is there."""
 
-    def send() -> None:
+    def send():
         while not ready.exists():
             time.sleep(0.01)
         for _ in range(times):
@@ -82,12 +81,12 @@ def signalled(mine: Agent, number: int, ready: Path, times: int = 1) -> None:
     mine.work()
 
 
-def waits(ready: Path, *traps: str) -> str:
+def waits(ready, *traps):
     """A rank that goes on for ever, but for its traps."""
     return "; ".join([*traps, f"touch {ready}", "while :; do sleep 0.05; done"])
 
 
-def saves(number: int, passed_on: str) -> None:
+def saves(number, passed_on):
     before, ready = signal.getsignal(number), Path(f"ready-{passed_on}-{number}")
     mine, failures = agent(waits(ready, f"trap 'exit 0' {passed_on}"))
     signalled(mine, number, ready)
@@ -95,14 +94,14 @@ def saves(number: int, passed_on: str) -> None:
     assert signal.getsignal(number) is before
 
 
-def ends_at_once() -> None:
+def ends_at_once():
     mine, failures = agent(waits(Path("ready-to-end"), "trap '' TERM USR1"))
     with pytest.raises(SignalException) as ended:
         signalled(mine, signal.SIGTERM, Path("ready-to-end"), times=2)
     assert (ended.value.sigval, mine.at_once, failures) == (signal.SIGKILL, True, [])
 
 
-def fails_to_save() -> None:
+def fails_to_save():
     mine, failures = agent(waits(Path("ready-to-fail"), "trap 'exit 1' USR1"))
     with pytest.raises(ChildFailedError):
         signalled(mine, signal.SIGTERM, Path("ready-to-fail"))
@@ -110,14 +109,14 @@ def fails_to_save() -> None:
 
 
 @contextmanager
-def unused_port() -> Iterator[int]:
+def unused_port():
     """A port that refuses connections: it is bound, so no other process can listen to it."""
     with socket.socket() as held:
         held.bind(("localhost", 0))
         yield held.getsockname()[1]
 
 
-def finds_no_store() -> None:
+def finds_no_store():
     with unused_port() as port:
         mine, _ = agent("true", f"localhost:{port}", 2, 1.5, "is_host=0")
         with pytest.raises(
@@ -126,14 +125,14 @@ def finds_no_store() -> None:
             mine.work()
 
 
-def finds_that_all_is_done() -> None:
+def finds_that_all_is_done():
     with unused_port() as port:
         mine, _ = agent("true", f"localhost:{port}", 2, 600, "is_host=0", is_finished=True)
         with pytest.raises(RendezvousClosedError, match="the others finished without this node"):
             mine.work()
 
 
-def is_stopped_while_it_waits() -> None:
+def is_stopped_while_it_waits():
     with unused_port() as port:
         mine, _ = agent("true", f"localhost:{port}", 2, 600, "is_host=0")
         threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
@@ -141,7 +140,7 @@ def is_stopped_while_it_waits() -> None:
             mine.work()
 
 
-def finds_nobody() -> None:
+def finds_nobody():
     rendezvous.ATTEMPT = 1
     mine, _ = agent("true", nodes=2, rejoin_seconds=1)
     with pytest.raises(RendezvousTimeoutError):
@@ -149,7 +148,7 @@ def finds_nobody() -> None:
     assert not mine.rendezvous.is_closed()
 
 
-def meets_late(is_host: bool) -> None:
+def meets_late(is_host):
     """The node that holds the rendezvous comes last."""
     time.sleep(2.0 * is_host)
     endpoint = f"127.0.0.2:{os.environ['LATE_PORT']}"
@@ -196,7 +195,7 @@ def test_an_agent_does_what_is_right(name, ended):
     assert ended[name].status == 0, ended[name].stdout + ended[name].stderr
 
 
-def trains_without_store(port: int) -> None:
+def trains_without_store(port):
     """Rank 0 only holds the store, and is frozen while the rank of the other's agent runs."""
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())

@@ -1,9 +1,7 @@
 """Auxiliary losses: their weights by step, their sums by hand, and what is refused."""
 
 import dataclasses
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -11,17 +9,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import layouts, tiny
-from tests.layouts import ALL_LOSSES, BESIDE, FULL, NO_SEQUENCE, OPERATORS, Case, case
+from tests.layouts import ALL_LOSSES, BESIDE, FULL, NO_SEQUENCE, OPERATORS, case
 from tests.ranks import run_ranks
 from tests.runs import compare, rows, trace, train
 from tests.tiers import tiers
-from torchtitan.auxiliary_losses import AuxiliaryLossConfig, MultiToken, ZLoss
-from torchtitan.build import Run
-from torchtitan.job import JobConfig
+from torchtitan.auxiliary_losses import MultiToken, ZLoss
 from torchtitan.losses import squared_normalizer
 from torchtitan.models import MODELS
-from torchtitan.models.decoder import Decoder, DecoderArgs, TransformerBlock
-from torchtitan.models.layers import RotaryEmbedding
+from torchtitan.models.decoder import Decoder, TransformerBlock
 from torchtitan.models.output import AuxiliaryLoss
 from torchtitan.parallel.loss_terms import AuxiliaryLosses
 from torchtitan.tasks.next_token import TokenBatch, look_ahead
@@ -31,9 +26,7 @@ CHUNKED = ALONE = case(batch=8, chunk=301)
 SPLIT, PIPELINE = case(shard=2, chunk=100), case(2, tp=2, chunk=64)
 
 
-def recipe(
-    *losses: AuxiliaryLossConfig, layout: Case = CHUNKED, folder: object = "unused", **keys: Any
-) -> JobConfig:
+def recipe(*losses, layout=CHUNKED, folder="unused", **keys):
     job = layouts.job(layout, "SGD", job={"dump_folder": str(folder)}, **keys)
     return job.model_copy(update={"auxiliary_losses": losses})
 
@@ -95,11 +88,11 @@ def test_sums_by_hand():
 class Squared(nn.Module):
     """Doubles its input, with the sum of its squares as an auxiliary loss."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.squared = AuxiliaryLoss("squared", 0.5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.squared(2 * x, x.square().sum())
 
 
@@ -128,9 +121,7 @@ def test_what_is_trained_on_is_their_sum(tmp_path):
     their_sum_is_trained_on(ALL_LOSSES, names, tmp_path)
 
 
-def their_sum_is_trained_on(
-    losses: Sequence[AuxiliaryLossConfig], names: set[str], tmp_path: Any
-) -> None:
+def their_sum_is_trained_on(losses, names, tmp_path):
     """All are in the metrics, and `loss` is the main one plus each times its weight."""
     main, both = tmp_path / "main", tmp_path / "both"
     train_here(recipe(folder=main, training={"steps": 4}))
@@ -144,11 +135,11 @@ def their_sum_is_trained_on(
     assert last["loss/multi_token_1"] < added["loss/multi_token_1"]
 
 
-def train_here(job: JobConfig) -> None:
+def train_here(job):
     run_ranks(train, 1, job)
 
 
-def steps(folder: Any) -> list[dict[str, Any]]:
+def steps(folder):
     return [row for row in rows(folder) if "loss" in row]
 
 
@@ -156,7 +147,7 @@ def test_without_weight_the_run_is_the_same_to_the_bit():
     without_weight_the_run_is_the_same(ALL_LOSSES)
 
 
-def without_weight_the_run_is_the_same(losses: Sequence[AuxiliaryLossConfig]) -> None:
+def without_weight_the_run_is_the_same(losses):
     none = [loss.model_copy(update={"weight": 0.0, "final_weight": None}) for loss in losses]
     off = [loss.model_copy(update={"final_step": 0}) for loss in none]
     (plain,), (found,) = (run_ranks(trace, 1, recipe(*losses)) for losses in ((), off))
@@ -204,7 +195,7 @@ def test_a_run_resumes_on_another_layout(tmp_path):
     resumes_on_another_layout(ALL_LOSSES, tmp_path)
 
 
-def resumes_on_another_layout(losses: Sequence[AuxiliaryLossConfig], tmp_path: Any) -> None:
+def resumes_on_another_layout(losses, tmp_path):
     """Weights of auxiliary losses by step, and what they train."""
     saves = {"checkpoint": {"enable": True, "interval": 2}, "lr_scheduler": {"total_steps": 4}}
     saves["validation"] = {"enable": True, "freq": 2, "steps": 1}
@@ -232,7 +223,7 @@ def resumes_on_another_layout(losses: Sequence[AuxiliaryLossConfig], tmp_path: A
     assert len(held_out[0]) == 2
 
 
-def compiled_parts(run: Run) -> list[str]:
+def compiled_parts(run):
     (part,) = run.model.parts
     modules = part.named_modules()
     return [n for n, m in modules if hasattr(m.forward, "_torchdynamo_orig_callable")]
@@ -254,7 +245,7 @@ def test_compiled_blocks_train_the_same(losses, layout):
     compiled_blocks_train_the_same(losses, layout)
 
 
-def compiled_blocks_train_the_same(losses: Any, layout: Case) -> None:
+def compiled_blocks_train_the_same(losses, layout):
     compiled = {"enable": True, "backend": "aot_eager"}
     (eager,) = run_ranks(trace, 1, recipe(*losses, layout=layout))
     (found,) = run_ranks(trace, 1, recipe(*losses, layout=layout, compile=compiled))
@@ -264,11 +255,11 @@ def compiled_blocks_train_the_same(losses: Any, layout: Case) -> None:
 class Active(TransformerBlock):
     """A block with a loss of its own."""
 
-    def __init__(self, args: DecoderArgs, rope: RotaryEmbedding) -> None:
+    def __init__(self, args, rope):
         super().__init__(args, rope)
         self.activity = AuxiliaryLoss("activity", 0.1)
 
-    def forward(self, *inputs: Any) -> torch.Tensor:
+    def forward(self, *inputs):
         x = super().forward(*inputs)
         return self.activity(x, x.float().square().mean(-1).sum())
 
@@ -293,9 +284,7 @@ def test_losses_of_blocks(name, monkeypatch):
     losses_of_blocks_are_those_of_one_rank(*BY_BLOCK[name], monkeypatch)
 
 
-def losses_of_blocks_are_those_of_one_rank(
-    layout: Case, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def losses_of_blocks_are_those_of_one_rank(layout, keys, monkeypatch):
     active = dataclasses.replace(MODELS["tiny"], name="active", build=build_active)
     monkeypatch.setitem(MODELS, "active", active)
     model = {"name": "active", "flavor": "deep" if layout.pp > 1 else "flat"}

@@ -104,7 +104,7 @@ def test_a_cpu_answers_every_question():
     assert 0.05 < cpu.memory_peak() < cpu.memory_capacity()
 
 
-def grows() -> int:
+def grows():
     before = Device("cpu").memory_peak()
     filled = torch.ones(2**26, dtype=torch.uint8)
     return int(filled[-1] != 1 or Device("cpu").memory_peak() <= before + 0.05)

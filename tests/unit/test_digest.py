@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from torchtitan import digest as module
 from torchtitan.digest import digest, unsigned
@@ -14,16 +13,16 @@ DTYPES = [
 ]
 
 
-def value(tensor: Tensor, offsets: tuple[int, ...] | None = None) -> int:
+def value(tensor, offsets=None):
     return unsigned(int(digest(tensor, offsets).item()))
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def drawn(shape, dtype=torch.float32):
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 50
     return numbers.to(dtype)
 
 
-def weight(dim: int, index: int) -> int:
+def weight(dim, index):
     """SplitMix64, in Python's integers."""
     mask = 2**64 - 1
     state = (index * 0x9E3779B97F4A7C15 + (dim + 1) * 0xD1B54A32D192ED03) & mask

@@ -22,7 +22,7 @@ class Checkpoints:
     asked: list[int] = field(default_factory=list)
     saved_step: int | None = None
 
-    def roll_back(self, before: int) -> bool:
+    def roll_back(self, before):
         self.asked.append(before)
         if self.is_there:
             self.state.skipped_samples += 8 * (self.state.step - 10)
@@ -34,19 +34,17 @@ class Checkpoints:
 class Meter:
     """Keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.events = []
 
-    def rewind_to(self, step: int, tokens: int) -> None:
+    def rewind_to(self, step, tokens):
         self.events.append((step, tokens))
 
-    def event(self, step: int, name: str, **details: float) -> None:
+    def event(self, step, name, **details):
         self.events.append((step, name, details))
 
 
-def divergence(
-    state: TrainState, max_rollbacks: int = 1, is_there: bool = True, in_backward: bool = False
-) -> Divergence:
+def divergence(state, max_rollbacks=1, is_there=True, in_backward=False):
     """With two skipped steps in a row allowed."""
     checkpoints = Checkpoints(state, is_there)
     meter = Meter()
@@ -55,7 +53,7 @@ def divergence(
     return Divergence(config, 2, state, checkpoints, meter, timeline, in_backward)
 
 
-def after_skips(number: int, **fields: int) -> TrainState:
+def after_skips(number, **fields):
     return TrainState(step=14, tokens=896, skipped=number, consecutive_skips=number, **fields)
 
 

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import subprocess
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torchtitan.tools import doctor
 from torchtitan.tools.cli import main
 
 
-def found(findings: object) -> dict[str, doctor.Finding]:
+def found(findings):
     return {each.name: each for each in findings}
 
 
@@ -55,7 +54,7 @@ def test_a_missing_package_has_its_command(monkeypatch):
     ("version", "detail"), [("9.9", "9.9; wanted <2.14,>=2.11"), (None, "not installed")]
 )
 def test_a_required_package_decides_the_status(version, detail, monkeypatch, capsys):
-    def versions(name: str) -> str:
+    def versions(name):
         if name != "torch":
             return importlib.metadata.version(name)
         if version is None:
@@ -71,7 +70,7 @@ def test_a_required_package_decides_the_status(version, detail, monkeypatch, cap
 
 
 def test_a_backend_that_fails_decides_the_status(monkeypatch, capsys):
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise RuntimeError("no network interface\nand where")
 
     monkeypatch.setattr(dist, "init_process_group", fail)
@@ -79,7 +78,7 @@ def test_a_backend_that_fails_decides_the_status(monkeypatch, capsys):
     assert "  error    gloo                 no network interface\n" in capsys.readouterr().out
 
 
-def nvidia(driver: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+def nvidia(driver, monkeypatch):
     """A machine with that driver, or none."""
     done = subprocess.CompletedProcess((), 0, f"{driver}\n")
     monkeypatch.setattr("shutil.which", lambda name: name if driver else None)

@@ -15,10 +15,8 @@ from tests.ranks import run_ranks
 from torchtitan.auxiliary_losses import LoadBalance, RouterZLoss
 from torchtitan.device import Device
 from torchtitan.expert_loads import ExpertLoads
-from torchtitan.job import JobConfig
 from torchtitan.models.experts import Router, Routing
 from torchtitan.resilience.spikes import Guard
-from torchtitan.step import StepStatus
 from torchtitan.tools.verify.measure import training
 
 BALANCED = {
@@ -35,7 +33,7 @@ def test_losses_of_a_router_are_their_formulas(scores):
     routing = Routing(top_k=2, scores=scores, balances=True, has_z_loss=True, layers=4)
     router, x, found = Router(6, 5, routing), torch.randn(2, 7, 6), dict[str, Tensor]()
 
-    def keep(loss: Any, given: Tensor, total: Tensor) -> Tensor:
+    def keep(loss, given, total):
         found[loss.name] = total.detach()
         return given
 
@@ -65,11 +63,11 @@ class Seen(NamedTuple):
     """(steps, layers, E), those that the bias moved by."""
 
 
-def run(job: JobConfig, *, uneven: bool = False) -> Seen:
+def run(job, *, uneven=False):
     rows, biases, loads = [], [], []
     update = ExpertLoads.update
 
-    def keep(mine: ExpertLoads) -> None:
+    def keep(mine):
         loads.append(mine.loads)
         update(mine)
 
@@ -83,18 +81,18 @@ def run(job: JobConfig, *, uneven: bool = False) -> Seen:
     return Seen(rows, torch.stack(biases), torch.stack(loads) if loads else torch.empty(0))
 
 
-def recipe(**sections: Any) -> JobConfig:
+def recipe(**sections):
     names = BALANCED.keys() | sections.keys()
     merged = {name: BALANCED.get(name, {}) | sections.get(name, {}) for name in names}
     return tiny.job(**merged).model_copy(update={"auxiliary_losses": LOSSES})
 
 
-def alone(**sections: Any) -> Seen:
+def alone(**sections):
     (found,) = run_ranks(run, 1, recipe(**sections))
     return found
 
 
-def all_of(jobs: dict[str, JobConfig], *, uneven: bool = False) -> dict[str, Seen]:
+def all_of(jobs, *, uneven=False):
     return {name: run(job, uneven=uneven) for name, job in jobs.items()}
 
 
@@ -163,7 +161,7 @@ def test_a_rate_of_zero_keeps_the_bias():
 
 
 def test_a_skipped_step_keeps_the_bias(monkeypatch):
-    def skip(guard: Guard, status: StepStatus) -> bool:
+    def skip(guard, status):
         status.is_skipped = True
         return False
 

@@ -3,14 +3,13 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tests import tiny
@@ -23,7 +22,6 @@ from torchtitan.losses import (
     vocabulary_parallel_cross_entropy,
 )
 from torchtitan.models import MODELS
-from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import CompileConfig, loss
 from torchtitan.parallel.loss_terms import AuxiliaryLosses
@@ -31,9 +29,7 @@ from torchtitan.parallel.loss_terms import AuxiliaryLosses
 TOKENS, VOCABULARY, DIM = 24, 101, 16
 
 
-def inputs(
-    dtype: torch.dtype, tokens: int = TOKENS, vocabulary: int = VOCABULARY, dim: int = DIM
-) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(dtype, tokens=TOKENS, vocabulary=VOCABULARY, dim=DIM):
     """Hidden states, the weight of an output, and targets of which a few do not count."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, tokens // 2, dim, dtype=dtype, generator=generator)
@@ -43,12 +39,12 @@ def inputs(
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-def gradients(value: Tensor, of: tuple[Tensor, Tensor]) -> list[Tensor]:
+def gradients(value, of):
     """Of a mean, as training has it."""
     return list(torch.autograd.grad(value / TOKENS, of))
 
 
-def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def whole(hidden, weight, targets):
     """Torch's own, rounding where `cross_entropy` does."""
     logits = F.linear(hidden, weight).flatten(0, 1)
     precise = torch.promote_types(logits.dtype, torch.float32)
@@ -159,7 +155,7 @@ def test_the_z_loss_is_that_of_the_next_token_alone():
 
 
 def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch):
-    def build(args: DecoderArgs, seq_len: int) -> nn.Module:
+    def build(args, seq_len):
         model = tiny.LLAMA3.build(args, seq_len)
         model.loss = nn.Identity()
         return model
@@ -182,7 +178,7 @@ def test_a_setting_that_changes_nothing_is_told():
     assert note.message.startswith("it has no effect with loss.vocabulary_chunk")
 
 
-def allocations(function: Callable[[], object]) -> tuple[int, int]:
+def allocations(function):
     """Bytes that were in use at a time, at most, and bytes of the largest tensor."""
     activities = [ProfilerActivity.CPU]
     with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
@@ -192,9 +188,7 @@ def allocations(function: Callable[[], object]) -> tuple[int, int]:
     return max(itertools.accumulate(sizes)), max(sizes)
 
 
-def peak_bytes(
-    n: int, v: int, d: int, chunk: int, dtype: torch.dtype, is_compiled: bool = False
-) -> int:
+def peak_bytes(n, v, d, chunk, dtype, is_compiled=False):
     """The formulas of docs/loss.md, and for float32."""
     size = dtype.itemsize
     if not chunk:
@@ -209,13 +203,13 @@ def peak_bytes(
 SIZES = (512, 4000, 64)
 
 
-def count(dtype: torch.dtype, chunk: int, backend: str) -> tuple[int, int]:
+def count(dtype, chunk, backend):
     """`allocations` of forward and backward of output and loss, once it is compiled."""
     n, v, d = SIZES
     hidden, weight, targets = inputs(dtype, n, v, d)
     of_logits = torch.compile(cross_entropy, backend=backend) if backend else cross_entropy
 
-    def step() -> None:
+    def step():
         if chunk:
             value = linear_losses(hidden, weight, targets, chunk, None, v, backend)[0]
         else:
@@ -256,7 +250,7 @@ def test_page_gives_what_the_formulas_say():
             assert cell == f"{peak_bytes(*sizes, torch.bfloat16, is_compiled) / 2**30:.2f}"
 
 
-def split_over_ranks(vocabulary: int) -> list[tuple[Tensor, Tensor]]:
+def split_over_ranks(vocabulary):
     """The loss of every token of a vocabulary and its gradient: from parts, in both ways, whole."""
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None

@@ -41,7 +41,7 @@ def test_commands_in_pages_have_the_same_versions():
             assert packages.install(name) == f'pip install "{name}{versions}"', path
 
 
-def add_distribution(folder: Path, entry_points: str) -> None:
+def add_distribution(folder, entry_points):
     info = folder / "torchtitan-0.3.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Name: torchtitan\nVersion: 0.3.0\n", encoding="utf-8")

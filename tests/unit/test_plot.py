@@ -12,11 +12,11 @@ from torchtitan.tools.plot import LEVELS, scale
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def parts(path: Path, kind: str) -> list[ElementTree.Element]:
+def parts(path, kind):
     return list(ElementTree.parse(path).getroot().iter(f"{SVG}{kind}"))
 
 
-def words(path: Path) -> list[str | None]:
+def words(path):
     return [text.text for text in parts(path, "text")]
 
 

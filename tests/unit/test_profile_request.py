@@ -2,7 +2,6 @@
 
 import json
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from torchtitan.tools.profile import NoAnswer, request_trace
 NOBODY = 2**22 + 1
 
 
-def alive(folder: Path) -> Path:
+def alive(folder):
     write_run(folder, [row(1)])
     for rank in range(2):
         note(folder, rank, "training", 7)
@@ -28,7 +27,7 @@ def test_the_traces_of_all_ranks_are_waited_for(tmp_path):
     (folder / "profile_traces/iteration_3_on_request").mkdir(parents=True)
     (folder / "profile_traces/iteration_3_on_request/rank0_trace.json").touch()
 
-    def answer() -> None:
+    def answer():
         asked = folder / REQUEST_FILE
         while not asked.exists():
             pass
@@ -58,7 +57,7 @@ def test_a_run_that_does_not_answer_is_given_up(tmp_path):
 def test_a_run_that_ends_meanwhile_is_told(tmp_path):
     folder = alive(tmp_path)
 
-    def end(line: str) -> None:
+    def end(line):
         for rank in range(2):
             note(folder, rank, "finished", 9)
 

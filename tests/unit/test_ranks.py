@@ -9,12 +9,12 @@ import pytest
 from tests.ranks import run_ranks
 
 
-def dies() -> None:
+def dies():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core takes gigabytes
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def fails() -> None:
+def fails():
     raise ValueError("ours")
 
 

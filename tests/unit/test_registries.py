@@ -18,7 +18,7 @@ def test_what_is_imported_registers_for_one_test_and_its_ranks(_):
     assert run_ranks(known, 2) == [list(WEIGHTS)] * 2
 
 
-def known() -> list[str]:
+def known():
     return list(WEIGHTS)
 
 

@@ -50,7 +50,7 @@ def test_store_is_held_at_an_address_that_no_name_resolves_to(port):
     assert other.get("key") == b"value"
 
 
-def goes_and_comes(port: int) -> None:
+def goes_and_comes(port):
     """Rank 0 holds the store and is frozen: it refuses no connection, and gives no answer."""
     rendezvous.CALL_TIMEOUT = 0.5
     pids = [None, None]

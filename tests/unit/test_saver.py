@@ -8,41 +8,35 @@ import logging
 import re
 import time
 import weakref
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import rows, train
-from torchtitan.build import Run
 from torchtitan.checkpoint import saved_steps, saver
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
 from torchtitan.checkpoint.staging import SaveThread, Staging
 from torchtitan.checkpoint.storage import Piece
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.parallel import CommConfig, Degrees, World, open_world
+from torchtitan.parallel import CommConfig, Degrees, open_world
 
 
 class Unsendable(Exception):
     """An error that cannot be pickled."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("a lock")
         self.generator = (n for n in range(2))
 
 
-def met(world: World, rank: int, error: Exception, way: Callable[..., Any]) -> str:
+def met(world, rank, error, way):
     """What a rank knows of an error of one rank."""
 
-    def work() -> int:
+    def work():
         if world.rank == rank:
             raise error
         return world.rank
@@ -64,7 +58,7 @@ ERRORS = {  # and what other ranks say of it
 WAYS = (on_all_ranks, on_rank_0)
 
 
-def all_met() -> list[str]:
+def all_met():
     with open_world(Degrees(dp_shard=2), CommConfig(), Device("cpu")) as world:
         cases = itertools.product((0, 1), ERRORS, WAYS)
         return [met(world, rank, error, way) for rank, error, way in cases]
@@ -82,7 +76,7 @@ def test_an_error_on_one_rank_is_known_to_all():
         assert list(each) == told, (rank, error, way)
 
 
-def recipe(folder: Path, mode: str = "async", **sections: Any) -> JobConfig:
+def recipe(folder, mode="async", **sections):
     checkpoint = {"enable": True, "interval": 2, "async_mode": mode}
     parallelism = {"data_parallel_shard_degree": -1}
     return tiny.job(
@@ -90,10 +84,10 @@ def recipe(folder: Path, mode: str = "async", **sections: Any) -> JobConfig:
     )
 
 
-def defective(job: JobConfig, place: str, rank: int) -> str:
+def defective(job, place, rank):
     """Train where a step of a save has a defect on one rank; how this rank ends."""
 
-    def fail(*_: Any, **__: Any) -> Any:
+    def fail(*_, **__):
         raise LookupError("a defect")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -117,20 +111,20 @@ def test_a_defect_in_a_save_ends_all_ranks(place, rank, mode, tmp_path):
     assert found[1 - rank] == f"FailedOnRank: rank {rank} failed: LookupError: a defect"
 
 
-def held_after_saves(job: JobConfig) -> tuple[int, int]:
+def held_after_saves(job):
     """How many tensors were made for saves, and how many are left at the end."""
     made = []
     sending = {"error": torch.ones(1000)}
 
-    def note(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any, **named: Any) -> Tensor:
+    def note(function):
+        def noted(*arguments, **named):
             tensor = function(*arguments, **named)
             made.append(weakref.ref(tensor))
             return tensor
 
         return noted
 
-    def look(run: Run) -> tuple[int, int]:
+    def look(run):
         gc.collect()
         return len(made), sum(reference() is not None for reference in made)
 
@@ -143,11 +137,11 @@ def held_after_saves(job: JobConfig) -> tuple[int, int]:
         return train(job, look)
 
 
-def waited_for_commits(job: JobConfig, seconds: float) -> str:
+def waited_for_commits(job, seconds):
     """Train where each commit takes some time more; what the log says of the saves."""
     write, said = saver.write_manifest_of, io.StringIO()
 
-    def slowly(*arguments: Any, **named: Any) -> Any:
+    def slowly(*arguments, **named):
         time.sleep(seconds)
         return write(*arguments, **named)
 
@@ -175,10 +169,10 @@ def test_the_commit_of_an_asynchronous_save_is_time_that_training_waited(tmp_pat
 class Noted:
     """A tensor whose clones are noted."""
 
-    def __init__(self, tensor: Tensor, made: list[weakref.ref[Tensor]]) -> None:
+    def __init__(self, tensor, made):
         self.tensor, self.made = tensor, made
 
-    def clone(self) -> Tensor:
+    def clone(self):
         clone = self.tensor.clone()
         self.made.append(weakref.ref(clone))
         return clone

@@ -1,7 +1,6 @@
 """Nodes of a job from the variables that schedulers set, as they set them."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 
@@ -44,7 +43,7 @@ STEP = {  # of a part of the nodes, the last of which this is
 }
 
 
-def filled(environment: dict[str, str], **given: Any) -> tuple[dict[str, Any], str]:
+def filled(environment, **given):
     return fill(given, environment, lambda: 6)
 
 
@@ -185,7 +184,7 @@ def test_two_nodes_of_kubeflow_meet_without_flags(tmp_path):
     flags = ["--checkpoint.interval", "2", "--rdzv-conf", "last_call_timeout=1"]
     flags += [*TINY, "--training.global_batch_size", "4"]
 
-    def node(rank: int, nodes: int, steps: int) -> Any:
+    def node(rank, nodes, steps):
         variables = {
             "PET_NNODES": str(nodes),
             "PET_NPROC_PER_NODE": "1",

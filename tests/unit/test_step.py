@@ -2,21 +2,17 @@
 
 import logging
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from torchtitan.checkpoint import TrainState
 from torchtitan.checkpoint.folder import read_state
-from torchtitan.checkpoint.manifest import Manifest
 from torchtitan.checkpoint.storage import write_manifest_of
 from torchtitan.device import Device
 from torchtitan.logging import logger
-from torchtitan.parallel.parallel_model import Losses, ParallelModel
+from torchtitan.parallel.parallel_model import ParallelModel
 from torchtitan.resilience.spikes import Guard, SpikesConfig
 from torchtitan.step import Agreement, Flag, StepOptimizers, StepStatus
 from torchtitan.timeline import Timeline
@@ -39,21 +35,21 @@ def warnings():
     return lines
 
 
-def status(loss: float = 5.0, norm: float = 1.0, **fields: Any) -> StepStatus:
+def status(loss=5.0, norm=1.0, **fields):
     return StepStatus({"loss": torch.tensor(loss)}, torch.tensor(norm), loss, norm, 64, **fields)
 
 
 class TwoRanks:
     """A world in which the other rank has these values."""
 
-    def __init__(self, *others: float) -> None:
+    def __init__(self, *others):
         self.others = torch.tensor(others, dtype=torch.float64)
 
-    def max(self, values: Tensor) -> Tensor:
+    def max(self, values):
         return torch.maximum(values, self.others)
 
 
-def agreement(timeline: Timeline, others: tuple[float, ...], *flags: Flag) -> StepStatus:
+def agreement(timeline, others, *flags):
     world = TwoRanks(*others)
     agree = Agreement(world, timeline)
     agree.flags = flags
@@ -161,7 +157,7 @@ def test_features_are_called_around_the_passes_in_order(timeline):
     done = []
 
     class OneRank(ParallelModel):
-        def accumulate(self, batches: Any, count: Tensor) -> Losses:
+        def accumulate(self, batches, count):
             done.append(batches)
             return {"loss": TWO, "loss/z": TWO / 2}
 
@@ -175,7 +171,7 @@ def test_features_are_called_around_the_passes_in_order(timeline):
     assert done == ["first", "second", ["batch"], (["batch"], 6.0)]
 
 
-def saved(folder: Path, **counters: Any) -> Manifest:
+def saved(folder, **counters):
     """A checkpoint without tensors."""
     what = {"step": 4, "model_only": False, "ranks": 1, "layout": {}}
     return write_manifest_of(folder, [], [], {"train_state": counters, "data": {}}, **what)

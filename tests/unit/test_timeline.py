@@ -13,11 +13,11 @@ class Clock:
 
     now = 10.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def walls(timeline: Timeline) -> dict[str, float]:
+def walls(timeline):
     return {name: spent.wall for name, spent in timeline.take().items()}
 
 
@@ -55,7 +55,7 @@ def test_a_phase_that_fails_ends():
     clock = Clock()
     timeline = Timeline(Device("cpu"), clock)
 
-    def fail() -> None:
+    def fail():
         with timeline.pause("checkpoint"):
             clock.now += 1
             raise OSError

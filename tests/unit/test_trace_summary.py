@@ -1,8 +1,6 @@
 """Where the time of a trace went: exact numbers of traces written by hand, and a real one."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,7 @@ from torchtitan.tools.trace_summary import (
 MAIN, WORKER = 1, 2
 
 
-def event(name: str, begin: int, end: int, category: str = "cpu_op", thread: int = MAIN) -> Any:
+def event(name, begin, end, category="cpu_op", thread=MAIN):
     """As torch writes it, in milliseconds here."""
     return {
         "ph": "X",
@@ -35,14 +33,14 @@ def event(name: str, begin: int, end: int, category: str = "cpu_op", thread: int
     }
 
 
-def written(folder: Path, *events: Any) -> Path:
+def written(folder, *events):
     path = folder / "rank0_trace.json"
     rest = {"ph": "M", "name": "process_name", "ts": 0, "pid": 1, "tid": 0, "args": {}}
     path.write_text(json.dumps({"traceEvents": [rest, *events]}))
     return path
 
 
-def step(number: int, begin: int, end: int) -> Any:
+def step(number, begin, end):
     return event(f"ProfilerStep#{number}", begin, end, "user_annotation")
 
 

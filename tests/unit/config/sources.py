@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import TypeVar
 
-from torchtitan.config import Config, Gathered, Recipe, load, merge, read_flags, read_recipe
+from torchtitan.config import Config, Gathered, load, merge, read_flags, read_recipe
 
 Schema = TypeVar("Schema", bound=Config)
 
 
-def read_as(schema: type[Schema], text: str = "", flags: str = "") -> Recipe[Schema]:
+def read_as(schema, text="", flags=""):
     Path("r.toml").write_text(text, encoding="utf-8")
-    problems: list[str] = []
-    notices: list[str] = []
+    problems = []
+    notices = []
     settings = merge(schema, read_recipe(Path("r.toml"), problems), notices)
     above, wrong = read_flags(flags.split(), schema, settings)
     settings = merge(schema, [settings, above], notices)

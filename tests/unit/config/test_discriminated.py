@@ -1,14 +1,14 @@
 """A section whose keys pick its settings class: in TOML, flags, errors, help and schema."""
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated
 
 import pytest
 from pydantic import Field
 
 from tests.help_text import help_text
 from tests.unit.config.sources import read_as
-from torchtitan.config import Config, Discriminated, Recipe, RecipeError, flat, json_schema
+from torchtitan.config import Config, Discriminated, RecipeError, flat, json_schema
 
 
 class Data(Config):
@@ -33,24 +33,24 @@ class SoundData(Data):
 class Lazy(Mapping[str, type[Config]]):
     """A registry that knows which of its classes were asked for."""
 
-    def __init__(self) -> None:
-        self.imported: list[str] = []
+    def __init__(self):
+        self.imported = []
 
-    def __getitem__(self, name: str) -> type[Config]:
+    def __getitem__(self, name):
         self.imported.append(name)
         return {"sounds": SoundData}[name]
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self):
         return iter(["sounds"])
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 1
 
 
 REGISTRY = Lazy()
 
 
-def choose(said: Mapping[str, Any]) -> type[Config]:
+def choose(said):
     named = said.get("dataset") == "birds" or "sounds" in said
     return REGISTRY["sounds"] if named else Data
 
@@ -61,17 +61,17 @@ class Root(Config):
     data: Annotated[Data, Discriminated(Data, REGISTRY, choose)] = Data()
 
 
-def read(text: str = "", flags: str = "") -> Recipe[Root]:
+def read(text="", flags=""):
     return read_as(Root, text, flags)
 
 
-def test_a_class_that_nothing_picks_is_not_imported() -> None:
+def test_a_class_that_nothing_picks_is_not_imported():
     REGISTRY.imported.clear()
     assert type(read('[data]\ndataset = "prose"').config.data) is Data
     assert REGISTRY.imported == []
 
 
-def test_keys_and_sections_pick_a_class() -> None:
+def test_keys_and_sections_pick_a_class():
     for text, flags, expected in (
         ('[data]\ndataset = "birds"', "", SoundData(dataset="birds")),
         ("", "--data.dataset birds", SoundData(dataset="birds")),
@@ -90,7 +90,7 @@ def test_keys_and_sections_pick_a_class() -> None:
         assert Root.model_validate(config.model_dump(mode="json")) == config
 
 
-def test_values_are_flat_as_their_class_has_them() -> None:
+def test_values_are_flat_as_their_class_has_them():
     assert flat(read("", "--data.dataset birds").config) == {
         ("data", "dataset"): "birds",
         ("data", "sounds", "rates"): [],
@@ -98,7 +98,7 @@ def test_values_are_flat_as_their_class_has_them() -> None:
     }
 
 
-def test_mistakes_are_told_as_of_any_section() -> None:
+def test_mistakes_are_told_as_of_any_section():
     for text, line in (
         ("[data]\nx = 1", "r.toml:2: data.x: unknown key; allowed: dataset, sounds"),
         (
@@ -132,7 +132,7 @@ def test_mistakes_are_told_as_of_any_section() -> None:
         assert error.value.lines == [line]
 
 
-def test_help_and_schema_have_the_keys_of_all() -> None:
+def test_help_and_schema_have_the_keys_of_all():
     assert "--data.sounds.rates  (a list of integers; default: [])" in help_text(Root)
     assert help_text(Root).count("--data.dataset") == 1
     data = json_schema(Root)["properties"]["data"]

@@ -60,18 +60,18 @@ class Table(Config):
     drink: Annotated[Drink, OneOf(DRINKS, "tea", KEYS)] = Tea()
 
 
-def settings(**values: object) -> dict[tuple[str, ...], Setting]:
+def settings(**values):
     return {("drink", key): Setting(value, "recipe") for key, value in values.items()}
 
 
-def read(**values: object) -> Config:
+def read(**values):
     table, faults, _ = validate_all(Table, settings(**values))
     if faults:
         raise RecipeError(faults.values())
     return table.drink
 
 
-def test_the_class_follows_from_the_keys() -> None:
+def test_the_class_follows_from_the_keys():
     assert type(read(minutes=4)) is Tea
     assert type(read(milk=0.5)) is MilkTea
     both = read(milk=0.5, sugar=2)
@@ -81,7 +81,7 @@ def test_the_class_follows_from_the_keys() -> None:
     assert found == {("name",): "tea", ("minutes",): 3, ("milk",): 0.5, ("sugar",): 2}
 
 
-def test_flags_have_the_type_of_the_key() -> None:
+def test_flags_have_the_type_of_the_key():
     found, wrong = read_flags(["--drink.milk", "0.25"], Table, {})
     assert found["drink", "milk"].value == 0.25
     assert wrong == []
@@ -101,20 +101,20 @@ def test_flags_have_the_type_of_the_key() -> None:
         ),
     ],
 )
-def test_mistakes(values: dict[str, object], message: str) -> None:
+def test_mistakes(values, message):
     with pytest.raises(RecipeError) as error:
         read(**values)
     assert error.value.lines == [message]
 
 
-def test_another_choice_drops_the_key_with_a_notice() -> None:
-    notices: list[str] = []
+def test_another_choice_drops_the_key_with_a_notice():
+    notices = []
     merged = merge(Table, [settings(milk=0.5), settings(name="water")], notices)
     assert ("drink", "milk") not in merged
     assert notices == ["recipe: drink.name: water has no milk; 0.5 of recipe is left out"]
 
 
-def test_help_and_schema_name_the_keys_of_all() -> None:
+def test_help_and_schema_name_the_keys_of_all():
     assert all(f"--drink.{key} " in help_text(Table) for key in ("minutes", "milk", "sugar"))
     (tea, _) = json_schema(Table)["properties"]["drink"]["oneOf"]
     assert tea["properties"].keys() == {"name", "minutes", "milk", "sugar"}

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 from tests.help_text import help_text
 from torchtitan.config import Config, KeyOf, Setting, flat, json_schema, validate_all
 
-FRUIT: dict[str, object] = {"apple": None, "pear": None}
+FRUIT = {"apple": None, "pear": None}
 
 
 class Basket(Config):
@@ -23,11 +23,11 @@ class Shop(Config):
     basket: Basket = Basket()
 
 
-def faults(value: object) -> list[str]:
+def faults(value):
     return [*validate_all(Shop, {("basket", "fruit"): Setting(value, "recipe")})[1].values()]
 
 
-def test_a_key_is_accepted_and_other_values_are_refused_with_the_nearest() -> None:
+def test_a_key_is_accepted_and_other_values_are_refused_with_the_nearest():
     assert faults("pear") == []
     assert faults("peer") == ['got "peer"; allowed: apple, pear; did you mean pear?']
     assert faults(3) == ["got 3; allowed: apple, pear"]
@@ -36,13 +36,13 @@ def test_a_key_is_accepted_and_other_values_are_refused_with_the_nearest() -> No
         Basket(fruit="peer")
 
 
-def test_help_and_schema_name_the_keys() -> None:
+def test_help_and_schema_name_the_keys():
     assert '--basket.fruit  (apple, pear; default: "apple")' in help_text(Shop)
     found = json_schema(Shop)["$defs"]["Basket"]["properties"]["fruit"]
     assert (found["type"], found["enum"]) == ("string", ["apple", "pear"])
 
 
-def test_a_key_that_was_added_later_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_was_added_later_is_known(monkeypatch):
     monkeypatch.setitem(FRUIT, "plum", None)
     assert faults("plum") == []
     assert Basket(fruit="plum").fruit == "plum"

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -83,7 +81,7 @@ LINES = {
 }
 
 
-def paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def paths(value, path=()):
     """The path of every table and key of what tomllib read; tables of a list by their number."""
     for key, item in value.items() if isinstance(value, dict) else ():
         yield (*path, key)
@@ -94,7 +92,7 @@ def paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
             yield from paths(item, (*path, str(number)))
 
 
-def test_lines_are_found_without_asserts() -> None:
+def test_lines_are_found_without_asserts():
     code = "from torchtitan.config.files import key_lines; print(key_lines('a = 1\\nb = \"c\"'))"
     done = subprocess.run(
         [sys.executable, "-OO", "-c", code], capture_output=True, check=True, timeout=60
@@ -103,15 +101,15 @@ def test_lines_are_found_without_asserts() -> None:
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_lines(end: str) -> None:
+def test_lines(end):
     lines = key_lines(TEXT.replace("\n", end))
     assert {path: lines[path] for path in LINES} == LINES
 
 
-def test_keys_are_those_that_tomllib_reads() -> None:
+def test_keys_are_those_that_tomllib_reads():
     assert set(key_lines(TEXT)) == set(paths(tomllib.loads(TEXT)))
 
 
 @pytest.mark.parametrize("text", ["", "\n", "# only a comment", "   \n\t# and blanks\n\n"])
-def test_nothing(text: str) -> None:
+def test_nothing(text):
     assert key_lines(text) == {}

@@ -2,12 +2,11 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from torchtitan.checks import load_job
-from torchtitan.config import Problem, Recipe, RecipeError
+from torchtitan.config import Problem, RecipeError
 from torchtitan.convert import MXFP8, Float8
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
@@ -16,26 +15,26 @@ from torchtitan.provenance import to_toml
 OPTION = "activation_checkpoint.selective_ac_option"
 
 
-def write(name: str, text: str) -> str:
+def write(name, text):
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text(text, encoding="utf-8")
     return name
 
 
-def read(recipe: str | None = None, flags: str = "", world: int | None = None) -> Recipe[JobConfig]:
+def read(recipe=None, flags="", world=None):
     return load_job(recipe, flags.split(), world, "cpu")
 
 
-def value(key: str, flags: str) -> Any:
+def value(key, flags):
     return read(flags=flags).config.flat()[key]
 
 
-def test_nothing_gives_the_defaults() -> None:
+def test_nothing_gives_the_defaults():
     assert read().config == JobConfig()
     assert read(write("empty.toml", "")).config == JobConfig()
 
 
-def test_precedence() -> None:
+def test_precedence():
     write("base/far.toml", "[training]\nsteps = 1\nseq_len = 1\ngc_freq = 1\nmax_norm = 1\n")
     write("base/near.toml", 'extends = "far.toml"\n[training]\nsteps = 2\nseq_len = 2\ngc_freq=2\n')
     mine = write("mine.toml", 'extends = "base/near.toml"\n[training]\nsteps = 3\nseq_len = 3\n')
@@ -44,7 +43,7 @@ def test_precedence() -> None:
     assert training.local_batch_size == JobConfig().training.local_batch_size
 
 
-def test_origins() -> None:
+def test_origins():
     write("base.toml", "[training]\nseq_len = 16\n")
     mine = write("mine.toml", 'extends = "base.toml"\n\n[training]\nsteps = 3\n')
     assert read(mine, "--debug.seed 1").origins == {
@@ -63,7 +62,7 @@ def test_origins() -> None:
         "--compile.enable True",
     ],
 )
-def test_switch_on(flag: str) -> None:
+def test_switch_on(flag):
     assert value("compile.enable", flag) is True
 
 
@@ -71,7 +70,7 @@ def test_switch_on(flag: str) -> None:
     "flag",
     ["--no-data.shuffle", "--data.no-shuffle", "--data.shuffle=false", "--data.shuffle False"],
 )
-def test_switch_off(flag: str) -> None:
+def test_switch_off(flag):
     recipe = write("on.toml", "[data]\nshuffle = true\n")
     assert read(recipe, flag).config.data.shuffle is False
 
@@ -86,7 +85,7 @@ NOT_ALONE = {
 }
 
 
-def test_every_boolean_switches_both_ways() -> None:
+def test_every_boolean_switches_both_ways():
     switches = [key for key, default in JobConfig().flat().items() if isinstance(default, bool)]
     assert len(switches) > 20
     for key in switches:
@@ -139,11 +138,11 @@ def test_every_boolean_switches_both_ways() -> None:
         ("--parallelism.data_parallel_impl fsdp2", "sharding.name", "fsdp2"),
     ],
 )
-def test_flags(flags: str, key: str, expected: Any) -> None:
+def test_flags(flags, key, expected):
     assert value(key, flags) == expected
 
 
-def test_numbers_of_toml() -> None:
+def test_numbers_of_toml():
     recipe = write("r.toml", "[optimizer]\nlr = 1\n[training]\nmax_norm = 2\nsteps = 1_000\n")
     config = read(recipe).config
     assert (config.optimizer.lr, config.training.max_norm, config.training.steps) == (
@@ -154,7 +153,7 @@ def test_numbers_of_toml() -> None:
     assert isinstance(config.training.max_norm, float)
 
 
-def test_changing_the_optimizer_leaves_out_what_it_does_not_have() -> None:
+def test_changing_the_optimizer_leaves_out_what_it_does_not_have():
     write("base.toml", "[optimizer]\nlr = 0.5\nbeta1 = 0.8\neps = 1e-9\n")
     mine = write("mine.toml", 'extends = "base.toml"\n[optimizer]\nname = "SGD"\nmomentum = 0.9\n')
     recipe = read(mine)
@@ -165,13 +164,13 @@ def test_changing_the_optimizer_leaves_out_what_it_does_not_have() -> None:
     ]
 
 
-def test_changing_the_optimizer_by_a_flag() -> None:
+def test_changing_the_optimizer_by_a_flag():
     recipe = read(write("r.toml", "[optimizer]\nbeta1 = 0.8\n"), "--optimizer.name Adam")
     assert recipe.config.optimizer == OPTIMIZERS["Adam"](beta1=0.8)
     assert recipe.notices == []
 
 
-def test_changing_the_optimizer_does_not_hide_a_mistake() -> None:
+def test_changing_the_optimizer_does_not_hide_a_mistake():
     write("base.toml", "[optimizer]\nbta1 = 0.8\n")
     mine = write("mine.toml", 'extends = "base.toml"\n[optimizer]\nname = "SGD"\n')
     with pytest.raises(RecipeError, match=r"^base.toml:2: optimizer.bta1: unknown key of SGD"):
@@ -182,7 +181,7 @@ FLOAT8 = "[[convert]]\nname = 'float8'\nrecipe = 'rowwise'\nfilter_fqns = ['atte
 MXFP8_OF_THE_REST = "[[convert]]\nname = 'mxfp8'\nfilter_fqns = ['feed_forward', 'output']\n"
 
 
-def test_a_list_of_sections_keeps_its_order() -> None:
+def test_a_list_of_sections_keeps_its_order():
     recipe = read(write("r.toml", FLOAT8 + MXFP8_OF_THE_REST))
     rest = MXFP8(filter_fqns=("feed_forward", "output"))
     assert recipe.config.convert == (Float8(recipe="rowwise", filter_fqns=("attention",)), rest)
@@ -203,7 +202,7 @@ def test_a_list_of_sections_keeps_its_order() -> None:
     assert read(write("none.toml", to_toml(JobConfig()))).config == JobConfig()
 
 
-def test_a_list_of_sections_replaces_the_one_it_inherits() -> None:
+def test_a_list_of_sections_replaces_the_one_it_inherits():
     write("base.toml", FLOAT8 + MXFP8_OF_THE_REST)
     assert len(read(write("a.toml", 'extends = "base.toml"\n')).config.convert) == 2
     own = 'extends = "base.toml"\n[[convert]]\nname = "float8"\n'
@@ -211,7 +210,7 @@ def test_a_list_of_sections_replaces_the_one_it_inherits() -> None:
     assert read(write("a.toml", 'extends = "base.toml"\nconvert = []\n')).config.convert == ()
 
 
-def test_flags_change_sections_of_a_list_and_add_to_it() -> None:
+def test_flags_change_sections_of_a_list_and_add_to_it():
     recipe = write("r.toml", FLOAT8)
     flags = "--convert.0.recipe=tensorwise --convert.0.filter_fqns wo,feed --no-convert.0.emulate"
     flags += " --convert.1.name mxfp8 --convert.1.emulate --convert.1.filter_fqns wq wk wv output"
@@ -227,7 +226,7 @@ def test_flags_change_sections_of_a_list_and_add_to_it() -> None:
     ]
 
 
-def test_a_problem_may_be_in_a_list_of_sections() -> None:
+def test_a_problem_may_be_in_a_list_of_sections():
     recipe = read(write("r.toml", FLOAT8))
     paths = ["convert.0.recipe", "convert.0.emulate", "convert"]
     assert [recipe.line(Problem(path, "no")) for path in paths] == [
@@ -237,7 +236,7 @@ def test_a_problem_may_be_in_a_list_of_sections() -> None:
     ]
 
 
-def test_imports_may_add_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_may_add_names(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     write(
         "my_optimizers.py",
@@ -260,13 +259,13 @@ def test_imports_may_add_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert loaded.config.flat()["optimizer.warmth"] == 7
 
 
-def test_a_mistake_in_a_section_holds_back_what_rests_on_the_section() -> None:
+def test_a_mistake_in_a_section_holds_back_what_rests_on_the_section():
     recipe = write("r.toml", '[data]\nlanes = "12"\nnum_workers = 3\n')
     with pytest.raises(RecipeError) as error:
         read(recipe)
     assert error.value.lines == ['r.toml:2: data.lanes: got "12"; wanted an integer >= -1']
 
 
-def test_recipes_are_frozen() -> None:
+def test_recipes_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         read().config.training.steps = 3

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from tests.help_text import help_text
 from tests.unit.config.sources import read_as
-from torchtitan.config import Config, ListOf, OneOf, Recipe, RecipeError, flat, json_schema
+from torchtitan.config import Config, ListOf, OneOf, RecipeError, flat, json_schema
 
 
 class Plain(Config):
@@ -25,7 +25,7 @@ class Quantized(Config):
     bits: int = Field(8, ge=2, description="Bits of a number.")
 
 
-WAYS: dict[str, type[Config]] = {"plain": Plain, "quantized": Quantized}
+WAYS = {"plain": Plain, "quantized": Quantized}
 
 
 class Communication(Config):
@@ -66,7 +66,7 @@ class Muon(Config):
 
     @field_validator("even")
     @classmethod
-    def _is_even(cls, value: int) -> int:
+    def _is_even(cls, value):
         if value % 2:
             raise ValueError("it is odd")
         return value
@@ -104,17 +104,17 @@ MADE = Root(
 )
 
 
-def read(text: str = "", flags: str = "") -> Recipe[Root]:
+def read(text="", flags=""):
     return read_as(Root, text, flags)
 
 
-def refused(text: str = "", flags: str = "") -> list[str]:
+def refused(text="", flags=""):
     with pytest.raises(RecipeError) as error:
         read(text, flags)
     return error.value.lines
 
 
-def test_toml() -> None:
+def test_toml():
     recipe = read(MUON)
     assert recipe.config == MADE
     assert recipe.origins["optimizer", "adamw", "lr"] == "r.toml:4"
@@ -123,7 +123,7 @@ def test_toml() -> None:
     assert read(tomlkit.dumps(MADE.model_dump(mode="json"))).config == MADE
 
 
-def test_flags() -> None:
+def test_flags():
     made = read(MUON, "--optimizer.groups.1.lr_factor 3 --optimizer.adamw.lr=1e-1").config
     assert isinstance(made.optimizer, Muon)
     assert made.optimizer.groups[1] == Group(match="head", lr_factor=3.0, betas=(0.9, 0.95))
@@ -135,7 +135,7 @@ def test_flags() -> None:
     assert made.optimizer == SGD(groups=(Group(match="norm", betas=(0.1, 0.2)),))
 
 
-def test_extends() -> None:
+def test_extends():
     Path("base.toml").write_text(MUON, encoding="utf-8")
     mine = 'extends = "base.toml"\n[optimizer.adamw]\nlr = 0.25\n[[optimizer.groups]]\nmatch = "x"'
     made = read(mine).config
@@ -155,7 +155,7 @@ def test_extends() -> None:
     ]
 
 
-def test_every_mistake_is_found_at_its_place() -> None:
+def test_every_mistake_is_found_at_its_place():
     text = """
 [optimizer]
 name = "Muon"
@@ -192,7 +192,7 @@ bits = 4
     ]
 
 
-def test_what_is_no_section() -> None:
+def test_what_is_no_section():
     assert refused(
         "[optimizer]\nname = 'Muon'\nadamw = 5\ngroups = [1]\n[optimizer.even]\na = 1"
     ) == [
@@ -208,7 +208,7 @@ def test_what_is_no_section() -> None:
     ]
 
 
-def test_values_by_their_path() -> None:
+def test_values_by_their_path():
     values = flat(MADE)
     assert values["optimizer", "groups", "1", "betas"] == [0.9, 0.95]
     assert values["optimizer", "adamw", "lr"] == 0.5
@@ -217,7 +217,7 @@ def test_values_by_their_path() -> None:
     assert not {("optimizer", "groups"), ("communication", "weights")} & values.keys()
 
 
-def test_help_has_each_section_once() -> None:
+def test_help_has_each_section_once():
     text = help_text(Root)
     headers = [line for line in text.splitlines() if line.startswith("[")]
     assert headers == [
@@ -235,7 +235,7 @@ def test_help_has_each_section_once() -> None:
     assert "  --optimizer.adamw.lr  (a number > 0; default: 0.001)" in text
 
 
-def test_schema_refers_to_nothing_that_is_missing() -> None:
+def test_schema_refers_to_nothing_that_is_missing():
     schema = json_schema(Root)
     muon = schema["properties"]["optimizer"]["oneOf"][1]
     assert muon["properties"]["adamw"]["$ref"] == "#/$defs/Rest"

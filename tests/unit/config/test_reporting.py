@@ -28,16 +28,14 @@ from torchtitan.tools.cli import main
         ("x: it is damaged; use y:\n  why", ["x: it is damaged", "  why", "  use y:"]),
     ],
 )
-def test_the_fix_is_below(
-    message: str, lines: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fix_is_below(message, lines, capsys):
     print_error(ConfigError(message))
     assert capsys.readouterr().err.splitlines() == [f"error: {lines[0]}", *lines[1:]]
 
 
 def test_each_mistake_is_an_error_and_each_notice_a_note(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     print_error(RecipeError(["a: is not b:", "  more", "c: got 1; use 2"], ["old: is now new"]))
     assert capsys.readouterr().err == (
         "note: old: is now new\nerror: a: is not b:\n  more\nerror: c: got 1\n  use 2\n"
@@ -45,9 +43,7 @@ def test_each_mistake_is_an_error_and_each_notice_a_note(
 
 
 @pytest.mark.parametrize(("variable", "is_red"), [("", True), ("1", False)])
-def test_the_level_is_in_color_on_a_terminal(
-    variable: str, is_red: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_level_is_in_color_on_a_terminal(variable, is_red, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", variable)
     terminal = Terminal()
@@ -57,7 +53,7 @@ def test_the_level_is_in_color_on_a_terminal(
     assert terminal.getvalue() == f"{level} x: got 1\n  use 2\n"
 
 
-def test_the_names_of_other_software_stand_for_settings_that_exist() -> None:
+def test_the_names_of_other_software_stand_for_settings_that_exist():
     known = {entry.path for section in all_sections(JobConfig) for entry in section.entries}
     assert {ours for ours in SYNONYMS.values() if not ours.startswith("--")} <= known
     own = {key.rpartition(".")[2] for key in known}
@@ -74,9 +70,7 @@ def test_the_names_of_other_software_stand_for_settings_that_exist() -> None:
         ("--parallelism.data_parallel_shard_degree 1", 2, "1 process", 1),
     ],
 )
-def test_a_layout_for_other_ranks_says_how_to_start_them(
-    flags: str, started: int, needed: str, processes: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_layout_for_other_ranks_says_how_to_start_them(flags, started, needed, processes, capsys):
     ranks = [f"--processes={started}"] if started > 1 else []
     assert main(["train", *ranks, "--training.steps", "500", *flags.split()]) == 2
     told = capsys.readouterr().err

@@ -8,9 +8,6 @@ import multiprocessing
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -19,7 +16,7 @@ import pytest
 
 from tests import token_shards
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, Context, Problem
+from torchtitan.config import ConfigError, Context
 from torchtitan.data import (
     DataConfig,
     check_local,
@@ -30,7 +27,7 @@ from torchtitan.data import (
     order,
 )
 from torchtitan.data.discovery import find_files
-from torchtitan.data.documents import Documents, ParquetDocuments, open_documents
+from torchtitan.data.documents import ParquetDocuments, open_documents
 from torchtitan.data.line_index import line_starts
 from torchtitan.data.order import drawn_order
 from torchtitan.data.sources import ShuffledDocuments
@@ -38,16 +35,16 @@ from torchtitan.data.tokens.index import TokenDocuments
 from torchtitan.inputs import problems_of_files
 
 
-def opened(path: Path, kind: str | None = None, document_bytes: int = 65536) -> Documents:
+def opened(path, kind=None, document_bytes=65536):
     files, found = find_files(path, kind)
     return open_documents(path, files, found, text_key="text", document_bytes=document_bytes)
 
 
-def contents(documents: Documents) -> list[str]:
+def contents(documents):
     return [documents[index] for index in range(len(documents))]
 
 
-def test_text_folder(tmp_path: Path) -> None:
+def test_text_folder(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "one.txt").write_text("eins\r\n", newline="")
     (tmp_path / "a.py").write_text("zwei é")
@@ -56,7 +53,7 @@ def test_text_folder(tmp_path: Path) -> None:
     assert contents(opened(tmp_path)) == ["zwei é", "eins\r\n"]
 
 
-def test_long_text_is_cut_at_line_ends(tmp_path: Path) -> None:
+def test_long_text_is_cut_at_line_ends(tmp_path):
     path = tmp_path / "long.txt"
     lines = [f"line {number}\n" for number in range(50)]
     path.write_text("".join(lines))
@@ -65,7 +62,7 @@ def test_long_text_is_cut_at_line_ends(tmp_path: Path) -> None:
     assert all(80 < len(d) <= 100 and d.endswith("\n") for d in documents[:-1])
 
 
-def test_long_lines_are_cut_at_characters(tmp_path: Path) -> None:
+def test_long_lines_are_cut_at_characters(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("世界é" * 40 + "\n" + "x" * 7)
     documents = contents(opened(path, document_bytes=10))
@@ -73,7 +70,7 @@ def test_long_lines_are_cut_at_characters(tmp_path: Path) -> None:
     assert max(len(d.encode()) for d in documents) <= 12
 
 
-def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8(tmp_path):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"fine\n" * 30 + b"caf\xe9 au lait\n")
     for document_bytes in (20, 65536):
@@ -82,7 +79,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
             contents(documents)
 
 
-def test_jsonl(tmp_path: Path) -> None:
+def test_jsonl(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n\r\n{"text": "two\\n\\ud800"}')
     (tmp_path / "b.json").write_text('{"id": 1, "text": "three"}\r\n')
     (tmp_path / "empty.jsonl").touch()
@@ -100,7 +97,7 @@ def test_jsonl(tmp_path: Path) -> None:
         ('{"body": "a", "id": 1}', r"data\.jsonl:3: no key 'text' .*it has 'body', 'id'"),
     ],
 )
-def test_jsonl_mistakes_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+def test_jsonl_mistakes_name_file_and_line(tmp_path, line, message):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "fine"}\n\n' + line + "\n")
     documents = opened(path)
@@ -109,12 +106,12 @@ def test_jsonl_mistakes_name_file_and_line(tmp_path: Path, line: str, message: s
         documents[1]
 
 
-def write_parquet(path: Path, texts: list[str], group: int = 10) -> None:
+def write_parquet(path, texts, group=10):
     table = pyarrow.table({"text": texts, "id": list(range(len(texts)))})
     pyarrow.parquet.write_table(table, path, row_group_size=group)
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet(tmp_path):
     texts = [f"document {number}" for number in range(57)]
     write_parquet(tmp_path / "a.parquet", texts[:35])
     write_parquet(tmp_path / "b.parquet", texts[35:])
@@ -123,9 +120,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert documents.windows == [0, 57]
 
 
-def test_parquet_is_shuffled_inside_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_is_shuffled_inside_windows(tmp_path, monkeypatch):
     monkeypatch.setattr(ParquetDocuments, "window_rows", 20)
     write_parquet(tmp_path / "a.parquet", [str(number) for number in range(95)])
     documents = opened(tmp_path)
@@ -137,7 +132,7 @@ def test_parquet_is_shuffled_inside_windows(
     assert [documents[index] for index in order] == [str(index) for index in order]
 
 
-def test_parquet_mistakes(tmp_path: Path) -> None:
+def test_parquet_mistakes(tmp_path):
     path = tmp_path / "a.parquet"
     write_parquet(path, ["a"] * 25)
     config = DataConfig(dataset=str(path), text_key="body")
@@ -160,20 +155,20 @@ def test_parquet_mistakes(tmp_path: Path) -> None:
     [pyarrow.array([1]), pyarrow.array([b"a"]), pyarrow.array([["a"]]), pyarrow.nulls(1)],
     ids=lambda values: str(values.type),
 )
-def test_parquet_whose_column_has_no_strings(values: pyarrow.Array, tmp_path: Path) -> None:
+def test_parquet_whose_column_has_no_strings(values, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"the column 'text' has .*; wanted strings"):
         opened(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [pyarrow.large_string(), pyarrow.string_view()], ids=str)
-def test_parquet_of_strings_of_any_kind(kind: pyarrow.DataType, tmp_path: Path) -> None:
+def test_parquet_of_strings_of_any_kind(kind, tmp_path):
     for values in (pyarrow.array(["a"], kind), pyarrow.array(["a"]).dictionary_encode()):
         pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
         assert contents(opened(tmp_path)) == ["a"]
 
 
-def test_nothing_to_read(tmp_path: Path) -> None:
+def test_nothing_to_read(tmp_path):
     with pytest.raises(ConfigError, match="holds no text files"):
         opened(tmp_path)
     (tmp_path / "a.txt").touch()
@@ -188,7 +183,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     assert contents(opened(tmp_path, "parquet")) == ["a"]
 
 
-def test_fingerprint_follows_the_files_not_their_place(tmp_path: Path) -> None:
+def test_fingerprint_follows_the_files_not_their_place(tmp_path):
     fingerprints = []
     for folder, text in [("a", "same"), ("b", "same"), ("c", "longer")]:
         (tmp_path / folder).mkdir()
@@ -214,26 +209,26 @@ def test_fingerprint_follows_the_files_not_their_place(tmp_path: Path) -> None:
         ({"lanes": 24, "num_workers": 5}, "data.num_workers", "use 0, 1, 2, 4, 8"),
     ],
 )
-def test_check_finds_mistakes(settings: dict[str, object], key: str, message: str) -> None:
+def test_check_finds_mistakes(settings, key, message):
     config = DataConfig.model_validate(settings)
     (problem,) = refused(config)
     assert problem.path == key
     assert message in problem.message
 
 
-def refused(config: DataConfig) -> list[Problem]:
+def refused(config):
     """What is refused of a section where three ranks share a global batch of 12."""
     found = [*config.problems(Context()), *config.batch_problems(12, 3)]
     return [problem.within("data") for problem in found]
 
 
-def test_check_accepts_what_works() -> None:
+def test_check_accepts_what_works():
     for settings in ({}, {"dataset": "c4"}, {"dataset": "/"}, {"lanes": 24, "num_workers": 8}):
         config = DataConfig.model_validate(settings)
         assert refused(config) == []
 
 
-def test_opening_reports_the_same_mistakes() -> None:
+def test_opening_reports_the_same_mistakes():
     config = DataConfig(dataset="fineweb", dataset_path="no/such")
     with pytest.raises(
         ConfigError, match=r"data\.dataset_path: .*\ndata\.dataset: not a data set name"
@@ -242,9 +237,7 @@ def test_opening_reports_the_same_mistakes() -> None:
 
 
 @pytest.mark.parametrize("windows", [[0, 3000], [0, 700, 710, 3000]])
-def test_an_order_of_many_items_is_computed_and_complete(
-    windows: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_of_many_items_is_computed_and_complete(windows, monkeypatch):
     listed = list(drawn_order(windows, seed=1, epoch=0, shuffle=True))
     monkeypatch.setattr(order, "MOST_LISTED", 100)
     found = {}
@@ -262,7 +255,7 @@ def test_an_order_of_many_items_is_computed_and_complete(
         assert len(orders) == 4, "each seed and epoch has an order of its own inside of each window"
 
 
-def test_a_permutation_is_well_mixed() -> None:
+def test_a_permutation_is_well_mixed():
     """Neighbours are as far apart, and places as independent of items, as in a random order."""
     size = 100_000
     items = order.Permutation(size, [3, 1]).at(np.arange(size))
@@ -275,9 +268,7 @@ def test_a_permutation_is_well_mixed() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 @pytest.mark.parametrize("most_listed", [0, 100])
-def test_all_orders_of_a_few_windows_are_as_likely(
-    size: int, most_listed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_orders_of_a_few_windows_are_as_likely(size, most_listed, monkeypatch):
     monkeypatch.setattr(order, "MOST_LISTED", most_listed)
     windows, draws = [3 * n for n in range(size + 1)], 20 * math.factorial(size)
     found = Counter[tuple[int, ...]]()
@@ -290,16 +281,14 @@ def test_all_orders_of_a_few_windows_are_as_likely(
     assert chance < len(found) + 4 * math.sqrt(2 * len(found))
 
 
-def test_an_order_does_not_use_the_generators_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_does_not_use_the_generators_of_numpy(monkeypatch):
     expected = [6, 7, 9, 5, 8, 1, 2, 3, 0, 4]
     monkeypatch.delattr(np.random, "default_rng")
     assert list(drawn_order([0, 5, 10], 0, 0, shuffle=True).at(np.arange(10))) == expected
 
 
 @pytest.mark.parametrize("saved", [{}, {"order": "computed"}], ids=["listed", "computed"])
-def test_a_run_of_an_earlier_version_continues_its_order(
-    saved: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_an_earlier_version_continues_its_order(saved, monkeypatch):
     drawn = {
         "listed": [8, 11, 4, 7, 5, 0, 1, 9, 2, 10, 6, 3],
         "computed": [3, 0, 10, 4, 5, 2, 9, 11, 1, 8, 7, 6],
@@ -318,13 +307,13 @@ class TokenTexts:
 
     fingerprint = "numbers"
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self.windows = [0, count]
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.windows[-1]
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index):
         return str(index)
 
 
@@ -332,9 +321,9 @@ CONTENT = b'\n{"text": "a"}\n\r\n{"text": "b"}\r\n\n' + b'{"text": "c"}\n' * 50
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def built(monkeypatch):
     """The files that were indexed; all are large enough to be cached, and read in blocks."""
-    files: list[Path] = []
+    files = []
     blocks = line_index._blocks
     monkeypatch.setattr(line_index, "CACHED_BYTES", 1)
     monkeypatch.setattr(line_index, "BLOCK", 7)
@@ -342,15 +331,13 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return files
 
 
-def expected(content: bytes) -> list[int]:
+def expected(content):
     places = [0, *(i + 1 for i, byte in enumerate(content) if byte == ord("\n"))]
     return [i for i in places if content[i : i + 1] not in (b"", b"\n", b"\r")]
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
-def test_an_index_is_built_once_and_after_a_change(
-    is_elsewhere: bool, tmp_path: Path, built: list[Path]
-) -> None:
+def test_an_index_is_built_once_and_after_a_change(is_elsewhere, tmp_path, built):
     path = tmp_path / "data" / "a.jsonl"
     path.parent.mkdir()
     path.write_bytes(CONTENT)
@@ -371,7 +358,7 @@ def test_an_index_is_built_once_and_after_a_change(
     assert built == [path] * 3
 
 
-def test_an_index_that_cannot_be_written_is_in_memory(tmp_path: Path, built: list[Path]) -> None:
+def test_an_index_that_cannot_be_written_is_in_memory(tmp_path, built):
     path = tmp_path / "a.jsonl"
     path.write_bytes(CONTENT)
     (tmp_path / ".torchtitan").write_text("no folder")
@@ -379,7 +366,7 @@ def test_an_index_that_cannot_be_written_is_in_memory(tmp_path: Path, built: lis
     assert built == [path]
 
 
-def test_the_setting_names_the_folder(tmp_path: Path, built: list[Path]) -> None:
+def test_the_setting_names_the_folder(tmp_path, built):
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some text"}) + "\n")
     config = DataConfig(dataset=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"))
     open_source(config, load_tokenizer(None), seed=0)
@@ -390,7 +377,7 @@ def test_the_setting_names_the_folder(tmp_path: Path, built: list[Path]) -> None
 KINDS = {"text": "a.txt", "jsonl": "a.jsonl", "compressed": "a.jsonl.gz", "parquet": "a.parquet"}
 
 
-def write(file: Path) -> None:
+def write(file):
     texts = ["document"] * 100
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     if file.suffix == ".parquet":
@@ -400,7 +387,7 @@ def write(file: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_that_is_deleted(kind: str, tmp_path: Path) -> None:
+def test_text_that_is_deleted(kind, tmp_path):
     files = [tmp_path / KINDS[kind].replace("a.", f"{name}.") for name in "abc"]
     for file in files:
         write(file)
@@ -414,7 +401,7 @@ def test_text_that_is_deleted(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_text_that_is_truncated(kind: str, tmp_path: Path) -> None:
+def test_text_that_is_truncated(kind, tmp_path):
     """A mapped file would end the process by a signal."""
     write(file := tmp_path / KINDS[kind])
     config = DataConfig(dataset=str(file), shuffle=False, document_bytes=100)
@@ -425,7 +412,7 @@ def test_text_that_is_truncated(kind: str, tmp_path: Path) -> None:
         list(itertools.islice(documents, 400))
 
 
-def test_shards_that_are_deleted_or_truncated(tmp_path: Path) -> None:
+def test_shards_that_are_deleted_or_truncated(tmp_path):
     written = [np.arange(100) for _ in range(30)]
     folder = token_shards.write_shards(tmp_path / "web", written)
     documents = TokenDocuments(folder, folder, 256)
@@ -446,13 +433,13 @@ def test_shards_that_are_deleted_or_truncated(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]:
+def looks(monkeypatch, tmp_path):
     """Counts the looks of all processes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(first_look, "SHARED_BYTES", 1)
     check = first_look._check
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments):
         with (tmp_path / "looks").open("a") as file:
             file.write(".")
         check(*arguments)
@@ -461,14 +448,14 @@ def looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], int]:
     return lambda: len((tmp_path / "looks").read_text())
 
 
-def _refused(config: DataConfig) -> None:
+def _refused(config):
     try:
         check_local(config)
     except ConfigError:
         os._exit(2)
 
 
-def exit_codes(config: DataConfig) -> list[int | None]:
+def exit_codes(config):
     """What some processes that start together say."""
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_refused, args=(config,)) for _ in range(4)]
@@ -479,7 +466,7 @@ def exit_codes(config: DataConfig) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
-def test_one_process_looks_and_all_refuse(tmp_path: Path, looks: Callable[[], int]) -> None:
+def test_one_process_looks_and_all_refuse(tmp_path, looks):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n')
     config = DataConfig(dataset=str(path))
@@ -497,7 +484,7 @@ def test_one_process_looks_and_all_refuse(tmp_path: Path, looks: Callable[[], in
         check_local(config.model_copy(update={"text_key": "body"}))
 
 
-def test_the_launcher_and_its_ranks_look_once(tmp_path: Path, looks: Callable[[], int]) -> None:
+def test_the_launcher_and_its_ranks_look_once(tmp_path, looks):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n')
     for _ in range(3):
@@ -506,9 +493,7 @@ def test_the_launcher_and_its_ranks_look_once(tmp_path: Path, looks: Callable[[]
     assert looks() == 1
 
 
-def test_without_a_folder_every_process_looks(
-    tmp_path: Path, looks: Callable[[], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_every_process_looks(tmp_path, looks, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n')
     monkeypatch.setattr(tempfile, "tempdir", str(path))

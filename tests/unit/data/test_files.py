@@ -3,9 +3,7 @@
 import gzip
 import json
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -28,12 +26,12 @@ from torchtitan.data import (
     open_source,
 )
 from torchtitan.data.discovery import SUFFIXES, walk
-from torchtitan.data.documents import FORMATS, Documents
+from torchtitan.data.documents import FORMATS
 from torchtitan.data.file_cache import contents_of
 from torchtitan.data.hub import StreamedDocuments
 from torchtitan.data.lanes import tokenized
 from torchtitan.data.line_index import line_starts
-from torchtitan.data.order import Document, Position, Source
+from torchtitan.data.order import Document, Position
 from torchtitan.data.sources import SOURCES, ShuffledDocuments
 from torchtitan.data.stream import refuse_other
 from torchtitan.data.tokenizer import ByteTokenizer
@@ -47,7 +45,7 @@ from torchtitan.tools.cli import main
 LINES = "".join(json.dumps({"text": f"document {n} é"}) + "\n" for n in range(20)).encode()
 
 
-def source(path: Path, dataset: str | None = None) -> Source:
+def source(path, dataset=None):
     """What is opened at a path."""
     chosen = {"dataset": dataset, "dataset_path": str(path)} if dataset else {"dataset": str(path)}
     config = DataConfig.model_validate(chosen)
@@ -55,12 +53,12 @@ def source(path: Path, dataset: str | None = None) -> Source:
     return open_source(config, load_tokenizer(None), seed=0)
 
 
-def texts(found: Source, count: int) -> list[str]:
+def texts(found, count):
     documents = found.read({0: None}, 1)[0]
     return [str(next(documents).content) for _ in range(count)]
 
 
-def packed(content: bytes, suffix: str, path: Path) -> bytes:
+def packed(content, suffix, path):
     if suffix == ".gz":
         return gzip.compress(content)
     with pyarrow.output_stream(str(path), compression="zstd") as file:
@@ -69,7 +67,7 @@ def packed(content: bytes, suffix: str, path: Path) -> bytes:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_compressed_lines_are_read_in_order(suffix: str, tmp_path: Path) -> None:
+def test_compressed_lines_are_read_in_order(suffix, tmp_path):
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(packed(LINES + b"\n\n", suffix, path))
     found = source(path)
@@ -82,7 +80,7 @@ def test_compressed_lines_are_read_in_order(suffix: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_compressed_file_that_is_cut_or_false(suffix: str, tmp_path: Path) -> None:
+def test_a_compressed_file_that_is_cut_or_false(suffix, tmp_path):
     path = tmp_path / f"a.jsonl{suffix}"
     whole = packed(LINES * 500, suffix, path)
     path.write_bytes(whole[: len(whole) // 2])
@@ -96,7 +94,7 @@ def test_a_compressed_file_that_is_cut_or_false(suffix: str, tmp_path: Path) -> 
         source(path)
 
 
-def test_a_wrong_line_of_a_compressed_file_has_its_number(tmp_path: Path) -> None:
+def test_a_wrong_line_of_a_compressed_file_has_its_number(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'\n{"text": "fine"}\n{"text": 5}\n'))
     with pytest.raises(ConfigError, match=r"a\.jsonl\.gz:3: 'text' is not a string, but int"):
@@ -112,7 +110,7 @@ def test_a_wrong_line_of_a_compressed_file_has_its_number(tmp_path: Path) -> Non
         (["a.txt.gz"], r"a\.txt\.gz: compressed text is not supported"),
     ],
 )
-def test_a_folder_of_several_kinds(names: list[str], message: str, tmp_path: Path) -> None:
+def test_a_folder_of_several_kinds(names, message, tmp_path):
     for name in names:
         (tmp_path / name).write_bytes(LINES)
     with pytest.raises(ConfigError, match=message):
@@ -121,7 +119,7 @@ def test_a_folder_of_several_kinds(names: list[str], message: str, tmp_path: Pat
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".tar", ".tgz", ".ZIP"])
 @pytest.mark.parametrize("kind", [None, "text"])
-def test_packed_text_is_refused(suffix: str, kind: str | None, tmp_path: Path) -> None:
+def test_packed_text_is_refused(suffix, kind, tmp_path):
     """By itself and in a folder; the bytes of a tar archive would pass for text."""
     (tmp_path / f"a{suffix}").write_bytes(b"a.txt\0\0\0\0some text\n" * 20)
     for path in (tmp_path / f"a{suffix}", tmp_path):
@@ -130,9 +128,7 @@ def test_packed_text_is_refused(suffix: str, kind: str | None, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_first_look_unpacks_what_takes_a_second(
-    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_look_unpacks_what_takes_a_second(suffix, tmp_path, monkeypatch):
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(packed(LINES * 500, suffix, path))
     check_local(DataConfig(dataset=str(path)))
@@ -144,13 +140,13 @@ def test_a_first_look_unpacks_what_takes_a_second(
         check_local(DataConfig(dataset=str(path)))
 
 
-def test_what_is_said_of_data_beside_it_is_no_data(tmp_path: Path) -> None:
+def test_what_is_said_of_data_beside_it_is_no_data(tmp_path):
     for name in ("README.md", "LICENSE", "dataset.yaml", "a.jsonl"):
         (tmp_path / name).write_bytes(LINES)
     assert len(set(texts(source(tmp_path), 20))) == 20
 
 
-def test_a_named_kind_is_not_read_by_half(tmp_path: Path) -> None:
+def test_a_named_kind_is_not_read_by_half(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(LINES)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES))
     with pytest.raises(ConfigError, match=r"both plain and compressed \(b\.jsonl\.gz\)"):
@@ -161,14 +157,14 @@ def test_a_named_kind_is_not_read_by_half(tmp_path: Path) -> None:
     "content",
     ['[\n  {"text": "a"},\n  {"text": "b"}\n]\n', '{\n  "text": "a"\n}\n', '[{"text": "a"}]\n'],
 )
-def test_json_over_several_lines(content: str, tmp_path: Path) -> None:
+def test_json_over_several_lines(content, tmp_path):
     path = tmp_path / "a.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"a\.json:1: .*; wanted JSON Lines, an? .*object on"):
         source(path)
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_text(tmp_path):
     for name, content in {"a.jsonl": LINES, "a.txt": b"some text\n"}.items():
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
         (text,) = texts(source(tmp_path / name), 1)
@@ -186,7 +182,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1", r"a\.parquet: not a Parquet file"),
     ],
 )
-def test_what_is_no_text(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_what_is_no_text(name, content, message, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
@@ -196,12 +192,12 @@ def test_what_is_no_text(name: str, content: bytes, message: str, tmp_path: Path
 @pytest.mark.parametrize("command", [["check"], ["train"]])
 @pytest.mark.parametrize("section", ["data", "validation"])
 def test_data_is_looked_at_before_anything_is_started(
-    command: list[str],
-    section: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    command,
+    section,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
     Path("texts/a.txt").write_bytes(b"fine\n\xff\n")
@@ -215,14 +211,14 @@ def test_data_is_looked_at_before_anything_is_started(
     assert not Path("outputs").exists()
 
 
-def held_out_notes(*words: str) -> list[str]:
+def held_out_notes(*words):
     from torchtitan.checks import load_job
 
     notices = load_job(None, ["--validation.enable", *words], None, "cpu").notices
     return [notice for notice in notices if "validation.dataset" in notice]
 
 
-def test_own_text_and_the_embedded_held_out_set(tmp_path: Path) -> None:
+def test_own_text_and_the_embedded_held_out_set(tmp_path):
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     own = ["--data.dataset", str(tmp_path)]
     (notice,) = held_out_notes(*own)
@@ -232,12 +228,12 @@ def test_own_text_and_the_embedded_held_out_set(tmp_path: Path) -> None:
     assert held_out_notes(*own, "--validation.dataset", "python_stdlib_validation") == []
 
 
-def test_the_line_of_a_validation_names_its_data_set(tmp_path: Path) -> None:
+def test_the_line_of_a_validation_names_its_data_set(tmp_path):
     from torchtitan.metrics import SinkContext
     from torchtitan.metrics.sinks import Console
 
-    logged: list[str] = []
-    write: Callable[..., None] = lambda line, *words: logged.append(line % words)  # noqa: E731
+    logged = []
+    write = lambda line, *words: logged.append(line % words)  # noqa: E731
     recipe = {"validation.dataset": "mine.txt", "validation.dataset_path": None}
     context = SinkContext(
         folder=tmp_path,
@@ -255,19 +251,17 @@ def test_the_line_of_a_validation_names_its_data_set(tmp_path: Path) -> None:
     assert logged == ["step  5/10  validation loss 3.0000  on mine.txt"]
 
 
-def test_another_format_is_found_by_its_suffix_and_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_format_is_found_by_its_suffix_and_by_its_name(tmp_path, monkeypatch):
     """Documents between blank lines, say."""
 
     class Paragraphs(list[str]):
         fingerprint = "paragraphs"
 
         @property
-        def windows(self) -> list[int]:
+        def windows(self):
             return [0, len(self)]
 
-    def opened(files: Sequence[Path], root: Path, text_key: str, document_bytes: int) -> Documents:
+    def opened(files, root, text_key, document_bytes):
         if any(not path.stat().st_size for path in files):
             raise ConfigError("no paragraphs")
         return Paragraphs([each for path in files for each in path.read_text().split("\n\n")])
@@ -297,8 +291,8 @@ def test_another_format_is_found_by_its_suffix_and_by_its_name(
     ],
 )
 def test_a_format_that_is_incomplete_is_refused_by_the_check(
-    opened: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    opened, message, tmp_path, monkeypatch
+):
     monkeypatch.setitem(SUFFIXES, ".par", "par")
     if opened is not None:
         monkeypatch.setitem(FORMATS, "par", opened)
@@ -307,7 +301,7 @@ def test_a_format_that_is_incomplete_is_refused_by_the_check(
         check_local(DataConfig(dataset=str(tmp_path)))
 
 
-def test_a_source_that_is_incomplete_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_is_incomplete_is_refused(monkeypatch):
     monkeypatch.setitem(SOURCES, "mine", lambda *_: object())
     monkeypatch.setitem(DATASETS, "mine", Dataset("mine", "mine", drawn=True))
     with pytest.raises(ConfigError, match="the source mine: object has no epoch and no identity"):
@@ -315,7 +309,7 @@ def test_a_source_that_is_incomplete_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("content", [b"bytes", {"text": "a"}, [0.5], ["a"]])
-def test_a_document_that_is_neither_text_nor_tokens(content: Any) -> None:
+def test_a_document_that_is_neither_text_nor_tokens(content):
     documents = iter([Document(Position(0, 3), content)])
     with pytest.raises(
         ConfigError, match=r"document 3 is .*; wanted a string, or a list of tokens"
@@ -326,26 +320,26 @@ def test_a_document_that_is_neither_text_nor_tokens(content: Any) -> None:
 TWELVE = [json.dumps({"text": f"document {n}"}) for n in range(12)]
 
 
-def write(path: Path, lines: list[str]) -> Path:
+def write(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(line + "\n" for line in lines).encode()
     path.write_bytes(gzip.compress(content) if path.suffix.lower() == ".gz" else content)
     return path
 
 
-def epoch(path: Path, count: int, **settings: Any) -> list[str]:
+def epoch(path, count, **settings):
     config = DataConfig(dataset=str(path), shuffle=False, **settings)
     documents = open_source(config, load_tokenizer(None), seed=0).read({0: None}, 1)[0]
     return [next(documents).content for _ in range(count)]
 
 
-WALKS: dict[str, Callable[[Path], Any]] = {
+WALKS = {
     "text": lambda path: check_local(DataConfig(dataset=str(path))),
     "tokens": lambda path: find_format(path, TOKEN_FORMATS["auto"]()),
 }
 
 
-def test_links_are_followed_and_a_circle_ends(tmp_path: Path) -> None:
+def test_links_are_followed_and_a_circle_ends(tmp_path):
     write(tmp_path / "data/a.jsonl", TWELVE[:2])
     write(tmp_path / "disk/b/c.jsonl", TWELVE[2:])
     (tmp_path / "data/b").symlink_to("../disk")
@@ -358,7 +352,7 @@ def test_links_are_followed_and_a_circle_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WALKS)
-def test_what_is_no_file_is_named_by_every_walk(name: str, tmp_path: Path) -> None:
+def test_what_is_no_file_is_named_by_every_walk(name, tmp_path):
     write(tmp_path / "one/a.jsonl", TWELVE)
     odd = tmp_path / "one/b.jsonl"
     odd.symlink_to("/nowhere/b.jsonl")
@@ -373,13 +367,11 @@ def test_what_is_no_file_is_named_by_every_walk(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", WALKS)
-def test_a_folder_that_cannot_be_read_is_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_read_is_named(name, tmp_path, monkeypatch):
     write(tmp_path / "one/a.jsonl", TWELVE)
     scandir = os.scandir
 
-    def refused(path: str) -> Any:
+    def refused(path):
         if str(path).endswith("one"):
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
@@ -389,13 +381,11 @@ def test_a_folder_that_cannot_be_read_is_named(
         WALKS[name](tmp_path)
 
 
-def test_no_error_of_the_disk_is_a_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_error_of_the_disk_is_a_traceback(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "a.jsonl", TWELVE)
     opened = np.memmap
 
-    def refused(file: Path, *arguments: Any) -> Any:
+    def refused(file, *arguments):
         if Path(file) == path:
             raise PermissionError(13, "Permission denied", str(file))
         return opened(file, *arguments)
@@ -406,12 +396,12 @@ def test_no_error_of_the_disk_is_a_traceback(
 
 
 @pytest.mark.parametrize("name", ["a.JSONL", "a.Json", "a.jsonl.GZ", "a.JSONL.gz"])
-def test_suffixes_in_any_case(name: str, tmp_path: Path) -> None:
+def test_suffixes_in_any_case(name, tmp_path):
     write(tmp_path / name, TWELVE)
     assert epoch(tmp_path, 12) == [f"document {n}" for n in range(12)]
 
 
-def test_tokens_in_capitals(tmp_path: Path) -> None:
+def test_tokens_in_capitals(tmp_path):
     shards = write_format(tmp_path / "shards", "megatron", [drawn_documents(12)], "uint16")
     for file in list(shards.iterdir()):
         file.rename(file.with_suffix(file.suffix.upper()))
@@ -421,7 +411,7 @@ def test_tokens_in_capitals(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [None, "text", "jsonl"])
 @pytest.mark.parametrize("name", ["a.csv", "b/a.TSV", "data-0.arrow"])
-def test_tables_are_never_text(name: str, kind: str | None, tmp_path: Path) -> None:
+def test_tables_are_never_text(name, kind, tmp_path):
     write(tmp_path / name, ["id,text", "1,words"])
     if name.endswith("arrow"):
         write(tmp_path / "state.json", ["{"])
@@ -432,7 +422,7 @@ def test_tables_are_never_text(name: str, kind: str | None, tmp_path: Path) -> N
         open_source(config, load_tokenizer(None), seed=0)
 
 
-def test_the_advice_for_a_table_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_advice_for_a_table_works(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -445,7 +435,7 @@ def test_the_advice_for_a_table_works(tmp_path: Path, monkeypatch: pytest.Monkey
     assert epoch(tmp_path / "saved.parquet", 9) == ["some words"] * 9
 
 
-READERS: dict[str, Callable[[Path], Any]] = {
+READERS = {
     "a.txt": lambda path: epoch(path, 1),
     "a.jsonl": lambda path: epoch(path, 1),
     "a.parquet": lambda path: epoch(path.parent, 1),
@@ -461,7 +451,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_pointer_of_git_lfs_is_named_as_such(name: str, tmp_path: Path) -> None:
+def test_a_pointer_of_git_lfs_is_named_as_such(name, tmp_path):
     path = tmp_path / name
     path.write_bytes(POINTER + b"v1\noid sha256:%064d\nsize 12345678\n" % 7)
     with pytest.raises(
@@ -472,9 +462,7 @@ def test_a_pointer_of_git_lfs_is_named_as_such(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_lines_of_blanks_are_no_documents(
-    suffix: str, is_cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_blanks_are_no_documents(suffix, is_cached, tmp_path, monkeypatch):
     monkeypatch.setattr(line_index, "CACHED_BYTES", 1 if is_cached else 2**20)
     lines = [
         "",
@@ -492,7 +480,7 @@ def test_lines_of_blanks_are_no_documents(
     assert epoch(path, 4) == [f"document {n % 3}" for n in range(4)]
 
 
-def nulls(kind: str, path: Path) -> Path:
+def nulls(kind, path):
     texts = ["zero", None, "two", None, "four"]
     if kind == "parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path / "a.parquet")
@@ -501,9 +489,7 @@ def nulls(kind: str, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
-def test_a_null_is_an_error_of_the_check_or_skipped_and_counted(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_null_is_an_error_of_the_check_or_skipped_and_counted(kind, tmp_path, capsys):
     path = nulls(kind, tmp_path)
     with pytest.raises(ConfigError, match=r"'text' is null; set data\.null_text = \"skip\""):
         check_local(DataConfig(dataset=str(path)))
@@ -517,7 +503,7 @@ def test_a_null_is_an_error_of_the_check_or_skipped_and_counted(
     assert "3 documents" in capsys.readouterr().out
 
 
-def test_skipped_nulls_are_a_metric(tmp_path: Path) -> None:
+def test_skipped_nulls_are_a_metric(tmp_path):
     from torchtitan.tasks import NextToken
 
     skip = DataConfig(dataset=str(nulls("jsonl", tmp_path)), null_text="skip")
@@ -532,7 +518,7 @@ def test_skipped_nulls_are_a_metric(tmp_path: Path) -> None:
     assert source.nulls.count == 2
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace(path, content):
     """Replace a file by another of the same size and time."""
     before = path.stat()
     assert len(content) == before.st_size
@@ -541,9 +527,7 @@ def replace(path: Path, content: bytes) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_the_index_of_lines_notices_another_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_index_of_lines_notices_another_file(tmp_path, monkeypatch):
     monkeypatch.setattr(line_index, "CACHED_BYTES", 1)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"ab\ncdef\n")
@@ -553,7 +537,7 @@ def test_the_index_of_lines_notices_another_file(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
-def test_a_run_notices_another_file_and_one_of_before_resumes(kind: str, tmp_path: Path) -> None:
+def test_a_run_notices_another_file_and_one_of_before_resumes(kind, tmp_path):
     path = write(tmp_path / f"a.{kind}", TWELVE)
     config = DataConfig(dataset=str(path))
     saved = dict(open_source(config, load_tokenizer(None), seed=0).identity)
@@ -566,8 +550,8 @@ def test_a_run_notices_another_file_and_one_of_before_resumes(kind: str, tmp_pat
     refuse_other(saved, own)
 
 
-def test_the_index_of_tokens_notices_other_documents(tmp_path: Path) -> None:
-    def lengths() -> list[int]:
+def test_the_index_of_tokens_notices_other_documents(tmp_path):
+    def lengths():
         format = TOKEN_FORMATS["megatron"]()
         found = open_tokens(shards, format, ByteTokenizer(), 258, tmp_path / "cache")
         return found.lengths(np.arange(len(found))).tolist()
@@ -586,7 +570,7 @@ def test_the_index_of_tokens_notices_other_documents(tmp_path: Path) -> None:
     assert lengths() == [5, 3]
 
 
-def test_many_files_are_known_by_some(tmp_path: Path) -> None:
+def test_many_files_are_known_by_some(tmp_path):
     files = [write(tmp_path / f"{n}.txt", [str(n)]) for n in range(3)]
     assert contents_of(files) != contents_of(files[:2])
     assert contents_of(files * 2000) == contents_of(files * 2000)
@@ -600,14 +584,12 @@ def test_many_files_are_known_by_some(tmp_path: Path) -> None:
         assert contents_of([large]) != before
 
 
-def test_tokens_that_were_written_before_are_used_until_the_text_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_that_were_written_before_are_used_until_the_text_is_replaced(tmp_path, monkeypatch):
     path = write(tmp_path / "a.jsonl", TWELVE)
     config, folder_of = DataConfig(dataset=str(path)), mixed_sources._folder
-    folders: list[Path] = []
+    folders = []
 
-    def recorded(config: DataConfig, made_of: Any) -> Path:
+    def recorded(config, made_of):
         folders.append(folder_of(config, made_of))
         return folders[-1]
 

@@ -2,9 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,28 +10,26 @@ from torchtitan.config import ConfigError, Unreachable
 from torchtitan.data import (
     DATASETS,
     DataConfig,
-    DataStream,
     load_tokenizer,
     merge_states,
     open_source,
     sources,
 )
 from torchtitan.data.hub import DownloadedDocuments, StreamedDocuments, load_hub
-from torchtitan.data.order import Position, Source
 from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.data.tokens.index import TokenDocuments
 from torchtitan.data.tokens.tokenizing import tokenize
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def offline(monkeypatch, tmp_path):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def write_shards(folder: Path, shards: int, documents: int = 7) -> list[str]:
+def write_shards(folder, shards, documents=7):
     """JSONL files of slightly different lengths; returns all texts."""
     folder.mkdir(exist_ok=True)
     texts = []
@@ -46,7 +41,7 @@ def write_shards(folder: Path, shards: int, documents: int = 7) -> list[str]:
     return texts
 
 
-def streamed(folder: Path, *, shuffle: bool = True, text_key: str = "text") -> StreamedDocuments:
+def streamed(folder, *, shuffle=True, text_key="text"):
     import datasets
 
     files = [str(file) for file in sorted(folder.glob("*.jsonl"))]
@@ -54,14 +49,14 @@ def streamed(folder: Path, *, shuffle: bool = True, text_key: str = "text") -> S
     return StreamedDocuments("local", "files", dataset, text_key, seed=5, shuffle=shuffle)
 
 
-def first_epoch(source: Source, lanes: int) -> dict[int, list[str]]:
+def first_epoch(source, lanes):
     return {
         lane: list(texts_of_epoch(source, documents))
         for lane, documents in source.read(dict.fromkeys(range(lanes)), lanes).items()
     }
 
 
-def texts_of_epoch(source: Source, documents: Iterator[Any]) -> Iterator[str]:
+def texts_of_epoch(source, documents):
     for document in documents:
         if source.epoch(document.position):
             return
@@ -69,7 +64,7 @@ def texts_of_epoch(source: Source, documents: Iterator[Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("shards", "lanes"), [(6, 3), (5, 2), (4, 4), (3, 4), (1, 3)])
-def test_every_document_once_an_epoch(tmp_path: Path, shards: int, lanes: int) -> None:
+def test_every_document_once_an_epoch(tmp_path, shards, lanes):
     texts = write_shards(tmp_path, shards)
     source = streamed(tmp_path)
     read = first_epoch(source, lanes)
@@ -78,7 +73,7 @@ def test_every_document_once_an_epoch(tmp_path: Path, shards: int, lanes: int) -
     assert (source.advice(lanes) is None) == (shards >= lanes)
 
 
-def test_epochs_shuffle_the_shards(tmp_path: Path) -> None:
+def test_epochs_shuffle_the_shards(tmp_path):
     texts = write_shards(tmp_path, 6)
     in_order = [
         document.content
@@ -97,22 +92,20 @@ def test_epochs_shuffle_the_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [8, 2])
-def test_resume_at_any_document(tmp_path: Path, shards: int) -> None:
+def test_resume_at_any_document(tmp_path, shards):
     write_shards(tmp_path, shards)
     source = streamed(tmp_path)
     lanes = dict.fromkeys(range(4))
     read = {lane: [next(d) for _ in range(12)] for lane, d in source.read(lanes, 4).items()}
     for at in range(0, 10, 3):
         # Lanes stand at different places, and other lanes belong to another rank.
-        starts: dict[int, Position | None] = {
-            lane: read[lane][at + lane % 2].position for lane in (1, 2)
-        }
+        starts = {lane: read[lane][at + lane % 2].position for lane in (1, 2)}
         for lane, documents in source.read(starts, 4).items():
             assert next(documents) == read[lane][at + lane % 2]
             assert next(documents) == read[lane][at + lane % 2 + 1]
 
 
-def stream(source: Source, rank: int, ranks: int, workers: int = 0) -> DataStream:
+def stream(source, rank, ranks, workers=0):
     return stream_of(
         DataConfig(num_workers=workers),
         source,
@@ -126,11 +119,11 @@ def stream(source: Source, rank: int, ranks: int, workers: int = 0) -> DataStrea
 
 
 @pytest.mark.parametrize("shards", [8, 3])
-def test_batches_and_resume_do_not_depend_on_the_layout(tmp_path: Path, shards: int) -> None:
+def test_batches_and_resume_do_not_depend_on_the_layout(tmp_path, shards):
     write_shards(tmp_path, shards)
     source = streamed(tmp_path)
 
-    def steps(of: list[DataStream], count: int) -> list[list[list[int]]]:
+    def steps(of, count):
         return [[row for s in of for row in next(s).tokens.tolist()] for _ in range(count)]
 
     one = steps([stream(source, 0, 1)], 12)
@@ -143,7 +136,7 @@ def test_batches_and_resume_do_not_depend_on_the_layout(tmp_path: Path, shards: 
     assert steps(four, 7) == one[5:]
 
 
-def test_compressed_jsonl_is_streamed(tmp_path: Path) -> None:
+def test_compressed_jsonl_is_streamed(tmp_path):
     for number in range(3):
         with gzip.open(tmp_path / f"c4-{number}.json.gz", "wt") as file:
             file.write(json.dumps({"text": f"from {number}"}) + "\n")
@@ -156,7 +149,7 @@ def test_compressed_jsonl_is_streamed(tmp_path: Path) -> None:
     assert first_epoch(open_source(one, load_tokenizer(None), seed=0), 1)[0] == ["from 1"]
 
 
-def test_downloaded_sets_are_read_in_any_order(tmp_path: Path) -> None:
+def test_downloaded_sets_are_read_in_any_order(tmp_path):
     import datasets
 
     texts = write_shards(tmp_path, 2)
@@ -169,7 +162,7 @@ def test_downloaded_sets_are_read_in_any_order(tmp_path: Path) -> None:
         DownloadedDocuments("c4", dataset, "body")
 
 
-def test_rows_without_text(tmp_path: Path) -> None:
+def test_rows_without_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": null}\n')
     documents = streamed(tmp_path).read({0: None}, 1)[0]
     assert next(documents).content == "fine"
@@ -180,7 +173,7 @@ def test_rows_without_text(tmp_path: Path) -> None:
         next(streamed(tmp_path, text_key="body").read({0: None}, 1)[0])
 
 
-def test_a_stream_without_documents() -> None:
+def test_a_stream_without_documents():
     import datasets
 
     one = datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset()
@@ -190,13 +183,13 @@ def test_a_stream_without_documents() -> None:
         next(source.read({0: None}, 1)[0])
 
 
-def test_a_network_that_fails_in_the_middle_is_a_message(tmp_path: Path) -> None:
+def test_a_network_that_fails_in_the_middle_is_a_message(tmp_path):
     write_shards(tmp_path, 1)
 
     class Lost(Exception):
         """Of an HTTP client, which is no OSError."""
 
-    def fail(row: Any) -> Any:
+    def fail(row):
         raise Lost("connection reset")
 
     source = streamed(tmp_path, shuffle=False)
@@ -206,12 +199,12 @@ def test_a_network_that_fails_in_the_middle_is_a_message(tmp_path: Path) -> None
         next(documents)
 
 
-def test_no_network_is_told_with_a_way_out() -> None:
+def test_no_network_is_told_with_a_way_out():
     with pytest.raises(Unreachable, match=r"cannot reach the data set allenai/c4 .*dataset_path"):
         load_hub(DATASETS["c4"], streaming=True)
 
 
-def test_no_lane_starves_when_there_are_fewer_documents_than_lanes(tmp_path: Path) -> None:
+def test_no_lane_starves_when_there_are_fewer_documents_than_lanes(tmp_path):
     write_shards(tmp_path, 1, documents=2)
     firsts = {
         lane: next(documents).position
@@ -221,9 +214,7 @@ def test_no_lane_starves_when_there_are_fewer_documents_than_lanes(tmp_path: Pat
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_set_of_the_hub_is_tokenized_in_its_order(
-    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_of_the_hub_is_tokenized_in_its_order(streaming, tmp_path, monkeypatch):
     import datasets
 
     texts = write_shards(tmp_path / "data", 3)

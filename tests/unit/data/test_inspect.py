@@ -1,7 +1,6 @@
 """`torchtitan data inspect`: samples of each kind of data, as a run reads them."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ TEXTS = [f"{n}: " + "ab" * n for n in range(1, 30)]
 
 
 @pytest.fixture
-def recipes(tmp_path: Path) -> dict[str, Path]:
+def recipes(tmp_path):
     """A recipe of each kind of data."""
     texts = tmp_path / "texts.jsonl"
     texts.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
@@ -39,9 +38,7 @@ def recipes(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", ["online", "tokenized", "mixture"])
-def test_json_has_the_samples_that_a_run_reads(
-    kind: str, recipes: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_samples_that_a_run_reads(kind, recipes, tmp_path, capsys):
     words = ["data", "inspect", str(recipes[kind]), "--json", "--samples"]
     assert main([*words, "1"]) == 0  # tokenizes text, which the forked rank cannot
     run_ranks(main, 1, ["train", str(recipes[kind])])
@@ -64,9 +61,7 @@ def test_json_has_the_samples_that_a_run_reads(
         assert sum(sample["source"] == "web" for sample in samples) == 0.75 * len(samples)
 
 
-def test_the_page_shows_documents_and_sources(
-    recipes: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_documents_and_sources(recipes, capsys):
     words = ["data", "inspect", str(recipes["mixture"]), "--samples", "8", "--training.steps=100"]
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -78,12 +73,12 @@ def test_the_page_shows_documents_and_sources(
     assert "fingerprint of web: " in text
 
 
-def test_images_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_refused(capsys):
     assert main(["data", "inspect", "vit_mae_debug"]) == 2
     assert "whose data is not text" in capsys.readouterr().err
 
 
-def test_samples_take_the_ids_that_the_model_takes() -> None:
+def test_samples_take_the_ids_that_the_model_takes():
     """Documents of tokens may have ids beyond the tokenizer's, if the model has rows for them."""
     documents = iter([Document(Position(0, 0), np.array([270, 270, 270]))])
     packing = UncollatedTokens(ByteTokenizer(), 2, True, True, has_documents=False, vocab_size=300)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +15,14 @@ from torchtitan.data.tokens.index import ShardTable, write_index
 MIB = 2**20
 
 
-def write_lines(folder: Path, documents: int) -> Path:
+def write_lines(folder, documents):
     folder.mkdir()
     lines = b"".join(b'{"text": "document %d"}\n' % number for number in range(documents))
     (folder / "lines.jsonl").write_bytes(lines)
     return folder
 
 
-def write_shard(folder: Path, documents: int, size: int) -> Path:
+def write_shard(folder, documents, size):
     """Write documents of 10 tokens, 0, that are spread over a file with no other content."""
     folder.mkdir()
     shard = folder / "part.tokens"
@@ -35,7 +34,7 @@ def write_shard(folder: Path, documents: int, size: int) -> Path:
     return folder
 
 
-def write_many(folder: Path, files: int) -> Path:
+def write_many(folder, files):
     """Write shards of a document each."""
     folder.mkdir()
     tables = []
@@ -48,7 +47,7 @@ def write_many(folder: Path, files: int) -> Path:
     return folder
 
 
-def write_many_lines(folder: Path, files: int) -> Path:
+def write_many_lines(folder, files):
     folder.mkdir()
     for number in range(files):
         (folder / f"{number:04d}.jsonl").write_bytes(b'{"text": "document"}\n')
@@ -56,7 +55,7 @@ def write_many_lines(folder: Path, files: int) -> Path:
 
 
 @pytest.fixture
-def grown(tmp_path: Path) -> dict[str, int]:
+def grown(tmp_path):
     """Bytes by which memory grew when each was read, by a process that may open 256 files."""
     folders = [
         write_lines(tmp_path / "first lines", 1000),  # fill caches
@@ -79,7 +78,7 @@ def grown(tmp_path: Path) -> dict[str, int]:
 
 @pytest.mark.gate
 @pytest.mark.costs("a new interpreter")
-def test_memory_does_not_grow_with_the_data(grown: dict[str, int]) -> None:
+def test_memory_does_not_grow_with_the_data(grown):
     """Of 2 million documents of tokens, 8 bytes for each would be 16 MB."""
     assert grown["many lines"] < grown["few lines"] + 4 * MIB
     assert grown["many tokens"] < grown["few tokens"] + 4 * MIB
@@ -89,9 +88,7 @@ def test_memory_does_not_grow_with_the_data(grown: dict[str, int]) -> None:
     assert grown["many files"] < 8 * MIB
 
 
-def test_indices_of_lines_keep_few_files_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_indices_of_lines_keep_few_files_open(tmp_path, monkeypatch):
     monkeypatch.setattr(line_index, "CACHED_BYTES", 1)
     monkeypatch.setattr(documents, "OPEN_FILES", 2)
     open_file.cache_clear()

@@ -2,8 +2,6 @@
 
 import json
 import struct
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,25 +14,22 @@ from torchtitan.build import open_task
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.config import ConfigError
 from torchtitan.data.tokens.raw import RawFormat
-from torchtitan.job import JobConfig
 from torchtitan.tools.cli import main
 from torchtitan.train import problems_of_task
 
 END = 290
 """Beyond the ids of bytes."""
-RAW: dict[str, Any] = {"name": "raw", "suffix": ".bin", "end": END}
+RAW = {"name": "raw", "suffix": ".bin", "end": END}
 
 
-def recipe(folder: Path, **sections: Any) -> JobConfig:
+def recipe(folder, **sections):
     documents = [np.append(tokens, END) for tokens in drawn_documents(60)]
     file = folder / "train.bin"
     file.write_bytes(np.concatenate(documents).astype("<u2").tobytes())
     return tiny.job(data={"dataset": str(file), "format": RAW}, **sections)
 
 
-def test_tokens_train_without_a_tokenizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_train_without_a_tokenizer(tmp_path, capsys):
     job = recipe(tmp_path)
     held_out = {"enable": True, "dataset": job.data.dataset, "steps": 1}
     run = {"dump_folder": tmp_path / "run", "validation": held_out}
@@ -50,12 +45,12 @@ def test_tokens_train_without_a_tokenizer(
     assert Extras.of_recipe(state["recipe"]) == Extras(seq_len=32)
 
 
-def test_text_beside_tokens_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_text_beside_tokens_without_a_tokenizer_is_refused(tmp_path):
     [problem] = problems_of_task(recipe(tmp_path, validation={"enable": True}))
     assert "python_stdlib_validation is text" in problem.message
 
 
-def test_tokens_of_a_small_vocabulary_need_no_bytes(tmp_path: Path) -> None:
+def test_tokens_of_a_small_vocabulary_need_no_bytes(tmp_path):
     job = recipe(tmp_path, model={"vocab_size": 295})
     assert open_task(job).vocab_size == 295
     of_bytes = write_shards(tmp_path / "shards", drawn_documents(9))
@@ -64,10 +59,10 @@ def test_tokens_of_a_small_vocabulary_need_no_bytes(tmp_path: Path) -> None:
         open_task(job)
 
 
-def test_a_run_whose_tokens_were_taken_for_bytes_goes_on(tmp_path: Path) -> None:
+def test_a_run_whose_tokens_were_taken_for_bytes_goes_on(tmp_path):
     job = recipe(tmp_path)
 
-    def stream() -> Any:
+    def stream():
         part = {"local_batch_size": 4, "accumulation": 1, "rank": 0, "ranks": 1}
         return open_task(job).open_stream(job.data, seed=0, seq_len=16, **part)
 
@@ -82,9 +77,7 @@ def test_a_run_whose_tokens_were_taken_for_bytes_goes_on(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")]
 )
-def test_the_header_of_llm_c_is_no_tokens(
-    magic: int, version: int, dtype: str, tmp_path: Path
-) -> None:
+def test_the_header_of_llm_c_is_no_tokens(magic, version, dtype, tmp_path):
     tokens = np.array([END, 1, 2, END, 3], dtype)
     header = struct.pack("<3i", magic, version, len(tokens)).ljust(1024, b"\0")
     (tmp_path / "a.bin").write_bytes(header + tokens.tobytes())
@@ -94,7 +87,7 @@ def test_the_header_of_llm_c_is_no_tokens(
     assert table.starts[0] == 1024
 
 
-def test_an_end_must_be_known(tmp_path: Path) -> None:
+def test_an_end_must_be_known(tmp_path):
     job = recipe(tmp_path)
     with pytest.raises(ConfigError, match="set `end` to the token that ends a document"):
         list(RawFormat(suffix=".bin").tables(tmp_path, open_task(job).tokenizer))

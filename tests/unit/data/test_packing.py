@@ -4,13 +4,10 @@ import itertools
 import json
 import threading
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.streams import stream_of
 from tests.token_shards import drawn_documents, rows, saved, token_streams, write_shards
@@ -25,7 +22,7 @@ from torchtitan.models.llama3.settings import Llama3Config
 from torchtitan.tasks import next_token
 from torchtitan.tasks.next_token import NextToken, TokenBatch
 
-BEST_FIT: dict[str, Any] = {"packing": "best_fit", "num_workers": 0}
+BEST_FIT = {"packing": "best_fit", "num_workers": 0}
 
 
 DOCUMENTS = [
@@ -34,17 +31,17 @@ DOCUMENTS = [
 ]
 
 
-def config_of(folder: Path) -> DataConfig:
+def config_of(folder):
     return DataConfig(dataset=str(write_shards(folder / "own", DOCUMENTS)), **BEST_FIT)
 
 
-def pairs(batch: Any) -> Counter:
+def pairs(batch):
     """Count the targets that follow, in a document, the token they are predicted from."""
     found = zip(batch.tokens.flatten().tolist(), batch.targets.flatten().tolist(), strict=True)
     return Counter(pair for pair in found if pair[1] == (pair[0] + 1) % 258)
 
 
-def test_padding_and_tokens_that_another_row_predicts_are_no_targets(tmp_path: Path) -> None:
+def test_padding_and_tokens_that_another_row_predicts_are_no_targets(tmp_path):
     """The block has 3 documents, of 3, 5 and 11 tokens; rows are 8 tokens long."""
     folder = write_shards(tmp_path / "own", np.split(np.arange(19), [3, 8]), shards=1)
     config = DataConfig(dataset=str(folder), shuffle=False, **BEST_FIT)
@@ -72,9 +69,7 @@ def test_padding_and_tokens_that_another_row_predicts_are_no_targets(tmp_path: P
     assert stream.take_shares() == {}
 
 
-def test_padding_is_cut_into_short_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_is_cut_into_short_documents(tmp_path, monkeypatch):
     """One document as long as all padding would cost attention as such a document does."""
     monkeypatch.setattr(next_token, "PADDING", 2)
     folder = write_shards(tmp_path / "own", [np.arange(4)], shards=1)
@@ -86,7 +81,7 @@ def test_padding_is_cut_into_short_documents(
     assert batch.documents.tolist() == [[0, 0, 0, 0, -3, -3, -4, -4, -5, -5]]
 
 
-def test_documents_stay_on_the_host() -> None:
+def test_documents_stay_on_the_host():
     """Their boundaries are read there; all the rest moves."""
     documents = torch.zeros(1, 4, dtype=torch.int64)
     batch = TokenBatch(*(torch.ones(1, 4, dtype=torch.int64) for _ in range(3)), documents)
@@ -97,13 +92,13 @@ def test_documents_stay_on_the_host() -> None:
     assert moved.documents is documents
 
     class Pinning(Device):
-        def pin(self, tensor: Tensor) -> Tensor:
+        def pin(self, tensor):
             return tensor.to("meta")
 
     assert batch.pin(Pinning("cpu")).documents is documents
 
 
-def test_a_rest_that_follows_another_document_is_not_predicted_from_it(tmp_path: Path) -> None:
+def test_a_rest_that_follows_another_document_is_not_predicted_from_it(tmp_path):
     """The rest of the second document, tokens 8 to 10, is in the row of the first."""
     folder = write_shards(tmp_path / "own", np.split(np.arange(11), [3]), shards=1)
     config = DataConfig(dataset=str(folder), shuffle=False, **BEST_FIT)
@@ -116,7 +111,7 @@ def test_a_rest_that_follows_another_document_is_not_predicted_from_it(tmp_path:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_rows_do_not_depend_on_ranks_and_workers(tmp_path: Path, ranks: int, workers: int) -> None:
+def test_rows_do_not_depend_on_ranks_and_workers(tmp_path, ranks, workers):
     config = config_of(tmp_path)
     [whole] = token_streams(config, 1)
     config = config.model_copy(update={"num_workers": workers})
@@ -135,9 +130,7 @@ def test_rows_do_not_depend_on_ranks_and_workers(tmp_path: Path, ranks: int, wor
 
 
 @pytest.mark.parametrize("seq_lens", [(16, 16), (16, 40), (16, 9, 30)])
-def test_a_run_with_other_sequence_lengths_predicts_every_token_once(
-    tmp_path: Path, seq_lens: tuple[int, ...]
-) -> None:
+def test_a_run_with_other_sequence_lengths_predicts_every_token_once(tmp_path, seq_lens):
     """The state is that of a checkpoint, and the steps end inside of the only block."""
     config = config_of(tmp_path)
     found, state = Counter(), None
@@ -156,7 +149,7 @@ def test_a_run_with_other_sequence_lengths_predicts_every_token_once(
     )
 
 
-def test_joined_rows_do_not_resume_a_packed_run(tmp_path: Path) -> None:
+def test_joined_rows_do_not_resume_a_packed_run(tmp_path):
     config = config_of(tmp_path)
     [packed] = token_streams(config, 1)
     next(packed)
@@ -165,7 +158,7 @@ def test_joined_rows_do_not_resume_a_packed_run(tmp_path: Path) -> None:
         joined.load_state_dict(saved([packed]))
 
 
-def test_a_source_that_is_read_in_part_has_enough_rows(tmp_path: Path) -> None:
+def test_a_source_that_is_read_in_part_has_enough_rows(tmp_path):
     """An epoch has at least as many rows as the run counts, for any sequence length."""
     config = config_of(tmp_path)
     source = {"path": config.dataset, "weight": 1}
@@ -189,14 +182,14 @@ def test_a_source_that_is_read_in_part_has_enough_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dataset", ["python_stdlib", "synthetic"])
-def test_text_is_not_packed_while_training(dataset: str) -> None:
+def test_text_is_not_packed_while_training(dataset):
     config = DataConfig(dataset=dataset, packing="best_fit")
     [problem] = config.problems(Context())
     assert problem.path == "packing"
     assert "torchtitan data tokenize" in problem.message
 
 
-def test_text_files_are_not_packed_while_training(tmp_path: Path) -> None:
+def test_text_files_are_not_packed_while_training(tmp_path):
     (tmp_path / "text.txt").write_text("a document\n")
     config = DataConfig(dataset=str(tmp_path / "text.txt"), packing="best_fit")
     task = NextToken(Llama3Config(), type("Args", (), {"vocab_size": 258}))
@@ -205,15 +198,15 @@ def test_text_files_are_not_packed_while_training(tmp_path: Path) -> None:
         task.open_stream(config, seed=0, seq_len=8, **part)
 
 
-def test_tokens_have_no_part_that_is_held_out(tmp_path: Path) -> None:
+def test_tokens_have_no_part_that_is_held_out(tmp_path):
     config = config_of(tmp_path).model_copy(update={"validation_fraction": 0.1})
     with pytest.raises(ConfigError, match=r"data\.validation_fraction: tokens have no held-out"):
         NextToken.check_files(config.model_copy(update={"packing": "join"}))
 
 
 def test_the_unigram_baseline_ends_with_the_documents_and_counts_no_padding(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """They are fewer than the tokens that it takes from a larger source."""
     config = config_of(tmp_path).model_copy(update={"report_unigram_loss": True})
     task = NextToken(Llama3Config(), type("Args", (), {"vocab_size": 258}))
@@ -227,38 +220,38 @@ def test_the_unigram_baseline_ends_with_the_documents_and_counts_no_padding(
     assert (next(stream).targets == IGNORED).all()
 
 
-def test_validation_joins_its_text() -> None:
+def test_validation_joins_its_text():
     assert DataConfig(packing="best_fit").held_out().packing == "join"
 
 
 class Arrays:
     """Source of documents that are tokens."""
 
-    def __init__(self, *contents: list[int]) -> None:
-        self.identity: dict[str, Any] = {}
+    def __init__(self, *contents):
+        self.identity = {}
         self._contents = contents
 
-    def epoch(self, position: Position) -> int:
+    def epoch(self, position):
         return position.round
 
-    def advice(self, lanes: int) -> None:
+    def advice(self, lanes):
         return None
 
-    def read(self, starts: dict[int, Any], lanes: int) -> dict[int, Any]:
+    def read(self, starts, lanes):
         endless = itertools.cycle(enumerate(self._contents))
         documents = (Document(Position(0, n), np.array(each)) for n, each in endless)
         return dict.fromkeys(starts, documents)
 
 
-def arrays_stream(*contents: list[int], workers: int = 0, device: Device | None = None) -> Any:
+def arrays_stream(*contents, workers=0, device=None):
     part = {"local_batch_size": 1, "accumulation": 1, "rank": 0, "ranks": 1, "device": device}
     config = DataConfig(num_workers=workers)
-    source: Any = Arrays(*contents)
+    source = Arrays(*contents)
     return stream_of(config, source, ByteTokenizer(), seq_len=8, **part)
 
 
 @pytest.mark.parametrize("token", [258, -1, 2**32 + 5])
-def test_a_token_outside_of_the_vocabulary_is_found_before_the_model_sees_it(token: int) -> None:
+def test_a_token_outside_of_the_vocabulary_is_found_before_the_model_sees_it(token):
     stream = arrays_stream([1, 2, 3], [4, 257, token, 5])
     with pytest.raises(
         ConfigError, match=rf"document 1 of round 0 has the token {token} at 2, .* of 258"
@@ -266,7 +259,7 @@ def test_a_token_outside_of_the_vocabulary_is_found_before_the_model_sees_it(tok
         next(stream)
 
 
-def test_shares_of_joined_text() -> None:
+def test_shares_of_joined_text():
     """Documents are 6 tokens with BOS and EOS, and samples have 8 inputs.
 
     They start at tokens 0, 8, 16, 24: the second at the third token of a document, so 4 of its
@@ -279,11 +272,11 @@ def test_shares_of_joined_text() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_are_pinned_by_the_thread_that_collates_them(workers: int) -> None:
-    threads: dict[int, int] = {}
+def test_batches_are_pinned_by_the_thread_that_collates_them(workers):
+    threads = {}
 
     class Pinning(Device):
-        def pin(self, tensor: Tensor) -> Tensor:
+        def pin(self, tensor):
             threads[tensor.data_ptr()] = threading.get_ident()
             return tensor
 
@@ -296,9 +289,7 @@ def test_batches_are_pinned_by_the_thread_that_collates_them(workers: int) -> No
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(4, 4), (2, 6)])
-def test_a_packed_mixture_resumes_exactly_on_other_ranks(
-    tmp_path: Path, ranks: int, batch: int
-) -> None:
+def test_a_packed_mixture_resumes_exactly_on_other_ranks(tmp_path, ranks, batch):
     sources = [
         {"path": str(write_shards(tmp_path / name, drawn_documents(40, seed))), "weight": 1}
         for seed, name in enumerate("ab")
@@ -320,7 +311,7 @@ def test_a_packed_mixture_resumes_exactly_on_other_ranks(
         assert found == whole[4 * steps : 4 * steps + len(found)]
 
 
-def test_a_run_does_not_resume_where_documents_end_otherwise() -> None:
+def test_a_run_does_not_resume_where_documents_end_otherwise():
     """The file of a tokenizer stays the same if another token is declared."""
     now = {"tokenizer": "huggingface:1", "bos": None, "eos": 270}
     refuse_other(now, now)

@@ -7,10 +7,7 @@ import multiprocessing
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -29,7 +26,7 @@ from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.data.tokens import index_cache
 from torchtitan.data.tokens.checksums import record_all
 from torchtitan.data.tokens.formats import TOKEN_FORMATS, OwnFormat
-from torchtitan.data.tokens.index import ShardWriter, TokenDocuments, write_index
+from torchtitan.data.tokens.index import ShardWriter, write_index
 from torchtitan.data.tokens.index_cache import open_tokens
 from torchtitan.data.tokens.mixed_sources import open_token_sources
 from torchtitan.remote import RemotePath, location
@@ -42,7 +39,7 @@ WINDOW = 2 * SHARD_GIB
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(monkeypatch):
     """Attempts follow each other at once, and the store is empty."""
     monkeypatch.setattr(remote, "RETRY_SECONDS", 0.0)
     ObjectStore.reset()
@@ -51,7 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(params=["memory", "store", "file"])
-def shards(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def shards(request, tmp_path):
     """Shards in a store; document d holds the token d."""
     written = write_shards(tmp_path / "written")
     if request.param == "file":
@@ -61,16 +58,16 @@ def shards(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     for file in written.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     yield folder
-    folder.remove()  # type: ignore[attr-defined]
+    folder.remove()
 
 
 @pytest.fixture
-def own_store(tmp_path: Path) -> Path:
+def own_store(tmp_path):
     """The same in the store that counts and fails."""
     return upload(write_shards(tmp_path / "written"))
 
 
-def write_shards(folder: Path) -> Path:
+def write_shards(folder):
     folder.mkdir()
     tables = []
     for shard in range(SHARDS):
@@ -82,18 +79,16 @@ def write_shards(folder: Path) -> Path:
     return folder
 
 
-def opened(path: Path, cache: Path, **settings: Any) -> TokenDocuments:
+def opened(path, cache, **settings):
     settings = {"shuffle_window": WINDOW, "cache_limit": 2 * WINDOW} | settings
     return open_tokens(path, OwnFormat(), ByteTokenizer(), 256, cache, **settings)
 
 
-def copies(cache: Path) -> list[Path]:
+def copies(cache):
     return sorted(path for path in (cache / "files").glob("*/*"))
 
 
-def test_an_epoch_fetches_every_shard_once_and_stays_within_the_limit(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_an_epoch_fetches_every_shard_once_and_stays_within_the_limit(shards, tmp_path):
     cache = tmp_path / "cache"
     documents = opened(shards, cache)
     assert isinstance(shards, RemotePath)
@@ -112,7 +107,7 @@ def test_an_epoch_fetches_every_shard_once_and_stays_within_the_limit(
     assert read != places.tolist()
 
 
-def test_each_request_is_made_once(own_store: Path, tmp_path: Path) -> None:
+def test_each_request_is_made_once(own_store, tmp_path):
     for _run in range(2):
         documents = opened(own_store, tmp_path / "cache", cache_limit=1.0)
         for document in range(len(documents)):
@@ -124,7 +119,7 @@ def test_each_request_is_made_once(own_store: Path, tmp_path: Path) -> None:
     assert bytes_of_shards < ObjectStore.bytes_read() < bytes_of_shards + 10_000
 
 
-def test_order_does_not_depend_on_the_limit_of_the_cache(own_store: Path, tmp_path: Path) -> None:
+def test_order_does_not_depend_on_the_limit_of_the_cache(own_store, tmp_path):
     small = opened(own_store, tmp_path / "a")
     large = opened(own_store, tmp_path / "b", cache_limit=100.0)
     assert small.windows == large.windows
@@ -139,7 +134,7 @@ def test_order_does_not_depend_on_the_limit_of_the_cache(own_store: Path, tmp_pa
     assert opened(tmp_path / "written", tmp_path / "f").windows == small.windows
 
 
-def test_a_deleted_copy_can_be_read_until_it_is_closed(own_store: Path, tmp_path: Path) -> None:
+def test_a_deleted_copy_can_be_read_until_it_is_closed(own_store, tmp_path):
     documents = opened(own_store, tmp_path / "cache")
     first = documents.read(0)
     (copy,) = copies(tmp_path / "cache")
@@ -151,7 +146,7 @@ def test_a_deleted_copy_can_be_read_until_it_is_closed(own_store: Path, tmp_path
     assert copy.exists()
 
 
-def test_changed_shards_are_fetched_again(own_store: Path, tmp_path: Path) -> None:
+def test_changed_shards_are_fetched_again(own_store, tmp_path):
     assert (opened(own_store, tmp_path / "cache").read(0) == 0).all()
     other = tmp_path / "other"
     other.mkdir()
@@ -164,7 +159,7 @@ def test_changed_shards_are_fetched_again(own_store: Path, tmp_path: Path) -> No
     assert (opened(own_store, tmp_path / "cache").read(0) == 7).all()
 
 
-def test_a_shard_that_vanishes_is_named(own_store: Path, tmp_path: Path) -> None:
+def test_a_shard_that_vanishes_is_named(own_store, tmp_path):
     documents = opened(own_store, tmp_path / "cache")
     documents.read(0)
     (own_store / "part-1.tokens").unlink()
@@ -173,7 +168,7 @@ def test_a_shard_that_vanishes_is_named(own_store: Path, tmp_path: Path) -> None
     assert [copy.name for copy in copies(tmp_path / "cache")] == ["part-0.tokens"]
 
 
-def test_a_store_that_fails_is_asked_again(own_store: Path, tmp_path: Path) -> None:
+def test_a_store_that_fails_is_asked_again(own_store, tmp_path):
     documents = opened(own_store, tmp_path / "cache")
     ObjectStore.break_down("cat_file", within="part-1", times=2)
     assert (documents.read(5) == 5).all()
@@ -184,9 +179,7 @@ def test_a_store_that_fails_is_asked_again(own_store: Path, tmp_path: Path) -> N
     assert (documents.read(10) == 10).all()
 
 
-def test_no_part_of_a_shard_has_its_name(
-    own_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_part_of_a_shard_has_its_name(own_store, tmp_path, monkeypatch):
     documents = opened(own_store, tmp_path / "cache")
     shard = own_store / "part-0.tokens"
     content = shard.read_bytes()
@@ -202,9 +195,7 @@ def test_no_part_of_a_shard_has_its_name(
     assert (documents.read(0) == 0).all()
 
 
-def test_a_full_disk_is_an_error(
-    own_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error(own_store, tmp_path, monkeypatch):
     documents = opened(own_store, tmp_path / "cache")
     monkeypatch.setattr(os, "posix_fallocate", partial(fail, errno.ENOSPC))
     with pytest.raises(ConfigError, match=r"files/.*: No space left on device; .* data.cache"):
@@ -218,7 +209,7 @@ def test_a_full_disk_is_an_error(
     assert (documents.read(0) == 0).all()
 
 
-def test_what_killed_processes_left_is_replaced_or_deleted(own_store: Path, tmp_path: Path) -> None:
+def test_what_killed_processes_left_is_replaced_or_deleted(own_store, tmp_path):
     documents = opened(own_store, tmp_path / "cache")
     documents.read(0)
     (copy,) = copies(tmp_path / "cache")
@@ -233,7 +224,7 @@ def test_what_killed_processes_left_is_replaced_or_deleted(own_store: Path, tmp_
     assert not other.exists()
 
 
-def read_all(folder: str, cache: Path, seed: int, failures: Any) -> None:
+def read_all(folder, cache, seed, failures):
     documents = opened(location(folder), cache)
     order = drawn_order(documents.windows, seed, 0, shuffle=True)
     for document in order.at(np.arange(len(documents))).tolist():
@@ -241,7 +232,7 @@ def read_all(folder: str, cache: Path, seed: int, failures: Any) -> None:
             failures.put(document)
 
 
-def test_processes_share_the_cache(tmp_path: Path) -> None:
+def test_processes_share_the_cache(tmp_path):
     """Their orders differ, so that they delete what others need."""
     folder = f"file://{write_shards(tmp_path / 'written')}"
     context = multiprocessing.get_context("fork")
@@ -257,7 +248,7 @@ def test_processes_share_the_cache(tmp_path: Path) -> None:
     assert sum(copy.stat().st_size for copy in copies(tmp_path / "cache")) <= 2 * WINDOW * 2**30
 
 
-def upload(local: Path) -> Path:
+def upload(local):
     """Copy a folder to a store."""
     folder = location(f"store://{uuid.uuid4().hex}/{local.name}")
     for file in local.rglob("*"):
@@ -268,7 +259,7 @@ def upload(local: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", [name for name in TOKEN_FORMATS if name != "auto"])
-def test_shards_of_other_software_are_read_from_a_store(name: str, tmp_path: Path) -> None:
+def test_shards_of_other_software_are_read_from_a_store(name, tmp_path):
     """Only what tells where documents are is fetched first, if it is not in the shards."""
     format, tokens = TOKEN_FORMATS[name](), np.arange(1, 70, dtype=np.uint16)
     parts = [[tokens[: 49 + n] for n in numbers] for numbers in (range(10), range(10, 20))]
@@ -286,7 +277,7 @@ def test_shards_of_other_software_are_read_from_a_store(name: str, tmp_path: Pat
             assert (there.read(document) == here.read(document)).all()
 
 
-def test_a_run_reads_the_same_samples_from_a_store_and_a_disk(tmp_path: Path) -> None:
+def test_a_run_reads_the_same_samples_from_a_store_and_a_disk(tmp_path):
     local = token_shards.write_shards(tmp_path / "web", token_shards.drawn_documents(100), 8)
     config = DataConfig(
         dataset=str(upload(local)), cache=str(tmp_path / "cache"), shuffle_window=1e-6
@@ -307,7 +298,7 @@ def test_a_run_reads_the_same_samples_from_a_store_and_a_disk(tmp_path: Path) ->
     assert token_shards.rows([resumed], 5) == token_shards.rows([stream], 5)
 
 
-def test_the_next_window_is_fetched_ahead_of_time(tmp_path: Path) -> None:
+def test_the_next_window_is_fetched_ahead_of_time(tmp_path):
     local = token_shards.write_shards(tmp_path / "web", token_shards.drawn_documents(100), 8)
     window = 2 * (local / "shard-00000.tokens").stat().st_size / 2**30
     settings = {"cache": str(tmp_path / "cache"), "shuffle_window": 1.2 * window}
@@ -325,12 +316,12 @@ def test_the_next_window_is_fetched_ahead_of_time(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "cache/files")
     (stream,) = token_shards.token_streams(config, 1)
     next(stream)
-    for thread in stream._sources[0].documents._prefetcher._threads:  # type: ignore[union-attr]
+    for thread in stream._sources[0].documents._prefetcher._threads:
         thread.join()
     assert len(copies(tmp_path / "cache")) == 4
 
 
-def test_the_cache_holds_two_windows_of_each_source(tmp_path: Path) -> None:
+def test_the_cache_holds_two_windows_of_each_source(tmp_path):
     paths = [tmp_path / name for name in ("web", "code")]
     for path in paths:
         token_shards.write_shards(path, token_shards.drawn_documents(100), 8)
@@ -344,7 +335,7 @@ def test_the_cache_holds_two_windows_of_each_source(tmp_path: Path) -> None:
     assert len(open_token_sources(config, ByteTokenizer(), 258) or ()) == 2
 
 
-def test_a_store_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+def test_a_store_that_fails_ends_the_run_with_its_reason(tmp_path):
     local = token_shards.write_shards(tmp_path / "web", token_shards.drawn_documents(100), 2)
     for workers in (0, 2):
         config = DataConfig(
@@ -359,7 +350,7 @@ def test_a_store_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "compressed", "file"])
-def test_text_is_fetched_once_and_read_as_from_a_disk(kind: str, tmp_path: Path) -> None:
+def test_text_is_fetched_once_and_read_as_from_a_disk(kind, tmp_path):
     local = write_text(tmp_path / "texts", kind)
     url = upload(local)
     if kind == "file":
@@ -386,8 +377,8 @@ def test_text_is_fetched_once_and_read_as_from_a_disk(kind: str, tmp_path: Path)
             call(gone)
 
 
-def test_copies_of_text_count_in_the_limit_and_old_versions_leave(tmp_path: Path) -> None:
-    def fetched(name: str, content: str | None = None) -> Path:
+def test_copies_of_text_count_in_the_limit_and_old_versions_leave(tmp_path):
+    def fetched(name, content=None):
         file = tmp_path / "store" / name / "a.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
         if content is not None:
@@ -417,7 +408,7 @@ def test_copies_of_text_count_in_the_limit_and_old_versions_leave(tmp_path: Path
     assert third.exists()
 
 
-def write_text(folder: Path, kind: str) -> Path:
+def write_text(folder, kind):
     (folder / "more").mkdir(parents=True)
     for number in range(3):
         texts = [f"document {number}.{n}" for n in range(4)]
@@ -434,8 +425,8 @@ def write_text(folder: Path, kind: str) -> Path:
     return folder
 
 
-def test_settings_of_the_cache_are_checked() -> None:
-    def found(**values: Any) -> dict[str, str]:
+def test_settings_of_the_cache_are_checked():
+    def found(**values):
         problems = DataConfig(**values).problems(Context())
         return {problem.path: problem.message for problem in problems}
 
@@ -446,9 +437,7 @@ def test_settings_of_the_cache_are_checked() -> None:
     assert "cannot hold two" in found(cache_limit=8, shuffle_window=5)["cache_limit"]
 
 
-def test_an_index_that_cannot_be_written_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     """The folder of the data is often one that must not be written."""
     format = TOKEN_FORMATS["megatron"]()
     shards = [[np.arange(9, dtype=np.uint16)]]
@@ -465,5 +454,5 @@ def test_an_index_that_cannot_be_written_is_an_error(
         open_tokens(folder, format, ByteTokenizer(), 256, tmp_path / "cache")
 
 
-def fail(code: int, *_: Any, **__: Any) -> None:
+def fail(code, *_, **__):
     raise OSError(code, os.strerror(code))

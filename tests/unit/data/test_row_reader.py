@@ -2,21 +2,19 @@
 
 import itertools
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from torchtitan.config import ConfigError
-from torchtitan.data.lanes import ENDED, Sample
+from torchtitan.data.lanes import ENDED
 from torchtitan.data.tokens import sample_reader as reader_module
 from torchtitan.data.tokens.index import ShardWriter, TokenDocuments, write_index
 from torchtitan.data.tokens.sample_reader import RowReader, SourcePosition, TokenReader
 
 
 @pytest.fixture
-def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenDocuments:
+def documents(tmp_path, monkeypatch):
     """100 documents of up to 30 tokens in blocks of 16; every token is another number."""
     monkeypatch.setattr(reader_module, "BLOCK", 16)
     lengths = np.random.default_rng(0).integers(0, 30, 100).tolist()
@@ -27,18 +25,18 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenDocuments
     return TokenDocuments(tmp_path, tmp_path, vocab_size=2**16)
 
 
-def rows_of(documents: TokenDocuments, seq_len: int, epochs: int | None = None) -> RowReader:
-    given: dict[str, Any] = {"seed": 1, "shuffle": True, "epochs": epochs}
+def rows_of(documents, seq_len, epochs=None):
+    given = {"seed": 1, "shuffle": True, "epochs": epochs}
     return RowReader("a", documents, seq_len=seq_len, **given)
 
 
-def rows_of_epoch(reader: RowReader) -> int:
+def rows_of_epoch(reader):
     return sum(len(reader.rows(block, ())) for block in range(reader.blocks))
 
 
-def trained(samples: list[Sample]) -> Counter:
+def trained(samples):
     """Count the targets of samples with the token before each, if that is of their document."""
-    found: Counter = Counter()
+    found = Counter()
     for sample in samples:
         for place in range(1, len(sample.tokens)):
             before, after = sample.documents[place - 1 : place + 1]
@@ -47,12 +45,12 @@ def trained(samples: list[Sample]) -> Counter:
     return found
 
 
-def pairs_of(documents: TokenDocuments) -> Counter:
+def pairs_of(documents):
     contents = [documents.read(i).tolist() for i in range(len(documents))]
     return Counter(pair for content in contents for pair in itertools.pairwise(content))
 
 
-def test_every_token_is_predicted_once_an_epoch(documents: TokenDocuments) -> None:
+def test_every_token_is_predicted_once_an_epoch(documents):
     reader = rows_of(documents, 20)
     count = rows_of_epoch(reader)
     cursor = reader.cursor(SourcePosition())
@@ -60,7 +58,7 @@ def test_every_token_is_predicted_once_an_epoch(documents: TokenDocuments) -> No
     assert cursor.position(count) == SourcePosition(1)
 
 
-def test_documents_that_fit_are_whole_and_padding_follows(documents: TokenDocuments) -> None:
+def test_documents_that_fit_are_whole_and_padding_follows(documents):
     reader = rows_of(documents, 29)
     cursor = reader.cursor(SourcePosition())
     samples = [cursor.sample(i) for i in range(rows_of_epoch(reader))]
@@ -73,7 +71,7 @@ def test_documents_that_fit_are_whole_and_padding_follows(documents: TokenDocume
         assert set(np.diff(numbers)) <= {0, 1}
 
 
-def test_cut_tokens_and_repeated_ones_are_known(documents: TokenDocuments) -> None:
+def test_cut_tokens_and_repeated_ones_are_known(documents):
     reader = rows_of(documents, 9)
     cursor = reader.cursor(SourcePosition())
     starts = set(np.cumsum([0, *documents.lengths(np.arange(100))]).tolist())
@@ -87,9 +85,7 @@ def test_cut_tokens_and_repeated_ones_are_known(documents: TokenDocuments) -> No
 
 @pytest.mark.parametrize("lengths", [(20, 7, 12), (7, 20, 7), (12, 12, 12), (5, 29, 100)])
 @pytest.mark.parametrize("counts", [(3, 4), (40, 1), (1, 0)])
-def test_a_resume_with_another_sequence_length_is_exact(
-    documents: TokenDocuments, lengths: tuple[int, ...], counts: tuple[int, ...]
-) -> None:
+def test_a_resume_with_another_sequence_length_is_exact(documents, lengths, counts):
     """The state is what a checkpoint holds: plain lists of integers."""
     position, samples = SourcePosition(), []
     for seq_len, count in zip(lengths, counts, strict=False):
@@ -107,8 +103,8 @@ def test_a_resume_with_another_sequence_length_is_exact(
 
 
 def test_a_resume_with_the_same_length_continues_with_the_next_row(
-    documents: TokenDocuments,
-) -> None:
+    documents,
+):
     whole = rows_of(documents, 12).cursor(SourcePosition())
     for count in (0, 1, 30, 61):
         resumed = rows_of(documents, 12).cursor(whole.position(count))
@@ -119,7 +115,7 @@ def test_a_resume_with_the_same_length_continues_with_the_next_row(
             assert (a.documents == b.documents).all()
 
 
-def test_documents_are_counted_once_begun(documents: TokenDocuments) -> None:
+def test_documents_are_counted_once_begun(documents):
     empty = int((documents.lengths(np.arange(100)) == 0).sum())
     cursor = rows_of(documents, 9).cursor(SourcePosition())
     reader, begun, number = cursor.reader, set(), 0
@@ -133,7 +129,7 @@ def test_documents_are_counted_once_begun(documents: TokenDocuments) -> None:
     assert reader.documents_before(SourcePosition(1)) >= 100
 
 
-def test_a_source_that_has_ended_is_refused_or_padded(documents: TokenDocuments) -> None:
+def test_a_source_that_has_ended_is_refused_or_padded(documents):
     reader = rows_of(documents, 20, epochs=1)
     with pytest.raises(ConfigError, match='"a" has ended'):
         reader.cursor(SourcePosition()).sample(rows_of_epoch(reader))
@@ -144,8 +140,8 @@ def test_a_source_that_has_ended_is_refused_or_padded(documents: TokenDocuments)
 
 
 def test_joined_samples_count_the_tokens_that_do_not_see_their_start(
-    documents: TokenDocuments,
-) -> None:
+    documents,
+):
     reader = TokenReader("a", documents, seq_len=9, seed=1, shuffle=True, epochs=None)
     starts = set(np.cumsum([0, *documents.lengths(np.arange(100))]).tolist())
     cursor = reader.cursor(SourcePosition())

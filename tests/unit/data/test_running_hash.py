@@ -1,7 +1,6 @@
 """The running hash of the samples of a run: its definition, and that no layout changes it."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,14 +14,14 @@ from torchtitan.data.running_hash import merged_hash, shown
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
+def texts(tmp_path):
     path = tmp_path / "texts.jsonl"
     lines = [json.dumps({"text": f"{n}: " + "ab" * (n % 30)}) for n in range(40)]
     path.write_text("\n".join(lines))
     return path
 
 
-def expected(samples: list[list[int]], first: int = 0) -> str:
+def expected(samples, first=0):
     hashes = [
         xxhash.xxh3_64_intdigest(np.array(tokens, "<i4").tobytes(), seed=number)
         for number, tokens in enumerate(samples, first)
@@ -31,7 +30,7 @@ def expected(samples: list[list[int]], first: int = 0) -> str:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_it_is_that_of_tokenized_samples_too(tmp_path: Path, ranks: int) -> None:
+def test_it_is_that_of_tokenized_samples_too(tmp_path, ranks):
     shards = write_shards(tmp_path / "shards", drawn_documents(50))
     of = token_streams(DataConfig(dataset=str(shards), num_workers=ranks - 1), ranks)
     samples = rows(of, 6)
@@ -52,9 +51,7 @@ def test_it_is_that_of_tokenized_samples_too(tmp_path: Path, ranks: int) -> None
     [(1, {}), (2, {"num_workers": 2}), (4, {}), (2, {"accumulation": 2}), (1, {"lanes": 8})],
     ids=str,
 )
-def test_it_is_the_sum_over_samples_by_their_number(
-    texts: Path, ranks: int, settings: dict[str, int]
-) -> None:
+def test_it_is_the_sum_over_samples_by_their_number(texts, ranks, settings):
     of = streams(texts, ranks, batch=4, **settings)
     read = steps(of, 3, settings.get("accumulation", 1))
     samples = [sample for step in read for sample in step]
@@ -64,7 +61,7 @@ def test_it_is_the_sum_over_samples_by_their_number(
         stream.close()
 
 
-def test_a_resumed_run_continues_it_on_other_ranks_and_lengths(texts: Path) -> None:
+def test_a_resumed_run_continues_it_on_other_ranks_and_lengths(texts):
     of = streams(texts, 2)
     before = [sample for step in steps(of, 2) for sample in step]
     state = saved(of)
@@ -76,7 +73,7 @@ def test_a_resumed_run_continues_it_on_other_ranks_and_lengths(texts: Path) -> N
     assert saved(resumed)["hash"] == shown(one + other)
 
 
-def test_it_is_unknown_after_a_checkpoint_without_it(texts: Path) -> None:
+def test_it_is_unknown_after_a_checkpoint_without_it(texts):
     (stream,) = streams(texts, 1)
     steps([stream], 2)
     state = saved([stream])
@@ -87,7 +84,7 @@ def test_it_is_unknown_after_a_checkpoint_without_it(texts: Path) -> None:
     assert saved([stream])["hash"] is None
 
 
-def test_it_starts_over_where_the_stream_does(texts: Path) -> None:
+def test_it_starts_over_where_the_stream_does(texts):
     (stream,) = streams(texts, 1)
     steps([stream], 2)
     stream.rewind()
@@ -98,7 +95,7 @@ def test_it_starts_over_where_the_stream_does(texts: Path) -> None:
     assert saved([stream])["hash"] == expected(read, first=8)
 
 
-def test_copies_of_a_data_rank_count_once() -> None:
+def test_copies_of_a_data_rank_count_once():
     first = {"before": shown(5), "ranks": {"0": 2**63}}
     other = {"before": shown(5), "ranks": {"1": 2**63 + 1}}
     assert merged_hash([first, first, other, other]) == shown(6)

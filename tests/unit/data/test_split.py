@@ -25,16 +25,16 @@ TEXTS = [f"document {number}\n" for number in range(200)]
 FRACTION = 0.2
 
 
-def text(path: Path, texts: list[str]) -> None:
+def text(path, texts):
     path.with_suffix(".txt").write_text("".join(texts))
 
 
-def jsonl(path: Path, texts: list[str]) -> None:
+def jsonl(path, texts):
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     path.with_suffix(".jsonl").write_text("\n".join(lines))
 
 
-def parquet(path: Path, texts: list[str]) -> None:
+def parquet(path, texts):
     table = pyarrow.table({"text": texts})
     pyarrow.parquet.write_table(table, path.with_suffix(".parquet"), row_group_size=7)
 
@@ -44,11 +44,11 @@ every_format = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write
 Write = Callable[[Path, list[str]], None]
 
 
-def config(folder: Path, fraction: float | None = FRACTION) -> DataConfig:
+def config(folder, fraction=FRACTION):
     return DataConfig(dataset=str(folder), document_bytes=14, validation_fraction=fraction)
 
 
-def read(config: DataConfig, seed: int = 0) -> list[str]:
+def read(config, seed=0):
     """One epoch, in the order of a run on one lane."""
     source = open_source(config, load_tokenizer(None), seed=seed)
     documents = source.read({0: None}, 1)[0]
@@ -57,14 +57,14 @@ def read(config: DataConfig, seed: int = 0) -> list[str]:
     return [next(documents).content for _ in range(count)]
 
 
-def parts(folder: Path, seed: int = 0) -> tuple[list[str], list[str]]:
+def parts(folder, seed=0):
     """Documents that are trained on, and those that are held out."""
     own = config(folder)
     return read(own, seed), read(own.held_out(), seed)
 
 
 @every_format
-def test_parts_are_disjoint_and_complete(write: Write, tmp_path: Path) -> None:
+def test_parts_are_disjoint_and_complete(write, tmp_path):
     write(tmp_path / "a", TEXTS[:120])
     write(tmp_path / "b", TEXTS[120:])
     whole = read(config(tmp_path, None))
@@ -76,7 +76,7 @@ def test_parts_are_disjoint_and_complete(write: Write, tmp_path: Path) -> None:
 
 
 @every_format
-def test_what_is_held_out_stays_when_documents_are_added(write: Write, tmp_path: Path) -> None:
+def test_what_is_held_out_stays_when_documents_are_added(write, tmp_path):
     write(tmp_path / "b", TEXTS[:100])
     before = parts(tmp_path)
     write(tmp_path / "b", TEXTS[:150])
@@ -87,7 +87,7 @@ def test_what_is_held_out_stays_when_documents_are_added(write: Write, tmp_path:
 
 
 @every_format
-def test_the_seed_changes_the_order_alone(write: Write, tmp_path: Path) -> None:
+def test_the_seed_changes_the_order_alone(write, tmp_path):
     write(tmp_path / "a", TEXTS)
     first, other = parts(tmp_path, 0), parts(tmp_path, 1)
     assert first != other
@@ -99,7 +99,7 @@ def test_the_seed_changes_the_order_alone(write: Write, tmp_path: Path) -> None:
     assert moved == first
 
 
-def test_a_larger_fraction_holds_out_more_of_the_same() -> None:
+def test_a_larger_fraction_holds_out_more_of_the_same():
     counts = [("a.txt", 1000), ("b/c.txt", 3000)]
     few, many = are_held_out(counts, 0.1), are_held_out(counts, 0.3)
     assert (few <= many).all()
@@ -109,9 +109,7 @@ def test_a_larger_fraction_holds_out_more_of_the_same() -> None:
     assert few[:20].nonzero()[0].tolist() == [3, 11, 13, 16]
 
 
-def test_rows_of_parquet_are_shuffled_inside_their_windows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_parquet_are_shuffled_inside_their_windows(tmp_path, monkeypatch):
     from torchtitan.data.documents import ParquetDocuments
 
     monkeypatch.setattr(ParquetDocuments, "window_rows", 20)
@@ -128,10 +126,10 @@ def test_rows_of_parquet_are_shuffled_inside_their_windows(
     assert max(spans) < 28  # of a window: a group more than 20 rows at most
 
 
-def in_drawn_order(windows: list[int]) -> list[tuple[int, int]]:
+def in_drawn_order(windows):
     """The windows in the order that `drawn_order` has them."""
     order = list(drawn_order(windows, 0, 0, shuffle=True))
-    found: list[tuple[int, int]] = []
+    found = []
     while order:
         first = next(a for a, b in itertools.pairwise(windows) if a <= order[0] < b)
         last = windows[windows.index(first) + 1]
@@ -144,7 +142,7 @@ def in_drawn_order(windows: list[int]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("count", "which"), [(1, "none of 1 document"), (3, "none of 3 documents")]
 )
-def test_a_part_is_never_empty(count: int, which: str, tmp_path: Path) -> None:
+def test_a_part_is_never_empty(count, which, tmp_path):
     text(tmp_path / "a", TEXTS[:count])
     few = config(tmp_path).model_copy(update={"validation_fraction": 0.001})
     for section in (few, few.held_out()):
@@ -155,7 +153,7 @@ def test_a_part_is_never_empty(count: int, which: str, tmp_path: Path) -> None:
         read(most)
 
 
-def test_it_belongs_to_the_identity_of_the_data(tmp_path: Path) -> None:
+def test_it_belongs_to_the_identity_of_the_data(tmp_path):
     text(tmp_path / "a", TEXTS)
     without, own = config(tmp_path, None), config(tmp_path)
     one, other = (open_source(each, load_tokenizer(None), seed=0) for each in (without, own))
@@ -163,7 +161,7 @@ def test_it_belongs_to_the_identity_of_the_data(tmp_path: Path) -> None:
     assert "validation_fraction" not in one.identity
 
 
-def test_streams_cannot_be_divided(tmp_path: Path) -> None:
+def test_streams_cannot_be_divided(tmp_path):
     import gzip
 
     packed = tmp_path / "a.jsonl.gz"
@@ -182,21 +180,19 @@ def test_streams_cannot_be_divided(tmp_path: Path) -> None:
         ("--data.dataset synthetic", 'only text can be held out, and the data set "synthetic" has'),
     ],
 )
-def test_what_has_no_documents_to_hold_out(words: str, message: str) -> None:
+def test_what_has_no_documents_to_hold_out(words, message):
     (line,) = refused(*words.split(), "--data.validation_fraction", "0.1")
     assert f"data.validation_fraction: got 0.1; {message}" in line
 
 
-def refused(*flags: str) -> list[str]:
+def refused(*flags):
     """What is wrong with some flags."""
     with pytest.raises(RecipeError) as error:
         load_job(None, flags, 1, "cpu")
     return error.value.lines
 
 
-def test_a_format_from_elsewhere_says_how_many_documents_a_file_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_format_from_elsewhere_says_how_many_documents_a_file_has(tmp_path, monkeypatch):
     class Paragraphs(list[str]):
         fingerprint = "paragraphs"
         windows = (0, 2)
@@ -205,16 +201,16 @@ def test_a_format_from_elsewhere_says_how_many_documents_a_file_has(
         counts: ClassVar = {"a.par": 2}
 
     monkeypatch.setitem(SUFFIXES, ".par", "paragraphs")
-    monkeypatch.setitem(FORMATS, "paragraphs", lambda *_: Paragraphs(["a", "b"]))  # type: ignore[arg-type]
+    monkeypatch.setitem(FORMATS, "paragraphs", lambda *_: Paragraphs(["a", "b"]))
     (tmp_path / "a.par").touch()
     with pytest.raises(ConfigError, match=r"files of kind paragraphs have no `counts`"):
         read(config(tmp_path))
-    monkeypatch.setitem(FORMATS, "paragraphs", lambda *_: Mapped(["a", "b"]))  # type: ignore[arg-type]
+    monkeypatch.setitem(FORMATS, "paragraphs", lambda *_: Mapped(["a", "b"]))
     with pytest.raises(ConfigError, match=r"`counts` .*; wanted a list of pairs: the name of"):
         read(config(tmp_path))
 
 
-def test_validation_reads_the_part_and_nothing_else(tmp_path: Path) -> None:
+def test_validation_reads_the_part_and_nothing_else(tmp_path):
     text(tmp_path / "a", TEXTS)
     flags = ["--data.dataset", str(tmp_path), "--data.validation_fraction=0.2"]
     recipe = load_job(None, [*flags, "--validation.enable"], 1, "cpu")
@@ -230,7 +226,7 @@ def test_validation_reads_the_part_and_nothing_else(tmp_path: Path) -> None:
     assert line.endswith("; data.validation_fraction holds out documents instead; remove one")
 
 
-def test_the_part_is_known_by_its_source(tmp_path: Path) -> None:
+def test_the_part_is_known_by_its_source(tmp_path):
     text(tmp_path / "a", TEXTS)
     source = open_source(config(tmp_path).held_out(), load_tokenizer(None), seed=0)
     assert isinstance(source, ShuffledDocuments)

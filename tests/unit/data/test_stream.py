@@ -8,9 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,21 +18,20 @@ from tests.streams import build_stream
 from torchtitan.config import ConfigError
 from torchtitan.data import (
     DataConfig,
-    DataStream,
     load_tokenizer,
     merge_states,
     open_source,
 )
 from torchtitan.data import lanes as lanes_module
 from torchtitan.data.tokenizer import ByteTokenizer
-from torchtitan.tasks.next_token import TokenBatch, preview, unigram_loss
+from torchtitan.tasks.next_token import preview, unigram_loss
 
 SEQ_LEN = 16
 BOS, EOS = 256, 257
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
+def texts(tmp_path):
     """27 documents of very different lengths; the 10th is empty."""
     path = tmp_path / "texts.jsonl"
     draw = np.random.default_rng(0)
@@ -47,7 +43,7 @@ def texts(tmp_path: Path) -> Path:
     return path
 
 
-def streams(path: Path | str, ranks: int, *, batch: int = 4, **settings: Any) -> list[DataStream]:
+def streams(path, ranks, *, batch=4, **settings):
     """The streams of all ranks, of a global batch of `batch`."""
     options = {"dataset": str(path), "num_workers": 0, **settings}
     accumulation = options.pop("accumulation", 1)
@@ -67,7 +63,7 @@ def streams(path: Path | str, ranks: int, *, batch: int = 4, **settings: Any) ->
     ]
 
 
-def steps(of: list[DataStream], count: int, accumulation: int = 1) -> list[list[list[int]]]:
+def steps(of, count, accumulation=1):
     """The samples of each of `count` steps, in global order."""
     result = []
     for _ in range(count):
@@ -76,17 +72,17 @@ def steps(of: list[DataStream], count: int, accumulation: int = 1) -> list[list[
     return result
 
 
-def rows(batch: TokenBatch) -> list[list[int]]:
+def rows(batch):
     assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
     return torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1).tolist()
 
 
-def saved(of: list[DataStream]) -> Any:
+def saved(of):
     """The merged state, through JSON."""
     return json.loads(json.dumps(merge_states([stream.state_dict() for stream in of])))
 
 
-def test_a_batch_is_ids_and_the_ids_after_them(texts: Path) -> None:
+def test_a_batch_is_ids_and_the_ids_after_them(texts):
     (stream,) = streams(texts, 1)
     batch = next(stream)
     assert batch.tokens.shape == batch.targets.shape == (4, SEQ_LEN)
@@ -100,7 +96,7 @@ def test_a_batch_is_ids_and_the_ids_after_them(texts: Path) -> None:
 
 @pytest.mark.parametrize("lanes", [-1, 4, 8, 12])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_order_does_not_depend_on_the_layout(texts: Path, ranks: int, lanes: int) -> None:
+def test_order_does_not_depend_on_the_layout(texts, ranks, lanes):
     one = steps(streams(texts, 1, lanes=lanes), 30)
     assert steps(streams(texts, ranks, lanes=lanes), 30) == one
     accumulated = streams(texts, 2, lanes=lanes, accumulation=2)
@@ -110,9 +106,7 @@ def test_order_does_not_depend_on_the_layout(texts: Path, ranks: int, lanes: int
 @pytest.mark.parametrize("lanes", [-1, 12])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("samples", [4, 8, 21, 43])
-def test_samples_that_are_stepped_over_are_those_that_came_first(
-    texts: Path, ranks: int, lanes: int, samples: int
-) -> None:
+def test_samples_that_are_stepped_over_are_those_that_came_first(texts, ranks, lanes, samples):
     """Any number of them, not only whole batches; and the run resumes after that."""
     order = [row for step in steps(streams(texts, 1, lanes=lanes), 30) for row in step]
     skipping = streams(texts, ranks, lanes=lanes)
@@ -128,13 +122,13 @@ def test_samples_that_are_stepped_over_are_those_that_came_first(
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_workers_do_not_change_the_batches(texts: Path, workers: int) -> None:
+def test_workers_do_not_change_the_batches(texts, workers):
     expected = steps(streams(texts, 1, num_workers=0), 20)
     ahead = streams(texts, 1, num_workers=workers, prefetch_factor=3)
     assert steps(ahead, 20) == expected
 
 
-def lane_rows(samples: list[list[int]]) -> list[int]:
+def lane_rows(samples):
     """The samples of a lane joined again: each begins with the last token of the one before."""
     for before, after in itertools.pairwise(samples):
         assert before[-1] == after[0]
@@ -143,7 +137,7 @@ def lane_rows(samples: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("lanes", [4, 8])
-def test_no_token_is_lost_or_repeated(texts: Path, lanes: int, shuffle: bool) -> None:
+def test_no_token_is_lost_or_repeated(texts, lanes, shuffle):
     served = steps(streams(texts, 2, lanes=lanes, shuffle=shuffle), 60)
     samples = [sample for step in served for sample in step]
     contents = [json.loads(line)["text"] for line in texts.read_text().splitlines()]
@@ -157,17 +151,17 @@ def test_no_token_is_lost_or_repeated(texts: Path, lanes: int, shuffle: bool) ->
         assert all(document in {c.encode() for c in contents} for document in documents)
 
 
-def expected_row(contents: Iterator[str], length: int) -> list[int]:
-    row: list[int] = []
+def expected_row(contents, length):
+    row = []
     while len(row) < length:
         text = next(contents)
         row += [BOS, *text.encode(), EOS] if text else []
     return row[:length]
 
 
-def bytes_of(row: list[int]) -> list[bytes]:
+def bytes_of(row):
     """The whole documents in a row of tokens."""
-    documents: list[list[int]] = []
+    documents = []
     for token in row:
         if token == BOS:
             documents.append([])
@@ -176,7 +170,7 @@ def bytes_of(row: list[int]) -> list[bytes]:
     return [bytes(document) for document in documents[:-1]]
 
 
-def test_an_epoch_reads_each_document_once_and_the_next_in_another_order(texts: Path) -> None:
+def test_an_epoch_reads_each_document_once_and_the_next_in_another_order(texts):
     (stream,) = streams(texts, 1, batch=1, num_workers=0)
     samples = []
     while stream.epoch < 3:
@@ -190,13 +184,13 @@ def test_an_epoch_reads_each_document_once_and_the_next_in_another_order(texts: 
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_the_seed_sets_the_order(texts: Path) -> None:
+def test_the_seed_sets_the_order(texts):
     one, same, other = (steps(streams(texts, 1, seed=seed), 5) for seed in (1, 1, 2))
     assert one == same != other
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_resume_is_exact_after_every_step(texts: Path, workers: int) -> None:
+def test_resume_is_exact_after_every_step(texts, workers):
     run = streams(texts, 1, num_workers=workers)
     states, served = [saved(run)], []
     for _ in range(25):
@@ -215,7 +209,7 @@ def test_resume_is_exact_after_every_step(texts: Path, workers: int) -> None:
     assert middle == len(chosen) - 1
 
 
-def test_resume_on_other_layouts(texts: Path) -> None:
+def test_resume_on_other_layouts(texts):
     run = streams(texts, 2, lanes=8)
     steps(run, 7)
     state = saved(run)
@@ -231,7 +225,7 @@ def test_resume_on_other_layouts(texts: Path) -> None:
         assert state_again["lanes"] == saved(run)["lanes"]
 
 
-def test_resume_at_another_sequence_length(texts: Path) -> None:
+def test_resume_at_another_sequence_length(texts):
     run = streams(texts, 1, batch=1)
     first = [step[0] for step in steps(run, 10)]
     longer = streams(texts, 1, batch=1, seq_len=40)
@@ -242,7 +236,7 @@ def test_resume_at_another_sequence_length(texts: Path) -> None:
     assert row == lane_rows(whole)[: len(row)]
 
 
-def test_state_is_what_was_consumed(texts: Path) -> None:
+def test_state_is_what_was_consumed(texts):
     ahead = streams(texts, 1, num_workers=2, prefetch_factor=5)
     within = streams(texts, 1, num_workers=0)
     assert steps(ahead, 3) == steps(within, 3)
@@ -250,14 +244,14 @@ def test_state_is_what_was_consumed(texts: Path) -> None:
     assert saved(ahead)["samples"] == 12
 
 
-def test_the_state_is_taken_between_steps(texts: Path) -> None:
+def test_the_state_is_taken_between_steps(texts):
     (stream,) = streams(texts, 1, accumulation=2)
     next(stream)
     with pytest.raises(AssertionError, match="between steps"):
         stream.state_dict()
 
 
-def test_loading_into_a_stream_that_ran(texts: Path) -> None:
+def test_loading_into_a_stream_that_ran(texts):
     run = streams(texts, 1)
     state = saved(run)
     first = steps(run, 4)
@@ -265,7 +259,7 @@ def test_loading_into_a_stream_that_ran(texts: Path) -> None:
     assert steps(run, 4) == first
 
 
-def test_resume_on_other_data_is_refused(texts: Path) -> None:
+def test_resume_on_other_data_is_refused(texts):
     run = streams(texts, 2)
     steps(run, 1)
     state = saved(run)
@@ -282,14 +276,14 @@ def test_resume_on_other_data_is_refused(texts: Path) -> None:
         streams(texts, 1)[0].load_state_dict(state)
 
 
-def test_workers_must_share_the_lanes_evenly(texts: Path) -> None:
+def test_workers_must_share_the_lanes_evenly(texts):
     with pytest.raises(ConfigError, match=r"num_workers: it does not .* 6 lanes .* 0, 1, 2, 3, 6"):
         streams(texts, 2, lanes=12, num_workers=4)
     with pytest.raises(ConfigError, match=r"data\.lanes: it is not a multiple of the 4 sequences"):
         streams(texts, 1, lanes=6)
 
 
-def test_ranks_with_different_files_are_told(texts: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_files_are_told(texts, tmp_path):
     other = tmp_path / "other.jsonl"
     other.write_text(texts.read_text() + '{"text": "one more"}\n')
     states = [streams(path, 2)[rank].state_dict() for rank, path in enumerate([texts, other])]
@@ -297,7 +291,7 @@ def test_ranks_with_different_files_are_told(texts: Path, tmp_path: Path) -> Non
         merge_states(states)
 
 
-def test_fewer_documents_than_lanes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_documents_than_lanes(tmp_path, caplog):
     (tmp_path / "a.txt").write_text("first document")
     (tmp_path / "b.txt").write_text("second")
     one = steps(streams(tmp_path, 1, batch=8), 10)
@@ -310,7 +304,7 @@ def test_fewer_documents_than_lanes(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert steps(resumed, 4) == one[6:]
 
 
-def test_mistakes_in_a_thread_reach_the_step_unchanged(tmp_path: Path) -> None:
+def test_mistakes_in_a_thread_reach_the_step_unchanged(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "good"}\n{"text": "cut off\n')
     messages = []
@@ -324,10 +318,8 @@ def test_mistakes_in_a_thread_reach_the_step_unchanged(tmp_path: Path) -> None:
     assert messages[0].startswith(f"{path}:2: not a line of JSON")
 
 
-def test_other_errors_in_a_thread_name_their_cause(
-    texts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> list[int]:
+def test_other_errors_in_a_thread_name_their_cause(texts, monkeypatch):
+    def fail(*_):
         raise OSError("lost the disk")
 
     monkeypatch.setattr(ByteTokenizer, "encode", fail)
@@ -336,7 +328,7 @@ def test_other_errors_in_a_thread_name_their_cause(
         next(stream)
 
 
-def test_empty_documents_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_documents_only(tmp_path, monkeypatch):
     monkeypatch.setattr(lanes_module, "MOST_EMPTY_DOCUMENTS", 50)
     path = tmp_path / "empty.jsonl"
     path.write_text('{"text": ""}\n' * 3)
@@ -345,7 +337,7 @@ def test_empty_documents_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         next(stream)
 
 
-def test_close_ends_the_threads_and_reading_can_go_on(texts: Path) -> None:
+def test_close_ends_the_threads_and_reading_can_go_on(texts):
     before = threading.active_count()
     expected = steps(streams(texts, 1, num_workers=0), 6)
     run = streams(texts, 1, num_workers=4)
@@ -360,7 +352,7 @@ def test_close_ends_the_threads_and_reading_can_go_on(texts: Path) -> None:
 
 @pytest.mark.gate
 @pytest.mark.costs("a new interpreter")
-def test_the_interpreter_exits_cleanly_with_threads_running(texts: Path) -> None:
+def test_the_interpreter_exits_cleanly_with_threads_running(texts):
     """It does so three times, in forks of one that has imported what they need."""
     program = f"""
 import os, sys
@@ -399,7 +391,7 @@ if ending is not None:
     assert done.returncode == 0
 
 
-def test_synthetic_tokens_are_a_function_of_the_seed() -> None:
+def test_synthetic_tokens_are_a_function_of_the_seed():
     one = steps(streams("synthetic", 1, seq_len=3000), 3)
     assert steps(streams("synthetic", 4, seq_len=3000), 3) == one
     assert steps(streams("synthetic", 1, seq_len=3000, seed=9), 3) != one
@@ -411,7 +403,7 @@ def test_synthetic_tokens_are_a_function_of_the_seed() -> None:
     assert {*range(256)} <= {token for sample in one[0] for token in sample} <= {*range(258)}
 
 
-def test_default_recipe_reads_python() -> None:
+def test_default_recipe_reads_python():
     held_out = DataConfig(dataset="python_stdlib_validation")
     with registries.having(registries.SHIPPED):
         training, validation = (
@@ -424,7 +416,7 @@ def test_default_recipe_reads_python() -> None:
     assert not any("class TestJSONEncoder" in text for text in training | validation)
 
 
-def test_tests_read_a_text_that_is_the_same_for_every_python() -> None:
+def test_tests_read_a_text_that_is_the_same_for_every_python():
     source = open_source(DataConfig(), load_tokenizer(None), seed=0)
     held_out = open_source(
         DataConfig(dataset="python_stdlib_validation"), load_tokenizer(None), seed=0
@@ -435,11 +427,11 @@ def test_tests_read_a_text_that_is_the_same_for_every_python() -> None:
     ]
 
 
-def digest(texts: set[str]) -> str:
+def digest(texts):
     return hashlib.sha256("".join(sorted(texts)).encode()).hexdigest()[:16]
 
 
-def one_epoch(source: Any) -> set[str]:
+def one_epoch(source):
     contents = set()
     for document in source.read({0: None}, 1)[0]:
         if source.epoch(document.position):
@@ -448,7 +440,7 @@ def one_epoch(source: Any) -> set[str]:
     raise AssertionError
 
 
-def test_preview_shows_the_first_row(texts: Path) -> None:
+def test_preview_shows_the_first_row(texts):
     (stream,) = streams(texts, 1, shuffle=False, seq_len=400)
     tokenizer = load_tokenizer(None)
     batch = next(stream)
@@ -456,7 +448,7 @@ def test_preview_shows_the_first_row(texts: Path) -> None:
     assert preview(batch, tokenizer, chars=20) == "'<|begin_of_text|>0:a'..."
 
 
-def test_unigram_loss_is_the_entropy(tmp_path: Path) -> None:
+def test_unigram_loss_is_the_entropy(tmp_path):
     (tmp_path / "a.txt").write_text("ab")
     tokenizer = load_tokenizer(None)
     source = open_source(DataConfig(dataset=str(tmp_path)), tokenizer, seed=0)
@@ -464,7 +456,7 @@ def test_unigram_loss_is_the_entropy(tmp_path: Path) -> None:
     assert unigram_loss(source, tokenizer, max_tokens=4000) == pytest.approx(np.log(4))
 
 
-def group_streams(path: Path, group: int, **settings: Any) -> list[DataStream]:
+def group_streams(path, group, **settings):
     """The two ranks of one of two replica groups; together they have a global batch of 8."""
     return [
         build_stream(
@@ -483,13 +475,11 @@ def group_streams(path: Path, group: int, **settings: Any) -> list[DataStream]:
 
 
 @pytest.mark.parametrize("lanes", [8, 16])
-def test_a_group_that_is_lost_leaves_its_lanes_and_finds_them_again(
-    texts: Path, lanes: int
-) -> None:
+def test_a_group_that_is_lost_leaves_its_lanes_and_finds_them_again(texts, lanes):
     here, away = (group_streams(texts, group, lanes=lanes) for group in range(2))
-    served: dict[int, list[list[int]]] = {lane: [] for lane in range(lanes)}
+    served = {lane: [] for lane in range(lanes)}
 
-    def step(number: int, *of: tuple[int, list[DataStream]]) -> None:
+    def step(number, *of):
         """A step of some of the groups, who tell each other where they stand."""
         for group, own in of:
             samples = [row for stream in own for row in rows(next(stream))]
@@ -521,7 +511,7 @@ def test_a_group_that_is_lost_leaves_its_lanes_and_finds_them_again(
     assert sum(map(len, served.values())) == 20 * 8 - 6 * 4
 
 
-def test_a_step_can_be_unread(texts: Path) -> None:
+def test_a_step_can_be_unread(texts):
     (stream,) = streams(texts, 1, num_workers=2)
     next(stream)
     before = stream.state_dict()

@@ -1,14 +1,12 @@
 """The bytes of a text's tokens add up to those of the text, or it is said why they would not."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
 
 from tests.unit.data.test_tokenizer import write_tiktoken
-from torchtitan.data import Tokenizer, load_tokenizer
+from torchtitan.data import load_tokenizer
 from torchtitan.data.token_bytes import BytesUnknown, alphabet
 from torchtitan.tools import cli
 
@@ -27,7 +25,7 @@ TEXTS = [
 ]
 
 
-def tokenizer_of(kind: str, folder: Path) -> Tokenizer:
+def tokenizer_of(kind, folder):
     if kind == "bytes":
         return load_tokenizer(None)
     if kind == "tiktoken":
@@ -41,7 +39,7 @@ def tokenizer_of(kind: str, folder: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "tiktoken", "trained"])
-def test_bytes_of_the_tokens_add_up_to_those_of_the_text(kind: str, tmp_path: Path) -> None:
+def test_bytes_of_the_tokens_add_up_to_those_of_the_text(kind, tmp_path):
     tokenizer = tokenizer_of(kind, tmp_path)
     counts = tokenizer.byte_counts()
     assert len(counts) == tokenizer.vocab_size
@@ -55,7 +53,7 @@ def test_bytes_of_the_tokens_add_up_to_those_of_the_text(kind: str, tmp_path: Pa
         assert max(counts) > 1
 
 
-def test_characters_of_bytes_are_those_of_the_library() -> None:
+def test_characters_of_bytes_are_those_of_the_library():
     assert sorted(alphabet()) == sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     encoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     text = "".join(map(chr, range(0x80))) + "é漢"
@@ -63,7 +61,7 @@ def test_characters_of_bytes_are_those_of_the_library() -> None:
     assert written == "".join(alphabet()[byte] for byte in text.encode())
 
 
-def test_added_tokens_that_are_text_stand_for_their_bytes(tmp_path: Path) -> None:
+def test_added_tokens_that_are_text_stand_for_their_bytes(tmp_path):
     tokenizer_of("trained", tmp_path)
     path = tmp_path / "tokenizer.json"
     extended = tokenizers.Tokenizer.from_file(str(path))
@@ -76,7 +74,7 @@ def test_added_tokens_that_are_text_stand_for_their_bytes(tmp_path: Path) -> Non
     assert sum(counts[token] for token in tokens) == len("a größer als b".encode())
 
 
-def changed(folder: Path, **parts: Any) -> Tokenizer:
+def changed(folder, **parts):
     """A trained tokenizer in which parts of the description are others."""
     tokenizer_of("trained", folder)
     path = folder / "tokenizer.json"
@@ -127,22 +125,20 @@ CUT = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "inve
         ({"model": {"end_of_word_suffix": "</w>"}}, "its tokens have markers"),
     ],
 )
-def test_what_may_not_add_up_is_not_guessed(
-    parts: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_what_may_not_add_up_is_not_guessed(parts, reason, tmp_path):
     with pytest.raises(BytesUnknown) as error:
         changed(tmp_path, **parts).byte_counts()
     assert reason in str(error.value)
 
 
-def test_bytes_without_a_token_are_said(tmp_path: Path) -> None:
+def test_bytes_without_a_token_are_said(tmp_path):
     vocabulary = {character: n for n, character in enumerate(alphabet()[:200])} | {"</s>": 200}
     tokenizer = changed(tmp_path, model={"vocab": vocabulary, "merges": []}, added_tokens=[])
     with pytest.raises(BytesUnknown, match="56 of the 256 bytes have no token"):
         tokenizer.byte_counts()
 
 
-def test_other_kinds_than_byte_pairs_are_said(tmp_path: Path) -> None:
+def test_other_kinds_than_byte_pairs_are_said(tmp_path):
     path = tmp_path / "tokenizer.json"
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, "a"))
     words.save(str(path))

@@ -8,8 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,50 +40,50 @@ class Gpt2(ByteTokenizer):
     eos = VOCABULARY - 1
 
 
-def opened(path: Path, cache: Path, format: TokenFormat | None = None) -> TokenDocuments:
+def opened(path, cache, format=None):
     found = find_format(path, format or TokenFormat())
     assert found is not None
     return open_tokens(path, found, Gpt2(), VOCABULARY, cache)
 
 
-def all_tokens(found: TokenDocuments) -> list[list[int]]:
+def all_tokens(found):
     return [found.read(number).tolist() for number in range(len(found))]
 
 
-def expected(count: int) -> list[list[int]]:
+def expected(count):
     return [tokens.tolist() for tokens in documents(count)]
 
 
-def write(folder: Path, name: str, count: int = 12, dtype: str = "uint16") -> Path:
+def write(folder, name, count=12, dtype="uint16"):
     """Write documents in a format, into two shards."""
     written = documents(count)
     return write_format(folder, name, (written[: count // 2], written[count // 2 :]), dtype)
 
 
-def edit(file: Path, change: Edit) -> None:
+def edit(file, change):
     """Change a file, but not its time: as a disk does."""
     before = file.stat()
     file.write_bytes(change(bytearray(file.read_bytes())))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def flip(byte: int, bit: int = 0) -> Edit:
-    def change(content: bytearray) -> bytes:
+def flip(byte, bit=0):
+    def change(content):
         content[byte] ^= 1 << bit
         return bytes(content)
 
     return change
 
 
-def put(byte: int, new: bytes) -> Edit:
+def put(byte, new):
     return lambda content: bytes(content[:byte] + new + content[byte + len(new) :])
 
 
-def cut(size: int) -> Edit:
+def cut(size):
     return lambda content: bytes(content[:size])
 
 
-def say(old: str, new: str) -> Edit:
+def say(old, new):
     return lambda content: content.decode().replace(old, new, 1).encode()
 
 
@@ -93,7 +91,7 @@ def say(old: str, new: str) -> Edit:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_files_of_each_library_are_read(case: str, tmp_path: Path) -> None:
+def test_files_of_each_library_are_read(case, tmp_path):
     found = opened(SAVED / case, tmp_path)
     assert found.description.format == case.partition("-")[0]
     assert all_tokens(found) == expected(SAVED_DOCUMENTS)
@@ -102,7 +100,7 @@ def test_files_of_each_library_are_read(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.gate
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_thousand_documents_of_each_library(name: str, tmp_path: Path) -> None:
+def test_a_thousand_documents_of_each_library(name, tmp_path):
     python = os.environ.get("TORCHTITAN_ORACLES", sys.executable)
     if python == sys.executable and importlib.util.find_spec(LIBRARIES[name]) is None:
         pytest.skip(
@@ -122,7 +120,7 @@ def test_a_thousand_documents_of_each_library(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_flipped_bit_anywhere_is_found(name: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_anywhere_is_found(name, tmp_path):
     shards, saved = write(tmp_path / "shards", name), tmp_path / "saved"
     format = TOKEN_FORMATS[name]()
     open_tokens(shards, format, Gpt2(), VOCABULARY, tmp_path)
@@ -134,14 +132,14 @@ def test_a_flipped_bit_anywhere_is_found(name: str, tmp_path: Path) -> None:
         lambda file: st.tuples(st.just(file), st.integers(0, file.stat().st_size - 1))
     )
 
-    def found() -> list[str]:
+    def found():
         return list(differences(shards, format, Gpt2(), index, recorded, 1, lambda size: None))
 
     assert found() == []
 
     @settings(max_examples=40, suppress_health_check=[*HealthCheck])
     @given(place, st.integers(0, 7))
-    def check(place: tuple[Path, int], bit: int) -> None:
+    def check(place, bit):
         file, byte = place
         shutil.copy2(file, saved)
         edit(file, flip(byte, bit))
@@ -158,7 +156,7 @@ PAYLOAD |= {"raw": "*.npy", "torchtitan": "*.tokens"}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_flipped_byte_of_tokens_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_flipped_byte_of_tokens_is_refused(name, tmp_path):
     shards = write(tmp_path / "shards", name)
     found = opened(shards, tmp_path)
     file = sorted(shards.glob(PAYLOAD[name]))[-1]
@@ -175,7 +173,7 @@ def test_a_flipped_byte_of_tokens_is_refused(name: str, tmp_path: Path) -> None:
 
 IDX, MDS, DS, BIN = "00000.idx", "shard.00000.mds", "00000.ds", "chunk-0-0.bin"
 # Of six documents, Megatron's index has lengths at 34, pointers at 58 and documents at 106.
-DAMAGE: list[tuple[str, str, Edit, str]] = [
+DAMAGE = [
     ("megatron", IDX, flip(0), "byte 0: not an index of Megatron"),
     ("megatron", IDX, flip(9), "byte 9: version 0"),
     ("megatron", IDX, put(17, b"\6"), "byte 17: no dtype of tokens has the code 6"),
@@ -228,7 +226,7 @@ DAMAGE: list[tuple[str, str, Edit, str]] = [
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_damage_is_refused_by_file_and_byte(format: str, tmp_path: Path) -> None:
+def test_damage_is_refused_by_file_and_byte(format, tmp_path):
     whole, unseen = write(tmp_path / "whole", format), []
     for number, (name, file, change, message) in enumerate(DAMAGE):
         if name != format:
@@ -247,7 +245,7 @@ def test_damage_is_refused_by_file_and_byte(format: str, tmp_path: Path) -> None
     assert not unseen
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path):
     for name, file in (
         *(("megatron", "00000.bin"), ("mds", MDS)),
         *(("litdata", BIN), ("datatrove", f"{DS}.index")),
@@ -258,7 +256,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
             opened(shards, tmp_path, TOKEN_FORMATS[name]())
 
 
-def rewrite(file: Path, **changes: Any) -> None:
+def rewrite(file, **changes):
     """Change the entry of every shard in an `index.json` of MDS, and in the shard."""
     index = json.loads(file.read_text())
     index["shards"] = [entry | changes for entry in index["shards"]]
@@ -273,9 +271,7 @@ def rewrite(file: Path, **changes: Any) -> None:
         ("str", "has the encoding str; wanted bytes, or an ndarray"),
     ],
 )
-def test_a_column_that_has_no_tokens_is_refused(
-    encoding: str, message: str, tmp_path: Path
-) -> None:
+def test_a_column_that_has_no_tokens_is_refused(encoding, message, tmp_path):
     shards, old = write(tmp_path / "shards", "mds", dtype="int32"), json.dumps(["ndarray:int32"])
     with pytest.raises(ConfigError, match="no column input_ids; set `column` to one of tokens"):
         opened(shards, tmp_path, TOKEN_FORMATS["mds"](column="input_ids"))
@@ -287,7 +283,7 @@ def test_a_column_that_has_no_tokens_is_refused(
         opened(shards, tmp_path, TOKEN_FORMATS["mds"]())
 
 
-def test_compressed_shards_are_read_once_decompressed(tmp_path: Path) -> None:
+def test_compressed_shards_are_read_once_decompressed(tmp_path):
     shards = write(tmp_path / "shards", "mds")
     rewrite(shards / "index.json", zip_data={"basename": f"{MDS}.zstd"}, compression="zstd")
     (shards / MDS).rename(tmp_path / MDS)
@@ -298,10 +294,8 @@ def test_compressed_shards_are_read_once_decompressed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
-def test_an_index_of_several_folders_counts_their_shards_once(
-    is_merged: bool, tmp_path: Path
-) -> None:
-    index: dict[str, Any] = {"version": 2, "shards": []}
+def test_an_index_of_several_folders_counts_their_shards_once(is_merged, tmp_path):
+    index = {"version": 2, "shards": []}
     for name in ("a", "b"):
         folder = write(tmp_path / "shards" / name, "mds")
         for entry in json.loads((folder / "index.json").read_text())["shards"]:
@@ -313,7 +307,7 @@ def test_an_index_of_several_folders_counts_their_shards_once(
 
 
 @pytest.mark.parametrize("name", ["megatron", "mds", "datatrove", "litdata", "raw"])
-def test_shards_of_two_dtypes_are_refused(name: str, tmp_path: Path) -> None:
+def test_shards_of_two_dtypes_are_refused(name, tmp_path):
     wide = {"raw": "uint32", "datatrove": "uint32"}.get(name, "int32")
     write(tmp_path / "shards/a", name)
     write(tmp_path / "shards/b", name, dtype=wide)
@@ -326,7 +320,7 @@ def test_shards_of_two_dtypes_are_refused(name: str, tmp_path: Path) -> None:
         opened(tmp_path / "shards", tmp_path)
 
 
-def test_tokens_of_two_dtypes_in_a_shard_are_refused(tmp_path: Path) -> None:
+def test_tokens_of_two_dtypes_in_a_shard_are_refused(tmp_path):
     shards = shutil.copytree(SAVED / "mds-columns", tmp_path / "shards")
     file = shards / MDS
     edit(file, lambda content: bytes(content.replace(b"\0\0\x10\x04&", b"\0\0\x11\x04&", 1)))
@@ -335,7 +329,7 @@ def test_tokens_of_two_dtypes_in_a_shard_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_tokens_outside_the_vocabulary_are_refused(name: str, tmp_path: Path) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(name, tmp_path):
     shards = write(tmp_path / "shards", name)
     found = open_tokens(shards, TOKEN_FORMATS[name](), Gpt2(), 1000, tmp_path)
     number = next(n for n, tokens in enumerate(expected(12)) if max(tokens) >= 1000)
@@ -343,7 +337,7 @@ def test_tokens_outside_the_vocabulary_are_refused(name: str, tmp_path: Path) ->
         found.read(number)
 
 
-def test_tokens_that_the_tokenizer_does_not_have_are_refused(tmp_path: Path) -> None:
+def test_tokens_that_the_tokenizer_does_not_have_are_refused(tmp_path):
     """A model may have more, but no text would have them."""
     shards = write(tmp_path / "shards", "megatron")
     config = DataConfig(dataset=str(shards), cache=str(tmp_path))
@@ -356,15 +350,13 @@ def test_tokens_that_the_tokenizer_does_not_have_are_refused(tmp_path: Path) -> 
 # --- raw tokens ---
 
 
-def raw(file: Path, tokens: Any, dtype: str = "<u2") -> Path:
+def raw(file, tokens, dtype="<u2"):
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(np.array(tokens, dtype).tobytes())
     return file
 
 
-def test_raw_tokens_are_divided_by_the_token_that_ends_a_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_raw_tokens_are_divided_by_the_token_that_ends_a_document(tmp_path, monkeypatch):
     monkeypatch.setattr("torchtitan.data.tokens.raw.BLOCK", 10)
     end = Gpt2.eos
     file = raw(tmp_path / "a/b.npy", [*range(25), end, end, *range(30, 44), end, 7])
@@ -376,7 +368,7 @@ def test_raw_tokens_are_divided_by_the_token_that_ends_a_document(
     assert [len(tokens) for tokens in all_tokens(by_another)] == [25, 18]
 
 
-def test_raw_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+def test_raw_tokens_of_another_tokenizer_are_refused(tmp_path):
     other = raw(tmp_path / "a.npy", [1, 2, 3] * 6)
     with pytest.raises(ConfigError, match=r"byte 0: no document ends: none of its 18 tokens \(uin"):
         opened(other, tmp_path)
@@ -394,7 +386,7 @@ def test_raw_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
         ("0,4\n", ":1: the documents end at token 4, and the file has 8 of uint16; set `dtype`"),
     ],
 )
-def test_lines_of_documents_are_verified(lines: str, message: str, tmp_path: Path) -> None:
+def test_lines_of_documents_are_verified(lines, message, tmp_path):
     import gzip
 
     file = raw(tmp_path / "a.npy", range(8))
@@ -408,7 +400,7 @@ def test_lines_of_documents_are_verified(lines: str, message: str, tmp_path: Pat
         opened(file, tmp_path)
 
 
-def test_a_real_npy_is_read_by_its_header(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_real_npy_is_read_by_its_header(tmp_path, caplog):
     end = Gpt2.eos
     np.save(tmp_path / "a.npy", np.array([1, 2, end, 3, end], np.int32))
     np.save(tmp_path / "b.npy", np.arange(6, dtype=np.uint16).reshape(2, 3))
@@ -418,7 +410,7 @@ def test_a_real_npy_is_read_by_its_header(tmp_path: Path, caplog: pytest.LogCapt
     assert all_tokens(opened(tmp_path / "b.npy", tmp_path)) == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_other_arrays_are_refused(tmp_path: Path) -> None:
+def test_other_arrays_are_refused(tmp_path):
     for array, message in (
         (np.zeros(3, np.float32), "a .npy of <f4; wanted little-endian integers"),
         (np.zeros(3, ">i4"), "a .npy of >i4; wanted little-endian integers"),
@@ -435,7 +427,7 @@ def test_other_arrays_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_shards_on_a_store_are_read_and_indexed(name: str, tmp_path: Path) -> None:
+def test_shards_on_a_store_are_read_and_indexed(name, tmp_path):
     folder = location(f"memory://formats/{name}")
     for file in write(tmp_path / "shards", name).iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -445,9 +437,7 @@ def test_shards_on_a_store_are_read_and_indexed(name: str, tmp_path: Path) -> No
     assert name == "raw" or opened(folder, tmp_path).description.content is not None
 
 
-def test_large_shards_have_no_checksums_until_they_are_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_large_shards_have_no_checksums_until_they_are_recorded(tmp_path, monkeypatch, caplog):
     shards, words = write(tmp_path / "shards", "megatron"), ["--cache", str(tmp_path)]
     monkeypatch.setattr(checksums, "LIMIT", 500)
     monkeypatch.setattr(checksums, "PART", 100)
@@ -461,9 +451,7 @@ def test_large_shards_have_no_checksums_until_they_are_recorded(
     assert main(["data", "verify", str(shards), *words, "--processes", "2"]) == 0
 
 
-def test_recorded_digests_of_files_are_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recorded_digests_of_files_are_compared(tmp_path, capsys):
     shards, words = shutil.copytree(SAVED / "mds-int32", tmp_path / "x"), ["--cache", str(tmp_path)]
     assert main(["data", "index", str(shards), *words]) == 0
     edit(shards / "index.json", say('"sha1": "', '"sha1": "0'))
@@ -475,7 +463,7 @@ def test_recorded_digests_of_files_are_compared(
     assert damage in capsys.readouterr().err
 
 
-def test_options_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_formats(tmp_path, capsys):
     shards = write(tmp_path / "shards", "mds")
     for words, message in (
         (["--format", "megatorn"], "--format: got megatorn\n  did you mean megatron?"),

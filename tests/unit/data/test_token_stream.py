@@ -4,8 +4,6 @@ import itertools
 import json
 import re
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,24 +16,23 @@ from torchtitan.data.settings import DataConfig, SourceConfig, StageConfig
 from torchtitan.data.tokens import sample_reader as reader
 from torchtitan.data.tokens.mixed_sources import check_way
 from torchtitan.data.tokens.mixture import MixtureSchedule, whole_weights
-from torchtitan.data.tokens.token_stream import TokenStream
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_blocks(monkeypatch):
     monkeypatch.setattr(reader, "BLOCK", 16)
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> Path:
+def shards(tmp_path):
     return write_shards(tmp_path / "web", drawn_documents(100))
 
 
-def single(path: Path, **values: Any) -> DataConfig:
+def single(path, **values):
     return DataConfig(dataset=str(path), num_workers=0, **values)
 
 
-def mixture(folder: Path, *amounts: dict[str, Any], **values: Any) -> DataConfig:
+def mixture(folder, *amounts, **values):
     """A mixture of as many sources as there are amounts."""
     sources = []
     for number, amount in enumerate(amounts):
@@ -48,7 +45,7 @@ def mixture(folder: Path, *amounts: dict[str, Any], **values: Any) -> DataConfig
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=7).filter(any), st.integers(0, 300))
-def test_a_mixture_is_exact_at_every_prefix(weights: list[int], before: int) -> None:
+def test_a_mixture_is_exact_at_every_prefix(weights, before):
     whole, counts = MixtureSchedule(weights), [0] * len(weights)
     for number in range(700):
         source, place = whole.turn(number)
@@ -63,13 +60,13 @@ def test_a_mixture_is_exact_at_every_prefix(weights: list[int], before: int) -> 
         assert (source, place + resumed.before_of[source]) == whole.turn(before + number)
 
 
-def test_weights_are_as_written() -> None:
+def test_weights_are_as_written():
     assert whole_weights([0.7, 0.2, 0.1]) == [7, 2, 1]
     assert whole_weights([3, 0, 1.5]) == [2, 0, 1]
     assert whole_weights([0.123457, 0.0001, 0.876443]) == [123457, 100, 876443]
 
 
-def test_all_tokens_are_read_once_an_epoch(shards: Path) -> None:
+def test_all_tokens_are_read_once_an_epoch(shards):
     documents = drawn_documents(100)
     total = sum(map(len, documents))
     [stream] = token_streams(single(shards), 1)
@@ -84,9 +81,7 @@ def test_all_tokens_are_read_once_an_epoch(shards: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_samples_do_not_depend_on_ranks_and_workers(
-    tmp_path: Path, ranks: int, workers: int
-) -> None:
+def test_samples_do_not_depend_on_ranks_and_workers(tmp_path, ranks, workers):
     config = mixture(tmp_path, {"weight": 3}, {"weight": 1}, {"weight": 1.5, "repeat": True})
     whole = rows(token_streams(config, 1), 12)
     config = config.model_copy(update={"num_workers": workers})
@@ -94,9 +89,7 @@ def test_samples_do_not_depend_on_ranks_and_workers(
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 4), (4, 4), (2, 6), (1, 2)])
-def test_a_resume_with_other_ranks_and_batches_is_exact(
-    tmp_path: Path, ranks: int, batch: int
-) -> None:
+def test_a_resume_with_other_ranks_and_batches_is_exact(tmp_path, ranks, batch):
     """However often: each session ends inside a turn of the mixture, and starts another's."""
     stages = (StageConfig(from_tokens=16 * 4 * 9, weights=(1, 1, 4)),)
     amounts = [{"weight": w, "repeat": True} for w in (3, 1, 1.5)]
@@ -114,12 +107,12 @@ def test_a_resume_with_other_ranks_and_batches_is_exact(
         assert saved(after)["samples"] == 4 * end + count * batch
 
 
-def test_ranks_that_accumulate_share_the_samples_of_a_step(tmp_path: Path) -> None:
+def test_ranks_that_accumulate_share_the_samples_of_a_step(tmp_path):
     """As in a run on one rank, and also after a resume."""
     config = mixture(tmp_path, *[{"weight": w, "repeat": True} for w in (3, 1)])
     whole = rows(token_streams(config, 1, batch=8), 5)
 
-    def step(streams: list[TokenStream]) -> list[list[int]]:
+    def step(streams):
         return [row for stream in streams for row in rows([stream], 2)]
 
     before = token_streams(config, 2, batch=8, accumulation=2)
@@ -130,7 +123,7 @@ def test_ranks_that_accumulate_share_the_samples_of_a_step(tmp_path: Path) -> No
     assert [row for _ in range(2) for row in step(after)] == whole[24:]
 
 
-def test_a_resume_with_another_sequence_length_continues_at_the_next_token(shards: Path) -> None:
+def test_a_resume_with_another_sequence_length_continues_at_the_next_token(shards):
     config = single(shards)
     [whole] = token_streams(config, 1)
     tokens = list(itertools.chain(*(row[:-1] for row in rows([whole], 12))))
@@ -141,7 +134,7 @@ def test_a_resume_with_another_sequence_length_continues_at_the_next_token(shard
     assert list(itertools.chain(*(row[:-1] for row in rows([after], 4)))) == tokens[320:704]
 
 
-def test_a_stage_changes_the_mixture(tmp_path: Path) -> None:
+def test_a_stage_changes_the_mixture(tmp_path):
     stages = (
         StageConfig(from_step=3, weights=(0, 1)),
         StageConfig(from_tokens=16 * 4 * 5 + 1, weights=(1, 0)),
@@ -155,7 +148,7 @@ def test_a_stage_changes_the_mixture(tmp_path: Path) -> None:
     assert names[12:] == [second] * 9 + [first] * 7
 
 
-def test_numbers_of_tokens_and_epochs_are_reached(tmp_path: Path) -> None:
+def test_numbers_of_tokens_and_epochs_are_reached(tmp_path):
     amounts = ({"tokens": 16 * 30}, {"epochs": 1.5}, {"weight": 1, "repeat": True})
     config = mixture(tmp_path, *amounts)
     [stream] = token_streams(config, 1, steps=100)
@@ -168,7 +161,7 @@ def test_numbers_of_tokens_and_epochs_are_reached(tmp_path: Path) -> None:
         token_streams(config, 1, steps=10)[0].check()
 
 
-def test_a_source_that_would_end_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_source_that_would_end_is_refused_at_the_start(tmp_path):
     config = mixture(tmp_path, {"weight": 1}, {"weight": 1, "repeat": True})
     token_streams(config, 1, steps=80)[0].check()
     with pytest.raises(
@@ -180,7 +173,7 @@ def test_a_source_that_would_end_is_refused_at_the_start(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("stage", [None, 3])
-def test_a_run_is_refused_exactly_if_a_source_would_end(stage: int | None, tmp_path: Path) -> None:
+def test_a_run_is_refused_exactly_if_a_source_would_end(stage, tmp_path):
     paths = [
         write_shards(tmp_path / n, [np.arange(size) % 200], 1)
         for n, size in (("a", 33), ("b", 1000))
@@ -205,7 +198,7 @@ def test_a_run_is_refused_exactly_if_a_source_would_end(stage: int | None, tmp_p
             checked.check()
 
 
-def test_a_mixture_is_skipped_in_the_order_of_its_sources(tmp_path: Path) -> None:
+def test_a_mixture_is_skipped_in_the_order_of_its_sources(tmp_path):
     amounts = [{"weight": w, "repeat": True} for w in (0.7, 0.3)]
     stages = (StageConfig(from_step=5, weights=(3, 1)),)
     config = mixture(tmp_path, *amounts, stages=stages)
@@ -216,7 +209,7 @@ def test_a_mixture_is_skipped_in_the_order_of_its_sources(tmp_path: Path) -> Non
         assert rows([skipped], 2) == whole[samples : samples + 8]
 
 
-def test_a_run_of_an_earlier_version_continues_its_order(shards: Path) -> None:
+def test_a_run_of_an_earlier_version_continues_its_order(shards):
     [before] = token_streams(single(shards), 1)
     before.follow({"shuffle": True})
     expected = rows([before], 8)
@@ -231,7 +224,7 @@ def test_a_run_of_an_earlier_version_continues_its_order(shards: Path) -> None:
     assert "order" not in saved([after])["identity"]
 
 
-def test_another_mixture_is_taken_only_from_a_stage_on(tmp_path: Path) -> None:
+def test_another_mixture_is_taken_only_from_a_stage_on(tmp_path):
     amounts = [{"weight": w, "repeat": True} for w in (1, 1)]
     config = mixture(tmp_path, *amounts)
     before = token_streams(config, 1)
@@ -255,7 +248,7 @@ def test_another_mixture_is_taken_only_from_a_stage_on(tmp_path: Path) -> None:
         assert len(set(names[: 4 * (start - 4)])) == (2 if start > 4 else 0)
 
 
-def test_a_changed_source_is_refused_unless_it_is_accepted(tmp_path: Path) -> None:
+def test_a_changed_source_is_refused_unless_it_is_accepted(tmp_path):
     config = single(write_shards(tmp_path / "web", drawn_documents(100)))
     before = token_streams(config, 1)
     rows(before, 4)
@@ -270,7 +263,7 @@ def test_a_changed_source_is_refused_unless_it_is_accepted(tmp_path: Path) -> No
     assert len(rows([stream], 1)) == 4
 
 
-def test_reading_once_ends_with_padding(shards: Path) -> None:
+def test_reading_once_ends_with_padding(shards):
     total = sum(map(len, drawn_documents(100)))
     [stream] = token_streams(single(shards), 1, once=True)
     counts = [int(next(stream).count()) for _ in range(total // 64 + 2)]
@@ -278,14 +271,14 @@ def test_reading_once_ends_with_padding(shards: Path) -> None:
     assert counts[-1] == 0
 
 
-def test_a_lost_replica_group_leaves_its_samples_and_finds_them_again(tmp_path: Path) -> None:
+def test_a_lost_replica_group_leaves_its_samples_and_finds_them_again(tmp_path):
     config = mixture(tmp_path, *[{"weight": w, "repeat": True} for w in (2, 1)])
-    served: list[list[int]] = []
+    served = []
 
-    def group(number: int) -> list[TokenStream]:
+    def group(number):
         return token_streams(config, 4, batch=8, groups=2)[2 * number : 2 * number + 2]
 
-    def step(*present: list[TokenStream]) -> None:
+    def step(*present):
         for streams in present:
             served.extend(rows(streams, 1))
         for rank in range(2):
@@ -316,7 +309,7 @@ def test_a_lost_replica_group_leaves_its_samples_and_finds_them_again(tmp_path: 
     assert sorted(served) == sorted(whole)
 
 
-def test_amounts_are_those_of_the_rest_of_a_resumed_run(tmp_path: Path) -> None:
+def test_amounts_are_those_of_the_rest_of_a_resumed_run(tmp_path):
     config = mixture(tmp_path, {"tokens": 16 * 40}, {"weight": 1, "repeat": True})
     before = token_streams(config, 1, steps=20)
     rows(before, 12)
@@ -330,13 +323,13 @@ def test_amounts_are_those_of_the_rest_of_a_resumed_run(tmp_path: Path) -> None:
     assert 16 * 40 - first["tokens"] < 32
 
 
-def test_a_source_of_less_than_a_sample_is_refused(tmp_path: Path) -> None:
+def test_a_source_of_less_than_a_sample_is_refused(tmp_path):
     config = mixture(tmp_path, {"tokens": 15}, {"weight": 1, "repeat": True})
     with pytest.raises(ConfigError, match='"source-0" has fewer tokens than a sample of 16'):
         token_streams(config, 1, steps=10)[0].check()
 
 
-def test_a_mixture_is_described_with_its_stages(tmp_path: Path) -> None:
+def test_a_mixture_is_described_with_its_stages(tmp_path):
     stages = (StageConfig(from_step=3, weights=(1, 3)),)
     config = mixture(tmp_path, {"weight": 1}, {"weight": 1}, stages=stages)
     [stream] = token_streams(config, 1)
@@ -344,15 +337,15 @@ def test_a_mixture_is_described_with_its_stages(tmp_path: Path) -> None:
     assert stream.describe() == f"{first}; from sample 12 on {then}"
 
 
-def test_tokens_have_no_held_out_part(shards: Path) -> None:
+def test_tokens_have_no_held_out_part(shards):
     for section in (single(shards, validation_fraction=0.1), DataConfig(packing="best_fit")):
         with pytest.raises(ConfigError, match=r"no held-out part|tokenize it first"):
             check_way(section)
     check_way(single(shards, packing="best_fit"))
 
 
-def test_text_is_tokenized_again_after_an_edit_that_keeps_its_size(tmp_path: Path) -> None:
-    def tokens(folder: str) -> list[list[int]]:
+def test_text_is_tokenized_again_after_an_edit_that_keeps_its_size(tmp_path):
+    def tokens(folder):
         source = SourceConfig(path=str(tmp_path / folder), weight=1, repeat=True)
         config = DataConfig(sources=(source,), cache=str(tmp_path / "cache"), num_workers=0)
         return rows(token_streams(config, 1), 2)

@@ -44,14 +44,14 @@ TRICKY = [
 ]
 
 
-def write_tiktoken(path: Path) -> Path:
+def write_tiktoken(path):
     tokens = [bytes([b]) for b in range(256)] + [b"th", b"the", b" t", b" the"]
     lines = [base64.b64encode(token) + b" %d" % rank for rank, token in enumerate(tokens)]
     path.write_bytes(b"\n".join(lines) + b"\n")
     return path
 
 
-def test_llama_ids_equal_the_reference() -> None:
+def test_llama_ids_equal_the_reference():
     reference = pytest.importorskip("llama_models.llama3.tokenizer")
     path = Path(reference.__file__).with_name("tokenizer.model")
     expected, tokenizer = reference.Tokenizer(path), load_tokenizer(str(path))
@@ -63,7 +63,7 @@ def test_llama_ids_equal_the_reference() -> None:
     assert tokenizer.decode(ids) == expected.decode(ids)
 
 
-def test_pieces_join_to_the_text_and_bound_every_run() -> None:
+def test_pieces_join_to_the_text_and_bound_every_run():
     text = "a" * 7 + " " * 5 + "bc d" * 3
     pieces = list(_digestible_pieces(text, longest=20, longest_run=3))
     assert "".join(pieces) == text
@@ -71,7 +71,7 @@ def test_pieces_join_to_the_text_and_bound_every_run() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "tiktoken", "trained"])
-def test_round_trip_of_every_text(kind: str, tmp_path: Path) -> None:
+def test_round_trip_of_every_text(kind, tmp_path):
     if kind == "tiktoken":
         path = str(write_tiktoken(tmp_path / "tokenizer.model"))
     elif kind == "trained":
@@ -88,20 +88,20 @@ def test_round_trip_of_every_text(kind: str, tmp_path: Path) -> None:
     assert end == "<|begin_of_text|>hi<|end_of_text|>"
 
 
-def test_byte_ids_are_the_bytes() -> None:
+def test_byte_ids_are_the_bytes():
     tokenizer = load_tokenizer(None)
     assert tokenizer.encode("é\n") == [0xC3, 0xA9, 0x0A]
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (258, 256, 257)
     assert tokenizer.decode([0xC3]) == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_tiktoken_merges_and_special_ids(tmp_path: Path) -> None:
+def test_tiktoken_merges_and_special_ids(tmp_path):
     tokenizer = load_tokenizer(str(write_tiktoken(tmp_path / "tokenizer.model")))
     assert tokenizer.encode("the the") == [257, 259]
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (516, 260, 261)
 
 
-def test_folders_are_searched_in_order(tmp_path: Path) -> None:
+def test_folders_are_searched_in_order(tmp_path):
     with pytest.raises(ConfigError, match=r"looked for tokenizer\.json, tokenizer\.model, orig"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "original").mkdir()
@@ -113,14 +113,14 @@ def test_folders_are_searched_in_order(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "missing"))
 
 
-def test_not_a_tiktoken_file(tmp_path: Path) -> None:
+def test_not_a_tiktoken_file(tmp_path):
     path = tmp_path / "tokenizer.model"
     path.write_bytes(b"YQ== 0\n\x0a\x0esentencepiece\n")
     with pytest.raises(ConfigError, match=r"tokenizer\.model:2: not a line of a tiktoken file"):
         load_tokenizer(str(path))
 
 
-def hugging_face(folder: Path, words: list[str], **config: object) -> Path:
+def hugging_face(folder, words, **config):
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -129,7 +129,7 @@ def hugging_face(folder: Path, words: list[str], **config: object) -> Path:
     return folder
 
 
-def test_hugging_face_special_tokens(tmp_path: Path) -> None:
+def test_hugging_face_special_tokens(tmp_path):
     words = ["?", "[end]", "<s>", "</s>", "[start]"]
     folder = str(hugging_face(tmp_path, words))
     assert (load_tokenizer(folder).bos, load_tokenizer(folder).eos) == (2, 3)
@@ -148,7 +148,7 @@ QWEN_PATTERN = (
 )
 
 
-def like_qwen(folder: Path, **config: object) -> tokenizers.Tokenizer:
+def like_qwen(folder, **config):
     """A small tokenizer.json of Qwen's kind: NFC, byte-level BPE, added tokens, no BOS."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.normalizer = tokenizers.normalizers.NFC()
@@ -184,9 +184,7 @@ def like_qwen(folder: Path, **config: object) -> tokenizers.Tokenizer:
     ],
     ids=["base", "chat", "object", "undeclared"],
 )
-def test_documents_of_qwen_end_as_declared_and_have_no_bos(
-    config: dict[str, object], eos: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_documents_of_qwen_end_as_declared_and_have_no_bos(config, eos, tmp_path, caplog):
     like_qwen(tmp_path, **config)
     tokenizer = load_tokenizer(str(tmp_path))
     assert (tokenizer.bos, tokenizer.lost_bos, tokenizer.eos) == (None, None, eos)
@@ -210,8 +208,8 @@ def test_documents_of_qwen_end_as_declared_and_have_no_bos(
     ],
 )
 def test_a_document_has_the_tokens_that_the_tokenizer_or_the_recipe_asks_for(
-    declared: dict[str, bool], recipe: tuple[bool | None, bool | None], added: str, tmp_path: Path
-) -> None:
+    declared, recipe, added, tmp_path
+):
     path = hugging_face(tmp_path, ["?", "b", "e"], bos_token="b", eos_token="e", **declared)
     tokenizer = load_tokenizer(str(path))
     documents = iter([Document((0, 0), "?")])
@@ -220,9 +218,7 @@ def test_a_document_has_the_tokens_that_the_tokenizer_or_the_recipe_asks_for(
 
 
 @pytest.mark.parametrize("declared", [*itertools.product((None, False, True), repeat=2)])
-def test_one_token_that_starts_and_ends_documents_is_once_between_them(
-    declared: tuple[bool | None, bool | None], tmp_path: Path
-) -> None:
+def test_one_token_that_starts_and_ends_documents_is_once_between_them(declared, tmp_path):
     flags = dict(zip(("add_bos_token", "add_eos_token"), declared, strict=True))
     path = hugging_face(tmp_path, ["?", "|"], bos_token="|", eos_token="|", **flags)
     tokenizer = load_tokenizer(str(path))
@@ -234,8 +230,8 @@ def test_one_token_that_starts_and_ends_documents_is_once_between_them(
 
 
 def test_special_tokens_of_qwen_are_text_and_its_other_added_tokens_are_not(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     library = like_qwen(tmp_path, eos_token="<|endoftext|>")
     library.encode_special_tokens = True
     tokenizer = load_tokenizer(str(tmp_path))
@@ -251,7 +247,7 @@ def test_special_tokens_of_qwen_are_text_and_its_other_added_tokens_are_not(
         tokenizer.byte_counts()
 
 
-def test_a_bos_that_there_is_not_matters_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_bos_that_there_is_not_matters_where_it_is_asked_for(tmp_path):
     path = str(hugging_face(tmp_path, ["?", "</s>"], bos_token="[none]"))
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos, tokenizer.eos) == (None, 1)
@@ -266,13 +262,13 @@ def test_a_bos_that_there_is_not_matters_where_it_is_asked_for(tmp_path: Path) -
         assert bool(list(problems_of_task(job))) == add_bos
 
 
-def test_a_tiktoken_file_of_nothing(tmp_path: Path) -> None:
+def test_a_tiktoken_file_of_nothing(tmp_path):
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(ConfigError, match=r"tokenizer\.model: a tiktoken file without any token"):
         load_tokenizer(str(tmp_path))
 
 
-def test_hugging_face_without_an_end_is_refused(tmp_path: Path) -> None:
+def test_hugging_face_without_an_end_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot tell which token ends a document"):
         load_tokenizer(str(hugging_face(tmp_path, ["?", "a"])))
     (tmp_path / "tokenizer.json").write_text("[]")
@@ -280,14 +276,14 @@ def test_hugging_face_without_an_end_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_vocabulary_must_fit_the_model() -> None:
+def test_vocabulary_must_fit_the_model():
     tokenizer = load_tokenizer(None)
     check_vocabulary(tokenizer, 258)
     with pytest.raises(ConfigError, match="has 258 tokens, but the model's vocabulary only 257"):
         check_vocabulary(tokenizer, 257)
 
 
-def test_training_learns_words(tmp_path: Path) -> None:
+def test_training_learns_words(tmp_path):
     documents = tmp_path / "documents"
     documents.mkdir()
     for number in range(20):
@@ -302,7 +298,7 @@ def test_training_learns_words(tmp_path: Path) -> None:
     assert len(tokenizer.encode("hello hello world")) < 8 < len(tokenizer.encode("quixotic jazz"))
 
 
-def test_training_mistakes(tmp_path: Path) -> None:
+def test_training_mistakes(tmp_path):
     with pytest.raises(ConfigError, match=r"vocab_size: 257 is too small.*258"):
         train_bpe(["a"], 257, tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match="'synthetic' has no text"):
@@ -310,6 +306,6 @@ def test_training_mistakes(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_training_on_images_is_refused(tmp_path: Path) -> None:
+def test_training_on_images_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--dataset: got scenes, which holds images; .*c4"):
         train_tokenizer("scenes", None, 300, str(tmp_path))

@@ -7,9 +7,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -19,7 +16,7 @@ import pytest
 from torchtitan.config import ConfigError
 from torchtitan.data import DATASETS, DataConfig, Dataset, open_source
 from torchtitan.data.lanes import tokenized
-from torchtitan.data.order import Document, Identity, Once, Position
+from torchtitan.data.order import Document, Once, Position
 from torchtitan.data.sources import SOURCES
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.data.tokens.index import INDEX, ShardWriter, TokenDocuments
@@ -31,12 +28,12 @@ TEXTS[10] = TEXTS[11] = ""
 MARK = "stop here"
 
 
-def jsonl(path: Path, texts: list[str] = TEXTS) -> DataConfig:
+def jsonl(path, texts=TEXTS):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return DataConfig(dataset=str(path))
 
 
-def source_of(kind: str, folder: Path) -> DataConfig:
+def source_of(kind, folder):
     if kind == "jsonl":
         return jsonl(folder / "a.jsonl")
     if kind == "compressed":
@@ -58,7 +55,7 @@ def source_of(kind: str, folder: Path) -> DataConfig:
     return DataConfig(dataset=kind)
 
 
-def online(config: DataConfig) -> Iterator[np.ndarray]:
+def online(config):
     tokenizer = ByteTokenizer()
     source = open_source(config.model_copy(update={"shuffle": False}), tokenizer, seed=0)
     documents = Once(source).read({0: None}, 1)[0]
@@ -66,17 +63,17 @@ def online(config: DataConfig) -> Iterator[np.ndarray]:
     return (tokens for _, tokens in tokenized(documents, tokenizer, add_bos=bos, add_eos=eos))
 
 
-def documents_of(folder: Path) -> list[np.ndarray]:
+def documents_of(folder):
     found = TokenDocuments(folder, folder, 258)
     return [found.read(number) for number in range(len(found))]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "compressed", "parquet", "text", "python_stdlib"])
-def test_shards_have_the_tokens_of_the_stream(kind: str, tmp_path: Path) -> None:
+def test_shards_have_the_tokens_of_the_stream(kind, tmp_path):
     config = source_of(kind, tmp_path / "data" if kind in ("compressed", "text") else tmp_path)
     about = tokenize(config, ByteTokenizer(), tmp_path / "one", shard_tokens=500)
     for read, expected in zip(documents_of(tmp_path / "one"), online(config), strict=True):
@@ -91,7 +88,7 @@ def test_shards_have_the_tokens_of_the_stream(kind: str, tmp_path: Path) -> None
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_settings_of_documents_and_shards(tmp_path: Path) -> None:
+def test_settings_of_documents_and_shards(tmp_path):
     class Large(ByteTokenizer):
         vocab_size = 2**16 + 1
         eos = 2**16
@@ -107,12 +104,10 @@ def test_settings_of_documents_and_shards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("limit", [1, 30, 400, 10**6])
-def test_the_limit_of_tokens_ends_with_a_document(
-    limit: int, processes: int, tmp_path: Path
-) -> None:
+def test_the_limit_of_tokens_ends_with_a_document(limit, processes, tmp_path):
     config = jsonl(tmp_path / "a.jsonl")
     lengths = [len(tokens) for tokens in online(config)]
-    call: Callable[[], Any] = lambda: tokenize(  # noqa: E731
+    call = lambda: tokenize(  # noqa: E731
         config, ByteTokenizer(), tmp_path / "out", processes=processes, max_tokens=limit
     )
     if limit == 1:
@@ -130,16 +125,16 @@ def test_the_limit_of_tokens_ends_with_a_document(
 class Waiting(ByteTokenizer):
     """Waits in the middle, until a file exists."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file):
         self.file = file
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         while MARK in text and not self.file.exists():
             time.sleep(0.01)
         return super().encode(text)
 
 
-def _interrupted(*arguments: Any, **settings: Any) -> None:
+def _interrupted(*arguments, **settings):
     os.setpgid(0, 0)
     # Whatever started the tests may have blocked or ignored it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -152,9 +147,7 @@ def _interrupted(*arguments: Any, **settings: Any) -> None:
 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("processes", [1, 3])
-def test_an_end_in_the_middle_loses_no_complete_part(
-    by: signal.Signals, processes: int, tmp_path: Path
-) -> None:
+def test_an_end_in_the_middle_loses_no_complete_part(by, processes, tmp_path):
     config, out, whole = jsonl(tmp_path / "a.jsonl", [*TEXTS, MARK, *TEXTS]), *_two(tmp_path)
     tokenize(config, ByteTokenizer(), whole)
     tokenizer = Waiting(tmp_path / "continue")
@@ -183,23 +176,21 @@ def test_an_end_in_the_middle_loses_no_complete_part(
     assert written == {file: file.stat().st_mtime_ns for file in written}
 
 
-def _two(folder: Path) -> tuple[Path, Path]:
+def _two(folder):
     return folder / "out", folder / "whole"
 
 
 class Failing(ByteTokenizer):
     """Fails in the middle."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         if MARK in text:
             raise ConfigError("stopped")
         return super().encode(text)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-def test_a_damaged_shard_is_made_again(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_shard_is_made_again(damage, tmp_path, caplog):
     config, out, whole = jsonl(tmp_path / "a.jsonl", [*TEXTS, MARK]), *_two(tmp_path)
     tokenize(config, ByteTokenizer(), whole)
     with pytest.raises(ConfigError, match="stopped"):
@@ -222,10 +213,10 @@ def test_a_damaged_shard_is_made_again(
     ) in message
 
 
-def test_shards_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_read_back(tmp_path, monkeypatch):
     close = ShardWriter.close
 
-    def wrong(self: ShardWriter) -> Any:
+    def wrong(self):
         table = close(self)
         content = bytearray((tmp_path / "out" / table.file).read_bytes())
         content[0] ^= 1
@@ -238,7 +229,7 @@ def test_shards_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (tmp_path / "out" / INDEX).exists()
 
 
-def test_a_complete_folder_is_left_and_another_one_refused(tmp_path: Path) -> None:
+def test_a_complete_folder_is_left_and_another_one_refused(tmp_path):
     config, out = jsonl(tmp_path / "a.jsonl"), tmp_path / "out"
     about = tokenize(config, ByteTokenizer(), out)
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
@@ -255,7 +246,7 @@ def test_a_complete_folder_is_left_and_another_one_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_mistakes_in_text_have_their_place(processes: int, tmp_path: Path) -> None:
+def test_mistakes_in_text_have_their_place(processes, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/0.jsonl").write_text('{"text": "fine"}\n' * 40)
     (tmp_path / "data/1.jsonl").write_bytes(b'{"text": "a"}\n{"text": "caf\xe9"}\n')
@@ -265,7 +256,7 @@ def test_mistakes_in_text_have_their_place(processes: int, tmp_path: Path) -> No
     assert not (tmp_path / "out" / INDEX).exists()
 
 
-def test_mistakes_in_rows_have_their_place(tmp_path: Path) -> None:
+def test_mistakes_in_rows_have_their_place(tmp_path):
     path = tmp_path / "a.parquet"
     texts = pyarrow.array([b"a", b"b", b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
@@ -275,21 +266,21 @@ def test_mistakes_in_rows_have_their_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
-def test_nothing_to_tokenize(content: str, tmp_path: Path) -> None:
+def test_nothing_to_tokenize(content, tmp_path):
     (tmp_path / "a.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=r"a\.jsonl.*(no documents|no document has text)"):
         tokenize(DataConfig(dataset=str(tmp_path / "a.jsonl")), ByteTokenizer(), tmp_path / "out")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_file_that_vanishes(processes: int, tmp_path: Path) -> None:
+def test_a_file_that_vanishes(processes, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     for name in "abcd":  # the last is opened by a process that is through with another
         (folder / f"{name}.jsonl").write_text('{"text": "some text"}\n' * 4)
 
     class Deleting(ByteTokenizer):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text):
             (folder / "d.jsonl").unlink(missing_ok=True)
             return super().encode(text)
 
@@ -298,11 +289,9 @@ def test_a_file_that_vanishes(processes: int, tmp_path: Path) -> None:
         tokenize(config, Deleting(), tmp_path / "out", processes=processes)
 
 
-def test_a_full_disk_and_a_process_that_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_and_a_process_that_is_killed(tmp_path, monkeypatch):
     class Killed(ByteTokenizer):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text):
             os.kill(os.getpid(), signal.SIGKILL)
             return []
 
@@ -310,7 +299,7 @@ def test_a_full_disk_and_a_process_that_is_killed(
     with pytest.raises(ConfigError, match="lack of memory; run the same command again with fewer"):
         tokenize(config, Killed(), tmp_path / "out", processes=2)
 
-    def full(self: ShardWriter, tokens: Any) -> None:
+    def full(self, tokens):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
@@ -320,17 +309,17 @@ def test_a_full_disk_and_a_process_that_is_killed(
     assert tokenize(config, ByteTokenizer(), tmp_path / "out").documents == 58
 
 
-def test_a_source_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_from_outside(tmp_path, monkeypatch):
     """One that is only read in its order."""
 
     class Numbers:
-        def __init__(self) -> None:
-            self.identity: Identity = {"dataset": "numbers"}
+        def __init__(self):
+            self.identity = {"dataset": "numbers"}
 
-        def epoch(self, position: Position) -> int:
+        def epoch(self, position):
             return position.round
 
-        def read(self, starts: dict[int, Any], lanes: int) -> dict[int, Iterator[Document]]:
+        def read(self, starts, lanes):
             rounds = ((n, i) for n in range(2) for i in range(5))
             return {0: (Document(Position(n, i), f"text {i}") for n, i in rounds)}
 
@@ -340,14 +329,12 @@ def test_a_source_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (about.documents, len(about.shards)) == (5, 1)
 
 
-def test_the_verb(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verb(tmp_path, monkeypatch, capsys):
     jsonl(tmp_path / "a.jsonl", [*TEXTS, MARK])
     words = ["data", "tokenize", "--dataset", str(tmp_path / "a.jsonl"), "--output"]
 
     class Interrupted(ByteTokenizer):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text):
             if MARK in text:
                 raise KeyboardInterrupt
             return super().encode(text)

@@ -11,11 +11,11 @@ from torchtitan.flight_recorder.records import place
 FILES = ("torchtitan/__init__.py", "torchtitan/parallel/world.py", "tests/faults.py")
 
 
-def shown(file: Path | str) -> str:
+def shown(file):
     return place([(str(file), 3, "f")])
 
 
-def clone(folder: Path) -> Path:
+def clone(folder):
     """A folder with some files of a clone, and others that only have names like them."""
     for name in (*FILES, "parallel/world.py", "tools/deep/cli.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def test_waiting_is_seen_in_functions_of_this_package(name, tmp_path):
     (folder / "parallel").mkdir()
     (folder / "parallel/mine.py").write_text("def exchange(call): return call()")
 
-    def look() -> None:
+    def look():
         for module in [each for each in sys.modules if each.partition(".")[0] == "torchtitan"]:
             del sys.modules[module]  # those of the clone
         exec(LOOK, {})

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
-from torchtitan.flight_recorder import Collective, Recorder, read_traces, recorded, report
+from torchtitan.flight_recorder import Recorder, read_traces, recorded, report
 from torchtitan.flight_recorder.recorder import Terminated
 from torchtitan.parallel import CommConfig
 from torchtitan.tools.cli import main
@@ -23,11 +23,11 @@ DEBUG = str(Path(__file__).parents[3] / "train_configs/debug_model.toml")
 SMALL = ["--training.seq_len=32", "--training.steps=2", "--validation.steps=1"]
 
 
-def recorder(folder: Path, rank: int = 0, world_size: int = 1) -> Recorder:
+def recorder(folder, rank=0, world_size=1):
     return Recorder(CommConfig(), folder, rank, world_size, "cpu", shared=(ConfigError,))
 
 
-def names(folder: Path) -> set[str]:
+def names(folder):
     return {path.name for path in (folder / "comm_traces").iterdir()}
 
 
@@ -116,7 +116,7 @@ def test_traces_of_an_earlier_run_are_removed(tmp_path):
     assert names(tmp_path) == {"0.step"}
 
 
-def fail(folder: Path) -> None:
+def fail(folder):
     with recorder(folder, dist.get_rank(), 2) as mine:
         mine.step(3)
         dist.all_reduce(torch.zeros(7))
@@ -137,7 +137,7 @@ def test_ring_is_written_on_gloo(tmp_path):
         assert last.tensors == "float32 [7]"
 
 
-def collectives() -> list[Collective]:
+def collectives():
     """One of each that a layout uses, on a group of all and on one called pair."""
     pair = dist.new_group(group_desc="pair")
     dist.all_reduce(torch.zeros(3, dtype=torch.bfloat16))

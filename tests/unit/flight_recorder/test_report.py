@@ -3,8 +3,6 @@
 import json
 import os
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,9 +16,7 @@ TP = {"name": "7", "desc": "mesh_tp", "ranks": "[2, 3]"}
 ALL = {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}
 
 
-def record(
-    group: dict[str, str], number: int, operation: str = "nccl:all_reduce", **changes: Any
-) -> dict[str, Any]:
+def record(group, number, operation="nccl:all_reduce", **changes):
     """What torch records of a collective of 5 float32; finished unless `changes` says otherwise."""
     return {
         "record_id": number,
@@ -43,18 +39,18 @@ def record(
     } | changes
 
 
-def waiting(group: dict[str, str], number: int, **changes: Any) -> dict[str, Any]:
+def waiting(group, number, **changes):
     return record(group, number, state="scheduled", retired=False, **changes)
 
 
 def leave(
-    folder: Path,
-    rank: int,
-    *records: dict[str, Any],
-    error: str = "",
-    kind: str = "collective",
-    **step: Any,
-) -> None:
+    folder,
+    rank,
+    *records,
+    error="",
+    kind="collective",
+    **step,
+):
     """Write what a rank leaves: its step, its ring if it has one, and what it raised."""
     note = {"state": "training", "step": 7, "world_size": 4} | step
     (folder / f"{rank}.step").write_text(json.dumps(note).ljust(511) + "\n")
@@ -155,7 +151,7 @@ def test_ranks_that_wait_for_each_other(tmp_path):
     assert last.startswith("likely cause: the ranks waited for each other")
 
 
-def p2p(operation: str) -> dict[str, Any]:
+def p2p(operation):
     return waiting(TP, 1, is_p2p=True, p2p_seq_id=9, operation=f"nccl:{operation}")
 
 
@@ -246,10 +242,10 @@ def test_folder_without_traces_is_refused(name, tmp_path, capsys):
 class Malice:
     """Would run a command in whoever reads it."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self.mark = mark
 
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
+    def __reduce__(self):
         return os.system, (f"touch {self.mark}",)
 
 

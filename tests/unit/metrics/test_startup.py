@@ -2,9 +2,6 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from torchtitan.device import Device
 from torchtitan.flight_recorder import Collective, Group
@@ -30,16 +27,12 @@ SUM = Collective(
 )
 
 
-def traffic(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, before: int, during: int
-) -> dict[str, Any]:
+def traffic(monkeypatch, ranks, before, during):
     """The event of a run with collectives before and during its second step."""
     return events(monkeypatch, ranks, before, during)["traffic"]
 
 
-def events(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, before: int, during: int
-) -> dict[str, dict[str, Any]]:
+def events(monkeypatch, ranks, before, during):
     """All events of such a run, by kind."""
     told = {}
     world = SimpleNamespace(

@@ -1,17 +1,15 @@
 """What the tests of all families do: draw a network, and compare it with that of transformers."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.config import RecipeError
-from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.experts import idle_parameters
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import MinShape, ModelSpec, build_empty, count_parameters
@@ -20,21 +18,19 @@ Spec = ModelSpec[Any]
 CONFIGS = Path(__file__).parents[2] / "data/published"
 
 
-def published(name: str, **changes: Any) -> dict[str, Any]:
+def published(name, **changes):
     """What matters of the config.json of a published model."""
     return json.loads((CONFIGS / f"{name}.json").read_text()) | changes
 
 
-def drawn(spec: Spec, args: Any, seq_len: int = 64) -> nn.Module:
+def drawn(spec, args, seq_len=64):
     """A network far from its start: attention is not uniform, and norms and biases matter."""
     model = spec.build(args, seq_len)
     initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
     return model
 
 
-def to_transformers(
-    spec: Spec, args: DecoderArgs, named: Iterable[tuple[str, Tensor]]
-) -> dict[str, Tensor]:
+def to_transformers(spec, args, named):
     """Weights or gradients under the names of transformers 5, which fuses experts in memory."""
     written, result = spec.formats["hf"], dict[str, Tensor]()
     for name, value in named:
@@ -52,7 +48,7 @@ def to_transformers(
     return result
 
 
-def of_transformers(config: Mapping[str, Any]) -> nn.Module:
+def of_transformers(config):
     """The network of transformers that a config.json describes."""
     import transformers
 
@@ -61,9 +57,7 @@ def of_transformers(config: Mapping[str, Any]) -> nn.Module:
     return network(about)
 
 
-def equals_transformers(
-    spec: Spec, args: DecoderArgs, model: nn.Module | None = None, seq_len: int = 64
-) -> None:
+def equals_transformers(spec, args, model=None, seq_len=64):
     """Logits are those of transformers to 1e-5, and so are all gradients."""
     ours = model or drawn(spec, args, seq_len)
     theirs = of_transformers(spec.formats["hf"].config(args, None)).float()
@@ -82,9 +76,7 @@ def equals_transformers(
     torch.testing.assert_close(gradients, wanted, atol=1e-6, rtol=1e-4)
 
 
-def has_published_sizes(
-    spec: Spec, flavor: str, config: Mapping[str, Any], total: int, active: int
-) -> None:
+def has_published_sizes(spec, flavor, config, total, active):
     """A flavor has the parameters of transformers' network, of which a token uses so many."""
     args = spec.flavors[flavor]
     assert spec.formats["hf"].args(config) == args
@@ -96,7 +88,7 @@ def has_published_sizes(
     assert sum(parameter.numel() for parameter in theirs.parameters()) == total
 
 
-def shrunk(spec: Spec, large: Any, tp: int) -> Any:
+def shrunk(spec, large, tp):
     """A small network like a large one, whose sizes fit."""
     small = spec.shrink(large, MinShape(n_layers=3, tensor_ranks=tp, vocab_size=320))
     assert not [*spec.settings().size_problems(small)]
@@ -104,7 +96,7 @@ def shrunk(spec: Spec, large: Any, tp: int) -> Any:
     return small
 
 
-def lines(call: Callable[..., Any], *arguments: Any) -> list[str]:
+def lines(call, *arguments):
     """What a refusal says; nothing if there is none."""
     try:
         call(*arguments)
@@ -114,10 +106,10 @@ def lines(call: Callable[..., Any], *arguments: Any) -> list[str]:
 
 
 def check_refusals(
-    read: Callable[[Any], Any],
-    config: Mapping[str, Any],
-    cases: Iterable[tuple[Mapping[str, Any], str]],
-) -> None:
+    read,
+    config,
+    cases,
+):
     """Each change of a config.json is refused by a line that begins so."""
     found = [(change, lines(read, {**config, **change})) for change, _ in cases]
     for (change, told), (_, line) in zip(found, cases, strict=True):

@@ -1,16 +1,14 @@
 """Attention inside of documents and windows, against a dense mask."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.models import attention
-from torchtitan.models.attention import Core, causal_attention, dense_attention, document_attention
+from torchtitan.models.attention import causal_attention, dense_attention, document_attention
 
 LENGTH = 150
 DOCUMENTS = {
@@ -22,21 +20,19 @@ DOCUMENTS = {
 }
 
 
-def operands(
-    heads: int = 4, groups: int = 2, dim: int = 16, length: int = LENGTH, batch: int = 3
-) -> list[Tensor]:
+def operands(heads=4, groups=2, dim=16, length=LENGTH, batch=3):
     """q, k, v and the gradient of the output, as a projection makes them."""
     sizes = (heads, groups, groups, heads)
     return [torch.randn(batch, length, n, dim).transpose(1, 2) for n in sizes]
 
 
-def differentiate(core: Core, given: list[Tensor], *mask: Any) -> list[Tensor]:
+def differentiate(core, given, *mask):
     inputs = [x.detach().clone().requires_grad_() for x in given[:3]]
     out = core(*inputs, *mask)
     return [out.detach(), *torch.autograd.grad(out, inputs, given[3].to(out))]
 
 
-def check(given: list[Tensor], documents: Tensor | None, window: int) -> None:
+def check(given, documents, window):
     found = differentiate(causal_attention, given, documents, window)
     exact = differentiate(dense_attention, [x.double() for x in given], documents, window)
     for x, wanted in zip(found, exact, strict=True):
@@ -83,7 +79,7 @@ def test_16_bits_are_as_close_as_with_a_dense_mask(dtype):
 def test_plain_causal_attention_is_that_of_torch_to_the_bit():
     given = operands()
 
-    def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def torchs(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     expected = differentiate(torchs, given)
@@ -92,7 +88,7 @@ def test_plain_causal_attention_is_that_of_torch_to_the_bit():
         assert all(torch.equal(x, wanted) for x, wanted in zip(found, expected, strict=True))
 
 
-def largest_tensor(core: Core, length: int, size: int, window: int) -> int:
+def largest_tensor(core, length, size, window):
     """Number of float32 elements of the largest tensor, forward and backward, in kernels too."""
     given = operands(1, 1, 8, length, batch=1)
     documents = torch.arange(length)[None] // size if size else None

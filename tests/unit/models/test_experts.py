@@ -5,7 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from torchtitan.models.experts import (
     MixtureOfExperts,
@@ -22,7 +21,7 @@ grouped_or_not = pytest.mark.parametrize(
 )
 
 
-def layer(dtype: torch.dtype = torch.float32, shared_dim: int = 0, **rule) -> MixtureOfExperts:
+def layer(dtype=torch.float32, shared_dim=0, **rule):
     routing = Routing(**{"top_k": 3, **rule})
     made = MixtureOfExperts(*SIZES, routing, shared_dim=shared_dim).to(dtype)
     generator = torch.Generator().manual_seed(0)
@@ -32,24 +31,24 @@ def layer(dtype: torch.dtype = torch.float32, shared_dim: int = 0, **rule) -> Mi
     return made
 
 
-def tokens(dtype: torch.dtype = torch.float32, count: int = 20) -> Tensor:
+def tokens(dtype=torch.float32, count=20):
     generator = torch.Generator().manual_seed(1)
     return torch.randn(2, count // 2, SIZES[0], generator=generator).to(dtype).requires_grad_()
 
 
-def best(rule: Routing, values: Tensor) -> list[int]:
+def best(rule, values):
     """The experts with the largest values, in the groups whose best two have the largest sums."""
     numbers, size = range(len(values)), len(values) // rule.groups
     groups = [numbers[g * size : (g + 1) * size] for g in range(rule.groups)]
 
-    def of_group(group: range) -> float:
+    def of_group(group):
         return -sum(sorted((values[e].item() for e in group), reverse=True)[:2])
 
     allowed = [e for group in sorted(groups, key=of_group)[: rule.top_groups] for e in group]
     return sorted(sorted(allowed), key=lambda e: -values[e].item())[: rule.top_k]
 
 
-def by_formula(made: MixtureOfExperts, x: Tensor) -> Tensor:
+def by_formula(made, x):
     """The module's formula, one token and one expert at a time."""
     router, experts, rule = made.router, made.experts, made.router.routing
     rows = []

@@ -16,7 +16,7 @@ HUGGING_FACE = SPEC.formats["hf"]
 Config = dict[str, Any]
 
 
-def llama(dim: int, ffn_dim: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Config:
+def llama(dim, ffn_dim, layers, heads, kv_heads, **more):
     return {
         "architectures": ["LlamaForCausalLM"],
         "hidden_act": "silu",
@@ -36,12 +36,12 @@ def llama(dim: int, ffn_dim: int, layers: int, heads: int, kv_heads: int, **more
     }
 
 
-def mistral(dim: int, layers: int, **more: Any) -> Config:
+def mistral(dim, layers, **more):
     about = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     return llama(dim, 14336, layers, 32, 8) | about | {"rope_theta": 1e6, **more}
 
 
-def smollm(*sizes: int, **more: Any) -> Config:
+def smollm(*sizes, **more):
     about = {"attention_bias": False, "rope_interleaved": False, "is_llama_config": True}
     return llama(*sizes) | about | {"tie_word_embeddings": True, "vocab_size": 49152, **more}
 

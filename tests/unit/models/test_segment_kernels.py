@@ -3,15 +3,12 @@
 import itertools
 import math
 import random
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from torchtitan.torch_private import segment_kernels
 from torchtitan.torch_private.segment_kernels import (
-    Pack,
     Segment,
     segments_backward,
     segments_forward,
@@ -20,7 +17,7 @@ from torchtitan.torch_private.segment_kernels import (
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 40, 50
 
 
-def seen_by(segments: list[Segment]) -> Tensor:
+def seen_by(segments):
     """Whether a query sees a key: (B, 1, S, T)."""
     seen = torch.zeros(BATCH, 1, QUERIES, KEYS, dtype=torch.bool)
     for row, queries, keys, shift, window in segments:
@@ -30,19 +27,19 @@ def seen_by(segments: list[Segment]) -> Tensor:
     return seen
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def dense(q, k, v, seen):
     k, v = (kv.repeat_interleave(q.shape[1] // kv.shape[1], dim=1) for kv in (k, v))
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -math.inf)
     return scores.softmax(-1).nan_to_num() @ v, scores.logsumexp(-1)
 
 
-def operands(groups: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
+def operands(groups, dim, dtype):
     """q, k, v and the gradient of the output, as a projection makes them."""
     shapes = ((QUERIES, HEADS), (KEYS, groups), (KEYS, groups), (QUERIES, HEADS))
     return [torch.randn(BATCH, *s, dim, dtype=dtype).transpose(1, 2) for s in shapes]
 
 
-def seen_in(pack: Pack) -> Tensor:
+def seen_in(pack):
     """Whether a packed query sees a key, as torch defines it for its flash kernel."""
     queries, keys = (part.offsets.tolist() for part in pack[:2])
     assert {part.offsets.dtype for part in pack[:2]} == {torch.int32}
@@ -59,12 +56,12 @@ def seen_in(pack: Pack) -> Tensor:
     return seen
 
 
-def of_pack(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
+def of_pack(q, k, v, pack):
     out, lse = dense(*(x.transpose(0, 1)[None] for x in (q, k, v)), seen_in(pack))
     return out[0].transpose(0, 1).contiguous(), lse[0]
 
 
-def of_pack_backward(*given: Any) -> tuple[Tensor, ...]:
+def of_pack_backward(*given):
     *packed, lse, pack = given
     grad, q, k, v, out = (x.transpose(0, 1) for x in packed)
     groups, heads = len(k), len(q) // len(k)
@@ -84,7 +81,7 @@ def packed(monkeypatch):
     monkeypatch.setattr(segment_kernels, "flash_backward", of_pack_backward)
 
 
-def check(segments: list[Segment], groups: int = 2, dim: int = 8) -> None:
+def check(segments, groups=2, dim=8):
     q, k, v, grad = operands(groups, dim, torch.float64)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     expected, expected_lse = dense(*inputs, seen_by(segments))
@@ -128,7 +125,7 @@ def test_packed_segments_equal_dense_attention(name):
     check(CASES[name])
 
 
-def random_segments(rng: random.Random) -> list[Segment]:
+def random_segments(rng):
     segments = []
     for row in range(BATCH):
         cuts = sorted(rng.sample(range(QUERIES + 1), 4))
@@ -159,7 +156,7 @@ def test_any_packed_segments_equal_dense_attention():
 def test_whole_documents_are_one_call_without_copies(window, monkeypatch):
     calls = []
 
-    def record(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    def record(q, *given):
         calls.append(q.data_ptr())
         return of_pack(q, *given)
 

@@ -26,12 +26,12 @@ def test_an_update_of_parts_is_that_of_dtensors(kind, how):
     with fake_process_group(0, 4):
         mesh = init_device_mesh("cpu", (2, 2))
 
-        def parameters() -> list[torch.nn.Parameter]:
+        def parameters():
             torch.manual_seed(0)
             parts = [DTensor.from_local(torch.randn(3, 4), mesh, each) for each in PLACEMENTS]
             return [*map(torch.nn.Parameter, parts)]
 
-        def steps(optimizer: Optimizer) -> None:
+        def steps(optimizer):
             for number in range(3):
                 for p in optimizer.param_groups[0]["params"]:
                     p.grad = torch.ones_like(p) * (number - 0.5)
@@ -68,7 +68,7 @@ class Averaged(Optimizer):
     """Its average is a new tensor in each step, and its count of steps is a number."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None):
         for weight in self.param_groups[0]["params"]:
             state = self.state[weight]
             state["average"] = state.get("average", 0.0) + weight.grad
@@ -90,5 +90,5 @@ def test_states_that_are_replaced_are_kept():
         assert plain(state["average"]).tolist() == [3.0, 3.0]
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

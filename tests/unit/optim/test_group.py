@@ -1,11 +1,10 @@
 """All parameters under one optimizer: its updates are those of torch, and its settings by group."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.named import named
 from torchtitan.optim import SGD, Adam, AdamW, Muon, NamedParameter, OptimizerConfig, Optimizers
@@ -23,13 +22,13 @@ FACTORS = (0.5, 1.0, 0.25)
 """Factors of the schedule in three steps."""
 
 
-def network() -> nn.Module:
+def network():
     """A table, a matrix and a bias: of the roles embedding, matrix and norm."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))
 
 
-def train(model: nn.Module, begin: Callable[[float], Any], step: Callable[[], Any]) -> list[Tensor]:
+def train(model, begin, step):
     """Weights after three steps at the rates of a schedule."""
     for factor in FACTORS:
         begin(factor)
@@ -38,7 +37,7 @@ def train(model: nn.Module, begin: Callable[[float], Any], step: Callable[[], An
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def by_torch(kind: type[torch.optim.Optimizer], *groups: dict[str, Any]) -> list[Tensor]:
+def by_torch(kind, *groups):
     """The same of an optimizer of torch; the groups are of the table, the matrix and the bias."""
     model = network()
     optimizer = kind(
@@ -46,7 +45,7 @@ def by_torch(kind: type[torch.optim.Optimizer], *groups: dict[str, Any]) -> list
     )
     peaks = [group["lr"] for group in optimizer.param_groups]
 
-    def begin(factor: float) -> None:
+    def begin(factor):
         optimizer.zero_grad()
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
@@ -54,7 +53,7 @@ def by_torch(kind: type[torch.optim.Optimizer], *groups: dict[str, Any]) -> list
     return train(model, begin, optimizer.step)
 
 
-def by_ours(config: OptimizerConfig, build: Builder = Optimizers) -> list[Tensor]:
+def by_ours(config, build=Optimizers):
     model = network()
     optimizers = build(named(model), config)
     return train(model, optimizers.begin, optimizers.step)

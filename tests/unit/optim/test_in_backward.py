@@ -5,20 +5,20 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from tests.named import named
 from tests.ranks import run_ranks
-from torchtitan.optim import SGD, AdamW, OptimizerConfig, Optimizers
+from torchtitan.optim import SGD, AdamW, Optimizers
 from torchtitan.optim.in_backward import InBackward
 
 
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
 
 
-def train(model: nn.Module, optimizers: Optimizers) -> tuple[list[Tensor], list[float]]:
+def train(model, optimizers):
     """The weights at the end, and the norm of each step."""
     norms = []
     for step in range(4):
@@ -38,7 +38,7 @@ def test_it_is_the_step_after_the_backward(config):
     is_the_step_after_the_backward(config)
 
 
-def is_the_step_after_the_backward(config: OptimizerConfig) -> None:
+def is_the_step_after_the_backward(config):
     torch.compiler.set_stance("force_eager")
     after, during = network(), network()
     expected, norms = train(after, Optimizers(named(after), config))
@@ -50,7 +50,7 @@ def is_the_step_after_the_backward(config: OptimizerConfig) -> None:
     torch.compiler.set_stance("default")
 
 
-def norms_of_stages() -> list[float]:
+def norms_of_stages():
     """The norm of gradients 3 on the first stage and 4 on the second, updated either way."""
     found, stages = [], dist.group.WORLD
     for build in (Optimizers, partial(InBackward, redistribute_grads=lambda parameters: None)):
@@ -69,12 +69,12 @@ def test_one_gradient_is_alive_at_a_time():
     one_gradient_is_alive_at_a_time(AdamW())
 
 
-def one_gradient_is_alive_at_a_time(config: OptimizerConfig) -> None:
+def one_gradient_is_alive_at_a_time(config):
     torch.compiler.set_stance("force_eager")
     alive = []
     model = network()
 
-    def count(_: Tensor) -> None:
+    def count(_):
         alive.append(sum(p.grad.nbytes for p in model.parameters() if p.grad is not None))
 
     for parameter in model.parameters():

@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.ranks import run_ranks
@@ -17,11 +15,11 @@ from torchtitan.optim.parameters import NamedParameter
 from torchtitan.torch_private.dtensor import extents
 
 
-def area(rows: int, columns: int) -> Area:
+def area(rows, columns):
     return Area(range(rows), range(columns))
 
 
-def cost(rows: int, columns: int) -> float:
+def cost(rows, columns):
     return float(rows * columns * min(rows, columns))
 
 
@@ -64,7 +62,7 @@ LAYOUTS = {
 }
 
 
-def laid_out(whole: Tensor, mesh: dist.DeviceMesh, placements: list[Placement]) -> DTensor:
+def laid_out(whole, mesh, placements):
     """As FSDP2 does it: what is split later is a part of a part."""
     if not isinstance(placements[0], _StridedShard):
         return distribute_tensor(whole, mesh, placements)
@@ -74,7 +72,7 @@ def laid_out(whole: Tensor, mesh: dist.DeviceMesh, placements: list[Placement]) 
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def exchanged(layout: str, limit: int) -> tuple[float, int, int, int]:
+def exchanged(layout, limit):
     """How far results are off; updates on this rank; the most that was whole; extents that err."""
     sizes, placements = LAYOUTS[layout]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("01"[: len(sizes)]))
@@ -89,7 +87,7 @@ def exchanged(layout: str, limit: int) -> tuple[float, int, int, int]:
     exchange = Exchange(parameters, lambda p: areas.get(p.name, [area(*p.shape)]), cost, limit)
     seen = [0, 0]
 
-    def update(matrices: Tensor) -> Tensor:
+    def update(matrices):
         seen[0] += len(matrices)
         seen[1] = max(seen[1], matrices.numel())
         # The mean is of all of a matrix; transposed memory is what a product may give.
@@ -115,7 +113,7 @@ def exchanged(layout: str, limit: int) -> tuple[float, int, int, int]:
 LIMITS = (0, 130)
 
 
-def all_exchanged(layouts: list[str]) -> dict[tuple[str, int], tuple[float, int, int, int]]:
+def all_exchanged(layouts):
     return {(name, limit): exchanged(name, limit) for name in layouts for limit in LIMITS}
 
 

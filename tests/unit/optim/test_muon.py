@@ -5,13 +5,12 @@ import dataclasses
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -53,7 +52,7 @@ def test_matrices_of_a_batch_do_not_see_each_other():
     assert not newton_schulz(torch.zeros(1, 2, 3), 5).any()
 
 
-def trained(steps: int, made: Any) -> list[Tensor]:
+def trained(steps, made):
     """Weights of two matrices after some steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 16, bias=False))
@@ -82,7 +81,7 @@ def test_on_one_rank_it_is_that_of_torch(scale, nesterov):
     assert (other[0] - expected[0]).norm() > 1e-2 * (expected[0] - start[0]).norm()
 
 
-def updated_in_parts(gradient: Tensor, config: Muon) -> Tensor:
+def updated_in_parts(gradient, config):
     """The update of a matrix of zeros whose rows are dealt out to all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = nn.ParameterDict({"w": distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0)])})

@@ -14,7 +14,7 @@ SHAPES = {
 }
 
 
-def rates(config: ScheduleConfig, steps: int) -> list[float]:
+def rates(config, steps):
     """The multiplier of each step, laid out from both ends.
 
     The warm-up is at most the run; a decay that would overlap it is shortened to what is left; the

@@ -1,18 +1,16 @@
 """Weights that others write after an update, or load, are those that the next update changes."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.named import named
 from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
-from torchtitan.optim import OPTIMIZERS, OptimizerConfig, Optimizers
+from torchtitan.optim import OPTIMIZERS, Optimizers
 from torchtitan.optim.adam import STATE_DTYPES
 from torchtitan.optim.in_backward import InBackward
 from torchtitan.step import StepOptimizers
@@ -32,7 +30,7 @@ FAR = 5.0
 """Much farther than updates at this rate take a weight."""
 
 
-def is_accepted(kind: type[OptimizerConfig], settings: dict[str, Any]) -> bool:
+def is_accepted(kind, settings):
     if not settings.keys() <= kind.model_fields.keys():
         return False
     world = PlannedWorld(1, "cuda")
@@ -48,7 +46,7 @@ CASES = [
 ]
 
 
-def opened(name: str, way: str) -> tuple[nn.Module, Optimizers]:
+def opened(name, way):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64))
     config = OPTIMIZERS[name](lr=RATE, weight_decay=0.0, **WAYS[way])
@@ -63,11 +61,11 @@ def opened(name: str, way: str) -> tuple[nn.Module, Optimizers]:
     return network, optimizers
 
 
-def weights(network: nn.Module) -> list[Tensor]:
+def weights(network):
     return [parameter.detach().clone() for parameter in network.parameters()]
 
 
-def backward(network: nn.Module, optimizers: StepOptimizers) -> None:
+def backward(network, optimizers):
     optimizers.begin(1.0)
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(p.shape, generator=generator) for p in network.parameters()]
@@ -82,7 +80,7 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr("torch.compile", lambda function, **_: function)
 
 
-def broken(check: Callable[[str, str], None]) -> dict[tuple[str, str], str]:
+def broken(check):
     """The cases that a check fails, and how."""
     found = {}
     for case in CASES:
@@ -93,8 +91,8 @@ def broken(check: Callable[[str, str], None]) -> dict[tuple[str, str], str]:
     return found
 
 
-def check_after_a_write(name: str, way: str) -> None:
-    def write() -> None:
+def check_after_a_write(name, way):
+    def write():
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.add_(FAR)
@@ -115,11 +113,11 @@ def test_weights_written_after_an_update_are_updated_next():
     assert not broken(check_after_a_write)
 
 
-def check_after_a_load(name: str, way: str) -> None:
+def check_after_a_load(name, way):
     network, inner = opened(name, way)
     optimizers = StepOptimizers(inner, 0.0, Timeline(Device("cpu")))
 
-    def step() -> None:
+    def step():
         backward(network, optimizers)
         optimizers.step(torch.tensor(0.0), 0.0)
 

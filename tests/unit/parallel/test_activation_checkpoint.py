@@ -1,17 +1,15 @@
 """What is kept for the backward, in bytes, and what is computed twice."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch._functorch.config
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests import tiny
 from tests.operators import Operators
 from torchtitan.checks.execution import recomputation
-from torchtitan.config import PlannedWorld, Problem
+from torchtitan.config import PlannedWorld
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
@@ -27,7 +25,7 @@ ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 DOCUMENTS = "torchtitan.document_attention.default"
 
 
-def config(mode: str, **options: Any) -> ActivationCheckpointConfig:
+def config(mode, **options):
     return ActivationCheckpointConfig.model_validate({"mode": mode, **options})
 
 
@@ -41,11 +39,11 @@ def budget_restored():
 class Doubling(nn.Module):
     """A block that says how often it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.asked = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.asked += 1
         return (x * 2).sin()
 
@@ -77,7 +75,7 @@ def test_the_same_blocks_recompute_however_a_model_is_cut(chosen, every, cuts, b
     assert twice == said == every
 
 
-def block_and_inputs() -> tuple[nn.Module, tuple[Tensor, Tensor, None]]:
+def block_and_inputs():
     model = LLAMA3.build(tiny.FLAVORS["wide"], LENGTH)
     x = torch.randn(2, LENGTH, 64, requires_grad=True)
     return LLAMA3.blocks(model)["layers.0"], (x, torch.arange(LENGTH)[None], None)
@@ -104,12 +102,12 @@ def test_what_the_backward_computes_again(chosen, products, attention):
         assert backward.counts[operator] == attention
 
 
-def kept(block: nn.Module, inputs: tuple[Any, ...]) -> tuple[int, Tensor]:
+def kept(block, inputs):
     """Bytes kept for the backward beside the parameters, and the gradient of the first input."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     sizes = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             sizes[storage.data_ptr()] = storage.nbytes()
@@ -147,11 +145,11 @@ ON_CP = ParallelismConfig(tensor_parallel_degree=2, context_parallel_degree=2)
 
 
 def problems(
-    chosen: ActivationCheckpointConfig,
-    compile: CompileConfig,
-    parallelism: ParallelismConfig,
-    device: str | None,
-) -> list[Problem]:
+    chosen,
+    compile,
+    parallelism,
+    device,
+):
     """What the rule says; on no machine in particular if `device` is None."""
     sections = {"activation_checkpoint": chosen, "compile": compile, "parallelism": parallelism}
     world = PlannedWorld(device_type=device or "cpu", is_here=device is not None)

@@ -5,23 +5,22 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from torchtitan.models.attention import document_mask
 from torchtitan.parallel import context_pieces
 from torchtitan.parallel.context import shard
-from torchtitan.parallel.context_pieces import Cut, SplitRow, segments, work
+from torchtitan.parallel.context_pieces import Cut, segments, work
 from torchtitan.tasks.next_token import TokenBatch
 
 LENGTH = 72
 BALANCINGS = ("headtail", "documents", "none")
 
 
-def documents(sizes: list[list[int]]) -> Tensor:
+def documents(sizes):
     return torch.stack([torch.arange(len(s)).repeat_interleave(torch.tensor(s)) for s in sizes])
 
 
-def drawn(length: int, sizes: tuple[int, int], rows: int, seed: int = 0) -> Tensor:
+def drawn(length, sizes, rows, seed=0):
     """Documents of sizes that are drawn, cut at the end of a row."""
     draw, found = random.Random(seed), []
     for _ in range(rows):
@@ -32,7 +31,7 @@ def drawn(length: int, sizes: tuple[int, int], rows: int, seed: int = 0) -> Tens
     return documents(found)
 
 
-def seen(rows: tuple[SplitRow, ...], rank: int, owner: int, window: int) -> Tensor:
+def seen(rows, rank, owner, window):
     """How often each query of a rank is paired with each key of another: (B, S, S)."""
     length = len(rows[0].positions(rank))
     pairs = torch.zeros(len(rows), length, length, dtype=torch.int64)
@@ -76,7 +75,7 @@ def test_a_query_is_in_few_groups():
         assert len(segments(rows, rank, owner, 4096)) <= 2 + 2 * (rank == owner)
 
 
-def largest_load(together: Tensor, size: int, balancing: str, window: int) -> float:
+def largest_load(together, size, balancing, window):
     """The work of the rank with the most, relative to the mean; the mean over rows."""
     found = []
     for row in Cut(size, balancing).rows(together, window):

@@ -1,7 +1,6 @@
 """What is refused about a pipeline, in words that say what would work."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -17,15 +16,15 @@ OPERATORS = ActivationCheckpointConfig(mode="selective", selective_ac_option="op
 
 
 def found(
-    schedule: str = "1F1B",
-    pp: int = 2,
-    microbatches: int = 8,
-    args: Any = ARGS,
-    recompute: ActivationCheckpointConfig | None = None,
-    compile: CompileConfig | None = None,
-    functions: tuple[str, ...] = (),
-    **keys: Any,
-) -> list[str]:
+    schedule="1F1B",
+    pp=2,
+    microbatches=8,
+    args=ARGS,
+    recompute=None,
+    compile=None,
+    functions=(),
+    **keys,
+):
     """The problems, each as one line, without the names of the sections."""
     config = ParallelismConfig(
         pipeline_parallel_degree=pp, pipeline_parallel_schedule=schedule, **keys

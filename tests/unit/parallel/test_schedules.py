@@ -71,7 +71,7 @@ def test_a_rank_does_one_thing_at_a_time_and_in_order():
         assert start[Action(stage, "F", microbatch)] >= end[before]
 
 
-def wasted(name: str, stages: int, pp: int, microbatches: int) -> float:
+def wasted(name, stages, pp, microbatches):
     return bubble(timeline(order(name, stages, pp, microbatches)))
 
 
@@ -126,7 +126,7 @@ def test_forward_steps_do_everything_once_and_waste_little(name):
     assert len(steps) <= microbatches * stages // pp + stages
 
 
-def write(path: Path, *rows: str) -> Path:
+def write(path, *rows):
     path.write_text("\n".join(rows))
     return path
 

@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from torch import nn
@@ -13,17 +11,17 @@ from tests import tiny
 from torchtitan.models.llama3.spec import FLAVORS, LLAMA3
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import ParallelismConfig, stages
-from torchtitan.parallel.stages import Stages, balance, costs, plan, predicted_bubble, prune, units
+from torchtitan.parallel.stages import balance, costs, plan, predicted_bubble, prune, units
 
 ARGS = dataclasses.replace(tiny.ARGS, n_layers=6)
 SEQ_LEN = 32
 
 
-def model() -> nn.Module:
+def model():
     return build_empty(LLAMA3.build, ARGS, SEQ_LEN)
 
 
-def config(pp: int = 2, schedule: str = "1F1B", **rest: Any) -> ParallelismConfig:
+def config(pp=2, schedule="1F1B", **rest):
     keys = {"degree": pp, "schedule": schedule, **rest}
     parts = keys.pop("parts", ())
     return ParallelismConfig(
@@ -32,11 +30,11 @@ def config(pp: int = 2, schedule: str = "1F1B", **rest: Any) -> ParallelismConfi
     )
 
 
-def cut(pp: int = 2, schedule: str = "1F1B", **rest: Any) -> Stages:
+def cut(pp=2, schedule="1F1B", **rest):
     return plan(config(pp, schedule, **rest), LLAMA3, ARGS, model(), SEQ_LEN)
 
 
-def sums(weights: Sequence[float], ends: Sequence[int]) -> list[float]:
+def sums(weights, ends):
     return [sum(weights[start:end]) for start, end in itertools.pairwise((0, *ends))]
 
 
@@ -47,7 +45,7 @@ def test_balance_is_the_best_of_all_cuts():
         parts = choose.randint(1, len(weights))
         ends = [part.stop for part in balance(weights, parts)]
 
-        def rank(ends: Sequence[int], weights: Sequence[float] = weights) -> Any:
+        def rank(ends, weights=weights):
             each = sums(weights, ends)
             return max(each), sum(cost**2 for cost in each), tuple(ends)
 
