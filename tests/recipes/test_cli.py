@@ -455,7 +455,7 @@ def test_log_level_reaches_the_ranks(monkeypatch):
 def test_an_option_of_several_values_takes_all_words_up_to_the_next():
     found = []
 
-    def compare(paths, seeds, vary, context):
+    def compare(paths: list[Path], seeds: Seeds, vary: Vary, context: typer.Context):  # typer reads
         found.append((paths, seeds, vary, context.args))
 
     app = verb()
