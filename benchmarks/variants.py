@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchtitan.job import JobConfig
-from torchtitan.tools.compare.gather import Candidate, sent_bytes
-from torchtitan.tools.compare.parity import compare_curves
+from torchtitan.tools.compare.gather import Candidate, compare_curves, sent_bytes
 from torchtitan.tools.compare.runs import MeasuredRun, is_done, spread
 from torchtitan.tools.compare.study import Ready, Study, prepare, read_study, tasks
 

@@ -16,8 +16,8 @@ from torchtitan.config.other_names import SYNONYMS, Moved
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.tools import reference
 from torchtitan.tools.cli import command, verbs
+from torchtitan.tools.commands import REFERENCE, as_json
 from torchtitan.torchtitan_keys import DEFAULTS, OF_CONVERTER, OUR_SECTIONS, TABLE
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -102,7 +102,7 @@ def reference_json() -> str:
     """Return the reference of verbs and settings, with the names that complete a value."""
     modules = {name: module for group in verbs().values() for name, module in group.items()}
     commands = {name: command(module) for name, module in modules.items()}
-    return reference.as_json(commands, map(with_values, all_sections(JobConfig)))
+    return as_json(commands, map(with_values, all_sections(JobConfig)))
 
 
 def with_values(section: HelpSection) -> HelpSection:
@@ -252,6 +252,6 @@ def cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in {**pages(), reference.FILE: reference_json()}.items():
+    for path, text in {**pages(), REFERENCE: reference_json()}.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

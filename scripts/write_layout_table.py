@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan.checks import load_job
-from torchtitan.checks.memory import model_states
+from torchtitan.checks.limits import model_states
 from torchtitan.config import RecipeError
 from torchtitan.device import GIB
 from torchtitan.plan.plan import Plan, plan

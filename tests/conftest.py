@@ -10,7 +10,7 @@ import torch
 
 from tests import registries
 from torchtitan.logging import logger
-from torchtitan.torch_private.collectives import flight_records
+from torchtitan.torch_private.distributed import flight_records
 
 pytest_plugins = ["tests.costs"]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -53,7 +53,7 @@ from torchtitan import __version__
 from torchtitan.checks import load_job
 from torchtitan.cluster import launcher, train_command
 from torchtitan.config import ConfigError, print_error, split_recipe
-from torchtitan.config.help import all_sections
+from torchtitan.config.flags import all_sections
 from torchtitan.config.other_names import OLD_KEYS
 from torchtitan.job import JobConfig
 from torchtitan.tools import cli

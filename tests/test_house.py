@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 
 from tests.sources import MODULES, PACKAGE, nodes, place, text, tree
-from torchtitan.config.wings import WINGS
+from torchtitan.config.registry import WINGS
 from torchtitan.job import JobConfig
 from torchtitan.tools.cli import verbs
 
@@ -23,14 +23,11 @@ LAYERS = [
     ["__main__"],
     ["tools.cli"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
-    ["tools.recipes", "tools.doctor", "tools.starting_point"],
-    ["tools.plot", "tools.profile", "tools.trace"],
+    ["tools.recipes", "tools.doctor", "tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer", "tools.data"],
     ["tools.evaluate"],
     ["tools.inference"],
-    ["tools.trace_summary"],
     ["tools.history", "tools.options", "tools.page"],
-    ["tools.reference", "tools.charts"],
     ["tools.commands"],
     ["launch"],
     ["train"],

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiers import tiers
-from torchtitan.config.wings import WINGS
+from torchtitan.config.registry import WINGS
 from torchtitan.research import ENTRIES
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from torchtitan.config import Config
 from torchtitan.models.experts import Router
 from torchtitan.parallel import World
 from torchtitan.timeline import Timeline
-from torchtitan.torch_private.autograd import is_in_backward
+from torchtitan.torch_private.runtime import is_in_backward
 
 BIAS_UPDATE_RATE = 1e-3
 

@@ -27,7 +27,7 @@ from torchtitan.checkpoint import (
 from torchtitan.checkpoint.settings import NOTHING_SAVED
 from torchtitan.checks import load_job, problems
 from torchtitan.checks.divisibility import BATCH
-from torchtitan.checks.memory import problems_of_memory
+from torchtitan.checks.limits import problems_of_memory
 from torchtitan.config import (
     ConfigError,
     PlannedWorld,

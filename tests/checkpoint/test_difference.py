@@ -3,7 +3,7 @@
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
-from torchtitan.tools.checkpoint.inspection import SHOWN, Difference
+from torchtitan.tools.checkpoint import SHOWN, Difference
 from torchtitan.tools.cli import main
 
 

@@ -18,7 +18,7 @@ from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
 from torchtitan.models.experts import Router
 from torchtitan.models.initialize import initialize
-from torchtitan.tools.checkpoint.inspection import verify
+from torchtitan.tools.checkpoint import verify
 from torchtitan.tools.cli import main
 
 Tensors = dict[str, torch.Tensor]

@@ -13,7 +13,7 @@ from tests.tiers import tiers
 from torchtitan.build import resume_policy
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
-from torchtitan.tools.checkpoint import inspection
+from torchtitan.tools.checkpoint import verify
 
 TWO = {
     "FSDP": "data_parallel_shard_degree",
@@ -91,7 +91,7 @@ def test_the_numbers_show_what_is_not_loaded(commit, part, tmp_path):
 @pytest.mark.parametrize("commit", COMMITS)
 def test_its_digests_are_verified(commit, tmp_path):
     path = EARLIER / commit / "checkpoint/step-3"
-    assert inspection.verify(path) == (True, [f"{path}: OK"])
+    assert verify(path) == (True, [f"{path}: OK"])
     saved = SavedTensors(path)
     for name in saved.shapes():
         tensor = saved.read(name).clone()

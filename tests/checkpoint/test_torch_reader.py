@@ -22,7 +22,7 @@ from tests.small_weights import saved as saved_weights
 from tests.test_docs import ROOT, blocks
 from torchtitan.checkpoint.manifest import File, hash_file, read_manifest, write_manifest
 from torchtitan.checkpoint.storage import Piece, SavedTensors, write_file
-from torchtitan.tools.checkpoint.inspection import damage
+from torchtitan.tools.checkpoint import damage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
 MIXED = LAYOUTS["FSDP 2 x TP 2"]

@@ -13,7 +13,7 @@ from torchtitan.plan import comparison
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
 from torchtitan.tools.compare import compare_folders
-from torchtitan.tools.compare.parity import JUDGED, compare_curves, difference
+from torchtitan.tools.compare.gather import JUDGED, compare_curves, difference
 from torchtitan.tools.compare.results import RunCurve, Spread
 from torchtitan.tools.compare.runs import MeasuredRun, spread
 

@@ -11,10 +11,10 @@ from markdown_it import MarkdownIt
 
 from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
 from tests.compare.samples import HOSTILE, LONG, UNICODE, sample
-from torchtitan.tools.charts import ticks
 from torchtitan.tools.compare import summary
 from torchtitan.tools.compare.report_page import answer, report_page
 from torchtitan.tools.compare.results import Spread
+from torchtitan.tools.page import ticks
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 

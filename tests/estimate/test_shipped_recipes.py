@@ -7,7 +7,7 @@ import torch
 
 from tests.tiers import tiers
 from torchtitan.checks import load_job
-from torchtitan.checks.memory import model_states
+from torchtitan.checks.limits import model_states
 from torchtitan.config import CannotRun
 from torchtitan.plan.fitting import peak_of
 from torchtitan.plan.hardware import find_hardware

@@ -20,7 +20,7 @@ from torchtitan.parallel.context import context_attention, context_attention_bac
 from torchtitan.parallel.context_pieces import Cut, segments
 from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
-from torchtitan.torch_private.collectives import all_gather, reduce_scatter
+from torchtitan.torch_private.distributed import all_gather, reduce_scatter
 from torchtitan.torch_private.segment_kernels import segments_backward, segments_forward
 
 LENGTH = 48  # divides in two chunks a rank for 2, 3 and 4 ranks

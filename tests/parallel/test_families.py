@@ -33,8 +33,8 @@ from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import GRADIENTS
 from torchtitan.models import experts
-from torchtitan.torch_private.autograd import is_in_backward
 from torchtitan.torch_private.dtensor import local_extent
+from torchtitan.torch_private.runtime import is_in_backward
 
 TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
 BALANCED, APART = "Qwen3-MoE, balanced", "Qwen3-MoE, expert parallelism"

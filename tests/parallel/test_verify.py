@@ -16,8 +16,14 @@ from torchtitan.checks import load_job
 from torchtitan.models import MODELS
 from torchtitan.parallel import ParallelModel, tensor
 from torchtitan.tools.cli import main
-from torchtitan.tools.verify.measure import WEIGHT, Slack, Step, TensorDifference, difference
-from torchtitan.tools.verify.ranks import EXEMPT
+from torchtitan.tools.verify.measure import (
+    EXEMPT,
+    WEIGHT,
+    Slack,
+    Step,
+    TensorDifference,
+    difference,
+)
 from torchtitan.tools.verify.recipe import as_checked
 from torchtitan.tools.verify.report import Comparison
 

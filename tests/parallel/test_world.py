@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from torchtitan.device import Device
 from torchtitan.parallel import CommConfig, Degrees, open_world
-from torchtitan.torch_private.collectives import group_members
+from torchtitan.torch_private.distributed import group_members
 
 
 def look(degrees):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from torchtitan.checks import load_job, problems
-from torchtitan.checks.saving import restarts
+from torchtitan.checks.services import restarts
 from torchtitan.config import PlannedWorld, RecipeError, listed
 from torchtitan.convert import CONVERTERS
 from torchtitan.data import DATASETS

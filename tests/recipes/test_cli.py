@@ -26,10 +26,10 @@ from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.plan.planned_memory import memory
-from torchtitan.tools import reference
+from torchtitan.tools import commands
 from torchtitan.tools.cli import command, main, verbs
+from torchtitan.tools.commands import verb_of_help
 from torchtitan.tools.options import RecipeVerb, Verb, count, verb
-from torchtitan.tools.reference import verb_of_help
 
 ROOT = Path(__file__).parents[2]
 Seeds = Annotated[list[int], typer.Option(parser=count, metavar="N...")]
@@ -356,7 +356,7 @@ def test_help_is_that_of_the_verb_itself(capsys):
 
 def test_help_texts_stand_alone():
     """A capital, a period, and the default in parentheses."""
-    entries = (entry for part in reference.settings() for entry in part.entries)
+    entries = (entry for part in commands.settings() for entry in part.entries)
     texts = [("settings", entry.path, entry.help) for entry in entries]
     for name in (name for group in verbs().values() for name in group):
         found = verb_of_help(name, (Verb, RecipeVerb))
@@ -642,4 +642,4 @@ def test_reference_pages_are_fresh():
         for part in text.split("\n## "):
             keys = re.findall(r"^\| `([\w.]+)` \|", part, re.MULTILINE)
             assert path.parent.name != "config" or len(keys) == len({*keys}), (path, part)
-    assert reference.FILE.read_text(encoding="utf-8") == of_help, command
+    assert commands.REFERENCE.read_text(encoding="utf-8") == of_help, command

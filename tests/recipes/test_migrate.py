@@ -15,9 +15,7 @@ from torchtitan.convert import CONVERTERS, MXFP8, Float8
 from torchtitan.job import JobConfig
 from torchtitan.models.layers import RopeScaling
 from torchtitan.tools.cli import main
-from torchtitan.tools.migrate import missing
-from torchtitan.tools.migrate.rewrite import rewrite
-from torchtitan.tools.migrate.translate import read_old
+from torchtitan.tools.migrate import missing, read_old, rewrite
 from torchtitan.torchtitan_keys import DEFAULTS, OF_CONVERTER, OUR_SECTIONS, TABLE
 
 FOLDER = Path(__file__).parent

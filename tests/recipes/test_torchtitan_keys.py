@@ -17,8 +17,7 @@ import tomlkit
 
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
-from torchtitan.tools.migrate import migrated
-from torchtitan.tools.migrate.translate import read_old
+from torchtitan.tools.migrate import migrated, read_old
 
 FACTS = json.loads(Path(__file__).with_name("torchtitan_keys.json").read_text(encoding="utf-8"))
 SIGN = {

@@ -19,13 +19,9 @@ from torchtitan.build import Observer, build
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
 from torchtitan.parallel import open_world
-from torchtitan.resilience.replica_groups import (
-    FaultToleranceConfig,
-    InMemoryState,
-    ReplicaGroup,
-)
+from torchtitan.resilience.replica_groups import FaultToleranceConfig, InMemoryState, ReplicaGroup
 from torchtitan.tools.verify.measure import RowSink
-from torchtitan.torch_private.elastic import read_stream
+from torchtitan.torch_private.distributed import read_stream
 from torchtitan.trainer import Trainer
 
 Peer = Callable[[Tensor, dist.ReduceOp.RedOpType], None]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan.checks import load_job
-from torchtitan.checks.memory import model_states, problems_of_memory
+from torchtitan.checks.limits import model_states, problems_of_memory
 from torchtitan.config import CannotRun
 from torchtitan.device import GIB, Device
 from torchtitan.models import MODELS

@@ -8,15 +8,7 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
 from torchtitan.config import ConfigError
-from torchtitan.tools.trace_summary import (
-    Operator,
-    Share,
-    length,
-    read_trace,
-    union,
-    within,
-    without,
-)
+from torchtitan.tools.profile import Operator, Share, length, read_trace, union, within, without
 
 MAIN, WORKER = 1, 2
 

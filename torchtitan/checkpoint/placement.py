@@ -15,7 +15,7 @@ from torch import Tensor
 from torchtitan.checkpoint.storage import Piece, TensorSource
 from torchtitan.config import ConfigError
 from torchtitan.parallel import World
-from torchtitan.torch_private.dcp_metadata import write_once
+from torchtitan.torch_private.distributed import write_once
 from torchtitan.torch_private.dtensor import stored
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 from torchtitan.cluster.rendezvous import open_rendezvous
 from torchtitan.logging import logger
 from torchtitan.resilience.stop import IS_LAST, REPEATED, handled
-from torchtitan.torch_private.elastic import forget_store, leave
+from torchtitan.torch_private.distributed import forget_store, leave
 
 # A request is forwarded as a different signal, because a scheduler may have sent the ranks the same
 # one, and the same signal twice means: immediately.

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchtitan.checkpoint import lock, saved_steps
-from torchtitan.checks.saving import restarts
+from torchtitan.checks.services import restarts
 from torchtitan.cluster.agent import Agent, describe
 from torchtitan.cluster.rendezvous import DEFAULT_PORT, LEFT_BEHIND, is_foreign, is_ours
 from torchtitan.cluster.schedulers import interface_for_gloo, local_address

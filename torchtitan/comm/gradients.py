@@ -7,7 +7,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.comm.unit import Communicator, Unit
 from torchtitan.config import Config
-from torchtitan.torch_private.collectives import reduce_scatter_into
+from torchtitan.torch_private.distributed import reduce_scatter_into
 
 
 class Reduce(Communicator):

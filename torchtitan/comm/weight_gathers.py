@@ -7,7 +7,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.comm.unit import Communicator, Unit
 from torchtitan.config import Config
-from torchtitan.torch_private.collectives import all_gather_into
+from torchtitan.torch_private.distributed import all_gather_into
 
 
 class Gather(Communicator):

@@ -11,18 +11,28 @@ from torchtitan.config.files import (
     read_recipe,
     read_text,
 )
-from torchtitan.config.flags import read_flags, split_options, split_recipe
-from torchtitan.config.help import (
+from torchtitan.config.flags import (
     HelpEntry,
     HelpSection,
     all_sections,
     help_sections,
     json_schema,
+    read_flags,
     sections,
+    split_options,
+    split_recipe,
 )
 from torchtitan.config.load import Gathered, Recipe, Sources, gather, load, merge, read_sources
-from torchtitan.config.registry import Registry, check_protocol, import_wing, load_entry, with_wings
-from torchtitan.config.reporting import print_error, print_message
+from torchtitan.config.registry import (
+    Registry,
+    absent_wings,
+    check_protocol,
+    has_wing,
+    import_wing,
+    load_entry,
+    needs_wing,
+    with_wings,
+)
 from torchtitan.config.schema import descriptions, find, flat
 from torchtitan.config.settings import (
     CannotRun,
@@ -41,7 +51,6 @@ from torchtitan.config.settings import (
     Unreachable,
     between,
 )
-from torchtitan.config.wings import absent_wings, has_wing, needs_wing
 from torchtitan.config.words import (
     allowed_names,
     amount,
@@ -53,6 +62,8 @@ from torchtitan.config.words import (
     located,
     near_names,
     nearest,
+    print_error,
+    print_message,
     shorten,
     show,
 )

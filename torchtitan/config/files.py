@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import tomli
 
+from torchtitan.config.registry import PACKAGE
 from torchtitan.config.settings import KeyPath, Setting
-from torchtitan.config.wings import PACKAGE
 from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, nearest, shorten, show
 
 CLONED: Final = "train_configs"

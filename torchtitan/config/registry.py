@@ -8,10 +8,30 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cache, cached_property
 from importlib import import_module
 from inspect import isfunction
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
 
 from torchtitan.config.settings import ConfigError
-from torchtitan.config.wings import PACKAGE, WINGS, has_wing, needs_wing
+
+PACKAGE: Final = Path(__file__).parents[1]
+WINGS: Final = ("plan", "cluster", "research")
+
+
+def has_wing(name: str) -> bool:
+    """Whether a wing is installed."""
+    return any((PACKAGE / name).glob("*.py"))
+
+
+def needs_wing(name: str) -> str:
+    """Return the message for a key or a verb of a wing that is not installed."""
+    return f"it needs torchtitan.{name}, which is not installed"
+
+
+def absent_wings() -> str:
+    """Name the wings that are not installed; empty if all are."""
+    absent = [f"torchtitan.{name}" for name in WINGS if not has_wing(name)]
+    return f"not installed: {', '.join(absent)}" if absent else ""
+
 
 T = TypeVar("T")
 

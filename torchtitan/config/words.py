@@ -1,4 +1,4 @@
-"""Phrases of error messages, and of help."""
+"""Phrases of error messages and of help, and how errors and notes are printed."""
 
 import ast
 import difflib
@@ -12,7 +12,9 @@ from contextlib import suppress
 from datetime import date, time
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
+
+from torchtitan.logging import has_color, tell
 
 MAX_SHOWN: Final = 200
 """Maximum characters of a value or key quoted in a message."""
@@ -147,3 +149,52 @@ def amount(value: float, unit: str) -> str:
 def counted(number: int, noun: str) -> str:
     """Format a number of things: 1 sequence, 2,048 sequences."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+Level = Literal["error", "warning", "note"]
+
+# A message is one line in an exception and in a log: `place: what is wrong; the fix in the
+# imperative`. When it is printed, it is divided where its first clause begins with one of these.
+FIXES: Final = (
+    "add|allowed|check|choose|continue|copy|decompress|delete|did you mean|emulate|exclude|give"
+    "|increase|install|keep|leave|list|lower|make|move|name|pass|put|reduce|remove|rename|restore|resume|run|save|see"
+    "|select|send|set|start|train|unpack|use|wait|wanted|write"
+)
+"""First words of a clause that says what to do."""
+_FIX = re.compile(rf"[;.] (?=({FIXES})\b)", re.IGNORECASE)
+_COLORS: Final = {"error": "\033[1;31m", "warning": "\033[1;33m", "note": "\033[1;36m"}
+
+
+def print_error(error: Exception | str) -> None:
+    """Print the notices of an error, and each of its mistakes."""
+    for notice in getattr(error, "notices", ()):
+        print_message("note", notice)
+    messages: list[str] = []
+    for line in getattr(error, "lines", [str(error)]):
+        if messages and line.startswith(" "):  # more about the mistake before it
+            messages[-1] += f"\n{line}"
+        else:
+            messages.append(line)
+    for message in messages:
+        print_message("error", message)
+
+
+def print_message(level: Level, message: str) -> None:
+    """Print one message; its level is in color on a terminal."""
+    color, end = (_COLORS[level], "\033[0m") if has_color() else ("", "")
+    what, *below = divided(message)
+    below = [line if line.startswith(" ") else f"  {line}" for line in below]
+    tell(f"{color}{level}:{end} {what}", *below)
+
+
+def divided(message: str) -> list[str]:
+    """Divide a message into what is wrong, further lines about it, and the fixes."""
+    first, *details = message.split("\n")
+    # Not within a quoted value.
+    ends = (cut for cut in _FIX.finditer(first) if first.count('"', 0, cut.start()) % 2 == 0)
+    cut = next(ends, None)
+    if cut is None:
+        return [first, *details]
+    fixes = re.split(r"; |(?<=\.) ", first[cut.end() :])
+    fixes.sort(key=lambda fix: not fix.lower().startswith("did you mean"))
+    return [first[: cut.start()], *details, *fixes]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchtitan.convert.settings import Conversion, ConversionTarget, LinearConverterConfig
 from torchtitan.models.experts import Experts, expert_gradients, expert_products
-from torchtitan.torch_private.collectives import max_over
+from torchtitan.torch_private.distributed import max_over
 
 FORMAT = torch.float8_e4m3fn
 LARGEST = torch.finfo(FORMAT).max

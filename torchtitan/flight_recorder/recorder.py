@@ -46,7 +46,7 @@ from torchtitan.flight_recorder.traces import (
 )
 from torchtitan.logging import logger
 from torchtitan.parallel import CommConfig
-from torchtitan.torch_private.collectives import flight_records, group_members
+from torchtitan.torch_private.distributed import flight_records, group_members
 
 # Seconds after SIGTERM in which a rank should have reached its next step, or exited, unless steps
 # are longer; a launcher, such as torchrun, waits 30 before it kills.

@@ -24,7 +24,7 @@ import torch
 import torchtitan
 from torchtitan.comm.unit import sent_bytes
 from torchtitan.config import ConfigError
-from torchtitan.torch_private.collectives import flight_records, group_members
+from torchtitan.torch_private.distributed import flight_records, group_members
 
 # Dtypes that Python calls by another name than C++; torch has `half`, `long` and so on too.
 DTYPES = {"Byte": "uint8", "Char": "int8"}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchtitan.models.spec import InitialWeight
 from torchtitan.torch_private.dtensor import is_dtensor, local_extent
-from torchtitan.torch_private.generators import generator_of
+from torchtitan.torch_private.runtime import generator_of
 
 BLOCK = 2**20
 """Approximate elements per block. Changing it changes the weights of every seed.

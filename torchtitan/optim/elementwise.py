@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchtitan.torch_private.compiler import without_compiler
 from torchtitan.torch_private.dtensor import detached_part, is_dtensor, laid_out_as
-from torchtitan.torch_private.optimizers import without_compiler
 
 
 def elementwise(

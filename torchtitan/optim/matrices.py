@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.optim.parameters import NamedParameter
-from torchtitan.torch_private.collectives import timeout_of
+from torchtitan.torch_private.distributed import timeout_of
 from torchtitan.torch_private.dtensor import extents, ranks_of
 
 if TYPE_CHECKING:

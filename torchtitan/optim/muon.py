@@ -22,8 +22,7 @@ from torchtitan.optim.matrices import Area, Exchange
 from torchtitan.optim.norm import local
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.optim.settings import Compiled, OptimizerConfig, ParameterGroup, UpdateRule
-from torchtitan.torch_private.compiler import any_number_of_shapes
-from torchtitan.torch_private.optimizers import without_compiler
+from torchtitan.torch_private.compiler import any_number_of_shapes, without_compiler
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic: steep at 0, and within 0.7 and 1.2 where it has converged."""

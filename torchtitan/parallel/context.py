@@ -24,7 +24,7 @@ from torchtitan.parallel.settings import Balancing, Rotation
 from torchtitan.parallel.ulysses import exchanging_heads
 from torchtitan.tasks import Batch
 from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
-from torchtitan.torch_private.collectives import all_gather, process_group
+from torchtitan.torch_private.distributed import all_gather, process_group
 from torchtitan.torch_private.segment_kernels import segments_backward, segments_forward, wide
 
 

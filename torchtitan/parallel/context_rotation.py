@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.torch_private.collectives import all_gather, reduce_scatter
+from torchtitan.torch_private.distributed import all_gather, reduce_scatter
 
 Owned = Iterator[tuple[int, Tensor]]
 """Pairs of a rank and its keys and values, or their gradient: (2, B, K, S, E)."""

@@ -26,7 +26,7 @@ from torchtitan.models.experts import Experts
 from torchtitan.optim.norm import local
 from torchtitan.parallel.activation_checkpoint import ALWAYS_KEPT_OPERATORS
 from torchtitan.parallel.tensor import SplitExperts
-from torchtitan.torch_private.collectives import process_group
+from torchtitan.torch_private.distributed import process_group
 
 
 def apply(part: nn.Module, mesh: DeviceMesh) -> None:

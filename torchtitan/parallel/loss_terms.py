@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.auxiliary_losses import AuxiliaryLossConfig
 from torchtitan.models.output import AuxiliaryLoss, auxiliary_losses
-from torchtitan.torch_private.autograd import is_in_backward
+from torchtitan.torch_private.runtime import is_in_backward
 
 
 class _WithGradient(torch.autograd.Function):

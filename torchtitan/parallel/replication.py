@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torchtitan.comm import ReplicaReducer, ReplicasConfig, Unit
 from torchtitan.digest import digest
 from torchtitan.optim.norm import local
-from torchtitan.torch_private.collectives import all_gather
+from torchtitan.torch_private.distributed import all_gather
 
 
 class Replicas:

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.models.attention import Core
 from torchtitan.parallel.activation_checkpoint import KEPT_OPERATORS
-from torchtitan.torch_private.collectives import process_group
+from torchtitan.torch_private.distributed import process_group
 
 
 def exchanging_heads(core: Core, group: ProcessGroup) -> Core:

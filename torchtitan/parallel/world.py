@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config import Config, Context, Problem
 from torchtitan.device import Device, pick
-from torchtitan.torch_private.collectives import set_timeout
+from torchtitan.torch_private.distributed import set_timeout
 
 JOINED_AXES = {
     "data": ("dp_replicate", "dp_shard"),

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torchtitan.checks.memory import model_states
+from torchtitan.checks.limits import model_states
 from torchtitan.config import RecipeError
 from torchtitan.job import JobConfig
 from torchtitan.plan.compiled import SharedGraphs

@@ -42,8 +42,8 @@ from torchtitan.plan.recording import KernelRecorder, Recording
 from torchtitan.plan.shortening import Abridged, Shortened, block_kinds
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import Timeline
-from torchtitan.torch_private.collectives import group_members
 from torchtitan.torch_private.compiler import without_modes
+from torchtitan.torch_private.distributed import group_members
 from torchtitan.torch_private.fake_ranks import (
     assumed_values,
     fake_process_group,

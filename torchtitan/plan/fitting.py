@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from torchtitan.checks.memory import pools
+from torchtitan.checks.limits import pools
 from torchtitan.config import Problem
 from torchtitan.device import GIB, Device, DeviceType
 from torchtitan.job import JobConfig

@@ -35,7 +35,7 @@ from torchtitan.plan.cuda_operators import (
     packed_attention_flops,
     workspace_bytes,
 )
-from torchtitan.torch_private.collectives import process_group
+from torchtitan.torch_private.distributed import process_group
 
 
 class Kernel(NamedTuple):

@@ -25,7 +25,7 @@ from torchtitan.logging import logger
 from torchtitan.profiling.out_of_memory import Evidence, is_out_of_memory
 from torchtitan.profiling.settings import ProfilingConfig
 from torchtitan.timeline import Timeline
-from torchtitan.torch_private.cuda_memory import dump_memory, record_memory
+from torchtitan.torch_private.runtime import dump_memory, record_memory
 
 REQUEST_FILE: Final = "profile_request.json"
 """File in job.dump_folder with a request such as {"steps": 2}."""

@@ -3,16 +3,17 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from typing import Annotated, Protocol
 
 import typer
 
 from torchtitan import config
+from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.settings import NOTHING_SAVED
 from torchtitan.checks import ELSEWHERE, is_error_of, load_job, section_problems
-from torchtitan.checks.memory import problems_of_memory
+from torchtitan.checks.limits import problems_of_memory
 from torchtitan.config import (
+    ConfigError,
     PlannedWorld,
     Problem,
     RecipeError,
@@ -116,8 +117,6 @@ def check(
     job, ranks = found.config, world_size or found.config.parallelism.least_ranks
     is_planned = bool(device_memory or ((with_plan or here) and not resolved))
     has_start = here or job.checkpoint.initial_load_path is not None
-    # It imports the whole of a run, so only if asked.
-    more = import_module("torchtitan.tools.starting_point") if has_start else None
     if here:
         found.refuse(problems_of_memory(job, ranks, ranks, device))
     sections = section_problems(job, job, PlannedWorld(world_size, device))
@@ -148,7 +147,7 @@ def check(
     is_on_cpu = here and device == pick().type == "cpu"  # no CUDA device is this process's own
     if planned and is_on_cpu:
         notices += map(found.line, planned.notes())
-    start = more.starting_point(found, here) if more and not missing else []
+    start = starting_point(found, here) if has_start and not missing else []
     if wrong:
         print_error(RecipeError(wrong))
     facts = [*summary(job, world_size, held, not wrong), *start]
@@ -198,3 +197,36 @@ def summary(
     for auxiliary in job.auxiliary_losses:
         yield f"auxiliary loss {auxiliary.described()}"
     yield from describe_rules(job.optimizer, name_parameters([network], spec.role))
+
+
+def starting_point(found: config.Recipe[JobConfig], here: bool) -> list[str]:
+    """Describe the checkpoint a run starts from, if any; refuse one that does not fit.
+
+    Checkpoints of the run itself count if it is to run `here`.
+    """
+    # It imports the whole of a run, so only if asked.
+    resume_policy = config.load_entry("torchtitan.build:resume_policy")
+    policy, checkpoint = resume_policy(found.config), found.config.checkpoint
+    path, has_frequent = checkpoint.initial_load_path, here and checkpoint.frequent.interval
+    not_looked_for = "frequent checkpoint, which is not looked for here"
+    if (
+        has_frequent
+        and checkpoint.resume == "must"
+        and not saved_steps(checkpoint.path_in(policy.dump_folder))
+    ):
+        return [f"is refused unless nodes hold a {not_looked_for}"]
+    if here:
+        start = policy.start()
+    elif path is None:
+        return []
+    else:
+        try:
+            start = policy.initial()
+        except ConfigError as error:
+            found.refuse([Problem("checkpoint.initial_load_path", str(error))])
+            raise
+    also = [f"unless nodes hold a newer {not_looked_for}"] * bool(has_frequent)
+    if start.path is None:
+        return ["starts from scratch", *also]
+    what = "starts from the weights in" if start.model_only else "resumes from"
+    return [f"{what} {start.path}", *start.changes, *filter(None, [start.rate]), *also]

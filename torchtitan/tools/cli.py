@@ -32,17 +32,22 @@ from torchtitan.config import (
 from torchtitan.logging import configure
 from torchtitan.packages import warn_of_other
 from torchtitan.resilience.stop import IS_LAST
-from torchtitan.tools.commands import CompletedVerb, VerbGroup
+from torchtitan.tools.commands import (
+    CompletedVerb,
+    VerbGroup,
+    completion_table,
+    verb_names,
+    verb_of_help,
+)
 from torchtitan.tools.options import RecipeVerb, Verb
-from torchtitan.tools.reference import completion_table, verb_names, verb_of_help
 
 VERBS: Final = {
     "Train": {"train": "train"},
     "Recipes": {
         "check": "check",
-        "compare": "compare.command",
-        "verify-parallelism": "verify.parallelism_command",
-        "verify-resume": "verify.resume_command",
+        "compare": "compare",
+        "verify-parallelism": "verify",
+        "verify-resume": "verify.resume",
         "migrate": "migrate",
         "recipes": "recipes",
         "doctor": "doctor",

@@ -11,8 +11,14 @@ import typer
 
 from torchtitan.config import ConfigError, allowed_names, help_sections, split_options
 from torchtitan.logging import status
-from torchtitan.tools.commands import Command, VerbGroup
-from torchtitan.tools.reference import section_names, settings, show_sections, show_settings
+from torchtitan.tools.commands import (
+    Command,
+    VerbGroup,
+    section_names,
+    settings,
+    show_sections,
+    show_settings,
+)
 
 
 class Verb(Command):

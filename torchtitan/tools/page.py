@@ -5,14 +5,229 @@ nothing on it is a script. It is light or dark as the reader's system is.
 """
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
-from typing import Any
+from itertools import accumulate
+from operator import add
+from typing import Any, NamedTuple
 
-from torchtitan.tools.charts import Chart
+COLORS = 12
+"""Number of colors of the style sheet, besides that of text, which is color 0."""
+DASHES = 4
+WIDTH, HEIGHT = 720, 300
+LEFT, RIGHT, TOP, BOTTOM = 64, 704, 26, 252
+"""Edges of the area of curves, in which the pixels of `WIDTH` and `HEIGHT` are counted."""
+TICKS = 5
+"""Approximate number of ticks of an axis."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart as HTML, with a title and an explanation."""
+
+    title: str
+    drawing: str
+    caption: str = ""
+
+    def html(self) -> str:
+        """Return the chart as a figure of a page."""
+        words = f"<strong>{escape(self.title)}</strong> {escape(self.caption)}"
+        return f"<figure><figcaption>{words.strip()}</figcaption>{self.drawing}</figure>\n"
+
+
+class BarPart(NamedTuple):
+    """A part of a row, from `start` to `end`; its label is shown under the pointer."""
+
+    part: str
+    start: float
+    end: float
+    label: str
+
+
+class ChartRow(NamedTuple):
+    """A row of segments: a bar, or what happens over time; `value` is written at its end."""
+
+    name: str
+    segments: Sequence[BarPart]
+    value: str = ""
+
+
+class Line(NamedTuple):
+    """Values by place; None is a gap. `color` 0 is that of text."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    color: int
+
+
+class Axis(NamedTuple):
+    """A scale from values to pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def place(self, value: float) -> float:
+        """Return the pixel of a value."""
+        return self.start + (self.end - self.start) * (value - self.low) / (self.high - self.low)
+
+
+def stacked_bar(name: str, parts: Mapping[str, float], value: str) -> ChartRow:
+    """Return a bar of parts, one after the other."""
+    segments, end = [], 0.0
+    for part, size in parts.items():
+        segments.append(BarPart(part, end, end + size, f"{part}: {size:.4g}"))
+        end += size
+    return ChartRow(name, segments, value)
+
+
+def draw_rows(title: str, rows: Sequence[ChartRow], caption: str = "", unit: str = "") -> Chart:
+    """Draw rows below each other, from 0 to the largest end, which is written with its unit."""
+    parts = list(dict.fromkeys(each.part for row in rows for each in row.segments))
+    colors = {part: 1 + i % COLORS for i, part in enumerate(parts)}
+    end = max((each.end for row in rows for each in row.segments), default=0.0) or 1.0
+    drawn = "".join(_row(row, colors, end) for row in rows)
+    scale = f'<p class="scale"><span>0</span><span>{end:.4g} {escape(unit)}</span></p>'
+    legend = _legend((f"c{color}", part) for part, color in colors.items())
+    rows_html = f'<ul class="rows">{drawn}</ul>{scale if unit else ""}'
+    return Chart(title, (legend if len(parts) > 1 else "") + rows_html, caption)
+
+
+def _row(row: ChartRow, colors: Mapping[str, int], end: float) -> str:
+    boxes = "".join(
+        f'<rect class="c{colors[each.part]}" x="{1000 * each.start / end:.2f}" '
+        f'width="{1000 * (each.end - each.start) / end:.2f}" height="10">'
+        f"<title>{escape(each.label)}</title></rect>"
+        for each in row.segments
+    )
+    box = '<svg viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true">'
+    words = f"<span>{escape(row.name)}</span> <span>{escape(row.value)}</span>"
+    return f"<li>{words}{box}{boxes}</svg></li>"
+
+
+def side_by_side(title: str, charts: Iterable[Chart], caption: str = "") -> Chart:
+    """Return charts as one, next to each other where there is room."""
+    panels = "".join(f"<div>{chart.html()}</div>" for chart in charts)
+    return Chart(title, f'<div class="panels">{panels}</div>', caption)
+
+
+def draw_curves(title: str, curves: Sequence[Line], x_title: str, caption: str = "") -> Chart:
+    """Draw curves over whole numbers, such as steps."""
+    places = [x for curve in curves for x in curve.x]
+    x = Axis(min(places), max(max(places), min(places) + 1), LEFT, RIGHT)
+    y = _vertical([y for curve in curves for y in curve.y if y is not None] or [0.0])
+    drawn = _frame(x, y, x_title, "", is_whole=True)
+    for curve in curves:
+        path, is_down = "", False
+        for at, value in zip(curve.x, curve.y, strict=True):
+            if value is not None:
+                # A point alone is a dot.
+                path += f"{'L' if is_down else 'M'}{x.place(at):.1f} {y.place(value):.1f}h0"
+            is_down = value is not None
+        style = f'class="line {_style(curve.color)}"'
+        drawn += f'<path d="{path}" {style}><title>{escape(curve.name)}</title></path>'
+    legend = _legend((_style(curve.color), curve.name) for curve in curves)
+    return Chart(title, legend + _picture(title, drawn), caption)
+
+
+def draw_areas(
+    title: str,
+    x: Sequence[float],
+    layers: Mapping[str, Sequence[float]],
+    x_title: str,
+    y_title: str,
+    *,
+    limit: tuple[float, str] | None = None,
+    caption: str = "",
+) -> Chart:
+    """Draw layers on top of each other, each level from its place to the next.
+
+    Args:
+        limit: value and label of a level line.
+    """
+    totals = [*accumulate(layers.values(), lambda below, level: [*map(add, below, level)])]
+    highest = max((max(total) for total in totals), default=1.0)
+    across = Axis(x[0], max(x[-1], x[0] + 1), LEFT, RIGHT)
+    up = _vertical([0.0, highest, limit[0] if limit else 0.0])
+    drawn = ""
+    # Each covers all below it, so the highest is drawn first.
+    for i, (name, total) in reversed([*enumerate(zip(layers, totals, strict=True), 1)]):
+        path = f"M{across.start:.1f} {up.start:.1f}"
+        for at, value in zip(x, total, strict=True):
+            path += f"H{across.place(at):.1f}V{up.place(value):.1f}"
+        label = f"{name}: at most {max(layers[name]):.3g} {y_title}"
+        path += f"H{across.end:.1f}V{up.start:.1f}Z"
+        style = f'class="area c{1 + (i - 1) % COLORS}"'
+        drawn += f'<path d="{path}" {style}><title>{escape(label)}</title></path>'
+    if limit:
+        at_limit = up.place(limit[0])
+        drawn += f'<path d="M{LEFT} {at_limit:.1f}H{RIGHT}" class="limit"/>'
+        drawn += _text(RIGHT - 4, at_limit - 5, limit[1], "end")
+    legend = _legend((f"c{1 + i % COLORS}", name) for i, name in enumerate(layers))
+    drawn += _frame(across, up, x_title, y_title)
+    return Chart(title, legend + _picture(title, drawn), caption)
+
+
+def ticks(low: float, high: float, *, is_whole: bool = False) -> list[float]:
+    """Return round places from `low` to `high`: 1, 2 or 5 times a power of ten apart."""
+    rough = (high - low) / TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    apart = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)
+    apart = max(apart, 1.0) if is_whole else apart
+    first = math.ceil(low / apart - 1e-9)
+    return [round(i * apart, 12) for i in range(first, math.floor(high / apart + 1e-9) + 1)]
+
+
+def _vertical(values: Sequence[float]) -> Axis:
+    """Return an axis that contains all values and ends on ticks."""
+    low, high = min(values), max(values)
+    high = max(high, low + 1e-3 * abs(high), low + 1e-9)
+    first, second, *_ = ticks(low, high)
+    apart = second - first
+    return Axis(apart * math.floor(low / apart), apart * math.ceil(high / apart), BOTTOM, TOP)
+
+
+def _frame(x: Axis, y: Axis, x_title: str, y_title: str, *, is_whole: bool = False) -> str:
+    """Return grid, ticks and titles of two axes."""
+    drawn = _text((LEFT + RIGHT) / 2, BOTTOM + 38, x_title, "middle")
+    drawn += _text(LEFT - 8, 12, y_title, "end")
+    for level in ticks(y.low, y.high):
+        at = y.place(level)
+        drawn += f'<path d="M{LEFT} {at:.1f}H{RIGHT}" class="grid"/>'
+        drawn += _text(LEFT - 8, at + 4, f"{level:,.6g}", "end")
+    for place in ticks(x.low, x.high, is_whole=is_whole):
+        drawn += _text(x.place(place), BOTTOM + 18, f"{place:,.10g}", "middle")
+    return drawn
+
+
+def _picture(title: str, content: str) -> str:
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"'
+    return f'<div class="frame" tabindex="0"><svg class="plot" {box}>{content}</svg></div>'
+
+
+def _text(x: float, y: float, words: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _style(color: int) -> str:
+    """Return the classes of a curve: neither color alone nor dashes alone tell curves apart."""
+    return f"c{color and 1 + (color - 1) % COLORS} d{color % DASHES}"
+
+
+def _legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Return the names of parts or curves, each with a sample of its style."""
+    sample = (
+        '<svg viewBox="0 0 28 12" aria-hidden="true"><path d="M0 6h28" class="sample {}"/></svg>'
+    )
+    items = "".join(f"<li>{sample.format(style)}{escape(name)}</li>" for style, name in entries)
+    return f'<ul class="legend">{items}</ul>'
+
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 DOCUMENT = """<!doctype html>

@@ -1,10 +1,11 @@
-"""Counters, caches and options of torch.compile."""
+"""Counters, caches and options of torch.compile, and optimizers without it."""
 
+import inspect
 import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.optim import Optimizer
 
 
 def any_number_of_shapes() -> AbstractContextManager[None]:
@@ -230,3 +232,20 @@ def keeps_nodes_of_functions() -> bool:
         return bool(node._input_metadata)
     except RuntimeError:
         return False
+
+
+def without_compiler(
+    kind: type[Optimizer], groups: Iterable[dict[str, Any]], **settings: Any
+) -> Optimizer:
+    """Build an optimizer without importing torch's compiler, which takes a second.
+
+    Torch wraps `add_param_group` and `step` to keep the compiler out of them, and imports it to do
+    so. They are not compiled here, so the wrapped functions are called directly.
+    """
+    add = inspect.unwrap(Optimizer.add_param_group)
+    add.__dict__["__dynamo_disable"] = add
+    optimizer = kind(groups, **settings)
+    update = inspect.unwrap(kind.step)
+    # Also set by the wrapper of a step.
+    vars(optimizer)["step"] = torch.no_grad()(lambda: update(optimizer))
+    return optimizer

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.test_logging import Terminal
 from torchtitan.config import ConfigError, RecipeError, print_error, print_message
-from torchtitan.config.help import all_sections
+from torchtitan.config.flags import all_sections
 from torchtitan.config.other_names import SYNONYMS
 from torchtitan.job import JobConfig
 from torchtitan.tools.cli import main

@@ -20,7 +20,7 @@ from torchtitan.models import initialize as module
 from torchtitan.models.initialize import initialize
 from torchtitan.seeds import seed_of
 from torchtitan.torch_private.dtensor import local_extent
-from torchtitan.torch_private.generators import generator_of
+from torchtitan.torch_private.runtime import generator_of
 
 STD = 0.02
 KNOWN = [-0.0207245, -0.0160441, -0.0069583]

@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD, AdamW, Optimizer
 
 from torchtitan.optim.elementwise import elementwise
+from torchtitan.torch_private.compiler import without_compiler
 from torchtitan.torch_private.fake_ranks import fake_process_group
-from torchtitan.torch_private.optimizers import without_compiler
 
 PLACEMENTS = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Replicate())]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.torch_private.dcp_metadata import storage_info
+from torchtitan.torch_private.distributed import storage_info
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes of a tensor per item: a rank that needs a part of it reads whole items."""

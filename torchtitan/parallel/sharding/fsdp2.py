@@ -29,7 +29,7 @@ from torchtitan.config import Context, Problem
 from torchtitan.models.experts import Experts
 from torchtitan.optim.norm import local
 from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
-from torchtitan.torch_private.sharded_modules import gather_with
+from torchtitan.torch_private.dtensor import gather_with
 
 if TYPE_CHECKING:  # torch's take 1.3 s to import, which a recipe check should not pay
     from torch.distributed.fsdp import FSDPModule

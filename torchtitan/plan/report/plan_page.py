@@ -6,8 +6,16 @@ from torchtitan.device import GIB
 from torchtitan.plan.plan import Plan, RankPlan
 from torchtitan.plan.report.plan_json import Json
 from torchtitan.plan.report.plan_text import kinds_of_memory, layout, parts_of_step, plan_text
-from torchtitan.tools.charts import BarPart, Chart, ChartRow, draw_areas, draw_rows, stacked_bar
-from torchtitan.tools.page import Code, Page
+from torchtitan.tools.page import (
+    BarPart,
+    Chart,
+    ChartRow,
+    Code,
+    Page,
+    draw_areas,
+    draw_rows,
+    stacked_bar,
+)
 
 POINTS = 400
 """Points of a curve of memory; each is the fullest of the moments around it."""

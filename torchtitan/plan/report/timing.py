@@ -8,7 +8,7 @@ import torch
 
 from torchtitan.config import RecipeError
 from torchtitan.plan.hardware import Hardware
-from torchtitan.tools.compare import compare, read
+from torchtitan.tools.compare import compare_recipes, read
 from torchtitan.tools.compare.results import Variant
 
 Measured = Mapping[str, Any]
@@ -53,7 +53,7 @@ def time_layouts(folder: Path, recipes: Sequence[str], ranks: int) -> list[Measu
         path.write_text(text, encoding="utf-8")
     conditions = {"rounds": ROUNDS, "warmup_steps": WARMUP, "steps": STEPS, "trace": False}
     study = read(paths, [], [], ranks=ranks, output=str(folder), **conditions)
-    return [measured(each) for each in compare(study).variants]
+    return [measured(each) for each in compare_recipes(study).variants]
 
 
 def measured(variant: Variant) -> Measured:

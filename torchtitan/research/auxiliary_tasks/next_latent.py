@@ -24,7 +24,7 @@ from torchtitan.losses import sum_over_ranks
 from torchtitan.models.output import AuxiliaryHead, AuxiliaryLoss
 from torchtitan.parallel import context
 from torchtitan.parallel.settings import Balancing
-from torchtitan.torch_private.collectives import all_gather
+from torchtitan.torch_private.distributed import all_gather
 
 
 class LatentPredictor(nn.Module):

@@ -35,9 +35,8 @@ from torchtitan.parallel import Degrees, Launch, open_world
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.research.common.threads import Meeting, ThreadGroup, collectives, together
 from torchtitan.timeline import Timeline
-from torchtitan.tools.verify.measure import AtStep, Step, hide_targets
-from torchtitan.tools.verify.ranks import on_ranks
-from torchtitan.tools.verify.ranks import run as fork
+from torchtitan.tools.verify.measure import AtStep, Step, hide_targets, on_ranks
+from torchtitan.tools.verify.measure import run as fork
 from torchtitan.torch_private.dtensor import is_dtensor, local_extent
 
 Tensors = dict[str, Tensor]

@@ -32,7 +32,7 @@ from torchtitan.comm.replicas import AgreementConfig, ReplicaReducer
 from torchtitan.comm.unit import Unit
 from torchtitan.config import Context, Problem, between
 from torchtitan.seeds import seed_of
-from torchtitan.torch_private.collectives import all_gather
+from torchtitan.torch_private.distributed import all_gather
 
 CPU = torch.device("cpu")
 

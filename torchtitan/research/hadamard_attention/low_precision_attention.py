@@ -37,7 +37,7 @@ from torchtitan.convert.settings import (
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.spec import AttentionShape, ModelSpec, build_empty
 from torchtitan.research.hadamard_attention.hadamard import hadamard, is_power_of_two
-from torchtitan.torch_private.collectives import max_over
+from torchtitan.torch_private.distributed import max_over
 
 Format = Literal["float8", "int8"]
 Scales = Literal["token", "head", "tensor"]

@@ -33,7 +33,7 @@ from torchtitan.research.common.quantized import (
     QuantizedGradients,
     QuantizedReduce,
 )
-from torchtitan.torch_private.collectives import all_gather
+from torchtitan.torch_private.distributed import all_gather
 
 
 class Compensated(Quantized):

@@ -21,7 +21,7 @@ from torchtitan.parallel.context_pieces import Cut, segments
 from torchtitan.parallel.context_rotation import ROTATIONS
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.world import World
-from torchtitan.torch_private.collectives import process_group
+from torchtitan.torch_private.distributed import process_group
 
 TILE = 2**24
 """Number of logits in memory at a time: 64 MiB."""

@@ -28,7 +28,7 @@ from torchtitan.research.common.quantized import (
     QuantizedReduce,
 )
 from torchtitan.research.qsdp.levels import Levels
-from torchtitan.torch_private.collectives import all_gather_into
+from torchtitan.torch_private.distributed import all_gather_into
 
 MOST_BITS = 5
 """Maximum bits for which levels are learned."""

@@ -25,8 +25,8 @@ from torchtitan.comm.unit import Operation
 from torchtitan.config import import_wing
 from torchtitan.logging import logger
 from torchtitan.parallel.stages import Unit
-from torchtitan.torch_private.collectives import process_group
 from torchtitan.torch_private.compiler import compiler_counts
+from torchtitan.torch_private.distributed import process_group
 from torchtitan.torch_private.graphs import (
     collective,
     graph_pass,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.optim.optimizer_group import local
-from torchtitan.torch_private.elastic import read_stream
+from torchtitan.torch_private.distributed import read_stream
 
 if TYPE_CHECKING:
     from torchft.checkpointing import HTTPTransport

@@ -1,19 +1,14 @@
-"""`torchtitan compare`: recipes side by side, run under the same conditions.
-
-study    the variants to compare, checked: a file, recipes, or one recipe varied
-runs     starts the runs, one after the other, and reads their numbers
-parity   whether two runs train the same
-gather   builds the results, which are report.json, from all runs
-report_page  shows them as Markdown and as a page
-"""
+"""Run recipes side by side under the same conditions, or compare existing runs; write a report."""
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from torchtitan.checkpoint import lock
-from torchtitan.config import RecipeError
+from torchtitan.config import ConfigError, RecipeError, find_recipe
 from torchtitan.device import pick
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
@@ -40,8 +35,9 @@ from torchtitan.tools.compare.study import (
     tasks,
 )
 from torchtitan.tools.history import METRICS_FILE
+from torchtitan.tools.options import Count, RecipeVerb, verb
 
-__all__ = ["FORMS", "compare", "compare_folders", "dry_run", "read", "summary"]
+__all__ = ["FORMS", "compare_folders", "compare_recipes", "dry_run", "read", "summary"]
 
 FORMS = ("md", "html", "json")
 """Formats in which a report is written."""
@@ -68,7 +64,7 @@ def dry_run(study: Study) -> Iterator[str]:
     """Describe what a comparison would do, a line each; nothing is started.
 
     Raises:
-        RecipeError: as `compare`.
+        RecipeError: as `compare_recipes`.
     """
     variants = prepare(study)
     for ready in variants:
@@ -92,7 +88,7 @@ def foreseen(job: JobConfig, ranks: int) -> str:
     return f"about {plan.peak_gib:.3g} GiB a rank; rank 0 sends {byte_size(sent)} a step"
 
 
-def compare(study: Study) -> Report:
+def compare_recipes(study: Study) -> Report:
     """Check all variants, make the runs that are not there yet, and write the report.
 
     Raises:
@@ -197,3 +193,71 @@ def _candidate(ready: Ready, todo: Sequence[PlannedRun], warmup: int, last: int)
     )
     status = "ran" if runs else "failed" if reasons else "not run"
     return Candidate(name, job, ranks, status, reasons, runs)  # type: ignore[arg-type]
+
+
+DEFAULT = "(default: that of the study, or"
+app = verb()
+
+
+@app.command(cls=RecipeVerb, help=__doc__)
+def compare(
+    context: typer.Context,
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Study, or recipes, or folders of runs (job.dump_folder)."),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=A,B", help="Setting to vary, with a variant for each value."),
+    ] = None,
+    ranks: Annotated[
+        int | None, Count(f"Number of ranks of a run {DEFAULT} the minimum of its recipe).")
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"Variant to compare with {DEFAULT} the first)."),
+    ] = None,
+    rounds: Annotated[int | None, Count(f"Number of runs of each variant {DEFAULT} 3).")] = None,
+    warmup_steps: Annotated[
+        int | None, Count(f"Number of steps before those measured {DEFAULT} 5).")
+    ] = None,
+    steps: Annotated[int | None, Count(f"Number of measured steps {DEFAULT} 20).")] = None,
+    no_trace: Annotated[bool, typer.Option("--no-trace", help="Trace no step.")] = False,
+    output: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Folder for the runs and the report.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Print the runs that would start, without starting any.")
+    ] = False,
+) -> int:
+    paths, vary = paths or [], vary or []
+    folders = [path for path in paths if path.is_dir()]
+    if folders:
+        if len(folders) < len(paths) or vary or context.args:
+            raise ConfigError(f"{folders[0]}: is a folder; runs are compared as they are")
+        place = Path(output or "outputs/studies/of_runs")
+        warmup = 5 if warmup_steps is None else warmup_steps
+        report = compare_folders(folders, baseline, place, warmup)
+    else:
+        study = read(
+            [find_recipe(path) for path in paths],
+            vary,
+            context.args,
+            ranks=ranks,
+            baseline=baseline,
+            rounds=rounds,
+            warmup_steps=warmup_steps,
+            steps=steps,
+            trace=False if no_trace else None,
+            output=output,
+        )
+        if check:
+            print(*dry_run(study), sep="\n")
+            return 0
+        try:
+            place, report = study.output, compare_recipes(study)
+        except KeyboardInterrupt:
+            print(f"stopped; the same command continues with what is left ({study.output})")
+            return 130
+    print(*summary(report), *(place / f"report.{form}" for form in FORMS), sep="\n")
+    return 0 if report.ran and all(each.status != "failed" for each in report.variants) else 1

@@ -8,17 +8,19 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torchtitan.config import amount
-from torchtitan.tools.charts import (
+from torchtitan.tools.compare.gather import relative_differences
+from torchtitan.tools.compare.results import CurveDifference, Report, Spread, Variant
+from torchtitan.tools.page import (
     Chart,
+    Code,
     Line,
+    Page,
+    Table,
     draw_curves,
     draw_rows,
     side_by_side,
     stacked_bar,
 )
-from torchtitan.tools.compare.parity import relative_differences
-from torchtitan.tools.compare.results import CurveDifference, Report, Spread, Variant
-from torchtitan.tools.page import Code, Page, Table
 
 MISSING = "-"
 CURVES = {"loss": "Loss", "grad_norm": "Gradient norm"}

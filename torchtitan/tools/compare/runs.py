@@ -25,7 +25,7 @@ from torchtitan.resilience.stop import handled
 from torchtitan.tools.compare.results import FinishedRun, RunCurve, Spread
 from torchtitan.tools.compare.study import PlannedRun, write_recipe
 from torchtitan.tools.history import RunHistory, seconds_of
-from torchtitan.tools.trace_summary import read_trace
+from torchtitan.tools.profile import read_trace
 
 TERMINATE_TIMEOUT = 10.0
 """Seconds in which a run that is asked to end should have ended."""

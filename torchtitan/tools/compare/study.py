@@ -33,7 +33,7 @@ import torch
 from pydantic import Field
 
 from torchtitan.checks import load_job
-from torchtitan.checks.memory import problems_of_memory
+from torchtitan.checks.limits import problems_of_memory
 from torchtitan.config import (
     CannotRun,
     Config,

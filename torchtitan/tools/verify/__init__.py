@@ -1,13 +1,10 @@
-"""Shows on a CPU that a recipe's layout trains the same run as one rank.
+"""Train a few steps in a recipe's layout and on one rank, on the CPU, and compare them.
 
 Both train the same few steps in float32, with as many targets from rank to rank as the data happens
 to have, so that a mean of means is no mean. After each step the loss, the gradient norm, each
 gradient and each weight are compared. This is done with the recipe's optimizer, and before that
 with SGD: the update of Adam does not change with the scale of a gradient, and would hide an error
 in it.
-
-Where ranks send less than all, the run is not that of one rank, and it is compared with a model of
-what they send (`REFERENCES`), to the same tolerances.
 """
 
 import sys
@@ -15,16 +12,27 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, Problem, Registry, print_error
+from torchtitan.config import ConfigError, Problem, Registry, print_error, split_recipe
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
 from torchtitan.logging import make_console, on_terminal
 from torchtitan.optim import SGD, GroupConfig, OptimizerConfig
 from torchtitan.optim.sgd import SGDGroup
-from torchtitan.tools.verify.measure import Step, compare_steps, write_steps
-from torchtitan.tools.verify.ranks import EXEMPT, on_ranks, problems_here, run
+from torchtitan.tools.options import Count, Recipe, RecipeVerb, Shrink, verb
+from torchtitan.tools.verify.measure import (
+    EXEMPT,
+    Step,
+    compare_steps,
+    on_ranks,
+    problems_here,
+    run,
+    write_steps,
+)
 from torchtitan.tools.verify.recipe import Checked, as_checked, in_float64
 from torchtitan.tools.verify.report import Comparison
 
@@ -33,7 +41,10 @@ Reference = Callable[[JobConfig, JobConfig, int, Path, str], list[Step]]
 a name for messages) to the steps of a run to compare with."""
 
 REFERENCES = Registry[Reference]("verify", {})
-"""References, by name, for layouts that do not train the run of one rank."""
+"""References, by name, for layouts that do not train the run of one rank.
+
+Where ranks compress messages, the run is compared, to the same tolerances, with a simulation.
+"""
 
 
 def verify(
@@ -129,3 +140,21 @@ def _compare(checked: Checked, optimizer: OptimizerConfig, name: str) -> Compari
             expected = REFERENCES["modelled"](one, job, checked.ranks, given, name)
         found = run(compare_steps, checked.ranks, job, given, what=what)
     return Comparison(expected, found)
+
+
+app = verb()
+
+
+@app.command(cls=RecipeVerb, help=__doc__)
+def verify_parallelism(
+    context: typer.Context,
+    recipe: Recipe = None,
+    world_size: Annotated[
+        int | None, Count("Number of ranks (default: the minimum that shows the layout).")
+    ] = None,
+    steps: Annotated[int | None, Count("Number of optimizer steps (default: 5).")] = None,
+    shrink: Shrink = False,
+) -> int:
+    path, flags = split_recipe([*([recipe] if recipe else []), *context.args])
+    is_same = verify(path, flags, world_size=world_size, steps=steps, shrink=shrink)
+    return 0 if is_same else 1

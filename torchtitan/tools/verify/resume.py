@@ -1,4 +1,4 @@
-"""Shows on a CPU that a recipe's run, killed and resumed, is the uninterrupted run.
+"""Kill a run on the CPU, resume it, also in another layout; compare with an uninterrupted run.
 
 A run of 2k steps is not interrupted. The same run is killed after it has saved step k: a rank
 ends by SIGKILL, the others as their launcher would end them. It is resumed from what is on disk, in
@@ -6,29 +6,141 @@ its own layout, where every bit must be the same, and in another, where sums are
 order. Loaded state, samples, losses, weights, optimizer and counters are compared step by step.
 """
 
+import math
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from torchtitan import config
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, Problem, print_error
+from torchtitan.config import ConfigError, Problem, print_error, split_recipe
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
 from torchtitan.logging import make_console, on_terminal
-from torchtitan.tools.verify.measure import WEIGHT, Step, compare_checkpoints
-from torchtitan.tools.verify.ranks import EXEMPT, on_ranks, problems_here, run
+from torchtitan.parallel import Degrees, ParallelismConfig
+from torchtitan.tools.options import Count, Recipe, RecipeVerb, Shrink, verb
+from torchtitan.tools.verify.measure import (
+    EXEMPT,
+    WEIGHT,
+    Step,
+    compare_checkpoints,
+    on_ranks,
+    problems_here,
+    run,
+)
+from torchtitan.tools.verify.recipe import Draft, make_ready, make_short, rounds_states
 from torchtitan.tools.verify.report import LOSS, Resumption
-from torchtitan.tools.verify.resume_recipe import Resumed, as_resumed
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run of 2k steps, saved after k, and the same in another layout."""
+
+    job: JobConfig
+    ranks: int
+    then: JobConfig
+    then_ranks: int
+    changes: list[str]
+
+    @property
+    def layouts(self) -> tuple[tuple[JobConfig, int], ...]:
+        """In which it is resumed: its own first."""
+        own, other = (self.job, self.ranks), (self.then, self.then_ranks)
+        return (own,) if rounds_states(self.job) else (own, other)
+
+
+def as_resumed(
+    recipe: config.Recipe[JobConfig],
+    *,
+    world_size: int | None,
+    steps: int | None,
+    shrink: bool,
+    then: Mapping[str, int],
+) -> Resumed:
+    """Derive the recipe that is run and resumed.
+
+    Args:
+        steps: number of steps before the save; the run has twice as many.
+        then: sizes of the axes of the other layout; empty: parameters split over half of the
+            ranks, or over two.
+    """
+    draft = Draft(recipe)
+    make_short(draft, steps and 2 * steps, 6)
+    own = recipe.config.checkpoint
+    draft.tree["checkpoint"] = {
+        "enable": True,
+        "interval": max(draft.job.training.steps // 2, 1),
+        "resume": "must",
+        "async_mode": own.async_mode,
+    }
+    draft.changes.append(
+        f'checkpoints: in a separate folder, with async_mode = "{own.async_mode}" as in the '
+        "recipe; no metrics, no profile, no validation"
+    )
+    ranks = make_ready(draft, world_size, shrink, parallelism(Degrees(**then)))
+    if rounds_states(draft.job):
+        keys = [f"optimizer.{key}" for key in draft.job.optimizer.rounded_by]
+        why = f"layouts round the optimizer's states differently ({', '.join(keys)})"
+        if then:
+            flags = " ".join(f"--{key} parameter" for key in keys)
+            raise ConfigError(f"--then: {why}; add {flags}")
+        draft.changes.append(f"resumed in the same layout only: {why}")
+    degrees = Degrees(**(then or {"dp_shard": ranks // 2 if ranks > 1 else 2}))
+    other = in_layout(draft.job, ranks, degrees)
+    return Resumed(draft.job, ranks, other, math.prod(degrees), draft.changes)
+
+
+def in_layout(job: JobConfig, ranks: int, degrees: Degrees) -> JobConfig:
+    """The run of `job`, which is on `ranks`, in another layout; in no larger microbatches."""
+    batch, local = job.global_batch(job.degrees(ranks)), job.training.local_batch_size
+    fits = [n for n in range(1, batch + 1) if batch % (n * degrees.data) == 0]
+    # A pipeline is filled by one large batch, not by several small ones.
+    small = [n for n in fits if n <= local and degrees.pp == 1]
+    size = max(small or fits, default=local)
+    training = {"global_batch_size": batch, "local_batch_size": size}
+    return job.model_copy(
+        update={
+            "training": job.training.model_copy(update=training),
+            "parallelism": parallelism(degrees),
+        }
+    )
+
+
+def parallelism(degrees: Degrees) -> ParallelismConfig:
+    """A layout by the sizes of its axes, all else by default."""
+    return ParallelismConfig(
+        pipeline_parallel_degree=degrees.pp,
+        data_parallel_replicate_degree=degrees.dp_replicate,
+        data_parallel_shard_degree=degrees.dp_shard,
+        context_parallel_degree=degrees.cp,
+        tensor_parallel_degree=degrees.tp,
+    )
+
+
+def read_layout(words: str) -> dict[str, int]:
+    """Sizes of axes, written as `tp=2,dp_shard=2`."""
+    sizes: dict[str, int] = {}
+    for word in words.split(","):
+        axis, _, size = word.strip().partition("=")
+        if axis not in Degrees._fields or not size.isdecimal() or int(size) < 1:
+            axes = ", ".join(Degrees._fields)
+            raise ConfigError(f"--then-layout: got {word!r}; wanted axis=size, with axes {axes}")
+        sizes[axis] = int(size)
+    return sizes
+
 
 CHECKPOINT_BYTES = 12
 """For each parameter: the weight and Adam's two moments."""
 
 
-def verify_resume(
+def verify(
     path: str | None,
     flags: Sequence[str],
     *,
@@ -146,3 +258,33 @@ class Trial:
                 "checkpoint": job.checkpoint.model_copy(update=checkpoint),
             }
         )
+
+
+app = verb()
+
+
+@app.command(cls=RecipeVerb, help=__doc__)
+def verify_resume(
+    context: typer.Context,
+    recipe: Recipe = None,
+    world_size: Annotated[
+        int | None, Count("Number of ranks (default: the minimum that shows the layout).")
+    ] = None,
+    then: Annotated[
+        int | None,
+        Count("Number of ranks to resume on, with FSDP (default: half of the ranks, or 2)."),
+    ] = None,
+    then_layout: Annotated[
+        str | None, typer.Option(metavar="AXES", help="Other layout to resume in: tp=2,dp_shard=2.")
+    ] = None,
+    steps: Annotated[
+        int | None, Count("Number of steps before the kill, and after it (default: 3).")
+    ] = None,
+    shrink: Shrink = False,
+) -> int:
+    if then and then_layout:
+        raise typer.BadParameter("--then and --then-layout both name a layout; keep one")
+    path, flags = split_recipe([*([recipe] if recipe else []), *context.args])
+    layout = read_layout(then_layout) if then_layout else {"dp_shard": then} if then else {}
+    is_same = verify(path, flags, world_size=world_size, steps=steps, shrink=shrink, then=layout)
+    return 0 if is_same else 1

@@ -1,7 +1,9 @@
-"""Process groups and collectives, whose names differ between versions of torch."""
+"""Process groups, collectives, and parts of torch's checkpoint, elastic agent and streams."""
 
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -112,3 +114,50 @@ def group_members() -> dict[str, tuple[str, list[int]]]:
         name: (group.group_desc, get_process_group_ranks(group))
         for group, name in _world.pg_names.items()
     }
+
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Build the location of `length` bytes of a file from `offset` on, as in `.metadata`."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def write_once(plans: "Sequence[SavePlan]") -> "list[SavePlan]":
+    """Leave each piece that several ranks hold in the plan of one of them, balancing the load."""
+    from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+
+    return dedup_save_plans([*plans])
+
+
+def forget_store(rendezvous: Any) -> None:
+    """Make the ranks use a new store when they restart.
+
+    The agents reuse theirs, which has the addresses of dead ranks, and may be on a dead node
+    (https://github.com/pytorch/pytorch/issues/135712).
+    """
+    assert hasattr(rendezvous, "_bootstrap_store_info"), "another rendezvous than torch's own"
+    rendezvous._bootstrap_store_info = None
+
+
+def leave(rendezvous: Any) -> None:
+    """Leave, so that the other nodes soon notice; torch's `shutdown` would end them too."""
+    rendezvous._stop_heartbeats()
+
+
+def read_stream(stream: IO[bytes]) -> Any:
+    """Read the output of torch's `_streaming_save`: tensors and plain values, without running code.
+
+    Raises:
+        pickle.UnpicklingError: if there is anything else.
+    """
+    from torch.distributed._serialization import _streaming_load
+
+    with warnings.catch_warnings():
+        # It fills the tensors itself; their original bytes are never written to.
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return _streaming_load(stream, weights_only=True)  # type: ignore[arg-type]

@@ -1,30 +1,40 @@
-"""Translates the settings of a recipe of TorchTitan, key by key, by the rows of the table.
+"""Convert a recipe of TorchTitan v0.1 or v0.2 to the keys of this version."""
 
-Converters of TorchTitan have their names and keys in two places: `model.converters` lists the names
-in order, and each has its keys in a section of that name, which is ignored if the converter is not
-listed. Here both are a `[[convert]]` section.
-"""
-
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import tomli
+import tomlkit
+import typer
+from tomlkit.items import AoT, Comment, InlineTable, Table, Whitespace
+
+from torchtitan.checks import load_job
 from torchtitan.config import (
+    CannotRun,
+    ConfigError,
     KeyPath,
     RecipeError,
     Setting,
+    Sources,
     allowed_names,
     located,
+    print_message,
     read_file,
+    read_recipe,
+    read_text,
     show,
 )
 from torchtitan.config.other_names import OLD_KEYS, Moved, Translation, move, translate_key
+from torchtitan.tools.options import Output, Verb, verb
 from torchtitan.torchtitan_keys import (
     DEFAULTS,
     OF_CONVERTER,
     TABLE,
     foreign_keys,
     names_in,
+    refuse_foreign,
     section_of_ours,
     version_of,
 )
@@ -82,7 +92,12 @@ def read_old(path: Path) -> Migration:
 
 
 def translate(settings: Settings) -> Translation:
-    """Translate the settings of a recipe, whatever version it was written for."""
+    """Translate the settings of a recipe, whatever version it was written for.
+
+    Converters of TorchTitan have their names and keys in two places: `model.converters` lists the
+    names in order, and each has its keys in a section of that name, which is ignored if the
+    converter is not listed. Here both are a `[[convert]]` section.
+    """
     result = Translation({}, [], [], {})
     requested = _requested(settings)
     _add_converters(settings, requested, result)
@@ -274,3 +289,203 @@ def _load_beside_tokenizer(written: Settings, settings: Settings, result: Transl
 def _value(settings: Settings, key: str, default: Any = None) -> Any:
     setting = settings.get(tuple(key.split(".")))
     return default if setting is None else setting.value
+
+
+Body = list[tuple[Any, Any]]
+
+
+def rewrite(text: str, migration: Migration) -> str:
+    """Return the text of a recipe in this version's form; only what was translated changes.
+
+    A renamed key keeps its place, and a key that moves to another section takes its comments along.
+    The edits are on what tomlkit calls the body of a table: the list of its lines, where keys have
+    a place among comments.
+    """
+    if not migration.notices:
+        return text
+    written, settings, defaults, moved, _ = migration
+    document = tomlkit.parse(text.rstrip("\n") + "\n")
+    _expand(document.body)
+    for old, setting in written.items():
+        target = moved.get(old, old)
+        new = settings.get(target)
+        if new is None and setting.value != {}:
+            _cut(document.body, old)
+        elif new and (target, new.value) != (old, setting.value):
+            _rewrite(document.body, old, target, new.value)
+    for target in settings.keys() - written.keys() - set(moved.values()):
+        if len(target) > 2:  # in a list of sections; the list and its sections are made with it
+            value = tomlkit.item(settings[target].value)
+            _add(document.body, target, [(tomlkit.key(target[-1]), value)])
+    _drop_empty(document.body)
+    for target, setting in defaults.items():
+        _add(document.body, target, [(tomlkit.key(target[-1]), tomlkit.item(setting.value))])
+    return _without_gaps(tomlkit.dumps(document))
+
+
+def _expand(body: Body) -> None:
+    """Write sections that are inline tables, `a = { b = 1 }`, as ordinary ones, after all keys."""
+    for line in list(body):
+        key, item = line
+        if isinstance(item, InlineTable):
+            body.remove(line)
+            item = tomlkit.item(item.unwrap())
+            body.append((tomlkit.key(key.key), item))
+        if isinstance(item, Table):
+            _expand(item.value.body)
+
+
+def _rewrite(document: Body, old: KeyPath, target: KeyPath, value: Any) -> None:
+    """Write a key and its value under another name, or in another section."""
+    body, index = _find(document, old)
+    item = body[index][1]
+    if item.unwrap() != value:
+        old_trivia, item = item.trivia, tomlkit.item(value)
+        item.trivia.comment_ws, item.trivia.comment = old_trivia.comment_ws, old_trivia.comment
+    if old[:-1] == target[:-1]:
+        body[index] = (tomlkit.key(target[-1]), item)
+        return
+    comments = _cut(document, old, with_comments=True)[:-1]
+    _add(document, target, [*comments, (tomlkit.key(target[-1]), item)])
+
+
+def _add(document: Body, target: KeyPath, lines: Body) -> None:
+    """Write lines, of which the last is a key, into its section: the name of a section first."""
+    home = _section(document, target[:-1])
+    at = 0 if target[-1] == "name" else _end_of_keys(home)
+    home[at:at] = lines
+
+
+def _cut(document: Body, path: KeyPath, *, with_comments: bool = False) -> Body:
+    """Take out a key, or also the comments right above it; returns the lines taken."""
+    body, index = _find(document, path)
+    start = index
+    while with_comments and start and isinstance(body[start - 1][1], Comment):
+        start -= 1
+    lines = body[start : index + 1]
+    del body[start : index + 1]
+    return lines
+
+
+def _tables(
+    body: Body, path: KeyPath = (), *, has_keys: bool = True
+) -> Iterator[tuple[KeyPath, Body, bool]]:
+    """(path, body, whether it may have keys) of the document and all tables in it.
+
+    A table that is only part of the header of another, as `a` is of `[a.b]`, may not have keys.
+    """
+    yield path, body, has_keys
+    for key, item in body:
+        if isinstance(item, Table):
+            has_keys = key.is_dotted() or not item.is_super_table()
+            yield from _tables(item.value.body, (*path, key.key), has_keys=has_keys)
+        elif isinstance(item, AoT):
+            for number, table in enumerate(item.body):
+                yield from _tables(table.value.body, (*path, key.key, str(number)))
+
+
+def _find(document: Body, path: KeyPath) -> tuple[Body, int]:
+    """The body of a key, and its index there."""
+    return next(
+        (body, index)
+        for above, body, _ in _tables(document)
+        for index, (key, _) in enumerate(body)
+        if key is not None and (*above, key.key) == path
+    )
+
+
+def _section(document: Body, section: KeyPath) -> Body:
+    """The body of a section, made at the end of the document where there is none."""
+    for path, body, has_keys in _tables(document):
+        if path == section and has_keys:
+            return body
+    made: Body
+    *above, last = section
+    if not last.isdecimal():
+        home, table = _section(document, tuple(above)), tomlkit.table()
+        home += [(None, Whitespace("\n")), (tomlkit.key(last), table)]
+        made = table.value.body
+        return made
+    home = _section(document, tuple(above[:-1]))
+    sections = next((item for key, item in home if key and key.key == above[-1]), None)
+    if sections is None:
+        sections = tomlkit.aot()
+        home.append((tomlkit.key(above[-1]), sections))
+    while len(sections.body) <= int(last):
+        sections.append(tomlkit.table())
+        sections.body[-1].trivia.indent = "\n"
+    made = sections.body[int(last)].value.body
+    return made
+
+
+def _end_of_keys(body: Body) -> int:
+    """The position for another key: after the last one, before blank lines and nested tables."""
+    keys = [i for i, (key, item) in enumerate(body) if key and not isinstance(item, Table | AoT)]
+    return keys[-1] + 1 if keys else 0
+
+
+def _without_gaps(text: str) -> str:
+    """The text with one blank line where there are several, unless they are part of a value."""
+    tidy = re.sub(r"\n{3,}", "\n\n", text.strip("\n")) + "\n"
+    return tidy if tomli.loads(tidy) == tomli.loads(text) else text
+
+
+def _drop_empty(body: Body) -> None:
+    """Take out tables without keys; comments in them stay."""
+    for index in reversed(range(len(body))):
+        item = body[index][1]
+        if isinstance(item, Table):
+            _drop_empty(item.value.body)
+            if not any(key for key, _ in item.value.body):
+                body[index : index + 1] = item.value.body
+
+
+app = verb()
+
+
+@app.command(cls=Verb, help=__doc__)
+def migrate(
+    recipe: Annotated[Path, typer.Argument(help="Recipe of TorchTitan v0.1 or v0.2.")],
+    output: Output = None,
+) -> None:
+    migration = read_old(recipe)
+    text = rewrite(read_text(recipe), migration)
+    for notice in [*migration.notices, *missing(recipe, migration)]:
+        print_message("note", notice)
+    if output is None:
+        print(text, end="")
+    elif output.exists():
+        raise ConfigError(f"{output}: already exists; nothing was written")
+    else:
+        output.write_text(text, encoding="utf-8")
+
+
+def missing(recipe: Path, migration: Migration) -> list[str]:
+    """The reasons why a translated recipe cannot be trained here.
+
+    Raises:
+        RecipeError: if a setting is impossible, such as a model that does not exist here.
+    """
+    sources = migrated(recipe, migration)
+    *extended, _, _ = sources.settings
+    try:
+        refuse_foreign(extended)
+    except RecipeError as error:
+        return [f"it cannot be trained yet: {line}" for line in error.lines]
+    try:
+        load_job(sources, [], None, "cuda")
+    except RecipeError as error:
+        # What a module adds is unknown if it cannot be imported.
+        is_known = not any(": job.imports: " in line for line in error.lines)
+        if is_known and not isinstance(error, CannotRun):
+            raise RecipeError(error.lines, [*migration.notices, *error.notices]) from error
+        return [f"it cannot be trained yet: {line}" for line in error.lines]
+    return []
+
+
+def migrated(recipe: Path, migration: Migration) -> Sources:
+    """The settings of a migrated recipe, at their places in the old one."""
+    problems: list[str] = []
+    extended = read_recipe(recipe, problems)[:-1]
+    own = {path: setting for path, setting in migration.settings.items() if path != ("extends",)}
+    return Sources([*extended, migration.defaults, own], str(recipe), [], problems)
