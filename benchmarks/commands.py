@@ -15,10 +15,10 @@ COMMANDS = {
     "train --help": 0.3,
     "--help optimizer": 0.3,
     "recipes": 0.3,
-    "check llama3_8b --model.tokenizer_path none --training.stpes 3": 1.5,
-    "check llama3_8b --model.tokenizer_path none --optimizer.lrate 3": 1.5,
-    "check llama3_8b --model.tokenizer_path none --training.qqqq 3": 1.5,
-    "check llama3_8b --model.tokenizer_path none": 1.5,
+    "check llama3_8b --model.tokenizer_path none --training.stpes 3": 1.2,
+    "check llama3_8b --model.tokenizer_path none --optimizer.lrate 3": 1.2,
+    "check llama3_8b --model.tokenizer_path none --training.qqqq 3": 1.2,
+    "check llama3_8b --model.tokenizer_path none": 1.2,
     "check llama3_8b --model.tokenizer_path none --plan": None,
 }
 """Words after `torchtitan`, and the most that they should take."""

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -114,6 +113,8 @@ def compile_until_code(
         receive: makes a function of its inputs from each graph, and whether it is the backward.
         options: inductor's.
     """
+    from unittest.mock import patch  # it imports asyncio
+
     with warnings.catch_warnings():  # what torch deprecates of its own
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch._functorch import config as autograd
@@ -149,7 +150,7 @@ def compile_until_code(
     def backend(graph: GraphModule, inputs: list[Any]) -> Any:
         # The states of generators, with which dropout is recomputed, are small.
         with (
-            mock.patch.object(partitioners, "functionalize_rng_ops", without_states),
+            patch.object(partitioners, "functionalize_rng_ops", without_states),
             autograd.patch(enable_autograd_cache=False),
         ):
             return compile_fx(graph, inputs, receive_graph, dict(options))
