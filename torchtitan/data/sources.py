@@ -1,11 +1,13 @@
 """Opening the documents named by a recipe, as a source that lanes can read."""
 
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtitan.config import (
     ConfigError,
@@ -36,18 +38,71 @@ from torchtitan.data.file_cache import (
 )
 from torchtitan.data.first_look import check_files
 from torchtitan.data.hub import DownloadedDocuments, StreamedDocuments, load_hub
-from torchtitan.data.order import (
-    Document,
-    DocumentRange,
-    Identity,
-    Position,
-    Shuffled,
-    Source,
-)
+from torchtitan.data.order import Document, DocumentRange, Identity, Position, Shuffled, Source
 from torchtitan.data.settings import DATASETS, NO_PART, DataConfig, Dataset
-from torchtitan.data.split import CountedDocuments, DocumentsPart
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.remote import RemotePath, location
+
+
+class CountedDocuments(Documents, Protocol):
+    """Documents of several files, one file after the other."""
+
+    counts: Sequence[tuple[str, int]]
+    """Name of each file, relative to the data set's folder, and its number of documents."""
+
+
+class DocumentsPart:
+    """The documents that are held out, or all others."""
+
+    def __init__(self, documents: CountedDocuments, fraction: float, held_out: bool) -> None:
+        """
+        Args:
+            fraction: fraction of the documents that is held out.
+            held_out: whether this is the part that is held out.
+
+        Raises:
+            ConfigError: if one of the parts is empty.
+        """
+        self._documents, self.total = documents, len(documents)
+        chosen = are_held_out(documents.counts, fraction)
+        if (count := int(chosen.sum())) in (0, self.total):
+            raise ConfigError(
+                f"data.validation_fraction: {fraction:g} holds out {'all' if count else 'none'} of "
+                f"{self.total:,} document{'s' * (self.total > 1)}; use another fraction or more "
+                "documents (a smaller data.document_bytes splits text files further)"
+            )
+        self._numbers = np.flatnonzero(chosen == held_out)
+        bounds = np.searchsorted(self._numbers, documents.windows)
+        self.windows: list[int] = np.unique(bounds).tolist()
+        self.fingerprint = documents.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._documents[int(self._numbers[index])]
+
+
+def are_held_out(counts: Sequence[tuple[str, int]], fraction: float) -> npt.NDArray[np.bool_]:
+    """Return for each document whether it is held out.
+
+    Raises:
+        ConfigError: if `counts` are no pairs.
+    """
+    try:
+        pairs = [(str(file), int(count)) for file, count in counts]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"`counts` of the documents are {counts!r:.80}; wanted a list of pairs: the name of "
+            "each file, and its number of documents"
+        ) from None
+    draws = [np.random.Philox(key=_key(file)).random_raw(count) for file, count in pairs]
+    return np.concatenate(draws) < np.uint64(fraction * 2**64)
+
+
+def _key(file: str) -> int:
+    return int.from_bytes(hashlib.sha256(file.encode()).digest()[:16], "little")
+
 
 MOST_LEFT_OUT = 1000
 """Limit of consecutive skipped documents in a lane (or all documents); more are no accident."""

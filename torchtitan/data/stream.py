@@ -27,8 +27,19 @@ from torchtitan.config import ConfigError, RecipeError, Unreachable
 from torchtitan.data.batch import Batch
 from torchtitan.data.file_cache import reading
 from torchtitan.data.lanes import SampleStart
-from torchtitan.data.order import ORDER, Document, Identity, Once, Position, Shuffled, Source
-from torchtitan.data.running_hash import RunningHash, merged_hash, sample_hash, shown
+from torchtitan.data.order import (
+    ORDER,
+    Document,
+    Identity,
+    Once,
+    Position,
+    RunningHash,
+    Shuffled,
+    Source,
+    merged_hash,
+    sample_hash,
+    shown,
+)
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.device import Device

@@ -2,7 +2,7 @@
 
 `data_ledger.jsonl` in the dump folder is only appended to, by rank 0. Its rows are JSON objects;
 all have `event`, `step`, `time`, `samples` (read so far) and `hash` (of these samples, see
-`torchtitan.data.running_hash`):
+`torchtitan.data.order`):
 
     start        a process starts or resumes training; also `layout`, `seq_len`, `global_batch`,
                  `identity` of the data, and `launch`, the number of its recipe in the folder

@@ -41,7 +41,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from torchtitan.data.running_hash import shown
+from torchtitan.data.order import shown
 from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.metrics.events import EventLog

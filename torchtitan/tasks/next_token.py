@@ -34,8 +34,7 @@ from torchtitan.data import (
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import ENDED, Lane, Sample, SampleStart, tokenized
 from torchtitan.data.order import Document, Identity, Source
-from torchtitan.data.token_bytes import BytesUnknown
-from torchtitan.data.tokenizer import NoTokenizer
+from torchtitan.data.tokenizer import BytesUnknown, NoTokenizer
 from torchtitan.data.tokens.mixed_sources import (
     check_way,
     lacks_tokenizer,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.data.tokens.best_fit import pack_block
+from torchtitan.data.tokens.sample_reader import pack_block
 
 Length = tuple[int, int]
 lengths = st.lists(st.integers(0, 40), max_size=60)

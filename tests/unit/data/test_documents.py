@@ -20,15 +20,14 @@ from torchtitan.config import ConfigError, Context
 from torchtitan.data import (
     DataConfig,
     check_local,
+    documents,
     first_look,
-    line_index,
     load_tokenizer,
     open_source,
     order,
 )
 from torchtitan.data.discovery import find_files
-from torchtitan.data.documents import ParquetDocuments, open_documents
-from torchtitan.data.line_index import line_starts
+from torchtitan.data.documents import ParquetDocuments, line_starts, open_documents
 from torchtitan.data.order import drawn_order
 from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.data.tokens.index import TokenDocuments
@@ -324,10 +323,10 @@ CONTENT = b'\n{"text": "a"}\n\r\n{"text": "b"}\r\n\n' + b'{"text": "c"}\n' * 50
 def built(monkeypatch):
     """The files that were indexed; all are large enough to be cached, and read in blocks."""
     files = []
-    blocks = line_index._blocks
-    monkeypatch.setattr(line_index, "CACHED_BYTES", 1)
-    monkeypatch.setattr(line_index, "BLOCK", 7)
-    monkeypatch.setattr(line_index, "_blocks", lambda path: (files.append(path), blocks(path))[1])
+    blocks = documents._blocks
+    monkeypatch.setattr(documents, "CACHED_BYTES", 1)
+    monkeypatch.setattr(documents, "BLOCK", 7)
+    monkeypatch.setattr(documents, "_blocks", lambda path: (files.append(path), blocks(path))[1])
     return files
 
 

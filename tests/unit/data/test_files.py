@@ -20,17 +20,16 @@ from torchtitan.data import (
     DataConfig,
     Dataset,
     check_local,
+    documents,
     first_look,
-    line_index,
     load_tokenizer,
     open_source,
 )
 from torchtitan.data.discovery import SUFFIXES, walk
-from torchtitan.data.documents import FORMATS
+from torchtitan.data.documents import FORMATS, line_starts
 from torchtitan.data.file_cache import contents_of
 from torchtitan.data.hub import StreamedDocuments
 from torchtitan.data.lanes import tokenized
-from torchtitan.data.line_index import line_starts
 from torchtitan.data.order import Document, Position
 from torchtitan.data.sources import SOURCES, ShuffledDocuments
 from torchtitan.data.stream import refuse_other
@@ -463,7 +462,7 @@ def test_a_pointer_of_git_lfs_is_named_as_such(name, tmp_path):
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_lines_of_blanks_are_no_documents(suffix, is_cached, tmp_path, monkeypatch):
-    monkeypatch.setattr(line_index, "CACHED_BYTES", 1 if is_cached else 2**20)
+    monkeypatch.setattr(documents, "CACHED_BYTES", 1 if is_cached else 2**20)
     lines = [
         "",
         "   ",
@@ -528,7 +527,7 @@ def replace(path, content):
 
 
 def test_the_index_of_lines_notices_another_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(line_index, "CACHED_BYTES", 1)
+    monkeypatch.setattr(documents, "CACHED_BYTES", 1)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"ab\ncdef\n")
     assert line_starts(path).tolist() == [0, 3]

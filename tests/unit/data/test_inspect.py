@@ -8,8 +8,7 @@ import pytest
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.token_shards import drawn_documents, write_shards
-from torchtitan.data.order import Document, Position
-from torchtitan.data.running_hash import sample_hash, shown
+from torchtitan.data.order import Document, Position, sample_hash, shown
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from torchtitan.config import ConfigError
-from torchtitan.data import documents, line_index
+from torchtitan.data import documents
 from torchtitan.data.file_cache import open_file
 from torchtitan.data.tokens.index import ShardTable, write_index
 
@@ -89,7 +89,7 @@ def test_memory_does_not_grow_with_the_data(grown):
 
 
 def test_indices_of_lines_keep_few_files_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(line_index, "CACHED_BYTES", 1)
+    monkeypatch.setattr(documents, "CACHED_BYTES", 1)
     monkeypatch.setattr(documents, "OPEN_FILES", 2)
     open_file.cache_clear()
     folder = write_many_lines(tmp_path / "lines", 30)

@@ -24,10 +24,9 @@ from torchtitan.data.order import drawn_order
 from torchtitan.data.settings import SourceConfig
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.data.tokens import index_cache
-from torchtitan.data.tokens.checksums import record_all
 from torchtitan.data.tokens.formats import TOKEN_FORMATS, OwnFormat
 from torchtitan.data.tokens.index import ShardWriter, write_index
-from torchtitan.data.tokens.index_cache import open_tokens
+from torchtitan.data.tokens.index_cache import open_tokens, record_all
 from torchtitan.data.tokens.mixed_sources import open_token_sources
 from torchtitan.remote import RemotePath, location
 

@@ -10,7 +10,7 @@ from tests.token_shards import drawn_documents, rows, token_streams, write_shard
 from tests.token_shards import saved as token_state
 from tests.unit.data.test_stream import saved, steps, streams
 from torchtitan.data import DataConfig
-from torchtitan.data.running_hash import merged_hash, shown
+from torchtitan.data.order import merged_hash, shown
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from torchtitan.data import DataConfig, load_tokenizer, open_source
 from torchtitan.data.discovery import SUFFIXES, find_files
 from torchtitan.data.documents import FORMATS, open_documents
 from torchtitan.data.order import drawn_order
-from torchtitan.data.sources import ShuffledDocuments
-from torchtitan.data.split import DocumentsPart, are_held_out
+from torchtitan.data.sources import DocumentsPart, ShuffledDocuments, are_held_out
 from torchtitan.provenance import to_toml
 from torchtitan.train import main as train
 

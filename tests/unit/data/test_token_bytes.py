@@ -7,7 +7,7 @@ import tokenizers
 
 from tests.unit.data.test_tokenizer import write_tiktoken
 from torchtitan.data import load_tokenizer
-from torchtitan.data.token_bytes import BytesUnknown, alphabet
+from torchtitan.data.tokenizer import BytesUnknown, alphabet
 from torchtitan.tools import cli
 
 TEXTS = [

@@ -19,7 +19,7 @@ from tests.token_shards import write_format
 from torchtitan.config import ConfigError
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.tokenizer import ByteTokenizer
-from torchtitan.data.tokens import checksums
+from torchtitan.data.tokens import index_cache
 from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
 from torchtitan.data.tokens.index import TokenDocuments
 from torchtitan.data.tokens.index_cache import find_format, index_folder, open_tokens
@@ -439,8 +439,8 @@ def test_shards_on_a_store_are_read_and_indexed(name, tmp_path):
 
 def test_large_shards_have_no_checksums_until_they_are_recorded(tmp_path, monkeypatch, caplog):
     shards, words = write(tmp_path / "shards", "megatron"), ["--cache", str(tmp_path)]
-    monkeypatch.setattr(checksums, "LIMIT", 500)
-    monkeypatch.setattr(checksums, "PART", 100)
+    monkeypatch.setattr(index_cache, "LIMIT", 500)
+    monkeypatch.setattr(index_cache, "PART", 100)
     assert opened(shards, tmp_path).description.content is None
     assert "have no checksums, so a changed byte in the tokens would go unnoticed" in caplog.text
     assert main(["data", "verify", str(shards), *words]) == 2

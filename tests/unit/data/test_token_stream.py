@@ -14,8 +14,7 @@ from tests.token_shards import drawn_documents, rows, saved, token_streams, writ
 from torchtitan.config import ConfigError
 from torchtitan.data.settings import DataConfig, SourceConfig, StageConfig
 from torchtitan.data.tokens import sample_reader as reader
-from torchtitan.data.tokens.mixed_sources import check_way
-from torchtitan.data.tokens.mixture import MixtureSchedule, whole_weights
+from torchtitan.data.tokens.mixed_sources import MixtureSchedule, check_way, whole_weights
 
 
 @pytest.fixture(autouse=True)

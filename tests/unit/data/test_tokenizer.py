@@ -21,8 +21,7 @@ from torchtitan.data import (
 )
 from torchtitan.data.lanes import tokenized
 from torchtitan.data.order import Document
-from torchtitan.data.token_bytes import BytesUnknown
-from torchtitan.data.tokenizer import TiktokenTokenizer, _digestible_pieces
+from torchtitan.data.tokenizer import BytesUnknown, TiktokenTokenizer, _digestible_pieces
 from torchtitan.inputs import problems_of_task
 from torchtitan.models.settings import TextConfig
 from torchtitan.tasks.next_token import NextToken

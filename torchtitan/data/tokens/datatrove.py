@@ -13,18 +13,19 @@ import numpy as np
 
 from torchtitan.config import ConfigError
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.formats import TokenFormat, root_of
-from torchtitan.data.tokens.index import ShardTable
-from torchtitan.data.tokens.shard_files import (
+from torchtitan.data.tokens.formats import (
+    TokenFormat,
     array,
     contents,
     damaged,
     find,
     first,
     in_its_case,
+    root_of,
     shard_table,
     size_of,
 )
+from torchtitan.data.tokens.index import ShardTable
 from torchtitan.logging import logger
 
 DTYPES_BY_BYTES = {2: "uint16", 4: "uint32"}

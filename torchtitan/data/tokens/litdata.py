@@ -13,9 +13,8 @@ import numpy as np
 
 from torchtitan.config import ConfigError
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.formats import TokenFormat, root_of
-from torchtitan.data.tokens.index import DTYPES, INDEX, ShardTable
-from torchtitan.data.tokens.shard_files import (
+from torchtitan.data.tokens.formats import (
+    TokenFormat,
     contents,
     damaged,
     first,
@@ -23,8 +22,10 @@ from torchtitan.data.tokens.shard_files import (
     indices,
     read_json,
     read_offsets,
+    root_of,
     shard_table,
 )
+from torchtitan.data.tokens.index import DTYPES, INDEX, ShardTable
 
 TORCH = {11: "uint8", 12: "int8", 13: "int16", 14: "int16", 15: "int32", 16: "int32"}
 TORCH |= {17: "int64", 18: "int64", 20: "uint16"}

@@ -15,10 +15,9 @@ import numpy.typing as npt
 
 from torchtitan.config import ConfigError
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.formats import TokenFormat, root_of
-from torchtitan.data.tokens.index import DTYPES, INDEX, ShardTable
-from torchtitan.data.tokens.shard_files import (
+from torchtitan.data.tokens.formats import (
     Bytes,
+    TokenFormat,
     contents,
     damaged,
     first,
@@ -26,8 +25,10 @@ from torchtitan.data.tokens.shard_files import (
     indices,
     read_json,
     read_offsets,
+    root_of,
     shard_table,
 )
+from torchtitan.data.tokens.index import DTYPES, INDEX, ShardTable
 
 CODES = {8 * np.dtype(name).itemsize + (name[0] == "i"): name for name in DTYPES}
 """Dtypes by the code in front of an array: its bits, and 1 more if it has signs."""

@@ -16,9 +16,16 @@ from pydantic import Field
 
 from torchtitan.config import ConfigError
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.formats import TokenFormat, root_of
+from torchtitan.data.tokens.formats import (
+    TokenFormat,
+    damaged,
+    find,
+    first,
+    in_its_case,
+    root_of,
+    shard_table,
+)
 from torchtitan.data.tokens.index import ShardTable
-from torchtitan.data.tokens.shard_files import damaged, find, first, in_its_case, shard_table
 from torchtitan.logging import logger
 
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")

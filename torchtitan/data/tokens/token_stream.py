@@ -18,13 +18,11 @@ from torchdata.nodes import BaseNode
 
 from torchtitan.config import ConfigError, RecipeError
 from torchtitan.data.lanes import Sample
-from torchtitan.data.order import COMPUTED, ORDER, Identity
-from torchtitan.data.running_hash import shown
+from torchtitan.data.order import COMPUTED, ORDER, Identity, shown
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.stream import BatchStream, Packing, SampleWorker, State, refuse_other
 from torchtitan.data.tokenizer import NoTokenizer
-from torchtitan.data.tokens.mixed_sources import TokenSource
-from torchtitan.data.tokens.mixture import MixtureSchedule, whole_weights
+from torchtitan.data.tokens.mixed_sources import MixtureSchedule, TokenSource, whole_weights
 from torchtitan.data.tokens.sample_reader import Cursor, RowReader, SourcePosition, TokenReader
 from torchtitan.logging import logger
 

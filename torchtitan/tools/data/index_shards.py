@@ -17,7 +17,6 @@ from torchtitan.config import ConfigError, allowed_names
 from torchtitan.data import load_tokenizer
 from torchtitan.data.file_cache import reading
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.data.tokens.checksums import record_all, wrong_digests
 from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
 from torchtitan.data.tokens.index import (
     ARRAYS,
@@ -27,7 +26,13 @@ from torchtitan.data.tokens.index import (
     read_tables,
     write_index,
 )
-from torchtitan.data.tokens.index_cache import find_format, index_folder, open_tokens
+from torchtitan.data.tokens.index_cache import (
+    find_format,
+    index_folder,
+    open_tokens,
+    record_all,
+    wrong_digests,
+)
 from torchtitan.logging import progress_bar
 from torchtitan.remote import RemotePath, location
 from torchtitan.tools.options import (
