@@ -5,8 +5,8 @@
 
 The planner of torch's distributed checkpoint (DCP) decides who writes what: a piece that many ranks
 have is written by one, balancing the load. DCP's own files are pickles, which may run anything when
-they are read; these are numbers and JSON. Each file has in its header, as DCP's safetensors do, the
-offset of each piece in the whole tensor: torch alone can load them, by
+they are read; these are numbers and JSON. A file with parts of tensors has in its header, as DCP's
+safetensors do, the offset of each piece in the whole tensor: torch alone can load them, by
 `torch.distributed.checkpoint.HuggingFaceStorageReader`.
 
 A file is written and hashed at the same time. The digest of a tensor is the sum of its pieces'
@@ -164,7 +164,9 @@ def _arrange(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece]]:
     """Return the header of a safetensors file, and the pieces with their offsets in the file."""
     sharding = {piece.name: {"saved_offsets": piece.offsets} for piece in pieces}
     assert len(sharding) == len(pieces), "a file has room for one piece of each tensor"
-    about = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
+    about = {"format": "pt"}
+    if any(piece.sizes != piece.shape for piece in pieces):
+        about["DCP_SHARDING_INFO"] = json.dumps(sharding, separators=(",", ":"))
     entries: dict[str, Any] = {"__metadata__": about}
     at, begins = 0, []
     for piece in pieces:

@@ -234,8 +234,7 @@ class Translated:
         if theirs in self._slices:
             if self._last is None or self._last[0] != ours:  # the slices are read in turn
                 self._last = ours, self.source.read(f"model.{ours}")
-            # A copy, since safetensors writes no views of the same memory.
-            return cast(theirs, self._last[1][self._slices[theirs][0]].clone(), self.dtype)
+            return cast(theirs, self._last[1][self._slices[theirs][0]], self.dtype)
         tensor = self.source.read(f"model.{ours}")
         rows = self.format.rows(self.network.args, ours)
         return cast(theirs, tensor if rows is None else tensor[rows.argsort()], self.dtype)

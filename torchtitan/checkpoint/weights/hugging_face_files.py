@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.ranges import Stored, contiguous, files_in, read_header
-from torchtitan.checkpoint.storage import TensorSource
+from torchtitan.checkpoint.storage import Piece, TensorSource, write_file
 from torchtitan.checkpoint.weights.extras import BYTES, Extras, write_json
 from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated, unwrapped
 from torchtitan.checkpoint.weights.network import Network, Sizes, identify, read_config
@@ -181,9 +180,9 @@ def write_hugging_face(
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         file = file if len(shards) > 1 else "model.safetensors"
         # Unnamed, so that the tensors are freed before the next are read.
-        save_file({name: weights.read(name) for name in names}, folder / file, {"format": "pt"})
-        # safetensors makes files that only their owner can read, whatever the umask.
-        (folder / file).chmod(folder.stat().st_mode & 0o666)
+        write_file(
+            folder / file, [(_piece(name, kinds[name]), weights.read(name)) for name in names]
+        )
         places |= dict.fromkeys(names, file)
         logger.info("wrote %s", file)
     if len(shards) > 1:
@@ -212,6 +211,11 @@ def _shards(kinds: Mapping[str, Kind], most: int) -> Iterator[list[str]]:
         names.append(name)
         size += _bytes(kind)
     yield names
+
+
+def _piece(name: str, kind: Kind) -> Piece:
+    dtype, shape = kind
+    return Piece(name, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
 
 
 def _bytes(kind: Kind) -> int:
