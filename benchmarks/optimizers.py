@@ -148,11 +148,7 @@ the gradient norm.""",
   nearly is for normalized gradients. What is found of decay and of norm loss is therefore chance.
 - beta2 averages over 1,000 steps, and the run has {steps}.""",
 )
-STUDIES = {
-    "optimizers": OPTIMIZERS,
-    "galore": GALORE,
-    "ranger21": RANGER21,
-}
+STUDIES = {"optimizers": OPTIMIZERS, "galore": GALORE, "ranger21": RANGER21}
 """By the name of the study without `_debug`."""
 
 COLUMNS = {

@@ -54,15 +54,7 @@ def stand_in():
     return library
 
 
-def run(
-    batch,
-    *,
-    backend,
-    fuse=False,
-    recompute=None,
-    sequence_parallel=True,
-    device="cpu",
-):
+def run(batch, *, backend, fuse=False, recompute=None, sequence_parallel=True, device="cpu"):
     """Logits and gradients of the tiny model, and how much of it was fused."""
     torch.compiler.reset()  # the process that this one was forked from may have compiled it before
     library = stand_in() if device == "cpu" else None

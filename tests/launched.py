@@ -25,13 +25,7 @@ CLONE_NEWNS = 0x00020000
 class Forked:
     """A process that runs a function and leaves with what it returns, used like a Popen."""
 
-    def __init__(
-        self,
-        function,
-        environment,
-        stdout,
-        stderr,
-    ):
+    def __init__(self, function, environment, stdout, stderr):
 
         def act():
             os.setsid()
@@ -73,13 +67,7 @@ class Forked:
         os.kill(self.pid, number)
 
 
-def start(
-    words,
-    environment,
-    stdout,
-    stderr=None,
-    before=lambda: None,
-):
+def start(words, environment, stdout, stderr=None, before=lambda: None):
     """Start a command in the root: forked if it is ours, `python -m torchtitan`, else as it is.
 
     Args:

@@ -6,12 +6,7 @@ import socket
 import time
 
 
-def write_run(
-    folder,
-    rows,
-    recipe="",
-    environment=None,
-):
+def write_run(folder, rows, recipe="", environment=None):
     """A dump folder with these rows."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

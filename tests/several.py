@@ -51,15 +51,7 @@ def are_the_runs_of_one_rank(layout, jobs, alone, allowed=1e-5):
             compare(own, expected, f"run {number}, {job.optimizer.name}, rank {rank}", allowed)
 
 
-def resumes(
-    made,
-    folder,
-    first,
-    others,
-    half,
-    steps,
-    allowed,
-):
+def resumes(made, folder, first, others, half, steps, allowed):
     """A run that stops resumes to the bit on its layout, and nearly so on others of its size."""
     jobs = [made(folder / "whole", first, steps), made(folder / "same", first, half)]
     expected = run_ranks(each, first.ranks, train, jobs)[0][0]

@@ -40,13 +40,7 @@ def environment(**variables):
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables
 
 
-def start(
-    command,
-    folder,
-    *flags,
-    before=lambda: None,
-    **variables,
-):
+def start(command, folder, *flags, before=lambda: None, **variables):
     """Start a run; a launcher of ours is forked from this process."""
     words = [*command, *SMALL, f"--job.dump_folder={folder}", *flags]
     if command[:3] == OURS:

@@ -7,12 +7,7 @@ A case without a mark is run by `./scripts/test`. One marked `gate` is run besid
 import pytest
 
 
-def tiers(
-    cases,
-    daily,
-    slow=(),
-    gate=None,
-):
+def tiers(cases, daily, slow=(), gate=None):
     """`cases` with their marks: those neither in `daily` nor in `slow` wait for the gate.
 
     A case is the value of the one parameter, or a tuple with the values of several. If `gate` is

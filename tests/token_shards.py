@@ -113,15 +113,7 @@ def write_format(folder, name, parts, dtype):
 
 
 def token_streams(
-    config,
-    ranks,
-    *,
-    batch=4,
-    seq_len=16,
-    steps=None,
-    once=False,
-    groups=1,
-    accumulation=1,
+    config, ranks, *, batch=4, seq_len=16, steps=None, once=False, groups=1, accumulation=1
 ):
     """Open the stream of each of `ranks` ranks; a step has `batch` samples."""
     tokenizer = ByteTokenizer()

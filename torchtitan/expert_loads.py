@@ -101,10 +101,7 @@ class ExpertLoads:
         self.loads = loads
         shares = self.shares()
         entropy = -shares.xlogy(shares).sum(1) / math.log(max(self.n_experts, 2))
-        return {
-            "experts/busiest_share": shares.max(),
-            "experts/entropy": entropy.mean(),
-        }
+        return {"experts/busiest_share": shares.max(), "experts/entropy": entropy.mean()}
 
     def _zeros(self, *sizes: int) -> Tensor:
         return torch.zeros(sizes, dtype=torch.int64, device=self.world.device.torch_device)

@@ -81,12 +81,7 @@ class Batches:
 class StepOptimizers:
     """Interface of the optimizers in a step."""
 
-    def __init__(
-        self,
-        optimizers: Optimizers,
-        max_norm: float,
-        timeline: Timeline,
-    ) -> None:
+    def __init__(self, optimizers: Optimizers, max_norm: float, timeline: Timeline) -> None:
         """`max_norm` is the limit of the global gradient norm; 0 disables clipping."""
         self.inner, self.max_norm, self.timeline = optimizers, max_norm, timeline
         self.norm_of_all: Callable[[Tensor], Tensor] | None = None

@@ -226,10 +226,7 @@ def test_a_change_of_the_next_learning_rate_is_told_in_a_line(finished):
     anew = recipe(finished, steps=6, checkpoint={"exclude_from_loading": ["lr_scheduler"]})
     longer, cosine = (
         tiny.job(
-            finished,
-            training={"steps": 16},
-            lr_scheduler=schedule,
-            checkpoint={"enable": True},
+            finished, training={"steps": 16}, lr_scheduler=schedule, checkpoint={"enable": True}
         )
         for schedule in ({"warmup_steps": 2}, {"total_steps": 8, "decay_type": "cosine"})
     )

@@ -384,11 +384,7 @@ WRONG = {
         {},
         "HERE: its train_state.step is 4, which its name contradicts",
     ),
-    "weights": (
-        weights_only,
-        {},
-        "HERE has only weights; set initial_load_model_only = true",
-    ),
+    "weights": (weights_only, {}, "HERE has only weights; set initial_load_model_only = true"),
     "unknown tokens": (
         without("ntokens_seen"),
         {},

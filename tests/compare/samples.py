@@ -48,16 +48,7 @@ def curve(off, seed, tokens, start, end):
 
 
 def ran(
-    name,
-    speed,
-    parity,
-    *,
-    off=0.0,
-    differs=None,
-    layout=None,
-    tokens=16_384,
-    rounds=3,
-    seed=0,
+    name, speed, parity, *, off=0.0, differs=None, layout=None, tokens=16_384, rounds=3, seed=0
 ):
     """A variant that ran, `speed` times as fast as the baseline."""
     noise = random.Random(name)

@@ -136,7 +136,7 @@ def test_other_data_are_no_parity(tmp_path):
     ]
     report = compare_folders(folders, None, tmp_path / "out", 5)
     assert [variant.parity.verdict for variant in report.variants] == [
-        *("baseline", "not judged", "not judged"),
+        *("baseline", "not judged", "not judged")
     ]
     assert "debug.seed" in report.variants[1].parity.why
     assert "The variants do not train on as much a step: 256 tokens, 512 tokens." in report.notes

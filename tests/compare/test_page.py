@@ -95,8 +95,7 @@ def test_no_name_is_taken_for_markup(report, document):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["a_b _c_ *d* `e` [f](g) <h> &amp; \\| ~~i~~ | j #", "# k", "> l", "- m", "![n](o)"],
+    "name", ["a_b _c_ *d* `e` [f](g) <h> &amp; \\| ~~i~~ | j #", "# k", "> l", "- m", "![n](o)"]
 )
 def test_a_name_is_shown_as_it_is(report, name):
     first, *others = report.variants

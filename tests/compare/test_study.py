@@ -89,10 +89,7 @@ def test_mistakes_of_all_variants_are_told_at_once_with_their_lines(tmp_path):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (
-            'baseline = "2"\n' + variants("", ""),
-            ':1: baseline: got "2"; allowed: 0, 1',
-        ),
+        ('baseline = "2"\n' + variants("", ""), ':1: baseline: got "2"; allowed: 0, 1'),
         *(
             (f"{key} = [1]\n{variants('', '')}", f":1: {key}: this key was removed; {instead}")
             for key, instead in REMOVED.items()

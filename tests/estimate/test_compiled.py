@@ -27,13 +27,7 @@ from torchtitan.torch_private.compiler import compilations, compiler_counts
 COMPILE = {"enable": True, "components": ["model"]}
 
 
-def recorded(
-    ranks=1,
-    shorten=True,
-    rank=0,
-    graphs=None,
-    **sections,
-):
+def recorded(ranks=1, shorten=True, rank=0, graphs=None, **sections):
     training = {**tiny.SECTIONS["training"], "global_batch_size": 2}
     job = tiny.job(**({"training": training, "compile": COMPILE} | sections))
     return record(job, ranks, rank, device_type="cuda", shorten=shorten, graphs=graphs)

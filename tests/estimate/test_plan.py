@@ -40,9 +40,7 @@ def test_host_memory_is_not_of_a_device():
     assert device.total() < host.total()
 
 
-def test_a_step_of_unknown_shapes_is_refused_with_its_operator(
-    monkeypatch,
-):
+def test_a_step_of_unknown_shapes_is_refused_with_its_operator(monkeypatch):
     def norm(optimizers):
         return torch.unique(next(iter(optimizers.names)))
 
@@ -66,9 +64,7 @@ def test_a_plan_without_some_of_the_work_of_the_model_refuses_itself(kind, monke
         recorded.plan(recorded.job("FSDP 2"), 2)
 
 
-def test_a_plan_that_is_faster_than_the_device_refuses_itself(
-    monkeypatch,
-):
+def test_a_plan_that_is_faster_than_the_device_refuses_itself(monkeypatch):
     def fast(*words):
         return dataclasses.replace(step_time(*words), mfu=1.01)
 

@@ -263,9 +263,7 @@ def test_any_key_can_be_written(flags, tmp_path):
     assert written.read_text().startswith("# The best of 3")
 
 
-def test_layouts_that_cannot_fit_are_refused_with_the_fix(
-    tmp_path,
-):
+def test_layouts_that_cannot_fit_are_refused_with_the_fix(tmp_path):
     small = find_hardware("cpu").model_copy(update={"memory_gib": 0.001})
     planned = plan(debug_job(2, "--compile.enable=false"), 2, small)
     with pytest.raises(RecipeError, match="use more ranks"):

@@ -84,9 +84,7 @@ def test_cache_changes_nothing(flavor, at_a_time, tmp_path, monkeypatch):
         assert row.ended == "length"
 
 
-def test_each_new_token_costs_one_position_and_has_the_logits_of_the_whole(
-    tmp_path,
-):
+def test_each_new_token_costs_one_position_and_has_the_logits_of_the_whole(tmp_path):
     model = InferenceModel(stored_of(checkpoint(tmp_path)), 64, torch.float32)
     seen = []
     sizes = []

@@ -304,15 +304,7 @@ def transformers(model, device, backend):
     return loop(network, forward, lambda out: out.logits, args.vocab_size, model, device, backend)
 
 
-def loop(
-    network,
-    forward,
-    logits_of,
-    vocabulary,
-    model,
-    device,
-    backend,
-):
+def loop(network, forward, logits_of, vocabulary, model, device, backend):
     shape = 16, model.batch, model.seq_len + 1
     batches = torch.randint(vocabulary, shape, device=device.torch_device)
     optimizer = torch.optim.AdamW(

@@ -151,14 +151,7 @@ class HostedGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def all_to_all_single(
-        self,
-        output,
-        given,
-        output_sizes,
-        input_sizes,
-        opts=None,
-    ):
+    def all_to_all_single(self, output, given, output_sizes, input_sizes, opts=None):
         (host,), (room,) = self._send([given]), self._room([output])
         work = self.gloo.alltoall_base(
             room, host, output_sizes, input_sizes, dist.AllToAllOptions()

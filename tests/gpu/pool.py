@@ -93,16 +93,7 @@ class Worker:
         self.process.wait()
 
 
-def run(
-    cases,
-    arguments,
-    *,
-    workers,
-    limit,
-    until,
-    log,
-    tell,
-):
+def run(cases, arguments, *, workers, limit, until, log, tell):
     """Check all `cases`, `workers` at once, each within `limit` seconds, until that moment."""
     waiting = queue.SimpleQueue()
     for case in cases:

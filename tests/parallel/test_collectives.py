@@ -117,12 +117,7 @@ def sends_what_is_planned(layout, monkeypatch):
     assert all(found.single_numbers <= most for found in counted)
 
 
-def compare(
-    job,
-    layout,
-    monkeypatch,
-    unplanned=NOTHING,
-):
+def compare(job, layout, monkeypatch, unplanned=NOTHING):
     """Compare the first rank of each stage of a pipeline with its plan; return what all sent.
 
     Args:
@@ -180,12 +175,7 @@ def test_muon_sends_what_is_planned(name, monkeypatch):
     muon_sends_what_is_planned(MUON[name], monkeypatch)
 
 
-def muon_sends_what_is_planned(
-    layout,
-    monkeypatch,
-    unplanned=NOTHING,
-    **settings,
-):
+def muon_sends_what_is_planned(layout, monkeypatch, unplanned=NOTHING, **settings):
     flavor = {"flavor": "deep" if layout.pp > 1 else "flat"}
     optimizer = {"name": "Muon", "lr": 1e-3, "whole_mib": 0, "by_head": layout.tp > 1, **settings}
     job = tiny.job(**layout.recipe(model=flavor, optimizer=optimizer, training={"steps": 2}))

@@ -61,13 +61,7 @@ def mine(whole, balancing, group=None, window=0):
     return cut.part(whole.transpose(1, 2), rank).transpose(1, 2)
 
 
-def split(
-    rotation,
-    balancing,
-    together,
-    group=None,
-    window=0,
-):
+def split(rotation, balancing, together, group=None, window=0):
     """Attention over the ranks of a group, by default all."""
     name, rest = (group or dist.group.WORLD).group_name, (rotation, balancing, window)
     return lambda q, k, v: context_attention(q, k, v, together, name, *rest)[0]

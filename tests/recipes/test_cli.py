@@ -79,7 +79,7 @@ def test_check_says_what_a_recipe_comes_to(capsys):
         "# in effect: dim 256, n_layers 6, n_heads 16, n_kv_heads 8, ffn_dim 768, vocab_size 2048, "
         'norm_eps 1e-05, rope_theta 500000.0, sliding_window 0, tied false, norm "rms", '
         "rope_scaling 1.0, rope_low_freq_factor 1.0, rope_high_freq_factor 4.0, "
-        "rope_original_context 8192",
+        "rope_original_context 8192"
     ]
 
 
@@ -536,9 +536,7 @@ def test_completion_imports_no_torch(monkeypatch, capsys):
     assert done.stdout.split() == ["Muon", "False"]
 
 
-def test_modules_of_the_current_folder_can_be_imported(
-    capsys,
-):
+def test_modules_of_the_current_folder_can_be_imported(capsys):
     Path("local_optimizers.py").write_text(
         "from torchtitan.optim import OPTIMIZERS, SGD\nOPTIMIZERS['Local'] = OPTIMIZERS['SGD']\n",
         encoding="utf-8",

@@ -40,9 +40,7 @@ def test_train_without_a_recipe_offers_one(flags, capsys):
     assert list(Path().iterdir()) == []
 
 
-def test_the_debug_recipe_is_named_as_it_can_be_typed(
-    capsys,
-):
+def test_the_debug_recipe_is_named_as_it_can_be_typed(capsys):
     assert main(["check"]) == 2
     assert ": torchtitan check debug_model\n" in capsys.readouterr().err
     assert main(["check", "debug_model"]) == 0

@@ -76,17 +76,13 @@ def test_the_launcher_names_it_too(capsys):
         assert f"did you mean {right}?" in capsys.readouterr().err
 
 
-def test_the_launcher_refuses_a_setting_without_its_dashes(
-    capsys,
-):
+def test_the_launcher_refuses_a_setting_without_its_dashes(capsys):
     assert main(["train", "r.toml", "training.steps=3", "--processes", "2"]) == 2
     said = "training.steps=3: not a flag\n  wanted --training.steps=3\n"
     assert said in capsys.readouterr().err
 
 
-def test_the_launcher_takes_its_options_and_the_recipe_in_any_order(
-    monkeypatch,
-):
+def test_the_launcher_takes_its_options_and_the_recipe_in_any_order(monkeypatch):
     found = []
 
     def start(options, words):

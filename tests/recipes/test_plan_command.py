@@ -122,7 +122,7 @@ def test_the_page_has_the_plan_and_its_charts(planned):
         # Those that are too small to be seen are left out.
         assert (f"<title>{kind}: at most " in first) == (size > 0.005), kind
     assert [part.split("</h2>")[0] for part in rest] == [
-        *("Memory of other ranks", "Time of a step", "Not modeled", "The plan"),
+        *("Memory of other ranks", "Time of a step", "Not modeled", "The plan")
     ]
     charts = [part.split("</strong>")[0] for part in rest[1].split("<figcaption><strong>")[1:]]
     assert charts == ["Parts of a step", "Pipeline schedule", "Work of a rank"]
@@ -224,9 +224,7 @@ def test_tokens_are_read_and_written_alike():
     assert [count(value) for value in (15e12, 3e11, 7)] == ["15T", "300B", "7"]
 
 
-def test_bad_input_is_refused_with_the_nearest_possibility(
-    capsys,
-):
+def test_bad_input_is_refused_with_the_nearest_possibility(capsys):
     for words, expected in [
         (["--hardware", "h100x"], "did you mean h100?"),
         (["--hardware", "nowhere/own.toml"], "wanted a file or a name"),

@@ -51,9 +51,7 @@ def test_only_the_gated_tokenizer_is_missing(capsys):
     assert 'initial_load_path = "./assets/hf/Llama-3.1-8B"' in printed.out
 
 
-def test_what_else_is_wrong_is_said_beside_the_tokenizer(
-    capsys,
-):
+def test_what_else_is_wrong_is_said_beside_the_tokenizer(capsys):
     Path("r.toml").write_text(GATED.format(flavor="9B") + LOAD)
     assert main(["check", "r.toml"]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]

@@ -6,14 +6,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from tests.reliability.trials import (
-    at_call,
-    checkpoints,
-    copy_late,
-    play,
-    ranks_of,
-    recipe,
-)
+from tests.reliability.trials import at_call, checkpoints, copy_late, play, ranks_of, recipe
 from tests.runs import whole
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.manifest import read_manifest

@@ -65,12 +65,7 @@ def gradients(step, model):
     return found
 
 
-def drive(
-    model,
-    update,
-    begin=lambda: None,
-    steps=range(STEPS),
-):
+def drive(model, update, begin=lambda: None, steps=range(STEPS)):
     """Update a model by the gradients of the steps."""
     for step in steps:
         begin()

@@ -59,13 +59,7 @@ def blocks_of(layout):
     return 4 if layout.pp > 1 else 1
 
 
-def job(
-    layout,
-    optimizer,
-    folder="unused",
-    blocks=0,
-    **sections,
-):
+def job(layout, optimizer, folder="unused", blocks=0, **sections):
     # The vocabulary of 301 is divided by none of them.
     model = {"flavor": "deep", "n_layers": blocks or blocks_of(layout)}
     recipe = layout.recipe(model=model, optimizer=optimizer, **sections)

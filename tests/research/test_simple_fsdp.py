@@ -163,13 +163,7 @@ UNITS = (("first",), ("blocks.a",), ("blocks.b",), ("last",))
 Made = tuple[list[Tensor], dict[str, Tally], int]
 
 
-def made(
-    freed,
-    merging,
-    megabytes,
-    device_type="cpu",
-    backend="inductor",
-):
+def made(freed, merging, megabytes, device_type="cpu", backend="inductor"):
     """Gradients of this rank's share of a loss over a graph, and what stood in the graph."""
     forget()
     torch.manual_seed(0)

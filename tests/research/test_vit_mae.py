@@ -17,11 +17,7 @@ from torchtitan.data.order import Document, Position
 from torchtitan.models.initialize import initialize
 from torchtitan.models.spec import build_empty
 from torchtitan.research.vit_mae.images.source import ImageSample
-from torchtitan.research.vit_mae.masked_autoencoder import (
-    MaskedAutoencoder,
-    mask_order,
-    normalized,
-)
+from torchtitan.research.vit_mae.masked_autoencoder import MaskedAutoencoder, mask_order, normalized
 from torchtitan.research.vit_mae.model import ViTMAE, patchify, take, unpatchify
 from torchtitan.research.vit_mae.spec import VIT_MAE, flops_per_unit
 from torchtitan.tools.inference import of_text

@@ -82,13 +82,7 @@ class Killed(Exception):
     """As by SIGKILL: nothing is saved."""
 
 
-def train(
-    job,
-    bad,
-    kill_after=0,
-    sees=-1,
-    at_step=lambda step: None,
-):
+def train(job, bad, kill_after=0, sees=-1, at_step=lambda step: None):
     """Train on data that is bad where step n of an undisturbed run reads it, for n in `bad`.
 
     Args:

@@ -7,12 +7,7 @@ from torch import nn
 
 from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem
-from torchtitan.convert import (
-    Conversion,
-    LinearConverterConfig,
-    experts,
-    linears,
-)
+from torchtitan.convert import Conversion, LinearConverterConfig, experts, linears
 from torchtitan.job import JobConfig
 from torchtitan.models.output import has_linear_loss
 from torchtitan.models.spec import TensorRole

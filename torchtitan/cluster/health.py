@@ -31,10 +31,7 @@ class Health:
     """State of a run as HTTP requests see it, and the sink of its reports."""
 
     def __init__(
-        self,
-        limit_seconds: float,
-        restarts: int,
-        clock: Callable[[], float] = time.perf_counter,
+        self, limit_seconds: float, restarts: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         """Show that the run is starting, until `watch`.
 

@@ -83,9 +83,7 @@ def split_recipe(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def read_flags(
-    words: Sequence[str],
-    schema: type[Config],
-    below: Mapping[KeyPath, Setting],
+    words: Sequence[str], schema: type[Config], below: Mapping[KeyPath, Setting]
 ) -> tuple[dict[KeyPath, Setting], list[str]]:
     """Return the settings that flags make, their sections included, and the errors in the flags.
 

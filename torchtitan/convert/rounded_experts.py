@@ -119,12 +119,7 @@ class RoundedProducts:
 class _RoundedProducts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        ends: Tensor,
-        hidden_dim: int,
-        rule: RoundedProducts,
+        ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, hidden_dim: int, rule: RoundedProducts
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         ctx.hidden_dim, ctx.rule = hidden_dim, rule

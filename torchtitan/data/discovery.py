@@ -25,11 +25,7 @@ ABOUT |= {"README", "LICENSE", "LICENCE", "COPYING", "NOTICE", "CITATION", "CHAN
 """Suffixes and names of files that accompany data; they do not make a folder one of mixed kinds."""
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
 """Files that `save_to_disk` of `datasets` writes next to the data."""
-TABLES = {
-    ".csv": '"csv", ',
-    ".tsv": '"csv", sep="\\t", ',
-    ".arrow": '"arrow", ',
-}
+TABLES = {".csv": '"csv", ', ".tsv": '"csv", sep="\\t", ', ".arrow": '"arrow", '}
 """Suffixes of tables that are no text, unless `SUFFIXES` has them, and how `datasets` loads one."""
 
 

@@ -115,13 +115,7 @@ class ShuffledDocuments(Shuffled):
     """Documents readable in any order, reshuffled each epoch."""
 
     def __init__(
-        self,
-        name: str,
-        documents: Documents,
-        *,
-        seed: int,
-        shuffle: bool,
-        null_text: str = "error",
+        self, name: str, documents: Documents, *, seed: int, shuffle: bool, null_text: str = "error"
     ) -> None:
         self.nulls: NullTexts | None = NullTexts(null_text)
         about: Identity = {

@@ -37,13 +37,7 @@ import torch.distributed as dist
 from torchtitan import parallel
 from torchtitan.flight_recorder.diagnosis import describe_rank
 from torchtitan.flight_recorder.records import place
-from torchtitan.flight_recorder.traces import (
-    Failure,
-    Kind,
-    State,
-    read_note,
-    read_rank,
-)
+from torchtitan.flight_recorder.traces import Failure, Kind, State, read_note, read_rank
 from torchtitan.logging import logger
 from torchtitan.parallel import CommConfig
 from torchtitan.torch_private.distributed import flight_records, group_members

@@ -241,12 +241,7 @@ class SelfAttention(nn.Module):
         self.core: Core = causal_attention
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Tensor | None,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None = None
     ) -> Tensor:
         return self.core(q, k, v, documents, self.window, sinks)
 

@@ -228,11 +228,7 @@ class Experts(nn.Module):
     """Dim of D in each matrix."""
 
     def __init__(
-        self,
-        dim: int,
-        n_experts: int,
-        hidden_dim: int,
-        form: ExpertForm = ExpertForm(),
+        self, dim: int, n_experts: int, hidden_dim: int, form: ExpertForm = ExpertForm()
     ) -> None:
         super().__init__()
         self.limit = form.limit

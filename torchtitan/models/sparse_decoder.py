@@ -85,11 +85,7 @@ class SparseBlock(TransformerBlock):
             )
 
     def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        documents: Tensor | None,
-        counted: Tensor | None = None,
+        self, x: Tensor, positions: Tensor, documents: Tensor | None, counted: Tensor | None = None
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), positions, documents)
         normed = self.ffn_norm(x)

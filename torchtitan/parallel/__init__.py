@@ -259,12 +259,7 @@ def _model(
             chosen,
             microbatches=chosen.microbatches(layout.local_batch_size),
             shapes=Shapes.of(
-                chosen,
-                sample,
-                plan,
-                layout.precision.compute,
-                world,
-                has_outputs=not computes_loss,
+                chosen, sample, plan, layout.precision.compute, world, has_outputs=not computes_loss
             ),
             loss=loss_of_outputs,
             device=world.device.torch_device,

@@ -98,11 +98,7 @@ def compiled(
 ) -> Callable[..., Any]:
     """Return `function` compiled on its first call, and again for each new shape."""
     return torch.compile(
-        function,
-        backend=config.backend,
-        fullgraph=config.fullgraph,
-        dynamic=False,
-        options=options,
+        function, backend=config.backend, fullgraph=config.fullgraph, dynamic=False, options=options
     )
 
 

@@ -104,10 +104,7 @@ def recorded_compilation(graphs: SharedGraphs) -> Iterator[None]:
         @cache  # on the first call, as the recorder then knows the blocks in a graph
         def traced() -> Callable[..., Any]:
             return torch.compile(
-                function,
-                backend=graphs.backend(options or {}),
-                fullgraph=fullgraph,
-                dynamic=False,
+                function, backend=graphs.backend(options or {}), fullgraph=fullgraph, dynamic=False
             )
 
         is_traced = [True]

@@ -59,12 +59,7 @@ class DeviceStreams:
     """Host and streams of a rank; all times are seconds."""
 
     def __init__(
-        self,
-        source: RankRecording,
-        hardware: Hardware,
-        *,
-        chunks: bool,
-        turns: float = 1.0,
+        self, source: RankRecording, hardware: Hardware, *, chunks: bool, turns: float = 1.0
     ) -> None:
         """
         Args:

@@ -13,15 +13,7 @@ from functools import cached_property
 
 from torchtitan.parallel.schedules import Action
 from torchtitan.plan.fake_rank import GATHER, RankRecording
-from torchtitan.plan.recording import (
-    DISPATCH,
-    Change,
-    Event,
-    Kernel,
-    Mark,
-    Message,
-    StorageRecord,
-)
+from torchtitan.plan.recording import DISPATCH, Change, Event, Kernel, Mark, Message, StorageRecord
 
 
 @dataclass(frozen=True)

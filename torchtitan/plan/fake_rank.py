@@ -253,10 +253,7 @@ def _batch(job: JobConfig, world: World, pipeline: Abridged | None) -> Batch:
     if pipeline:
         size = pipeline.microbatches * job.parallelism.pipeline_parallel_microbatch_size
     return task.blank_batch(
-        size,
-        job.training.seq_len,
-        job.model_args(),
-        job.model.separates_documents,
+        size, job.training.seq_len, job.model_args(), job.model.separates_documents
     )
 
 
@@ -320,10 +317,7 @@ def _lay_out(
 
 
 def _mark_actions(
-    pipeline: Pipeline,
-    abridged: Abridged,
-    recorder: KernelRecorder,
-    units: Mapping[nn.Module, str],
+    pipeline: Pipeline, abridged: Abridged, recorder: KernelRecorder, units: Mapping[nn.Module, str]
 ) -> None:
     """Mark the start of each action of a pipeline, and what FSDP2 does between them."""
 

@@ -26,12 +26,7 @@ class PlannedPeak(NamedTuple):
     by_kind: Mapping[str, float]
 
 
-def plan_on(
-    job: JobConfig,
-    ranks: int,
-    device_type: DeviceType,
-    device: str,
-) -> Plan:
+def plan_on(job: JobConfig, ranks: int, device_type: DeviceType, device: str) -> Plan:
     """Plan a recipe on devices that exist.
 
     Args:

@@ -21,10 +21,7 @@ Changes = Mapping[str, Any]
 LEAST_POSITIONS = 1024
 """Positions of a sequence that each rank of context parallelism has at least."""
 TP, PP = "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree"
-CP, COPIES = (
-    "parallelism.context_parallel_degree",
-    "parallelism.data_parallel_replicate_degree",
-)
+CP, COPIES = ("parallelism.context_parallel_degree", "parallelism.data_parallel_replicate_degree")
 SHARDS = "parallelism.data_parallel_shard_degree"
 EP = "parallelism.expert_parallel_degree"
 """Set only for a model with experts."""

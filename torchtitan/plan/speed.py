@@ -182,10 +182,7 @@ def _time_rank(
     job: JobConfig, step: RankStep, actions: Sequence[Action], hardware: Hardware, turns: float
 ) -> _RankTime:
     streams = DeviceStreams(
-        step.source,
-        hardware,
-        chunks=job.parallelism.enable_async_tensor_parallel,
-        turns=turns,
+        step.source, hardware, chunks=job.parallelism.enable_async_tensor_parallel, turns=turns
     )
     *recorded, update = _by_action(step)
     found = []

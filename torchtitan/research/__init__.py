@@ -21,7 +21,7 @@ ALL = {
     "convert": {
         "low_precision_attention": (
             "hadamard_attention.low_precision_attention:LowPrecisionAttention"
-        ),
+        )
     },
     "data": {"images": "vit_mae.images.settings:ImageData"},
     "dataset": {

@@ -54,11 +54,7 @@ VERBS: Final = {
         "recipes": "recipes",
         "doctor": "doctor",
     },
-    "Runs": {
-        "plot": "plot",
-        "profile": "profile",
-        "trace": "trace",
-    },
+    "Runs": {"plot": "plot", "profile": "profile", "trace": "trace"},
     "Data": {"data": "data", "tokenizer": "tokenizer"},
     "Weights, checkpoints": {
         "checkpoint": "checkpoint",

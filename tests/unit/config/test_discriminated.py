@@ -116,15 +116,9 @@ def test_mistakes_are_told_as_of_any_section():
             "r.toml:2: data.sounds.sterio: unknown key; allowed: rates, stereo; "
             "did you mean data.sounds.stereo?",
         ),
-        (
-            "[data.sounds]\nstereo = 1",
-            "r.toml:2: data.sounds.stereo: got 1; wanted true or false",
-        ),
+        ("[data.sounds]\nstereo = 1", "r.toml:2: data.sounds.stereo: got 1; wanted true or false"),
         ("data = 3", "r.toml:1: data: got 3; wanted a section"),
-        (
-            "[data]\nsounds = 3",
-            "r.toml:2: data.sounds: got 3; wanted a section",
-        ),
+        ("[data]\nsounds = 3", "r.toml:2: data.sounds: got 3; wanted a section"),
         ("[data]\ndataset = [1]", "r.toml:2: data.dataset: got [1]; wanted a string"),
     ):
         with pytest.raises(RecipeError) as error:

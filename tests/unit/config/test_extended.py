@@ -95,10 +95,7 @@ def test_flags_have_the_type_of_the_key():
             {"mlik": 1},
             "unknown key of tea; allowed: name, minutes, sugar, milk; did you mean drink.milk?",
         ),
-        (
-            {"name": "water", "milk": 1},
-            "unknown key of water; allowed: name; tea has milk",
-        ),
+        ({"name": "water", "milk": 1}, "unknown key of water; allowed: name; tea has milk"),
     ],
 )
 def test_mistakes(values, message):

@@ -55,12 +55,7 @@ def test_origins():
 
 @pytest.mark.parametrize(
     "flag",
-    [
-        "--compile.enable",
-        "--compile.enable=true",
-        "--compile.enable true",
-        "--compile.enable True",
-    ],
+    ["--compile.enable", "--compile.enable=true", "--compile.enable true", "--compile.enable True"],
 )
 def test_switch_on(flag):
     assert value("compile.enable", flag) is True
@@ -127,11 +122,7 @@ def test_every_boolean_switches_both_ways():
         ("--validation.dataset c4 text", "validation.dataset", ["c4", "text"]),
         ("--validation.dataset c4,text", "validation.dataset", ["c4", "text"]),
         # A name that begins like a negation.
-        (
-            "--optimizer.no-weight-decay-on norms",
-            "optimizer.no_weight_decay_on",
-            ["norms"],
-        ),
+        ("--optimizer.no-weight-decay-on norms", "optimizer.no_weight_decay_on", ["norms"]),
         # A key of the optimizer that another flag chooses.
         ("--optimizer.momentum 1e-1 --optimizer.name SGD", "optimizer.momentum", 0.1),
         # A key of an earlier version.

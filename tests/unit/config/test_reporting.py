@@ -33,9 +33,7 @@ def test_the_fix_is_below(message, lines, capsys):
     assert capsys.readouterr().err.splitlines() == [f"error: {lines[0]}", *lines[1:]]
 
 
-def test_each_mistake_is_an_error_and_each_notice_a_note(
-    capsys,
-):
+def test_each_mistake_is_an_error_and_each_notice_a_note(capsys):
     print_error(RecipeError(["a: is not b:", "  more", "c: got 1; use 2"], ["old: is now new"]))
     assert capsys.readouterr().err == (
         "note: old: is now new\nerror: a: is not b:\n  more\nerror: c: got 1\n  use 2\n"

@@ -191,11 +191,7 @@ def test_what_is_no_text(name, content, message, tmp_path):
 @pytest.mark.parametrize("command", [["check"], ["train"]])
 @pytest.mark.parametrize("section", ["data", "validation"])
 def test_data_is_looked_at_before_anything_is_started(
-    command,
-    section,
-    tmp_path,
-    monkeypatch,
-    capsys,
+    command, section, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()

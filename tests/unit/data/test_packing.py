@@ -60,11 +60,7 @@ def test_padding_and_tokens_that_another_row_predicts_are_no_targets(tmp_path):
         [16, 17, 18, *[IGNORED] * 4],
     ]
     assert batch.documents is not None
-    assert batch.documents.tolist() == [
-        [0, 0, 0, 1, 1, 1, 1],
-        [0] * 7,
-        [0, 0, 0, 0, -1, -1, -1],
-    ]
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 1, 1], [0] * 7, [0, 0, 0, 0, -1, -1, -1]]
     assert stream.take_shares() == {"data_padding_pct": (3, 21), "data_cut_pct": (4, 18)}
     assert stream.take_shares() == {}
 
@@ -204,9 +200,7 @@ def test_tokens_have_no_part_that_is_held_out(tmp_path):
         NextToken.check_files(config.model_copy(update={"packing": "join"}))
 
 
-def test_the_unigram_baseline_ends_with_the_documents_and_counts_no_padding(
-    tmp_path,
-):
+def test_the_unigram_baseline_ends_with_the_documents_and_counts_no_padding(tmp_path):
     """They are fewer than the tokens that it takes from a larger source."""
     config = config_of(tmp_path).model_copy(update={"report_unigram_loss": True})
     task = NextToken(Llama3Config(), type("Args", (), {"vocab_size": 258}))

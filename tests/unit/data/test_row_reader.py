@@ -102,9 +102,7 @@ def test_a_resume_with_another_sequence_length_is_exact(documents, lengths, coun
     assert trained(samples) == pairs_of(documents)
 
 
-def test_a_resume_with_the_same_length_continues_with_the_next_row(
-    documents,
-):
+def test_a_resume_with_the_same_length_continues_with_the_next_row(documents):
     whole = rows_of(documents, 12).cursor(SourcePosition())
     for count in (0, 1, 30, 61):
         resumed = rows_of(documents, 12).cursor(whole.position(count))
@@ -139,9 +137,7 @@ def test_a_source_that_has_ended_is_refused_or_padded(documents):
     assert (padded.sample(rows_of_epoch(reader)).documents == ENDED).all()
 
 
-def test_joined_samples_count_the_tokens_that_do_not_see_their_start(
-    documents,
-):
+def test_joined_samples_count_the_tokens_that_do_not_see_their_start(documents):
     reader = TokenReader("a", documents, seq_len=9, seed=1, shuffle=True, epochs=None)
     starts = set(np.cumsum([0, *documents.lengths(np.arange(100))]).tolist())
     cursor = reader.cursor(SourcePosition())

@@ -16,12 +16,7 @@ import torch
 from tests import registries
 from tests.streams import build_stream
 from torchtitan.config import ConfigError
-from torchtitan.data import (
-    DataConfig,
-    load_tokenizer,
-    merge_states,
-    open_source,
-)
+from torchtitan.data import DataConfig, load_tokenizer, merge_states, open_source
 from torchtitan.data import lanes as lanes_module
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.tasks.next_token import preview, unigram_loss

@@ -228,9 +228,7 @@ def test_one_token_that_starts_and_ends_documents_is_once_between_them(declared,
     assert separators(tokenizer, False, False) == (False, False)
 
 
-def test_special_tokens_of_qwen_are_text_and_its_other_added_tokens_are_not(
-    tmp_path,
-):
+def test_special_tokens_of_qwen_are_text_and_its_other_added_tokens_are_not(tmp_path):
     library = like_qwen(tmp_path, eos_token="<|endoftext|>")
     library.encode_special_tokens = True
     tokenizer = load_tokenizer(str(tmp_path))

@@ -43,14 +43,7 @@ def waiting(group, number, **changes):
     return record(group, number, state="scheduled", retired=False, **changes)
 
 
-def leave(
-    folder,
-    rank,
-    *records,
-    error="",
-    kind="collective",
-    **step,
-):
+def leave(folder, rank, *records, error="", kind="collective", **step):
     """Write what a rank leaves: its step, its ring if it has one, and what it raised."""
     note = {"state": "training", "step": 7, "world_size": 4} | step
     (folder / f"{rank}.step").write_text(json.dumps(note).ljust(511) + "\n")

@@ -105,11 +105,7 @@ def lines(call, *arguments):
     return []
 
 
-def check_refusals(
-    read,
-    config,
-    cases,
-):
+def check_refusals(read, config, cases):
     """Each change of a config.json is refused by a line that begins so."""
     found = [(change, lines(read, {**config, **change})) for change, _ in cases]
     for (change, told), (_, line) in zip(found, cases, strict=True):

@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from torchtitan.torch_private import segment_kernels
-from torchtitan.torch_private.segment_kernels import (
-    Segment,
-    segments_backward,
-    segments_forward,
-)
+from torchtitan.torch_private.segment_kernels import Segment, segments_backward, segments_forward
 
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 40, 50
 

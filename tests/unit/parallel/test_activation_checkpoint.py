@@ -144,12 +144,7 @@ ON_TP = ParallelismConfig(tensor_parallel_degree=2)
 ON_CP = ParallelismConfig(tensor_parallel_degree=2, context_parallel_degree=2)
 
 
-def problems(
-    chosen,
-    compile,
-    parallelism,
-    device,
-):
+def problems(chosen, compile, parallelism, device):
     """What the rule says; on no machine in particular if `device` is None."""
     sections = {"activation_checkpoint": chosen, "compile": compile, "parallelism": parallelism}
     world = PlannedWorld(device_type=device or "cpu", is_here=device is not None)

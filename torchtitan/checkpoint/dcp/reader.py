@@ -25,14 +25,7 @@ from torchtitan.checkpoint.dcp.metadata import (
     unfinished,
 )
 from torchtitan.checkpoint.manifest import Damaged
-from torchtitan.checkpoint.ranges import (
-    Files,
-    Sizes,
-    contiguous,
-    files_in,
-    read_header,
-    sizes,
-)
+from torchtitan.checkpoint.ranges import Files, Sizes, contiguous, files_in, read_header, sizes
 from torchtitan.checkpoint.storage import assemble
 from torchtitan.checkpoint.store import MANIFEST
 from torchtitan.config import ConfigError

@@ -18,10 +18,7 @@ FLAVORS = {
         expert_dim=192,
     ),
     "30B-A3B": SparseArgs(
-        **vars(flavor(*(2048, 48, 32, 6144), n_kv_heads=4)),
-        n_experts=128,
-        top_k=8,
-        expert_dim=768,
+        **vars(flavor(*(2048, 48, 32, 6144), n_kv_heads=4)), n_experts=128, top_k=8, expert_dim=768
     ),
     "235B-A22B": SparseArgs(
         **vars(flavor(*(4096, 94, 64, 12_288), n_kv_heads=4)),

@@ -74,8 +74,7 @@ def plan_recipe(
         ),
     ] = None,
     device_memory: Annotated[
-        float | None,
-        DeviceMemory("Memory of a device (default: that of the hardware)."),
+        float | None, DeviceMemory("Memory of a device (default: that of the hardware).")
     ] = None,
     tokens: Annotated[
         float | None,
@@ -90,8 +89,7 @@ def plan_recipe(
         Path | None, typer.Option(metavar="FILE", help="Also write a page with plots.")
     ] = None,
     search: Annotated[
-        bool,
-        typer.Option("--search", help="Also plan other layouts; write the best as a recipe."),
+        bool, typer.Option("--search", help="Also plan other layouts; write the best as a recipe.")
     ] = False,
     seconds: Annotated[
         float | None,

@@ -149,15 +149,7 @@ class ModelledRun:
         self.context = Cut(degrees.cp, job.parallelism.balancing)
         task = open_task(job)
         self.streams = [
-            iter(
-                open_stream(
-                    job,
-                    task,
-                    degrees,
-                    rank=rank,
-                    ranks=degrees.data,
-                )
-            )
+            iter(open_stream(job, task, degrees, rank=rank, ranks=degrees.data))
             for rank in range(degrees.data)
         ]
 

@@ -28,12 +28,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.checks.model import model_of
 from torchtitan.config import Context, Problem, between
-from torchtitan.convert.settings import (
-    Conversion,
-    ConversionTarget,
-    ConverterConfig,
-    replace,
-)
+from torchtitan.convert.settings import Conversion, ConversionTarget, ConverterConfig, replace
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.spec import AttentionShape, ModelSpec, build_empty
 from torchtitan.research.hadamard_attention.hadamard import hadamard, is_power_of_two
@@ -46,11 +41,7 @@ Rotation = Literal["none", "qk", "v", "qkv"]
 LARGEST: Mapping[Format, float] = {"float8": 448.0, "int8": 127.0}
 SHARED_DIMS: Mapping[Scales, tuple[int, ...]] = {"token": (-1,), "head": (-2, -1), "tensor": ()}
 """Dims of (B, heads, S, E) that share a scale; (): all but the first."""
-SHARING: Mapping[Scales, tuple[str, ...]] = {
-    "token": (),
-    "head": ("cp",),
-    "tensor": ("cp", "tp"),
-}
+SHARING: Mapping[Scales, tuple[str, ...]] = {"token": (), "head": ("cp",), "tensor": ("cp", "tp")}
 """Axes of the mesh whose ranks have parts of the elements that share a scale."""
 
 
@@ -178,12 +169,7 @@ class RoundedAttention(SelfAttention):
         self.config, self.groups = config, [group.group_name for group in groups]
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Tensor | None,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None = None
     ) -> Tensor:
         given = {"q": q, "k": k, "v": v}
         wide = {

@@ -116,11 +116,7 @@ class LowBitAdam(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        groups: Sequence[ParameterGroup],
-        storage: LowBitStorage,
-        *,
-        decoupled: bool,
+        self, groups: Sequence[ParameterGroup], storage: LowBitStorage, *, decoupled: bool
     ) -> None:
         """`decoupled`: whether weight decay is decoupled from the gradient."""
         # Compiled code would specialize on a rate that is a number.

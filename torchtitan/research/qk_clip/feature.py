@@ -39,9 +39,7 @@ class LogitLimit:
         )
         self.largest = self.logits.all
         self.hooks = Hooks(
-            before_forward=self.logits.begin,
-            after_backward=self.measure,
-            after_update=self.apply,
+            before_forward=self.logits.begin, after_backward=self.measure, after_update=self.apply
         )
 
     def measure(self, batches: Sequence[Batch], losses: Losses) -> None:

@@ -12,7 +12,7 @@ from torchtitan.optim import Muon, NamedParameter
 from torchtitan.research.qk_clip.attention_logits import attentions
 
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "fault_tolerance.enable": (False, "replica groups do not exchange their largest logits"),
+    "fault_tolerance.enable": (False, "replica groups do not exchange their largest logits")
 }
 """Keys ruled out by a limit of attention logits: the one allowed value, and why."""
 

@@ -215,11 +215,7 @@ class Ranger21Optimizer(torch.optim.Optimizer):
         return torch.sqrt(total / elements)
 
     def _update(
-        self,
-        parameter: Tensor,
-        group: dict[str, Any],
-        known: Measured | None,
-        sigma: Tensor | None,
+        self, parameter: Tensor, group: dict[str, Any], known: Measured | None, sigma: Tensor | None
     ) -> None:
         config, units, state = self.config, self.units[parameter], self.state[parameter]
         weight, gradient = local(parameter), gradient_of(parameter)

@@ -41,10 +41,7 @@ class Measurement:
     """Measurement of sharded gradients and weights."""
 
     def __init__(
-        self,
-        config: "Ranger21",
-        units: Mapping[Tensor, Units],
-        sharing: dist.ProcessGroup | None,
+        self, config: "Ranger21", units: Mapping[Tensor, Units], sharing: dist.ProcessGroup | None
     ) -> None:
         """Measure `units` over `sharing`, the ranks that have parts of the same tensors."""
         self.config, self.units, self.sharing = config, units, sharing

@@ -117,9 +117,7 @@ def run_probe(
         weight.copy_(opened.source.read(f"model.{name}"))
     new = _encoder(network, device)
     initialize(
-        new.named_parameters(),
-        partial(network.spec.init_std, args),
-        recipe.get("debug.seed", 0),
+        new.named_parameters(), partial(network.spec.init_std, args), recipe.get("debug.seed", 0)
     )
     encoders = [partial(features, each.to(dtype)) for each in (trained, new)]
     made = encode(view, limit, batch, encoders)

@@ -30,8 +30,7 @@ def tokenize_text(
         str, Text("KEY", "Column or key of the text, data.text_key (default: text).")
     ] = "text",
     null_text: Annotated[
-        str,
-        Choice(("error", "skip"), "A document without text, data.null_text (default: error)."),
+        str, Choice(("error", "skip"), "A document without text, data.null_text (default: error).")
     ] = "error",
     document_bytes: Annotated[
         int | None, Count("Split of long text files, data.document_bytes (default: 65536).")
