@@ -7,7 +7,7 @@ import pytest
 
 from tests.run_folders import row, write_run
 from torchtitan.tools.cli import main
-from torchtitan.tools.plot import LEVELS, scale
+from torchtitan.tools.page import TICKS, ticks, vertical_axis
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -82,7 +82,8 @@ def test_what_cannot_be_drawn_is_refused(run, message, tmp_path, monkeypatch, ca
     "losses", [[2.0, 11.9], [2.123, 2.124], [3.0], [0.0], [0.01, 5e6], [-1.0, 1.0]]
 )
 def test_the_axis_holds_all_losses_in_round_numbers(losses):
-    low, high, apart = scale(losses)
+    low, high, *_ = vertical_axis(losses)
+    levels = ticks(low, high)
     assert low <= min(losses) <= max(losses) <= high
-    assert 1 <= round((high - low) / apart) <= LEVELS + 2
-    assert f"{apart:e}"[0] in "125"
+    assert 2 <= len(levels) <= TICKS + 3
+    assert f"{levels[1] - levels[0]:.0e}"[0] in "125"

@@ -9,12 +9,11 @@
     comm_traces/       the step that each rank is in, and its traces if it failed
 
 Files are read as they are found. The run may still be writing them, or may have been killed in the
-middle of a line, so a last line that is not complete is left for later. Rows that an older version
-wrote are read with today's names.
+middle of a line, so a last line that is not complete is left out. Rows that an older version wrote
+are read with today's names.
 """
 
 import json
-import math
 import os
 import socket
 import statistics
@@ -45,13 +44,6 @@ OLD_NAMES: Final = {
 """Keys of rows of older versions, and their current names."""
 
 METRICS_FILE = "metrics.jsonl"
-AXES: Final = {
-    "pp": "parallelism.pipeline_parallel_degree",
-    "dp_replicate": "parallelism.data_parallel_replicate_degree",
-    "dp_shard": "parallelism.data_parallel_shard_degree",
-    "cp": "parallelism.context_parallel_degree",
-    "tp": "parallelism.tensor_parallel_degree",
-}
 
 
 @dataclass(frozen=True)
@@ -72,9 +64,6 @@ class RunHistory:
     folder: Path
     rows: list[Row] = field(default_factory=list)
     """All rows of `metrics.jsonl`, in order: reports, validations and events."""
-    file: tuple[int, int] | None = None
-    """Device and inode of that file."""
-    bytes_read: int = 0
 
     @classmethod
     def open(cls, folder: Path) -> "RunHistory":
@@ -88,29 +77,7 @@ class RunHistory:
             hint = f"; did you mean {' or '.join(map(str, found[:3]))}?" if found else ""
             what = "is not a folder" if not folder.is_dir() else f"has no {METRICS_FILE}"
             raise ConfigError(f"{folder}: {what}; wanted the job.dump_folder of a run{hint}")
-        return cls(folder).updated()
-
-    def updated(self) -> "RunHistory":
-        """Add the rows that were written since; returns itself if there are none.
-
-        Only the new part of the file is read. A run that resumes or rolls back rewrites the file
-        without the rows that are no longer valid; then all of it is read again.
-        """
-        try:
-            with (self.folder / METRICS_FILE).open("rb") as file:
-                status = os.fstat(file.fileno())
-                identity = status.st_dev, status.st_ino
-                is_same = identity == self.file and status.st_size >= self.bytes_read
-                begin = self.bytes_read if is_same else 0
-                file.seek(begin)
-                new = file.read()
-        except FileNotFoundError:
-            return self  # moved aside by a run that begins; the new one will be there soon
-        complete = new[: new.rfind(b"\n") + 1]
-        if is_same and not complete:
-            return self
-        rows = [*(self.rows if is_same else ()), *parse_rows(complete)]
-        return RunHistory(self.folder, rows, identity, begin + len(complete))
+        return cls(folder, list(parse_rows((folder / METRICS_FILE).read_bytes())))
 
     @cached_property
     def reports(self) -> list[Row]:
@@ -122,11 +89,6 @@ class RunHistory:
         """The unit that the run counts: tokens, or what its task counts."""
         rate = rate_key(self.reports[0]) if self.reports else None
         return unit_of(rate or "tps")
-
-    @cached_property
-    def validations(self) -> list[Row]:
-        """The rows with a loss on held-out data."""
-        return [row for row in self.rows if "validation_loss" in row]
 
     @cached_property
     def recipe(self) -> Mapping[str, Any]:
@@ -168,21 +130,6 @@ class RunHistory:
     def ranks(self) -> int | None:
         """The number of ranks of the latest launch; None if unknown."""
         return self.environment.get("ranks")
-
-    @cached_property
-    def model(self) -> str:
-        """Name and flavor of the model; empty if unknown."""
-        names = (self.recipe.get(f"model.{key}") for key in ("name", "flavor"))
-        return " ".join(str(name) for name in names if name is not None)
-
-    @cached_property
-    def layout(self) -> dict[str, int]:
-        """The size of each axis of the mesh that has more than one rank."""
-        sizes = {axis: int(self.recipe.get(key, 1)) for axis, key in AXES.items()}
-        if sizes["dp_shard"] == -1:
-            others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
-            sizes["dp_shard"] = (self.ranks or others) // others
-        return {axis: size for axis, size in sizes.items() if size > 1}
 
     @cached_property
     def rank_events(self) -> dict[int, list[Row]]:
@@ -330,8 +277,3 @@ def median(values: Iterable[float | None]) -> float | None:
     """The median of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-def show(value: Any, spec: str) -> str:
-    """Format a number, if it is known."""
-    return "n/a" if value is None else format(value, spec)

@@ -121,7 +121,7 @@ def draw_curves(title: str, curves: Sequence[Line], x_title: str, caption: str =
     """Draw curves over whole numbers, such as steps."""
     places = [x for curve in curves for x in curve.x]
     x = Axis(min(places), max(max(places), min(places) + 1), LEFT, RIGHT)
-    y = _vertical([y for curve in curves for y in curve.y if y is not None] or [0.0])
+    y = vertical_axis([y for curve in curves for y in curve.y if y is not None] or [0.0])
     drawn = _frame(x, y, x_title, "", is_whole=True)
     for curve in curves:
         path, is_down = "", False
@@ -154,7 +154,7 @@ def draw_areas(
     totals = [*accumulate(layers.values(), lambda below, level: [*map(add, below, level)])]
     highest = max((max(total) for total in totals), default=1.0)
     across = Axis(x[0], max(x[-1], x[0] + 1), LEFT, RIGHT)
-    up = _vertical([0.0, highest, limit[0] if limit else 0.0])
+    up = vertical_axis([0.0, highest, limit[0] if limit else 0.0])
     drawn = ""
     # Each covers all below it, so the highest is drawn first.
     for i, (name, total) in reversed([*enumerate(zip(layers, totals, strict=True), 1)]):
@@ -184,13 +184,13 @@ def ticks(low: float, high: float, *, is_whole: bool = False) -> list[float]:
     return [round(i * apart, 12) for i in range(first, math.floor(high / apart + 1e-9) + 1)]
 
 
-def _vertical(values: Sequence[float]) -> Axis:
+def vertical_axis(values: Sequence[float], start: float = BOTTOM, end: float = TOP) -> Axis:
     """Return an axis that contains all values and ends on ticks."""
     low, high = min(values), max(values)
     high = max(high, low + 1e-3 * abs(high), low + 1e-9)
     first, second, *_ = ticks(low, high)
     apart = second - first
-    return Axis(apart * math.floor(low / apart), apart * math.ceil(high / apart), BOTTOM, TOP)
+    return Axis(apart * math.floor(low / apart), apart * math.ceil(high / apart), start, end)
 
 
 def _frame(x: Axis, y: Axis, x_title: str, y_title: str, *, is_whole: bool = False) -> str:

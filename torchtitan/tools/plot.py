@@ -15,12 +15,11 @@ import typer
 from torchtitan.config import ConfigError
 from torchtitan.tools.history import Row, RunHistory
 from torchtitan.tools.options import Text, Verb, verb
+from torchtitan.tools.page import Axis, ticks, vertical_axis
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 48, 620, 20, 316
 COLORS: Final = ("#1f6feb", "#d1570a", "#1a7f37", "#8250df", "#bf3989", "#57606a")
 REFERENCE, GRID, INK = "#57606a", "#d8dee4", "#24292f"
-LEVELS = 6
-"""Approximate number of lines of the grid."""
 
 Point = tuple[int, float]
 app = verb()
@@ -100,13 +99,14 @@ def draw(curves: Sequence[Curve], reference: float | None = None) -> str:
     """Draw the SVG: training loss as lines, validation loss as dots, the reference dashed."""
     every = [point for curve in curves for point in (*curve.training, *curve.validation)]
     losses = [loss for _, loss in every] + ([] if reference is None else [reference])
-    last, (low, high, apart) = max(step for step, _ in every), scale(losses)
+    last = max(step for step, _ in every)
+    across, up = Axis(0, last or 1, LEFT, RIGHT), vertical_axis(losses, BOTTOM, TOP)
 
     def x(step: float) -> float:
-        return round(LEFT + (RIGHT - LEFT) * step / (last or 1), 1)
+        return round(across.place(step), 1)
 
     def y(loss: float) -> float:
-        return round(BOTTOM - (BOTTOM - TOP) * (loss - low) / (high - low), 1)
+        return round(up.place(loss), 1)
 
     def text(left: float, base: float, words: object, color: str, anchor: str = "end") -> str:
         at = f'x="{left}" y="{base}" fill="{color}" text-anchor="{anchor}"'
@@ -118,8 +118,7 @@ def draw(curves: Sequence[Curve], reference: float | None = None) -> str:
     font = 'font-family="sans-serif" font-size="12"'
     box = f'xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"'
     parts = [f"<svg {box} {font}>", f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>']
-    for number in range(round((high - low) / apart) + 1):
-        loss = round(low + number * apart, 9)
+    for loss in ticks(up.low, up.high):
         parts += [level(loss, f'"{GRID}"'), text(LEFT - 8, y(loss) + 4, f"{loss:g}", INK)]
     for step in dict.fromkeys(round(last * part / 4) for part in range(5)):
         parts.append(text(x(step), BOTTOM + 18, f"{step:,}", INK, "middle"))
@@ -140,16 +139,6 @@ def draw(curves: Sequence[Curve], reference: float | None = None) -> str:
     title = "training loss" if metric == "loss" else metric
     parts.append(text(RIGHT, HEIGHT - 6, f"{title}{dots}", INK))
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def scale(losses: Sequence[float]) -> tuple[float, float, float]:
-    """The ends of an axis for all losses, and the distance of its lines: 1, 2 or 5 times 10^n."""
-    low, high = min(losses), max(losses)
-    rough = max(high - low, 1e-3 * abs(high), 1e-9) / LEVELS
-    power = 10 ** math.floor(math.log10(rough))
-    apart = next(power * times for times in (1, 2, 5, 10) if power * times >= rough)
-    begin = math.floor(low / apart) * apart
-    return begin, max(math.ceil(high / apart) * apart, begin + apart), apart
 
 
 def _points(rows: Sequence[Row], key: str) -> Iterator[Point]:
