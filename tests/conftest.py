@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import registries
+from torchtitan.config import RecipeError
 from torchtitan.logging import logger
 from torchtitan.torch_private.distributed import flight_records
 
@@ -24,6 +25,9 @@ hypothesis.settings.load_profile("tests")
 
 # Ranks are forked, and a forked process cannot use the thread pool of its parent.
 torch.set_num_threads(1)
+
+# Garbage of the parent may hold threads, which a forked process does not have: it stays there.
+os.register_at_fork(after_in_child=gc.freeze)
 
 # Torch makes its Flight Recorder once in a process. A run on one rank would make one without
 # entries, and forked ranks have that of their parent.
@@ -53,6 +57,16 @@ def clean_state(monkeypatch):
     logger.setLevel(level)
     os.environ.clear()
     os.environ.update(environment)
+
+
+@pytest.fixture
+def no_plan(monkeypatch):
+    """Commands say that there is no plan, which takes seconds, where a test is not about it."""
+
+    def refuse(*_, **__):
+        raise RecipeError(["planning is left out in this test"])
+
+    monkeypatch.setattr("torchtitan.plan.comparison.plan_on", refuse)
 
 
 def pytest_collection_finish():

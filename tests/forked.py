@@ -1,7 +1,6 @@
 """Commands in a forked child of this process, which has imported torch already."""
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import shutil
@@ -53,7 +52,6 @@ def run(action, folder):
 
 def child(action, folder, out, err):
     """Run an action in this process, which was forked, with its output added to files; leave."""
-    gc.freeze()  # garbage of the parent may hold threads that a fork does not have
     # Would wait for the thread of pytest's `faulthandler_timeout`, which a fork does not have.
     faulthandler.cancel_dump_traceback_later = lambda: None
     os.chdir(folder)

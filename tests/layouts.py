@@ -318,7 +318,7 @@ GATE = (
     *("PP 2, InterleavedZeroBubble, a block a stage", "PP 2, DualPipeV, microbatches of 2"),
     *("HSDP 2 x 2 x PP 2", "FSDP 2 x TP 2 x PP 2"),
 )
-"""What the gate compares besides tests/cover.py: three axes, larger ones, and other schedules."""
+"""What the gate compares besides test_cover.py: three axes, larger ones, and other schedules."""
 QWEN3 = {"name": "tiny_qwen3"}
 """Queries and keys are normalized in each head, and heads are wider than dim / heads."""
 SPARSE = {"name": "tiny_sparse"}

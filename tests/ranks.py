@@ -1,14 +1,12 @@
-"""Runs a function on several ranks of this machine, as a test, and freezes processes."""
+"""Runs a function on several ranks of this machine; its processes, and ports free for them."""
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
-from typing import TypeVar
 
 from torchtitan import local_ranks
-
-Result = TypeVar("Result")
 
 
 def run_ranks(function, world, *args, device="cpu"):
@@ -29,3 +27,24 @@ def freeze(pid):
 
 def _state(thread):
     return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def descendants(pid):
+    """The processes that a process has started, and those that they have."""
+    children = [
+        int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in _read(path)
+    ]
+    return [*children, *(child for one in children for child in descendants(one))]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def _read(path):
+    try:
+        return path.read_text().split()
+    except OSError:  # a thread that has ended since
+        return []

@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-from tests.processes import descendants
+from tests.ranks import descendants
 from torchtitan.checkpoint import saver
 from torchtitan.trainer import Trainer
 

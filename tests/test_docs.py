@@ -45,7 +45,6 @@ from xml.etree import ElementTree
 import pytest
 
 from tests import forked
-from tests.plans import leave_out
 from tests.sources import MODULES, PAGES, ROOT, text, tree
 from tests.test_house import LAYERS
 from tests.tiers import tiers
@@ -134,9 +133,9 @@ DAILY = [page for page in PLAYED if page not in IN_GATE + LONGEST]
 
 @pytest.mark.costs("commands of a page")
 @pytest.mark.parametrize("page", tiers(PLAYED, DAILY, LONGEST), ids=lambda page: page.name)
-def test_blocks_of_a_page_do_what_it_says(page, tmp_path, monkeypatch):
+def test_blocks_of_a_page_do_what_it_says(page, tmp_path, request):
     if page not in ABOUT_PLANS:
-        leave_out(monkeypatch)
+        request.getfixturevalue("no_plan")
     play(page, tmp_path)
 
 

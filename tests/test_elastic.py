@@ -20,8 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from tests import launched
 from tests.launched import OURS
-from tests.processes import free_port
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.runs import losses, rows, train
 from tests.test_launch import RECIPE, ROOT, SMALL, environment, wait_for_step
 from torchtitan import train as entry

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from tests.layouts import OPTIMIZERS
-from tests.processes import free_port
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.runs import rows, trace
-from tests.streams import build_stream
 from tests.test_launch import RECIPE, ROOT, environment
+from tests.token_shards import build_stream
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.data import load_tokenizer

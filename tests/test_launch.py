@@ -13,7 +13,7 @@ import pytest
 
 from tests import launched
 from tests.launched import OURS
-from tests.processes import free_port
+from tests.ranks import free_port
 from tests.runs import losses
 from tests.tiers import tiers
 from torchtitan import train as training

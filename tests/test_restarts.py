@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import launched
-from tests.processes import descendants
+from tests.ranks import descendants
 from tests.runs import losses
 from tests.test_elastic import command, kill, started, undisturbed
 from tests.test_launch import wait_for_step

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.earlier import COMMITS, EARLIER, fields, listed_options, settings
-from tests.plans import no_plan  # noqa: F401  (a fixture)
 from tests.ranks import run_ranks
 from tests.runs import rows, train
 from torchtitan.checks import load_job

@@ -3,8 +3,10 @@
 import dataclasses
 from pathlib import Path
 
+from torch import nn
+
 from torchtitan import checks
-from torchtitan.config import PlannedWorld
+from torchtitan.config import PlannedWorld, all_sections, sections
 from torchtitan.data import SOURCES
 from torchtitan.data.documents import JsonlDocuments
 from torchtitan.data.sources import ShuffledDocuments
@@ -20,6 +22,7 @@ from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.models.qwen3.spec import QWEN3
 from torchtitan.models.qwen3_moe.spec import QWEN3_MOE
 from torchtitan.models.sparse_decoder import SparseArgs
+from torchtitan.optim import name_parameters
 
 ARGS = DecoderArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=300)
 
@@ -134,3 +137,27 @@ def job(dump_folder="unused", **sections):
     merged["metrics"] = {"save_events": str(dump_folder) != "unused"} | merged["metrics"]
     merged["job"] = merged.get("job", {}) | {"dump_folder": str(dump_folder)}
     return JobConfig.model_validate(merged)
+
+
+def help_text(schema):
+    """A schema as the text of `--help`: a line of each section and of each setting."""
+    lines = []
+    for section in sections(all_sections(schema)):
+        lines.append(f"{section.title}: {section.about}")
+        lines += [f"  --{e.path}  ({e.allowed}; default: {e.default})" for e in section.entries]
+    return "\n".join(lines)
+
+
+def named(network):
+    """Parameters of a network without a spec, as an optimizer sees them.
+
+    Tables are embeddings, other matrices are matrices, and the rest are norms.
+    """
+    tables = {name for name, module in network.named_modules() if isinstance(module, nn.Embedding)}
+
+    def role(name, ndim):
+        if name.rpartition(".")[0] in tables:
+            return "embedding"
+        return "matrix" if ndim > 1 else "norm"
+
+    return name_parameters([network], role)

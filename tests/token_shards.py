@@ -1,4 +1,4 @@
-"""Small shards of tokens in all formats, and streams of them."""
+"""Small shards of tokens in all formats, and streams of them and of text."""
 
 import gzip
 import itertools
@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from torchtitan import data
+from torchtitan.data import open_source
 from torchtitan.data.stream import merge_states
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.data.tokens.index import ShardWriter, write_index
@@ -149,3 +151,13 @@ def rows(streams, steps):
 
 def saved(streams):
     return merge_states([stream.state_dict() for stream in streams])
+
+
+def stream_of(config, source, tokenizer, *, seq_len, **part):
+    packing = PackedTokens(tokenizer, seq_len, config.add_bos, config.add_eos, has_documents=True)
+    return data.build_stream(config, source, packing, **part)
+
+
+def build_stream(config, tokenizer, *, seed, seq_len, **part):
+    source = open_source(config, tokenizer, seed=seed)
+    return stream_of(config, source, tokenizer, seq_len=seq_len, **part)

@@ -1,6 +1,5 @@
 """What a run starts from, and that nothing on disk is taken for what it is not."""
 
-import gc
 import io
 import json
 import logging
@@ -113,7 +112,6 @@ def test_first_step_and_load_only(tmp_path):
 
 def killed_at(module, stage, job):
     """Die, as if killed, at a stage of the second save."""
-    gc.freeze()  # garbage of the parent may hold threads that a fork does not have
     original, calls = getattr(module, stage), []
 
     def die(*args, **named):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import plans, tiny
+from tests import tiny
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train, train_each, weights
@@ -455,8 +455,8 @@ def test_it_does_not_write_beside_their_checkpoints(kind, tmp_path, theirs):
     )
 
 
-def test_check_says_what_a_run_begins_with(tmp_path, theirs, capsys, monkeypatch):
-    plans.leave_out(monkeypatch)
+@pytest.mark.usefixtures("no_plan")
+def test_check_says_what_a_run_begins_with(tmp_path, theirs, capsys):
     job = resumed(tmp_path, theirs.folder / "checkpoint", optimizer={"weight_decay": 0.2})
     (tmp_path / "recipe.toml").write_text(to_toml(job))
     words = ["check", str(tmp_path / "recipe.toml")]

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from tests import tiny
-from tests.plans import no_plan  # noqa: F401  (a fixture)
 from torchtitan.config import RecipeError
 from torchtitan.device import GIB
 from torchtitan.plan import comparison

@@ -1,11 +1,203 @@
 """Layouts that together have every pair of settings train the same run as one rank."""
 
+import dataclasses
+import itertools
+import json
+from functools import cache
+from pathlib import Path
+
 import pytest
 
-from tests import cover
+from tests import layouts, tiny
+from tests.layouts import (
+    AFTERWARDS,
+    ALL_LOSSES,
+    BESIDE,
+    FULL,
+    INTERLEAVED,
+    LATENT,
+    MICROSCALED,
+    NO_LOSS,
+    NO_SEQUENCE,
+    OF_ROUTERS,
+    OPERATORS,
+    OSS,
+    QWEN3,
+    RESHARD,
+    RING,
+    ROWWISE,
+    SECOND,
+    SPARSE,
+    ULYSSES,
+    UNBALANCED,
+    WHOLE,
+    WINDOW,
+    ZBV,
+    Case,
+)
 from tests.parallel import test_parity
 
-COVER = cover.cover()
+FILE = Path(__file__).with_name("cover.json")
+MOST_RANKS = 4
+
+PLAIN = Case()
+DENSE = ("Llama", "Llama, window", "Qwen3", "Qwen3, tied")
+FACTORS = {
+    "family": {
+        "Llama": PLAIN,
+        "Llama, window": PLAIN.of(**WINDOW),
+        "Qwen3": PLAIN.of(**QWEN3),
+        "Qwen3, tied": PLAIN.of(**QWEN3, tied=True),
+        "Qwen3-MoE": PLAIN.of(**SPARSE),
+        "Qwen3-MoE, balanced": Case(auxiliary=OF_ROUTERS).of(**SPARSE, router_bias=True),
+        "DeepSeek-V3": PLAIN.of(**LATENT),
+        "GPT-OSS": PLAIN.of(**OSS),
+    },
+    "replicate": {"DDP 2": Case(replicate=2)},
+    "replicas": {"copies added up afterwards": Case(sections={"communication": AFTERWARDS})},
+    "shard": {"FSDP 2": Case(shard=2)},
+    "reshard": {
+        "always reshard": Case(sections={"parallelism": {RESHARD: "always"}}),
+        "never reshard": Case(sections={"parallelism": {RESHARD: "never"}}),
+        "gradients kept whole": Case(sections={"sharding": WHOLE}),
+    },
+    "experts": {"EP 2": Case(sections={"parallelism": {"expert_parallel_degree": 2}})},
+    "context": {
+        "CP 2, ring": Case(cp=2, sections={"parallelism": RING}),
+        "CP 2, all-gather": Case(cp=2),
+        "CP 2, Ulysses": Case(cp=2, sections={"parallelism": ULYSSES}),
+    },
+    "balance": {
+        "unbalanced": Case(sections={"parallelism": UNBALANCED}),
+        "balanced by documents": Case(
+            sections={"parallelism": {"context_parallel_load_balancer": "documents"}}
+        ),
+    },
+    "tensor": {
+        "TP 2": Case(tp=2),
+        "TP 2, no sequence parallelism": Case(tp=2, sections={"parallelism": NO_SEQUENCE}),
+    },
+    "tensor loss": {"no loss parallelism": Case(sections={"parallelism": NO_LOSS})},
+    "pipeline": {
+        "PP 2, 1F1B": Case(pp=2),
+        "PP 2, Interleaved1F1B": Case(pp=2, sections={"parallelism": INTERLEAVED}),
+        "PP 2, ZBVZeroBubble": Case(pp=2, sections={"parallelism": ZBV}),
+    },
+    "recompute": {
+        "full recomputation": Case(sections={"activation_checkpoint": FULL}),
+        "every second block recomputed": Case(sections={"activation_checkpoint": SECOND}),
+        "operators recomputed": Case(sections={"activation_checkpoint": OPERATORS}),
+    },
+    "documents": {"documents": PLAIN.of(attn_mask_type="block_causal")},
+    "chunks": {"loss in chunks": Case(sections={"loss": {"vocabulary_chunk": 100}})},
+    "losses": {"z-loss": Case(auxiliary=BESIDE), "all losses": Case(auxiliary=ALL_LOSSES)},
+    "numbers": {"Float8": Case(convert=ROWWISE), "MXFP8": Case(convert=MICROSCALED)},
+    "accumulation": {"accumulating": Case(sections={"training": {"local_batch_size": 1}})},
+    "host": {"CPU offload": Case(sections={"training": {"enable_cpu_offload": True}})},
+}
+SETTINGS = {name: each for levels in FACTORS.values() for name, each in levels.items()}
+FACTOR_OF = {name: factor for factor, levels in FACTORS.items() for name in levels}
+MIXTURES = [name for name in FACTORS["family"] if name not in DENSE]
+NEEDS = {
+    **{name: [("FSDP 2",)] for name in FACTORS["reshard"]},
+    "copies added up afterwards": [("DDP 2",)],
+    "EP 2": [("FSDP 2",), tuple(MIXTURES)],
+    "unbalanced": [tuple(FACTORS["context"])],
+    "balanced by documents": [tuple(FACTORS["context"]), ("documents",)],
+    "no loss parallelism": [tuple(FACTORS["tensor"])],
+}
+"""Settings without which another means nothing: one of each list."""
+
+
+def merged(names):
+    """The layout with all of these settings."""
+    total = PLAIN
+    for each in (SETTINGS[name] for name in names):
+        degrees = {
+            axis: max(getattr(total, axis), getattr(each, axis))
+            for axis in ("pp", "replicate", "shard", "cp", "tp")
+        }
+        sections = {
+            name: total.sections.get(name, {}) | each.sections.get(name, {})
+            for name in total.sections | each.sections
+        }
+        added = {"convert": total.convert + each.convert}
+        added |= {"auxiliary": total.auxiliary + each.auxiliary}
+        total = dataclasses.replace(total, **degrees, sections=sections, **added)
+    training, replicas = dict(total.sections.get("training", {})), total.replicate * total.shard
+    is_accumulating = "local_batch_size" in training
+    if total.pp > 1:  # a pipeline needs several microbatches at a time, and layers for its stages
+        training["local_batch_size"] = (4 if is_accumulating else 8) // replicas
+        total = total.of(n_layers=4)
+    elif not is_accumulating:  # One replica has two to add up, several have up to two each.
+        training["local_batch_size"] = 4 if replicas == 1 else 2
+    return dataclasses.replace(total, sections=total.sections | {"training": training})
+
+
+@cache
+def is_valid(names):
+    """Whether a recipe may have all of these settings, on few ranks."""
+    layout = merged(sorted(names))
+    # Emulated products of DTensors take seconds: with tensor parallelism they have no other axis.
+    is_slow = layout.converts_linears and layout.tp > 1
+    if layout.ranks > (2 if is_slow else MOST_RANKS):
+        return False
+    return not tiny.problems(layouts.job(layout, "SGD"), ranks=layout.ranks)
+
+
+def completed(names):
+    """The ways to add what settings need, each with a family."""
+    for needed in (choices for name in sorted(names) for choices in NEEDS.get(name, [])):
+        if not names & {*needed}:
+            factors = {FACTOR_OF[name] for name in names}
+            for choice in (choice for choice in needed if FACTOR_OF[choice] not in factors):
+                yield from completed(names | {choice})
+            return
+    yield names if names & {*FACTORS["family"]} else names | {"Llama"}
+
+
+def possible(names):
+    """The first way to have these settings that is no error."""
+    return next((each for each in completed(names) if is_valid(each)), None)
+
+
+def pairs_of(names):
+    return {frozenset(pair) for pair in itertools.combinations(names, 2)}
+
+
+def all_pairs():
+    """Every two settings of different factors."""
+    pairs = itertools.combinations(SETTINGS, 2)
+    return [frozenset(pair) for pair in pairs if len({FACTOR_OF[name] for name in pair}) == 2]
+
+
+def compute():
+    """A cover of all pairs that may be, by greedy choice: each run adds as many pairs as it can."""
+    wanted = {pair: whole for pair in all_pairs() if (whole := possible(pair))}
+    left, runs = set(wanted), []
+    for pair in sorted(wanted, key=lambda pair: (-merged(wanted[pair]).ranks, sorted(pair))):
+        if pair not in left:
+            continue
+        chosen, run = pair, wanted[pair]
+        while gains := [
+            (len(left & pairs_of(whole)), sorted(larger), larger, whole)
+            for larger in (chosen | {name} for name in SETTINGS)
+            if len({FACTOR_OF[name] for name in larger}) > len(chosen)
+            and (whole := possible(larger))
+            and len(left & pairs_of(whole)) > len(left & pairs_of(run))
+        ]:
+            chosen, run = max(gains)[2:]
+        left -= pairs_of(run)
+        runs.append([name for name in SETTINGS if name in run])
+    return sorted(runs)
+
+
+def cover():
+    """The layouts of the cover, by the names of their settings."""
+    return {"; ".join(names): merged(names) for names in json.loads(FILE.read_text())}
+
+
+COVER = cover()
 
 
 @pytest.mark.gate
@@ -20,14 +212,21 @@ def test_no_pair_of_settings_is_missing():
     found = set[frozenset[str]]()
     for name in COVER:
         settings = frozenset(name.split("; "))
-        assert cover.is_valid(settings), f"{name} is refused; run python -m tests.cover"
-        found |= cover.pairs_of(settings)
-    missing = [pair for pair in cover.all_pairs() if pair not in found and cover.possible(pair)]
-    assert missing == [], "run python -m tests.cover"
+        assert is_valid(settings), f"{name} is refused; run python -m tests.parallel.test_cover"
+        found |= pairs_of(settings)
+    missing = [pair for pair in all_pairs() if pair not in found and possible(pair)]
+    assert missing == [], "run python -m tests.parallel.test_cover"
 
 
 def test_every_axis_and_mode_is_a_setting():
     layouts = COVER.values()
     for axis in ("pp", "replicate", "shard", "cp", "tp"):
         assert max(getattr(layout, axis) for layout in layouts) > 1
-    assert {name for runs in COVER for name in runs.split("; ")} == cover.SETTINGS.keys()
+    assert {name for runs in COVER for name in runs.split("; ")} == SETTINGS.keys()
+
+
+if __name__ == "__main__":
+    found = compute()
+    rows = ",\n".join(f" {json.dumps(names)}" for names in found)
+    FILE.write_text(f"[\n{rows}\n]\n")
+    print(f"{len(found)} runs have every pair")

@@ -61,7 +61,7 @@ IN_GATE = {
     OSSES: ("EP 2, FSDP 2 x TP 2",),
 }
 GATE = [(family, name) for family, names in IN_GATE.items() for name in names]
-"""Of the rest, tests/cover.py has every pair of settings; all are compared before a release."""
+"""Of the rest, test_cover.py has every pair of settings; all are compared before a release."""
 
 
 @pytest.mark.parametrize(

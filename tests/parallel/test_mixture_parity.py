@@ -4,7 +4,7 @@ import pytest
 
 from tests import layouts
 from tests.layouts import case
-from tests.several import are_the_runs_of_one_rank
+from tests.runs import are_the_runs_of_one_rank
 from tests.tiers import tiers
 from tests.token_shards import drawn_documents, write_shards
 

@@ -7,8 +7,7 @@ import pytest
 from tests import tiny
 from tests.layouts import AFTERWARDS, ONE, case
 from tests.ranks import run_ranks
-from tests.runs import compare, losses, trace, train
-from tests.several import are_the_runs_of_one_rank, on_one_rank
+from tests.runs import are_the_runs_of_one_rank, compare, losses, on_one_rank, trace, train
 from tests.tiers import tiers
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.storage import SavedTensors

@@ -7,12 +7,11 @@ from functools import partial
 import pytest
 
 from tests import tiny
-from tests.help_text import help_text
 from tests.layouts import ONE, case
 from tests.ranks import run_ranks
-from tests.runs import compare
-from tests.several import are_the_runs_of_one_rank, on_one_rank, resumes, uncompiled
+from tests.runs import are_the_runs_of_one_rank, compare, on_one_rank, resumes, uncompiled
 from tests.tiers import tiers
+from tests.tiny import help_text
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError

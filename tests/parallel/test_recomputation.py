@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import tiny
-from tests.operators import Operators
 from tests.ranks import run_ranks
+from tests.runs import Operators
 from tests.tiers import tiers
 from torchtitan.models.llama3.spec import LLAMA3
 from torchtitan.parallel import ActivationCheckpointConfig, activation_checkpoint, context, tensor

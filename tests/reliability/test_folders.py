@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 import torch
 
-from tests.processes import free_port
+from tests.ranks import free_port
 from tests.reliability.test_damage import FILES, flip
 from tests.reliability.test_disk import MODES
 from tests.reliability.trials import (

@@ -12,8 +12,7 @@ from torch import Tensor
 from tests import layouts
 from tests.layouts import FULL, case
 from tests.ranks import run_ranks
-from tests.runs import parts, trace, train
-from tests.several import each, traced
+from tests.runs import each, parts, trace, traced, train
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
 from torchtitan.device import Device

@@ -16,8 +16,7 @@ from tests import layouts
 from tests.layouts import AFTERWARDS, case
 from tests.ranks import run_ranks
 from tests.research.few_bits import is_skipped_and_leaves_nothing
-from tests.runs import Part, parts, train
-from tests.several import each, traced
+from tests.runs import Part, each, parts, traced, train
 from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.several import uncompiled
+from tests.runs import uncompiled
 from torchtitan.checks import load_job
 from torchtitan.config import Context
 from torchtitan.device import GIB

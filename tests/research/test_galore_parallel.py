@@ -14,8 +14,7 @@ from tests import tiny
 from tests.layouts import ONE, case
 from tests.ranks import run_ranks
 from tests.research.layouts import SIMPLE, installed
-from tests.runs import off, trace
-from tests.several import are_the_runs_of_one_rank, each, resumes, uncompiled
+from tests.runs import are_the_runs_of_one_rank, each, off, resumes, trace, uncompiled
 from tests.tiers import tiers
 from torchtitan.optim import NamedParameter, Optimizers
 from torchtitan.optim.adam import STATE_DTYPES

@@ -25,7 +25,7 @@ from tests.research.few_bits import (
     resumes_to_the_bit,
     sending,
 )
-from tests.several import each
+from tests.runs import each
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError

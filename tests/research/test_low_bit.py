@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.named import named
 from tests.recipes.test_bad_recipes import lacks
-from tests.several import uncompiled
+from tests.runs import uncompiled
+from tests.tiny import named
 from tests.unit.optim import test_in_backward
 from torchtitan.checks import load_job
 from torchtitan.optim import Adam, AdamW, Optimizers
@@ -151,7 +151,7 @@ def test_bytes_of_a_parameter(dtype):
 COMPILED = """
 import torch
 from torch import nn
-from tests.named import named
+from tests.tiny import named
 from tests.recipes.test_bad_recipes import lacks
 from tests.unit.optim import test_in_backward
 from torchtitan.optim import AdamW, Optimizers

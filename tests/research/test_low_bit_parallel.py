@@ -14,8 +14,7 @@ from tests.layouts import ONE, case
 from tests.parallel import test_optimizer_groups
 from tests.parallel.test_optimizers import SQUARE, job
 from tests.ranks import run_ranks
-from tests.runs import losses, off, trace, train
-from tests.several import each, uncompiled
+from tests.runs import each, losses, off, trace, train, uncompiled
 from tests.tiers import tiers
 from tests.training.test_optimizers import ALONE, FSDP, eager, handed_over, recipe
 from torchtitan.checkpoint import saved_steps

@@ -11,8 +11,7 @@ from tests.parallel import test_collectives, test_compile, test_muon
 from tests.ranks import run_ranks
 from tests.research import layouts
 from tests.research.layouts import installed
-from tests.runs import Trace, assert_complete, compare, parts
-from tests.several import resumes
+from tests.runs import Trace, assert_complete, compare, parts, resumes
 from tests.tiers import tiers
 from torchtitan.device import Device
 from torchtitan.tools.verify.measure import training

@@ -23,7 +23,7 @@ from tests.research.few_bits import (
     resumes_on_another_layout,
     resumes_to_the_bit,
 )
-from tests.several import each
+from tests.runs import each
 from tests.tiers import tiers
 from torchtitan.research.common.codec import Codec
 from torchtitan.research.qsdp.levels import learn

@@ -11,7 +11,7 @@ import pytorch_optimizer
 import torch
 from torch import nn
 
-from tests.named import named
+from tests.tiny import named
 from torchtitan.job import JobConfig
 from torchtitan.optim import AdamW, Optimizers
 from torchtitan.research.ranger21.ranger21 import Ranger21

@@ -9,8 +9,7 @@ from tests import tiny
 from tests.layouts import ONE, case
 from tests.ranks import run_ranks
 from tests.research.layouts import ROTATED, SIMPLE, installed
-from tests.runs import compare, trace
-from tests.several import each, resumes
+from tests.runs import compare, each, resumes, trace
 from tests.tiers import tiers
 from torchtitan.research.common.unit_sums import Reduction
 from torchtitan.research.ranger21.ranger21 import Ranger21Optimizer

@@ -17,8 +17,7 @@ from tests.layouts import FULL, case
 from tests.parallel.test_collectives import sends_what_is_planned
 from tests.ranks import run_ranks
 from tests.research.layouts import IN_PLACE, ROTATED
-from tests.runs import train
-from tests.several import each
+from tests.runs import each, train
 from torchtitan.comm import CommunicationConfig
 from torchtitan.losses import cross_entropy
 from torchtitan.models.attention import SelfAttention

@@ -16,8 +16,7 @@ from tests.parallel.test_compile import forget, logged
 from tests.ranks import run_ranks
 from tests.recipes.test_migrate import translations
 from tests.research.layouts import SIMPLE
-from tests.runs import train
-from tests.several import each
+from tests.runs import each, train
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, ConfigError

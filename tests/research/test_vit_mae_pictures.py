@@ -9,8 +9,7 @@ from PIL import Image
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import rows, trace, train
-from tests.several import each
+from tests.runs import each, rows, trace, train
 from tests.wandb_files import WANDB_OFFLINE, ended, history_rows
 from torchtitan.data import DataConfig
 from torchtitan.job import JobConfig

@@ -1,6 +1,5 @@
 """What a run answers over HTTP, while it trains, saves and validates."""
 
-import gc
 import json
 import multiprocessing
 import re
@@ -15,8 +14,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests import tiny
-from tests.processes import free_port
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.reliability.trials import at_call, play
 from tests.runs import rows
 from torchtitan.checkpoint.manager import Checkpointer
@@ -289,8 +287,6 @@ def test_a_second_run_waits_for_the_first_that_ends_in_its_folder(tmp_path):
 
 
 def end_when_waited_for(words, folder):
-    gc.freeze()  # garbage of the parent may hold threads that a fork does not have
-
     def finish(usual, checkpointer):
         (folder / "ending").touch()
         while not (folder / "waiting").exists():
@@ -302,8 +298,6 @@ def end_when_waited_for(words, folder):
 
 
 def tell_of_waiting(words, folder):
-    gc.freeze()
-
     def sleep(usual, seconds):
         (folder / "waiting").touch()
         usual(seconds)

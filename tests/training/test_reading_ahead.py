@@ -9,7 +9,7 @@ from torch import Tensor
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
-from tests.streams import build_stream
+from tests.token_shards import build_stream
 from torchtitan.data import DataConfig, load_tokenizer
 from torchtitan.device import Device
 from torchtitan.research.vit_mae import masked_autoencoder

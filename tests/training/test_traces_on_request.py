@@ -1,6 +1,5 @@
 """A run that was not configured for it writes a trace when asked: all ranks of the same steps."""
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -47,11 +46,6 @@ def test_a_signal_to_one_rank_has_all_trace_the_same_step(tmp_path):
     assert [read_trace(tmp_path / name).steps for name in found] == [1, 1]
 
 
-def trained(words):
-    gc.freeze()  # garbage of the parent may hold threads that a fork does not have
-    train.main(words)
-
-
 @pytest.mark.gate
 def test_a_run_answers_torchtitan_profile(tmp_path, capfd):
     recipe = str(ROOT / "train_configs/debug_model.toml")
@@ -59,7 +53,7 @@ def test_a_run_answers_torchtitan_profile(tmp_path, capfd):
     quiet = ["--no-checkpoint.enable", "--no-validation.enable", "--no-data.report_unigram_loss"]
     words = [recipe, "--job.dump_folder", str(tmp_path / "run"), *small, *quiet]
     context = multiprocessing.get_context("fork")
-    run = context.Process(target=trained, args=([*words, "--training.steps", "100000"],))
+    run = context.Process(target=train.main, args=([*words, "--training.steps", "100000"],))
     run.start()
     try:
         while not (tmp_path / "run/metrics.jsonl").exists() and run.is_alive():

@@ -20,8 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from tests import forked
-from tests.processes import free_port
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from torchtitan.cluster import rendezvous
 from torchtitan.cluster.agent import Agent, describe
 

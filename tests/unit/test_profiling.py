@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.named import named
+from tests.tiny import named
 from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
 from torchtitan.optim import AdamW, Optimizers

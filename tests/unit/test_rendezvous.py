@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from tests.processes import free_port
-from tests.ranks import freeze, run_ranks
+from tests.ranks import free_port, freeze, run_ranks
 from torchtitan.cluster import rendezvous
 from torchtitan.cluster.rendezvous import Backend, Store, is_ours
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from tests.network import network
-from tests.processes import free_port
+from tests.ranks import free_port
 from tests.runs import losses
 from tests.test_launch import ROOT, TINY, TRAIN, finish, start
 from torchtitan.cluster.schedulers import fill, local_address

@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from tests.help_text import help_text
+from tests.tiny import help_text
 from tests.unit.config.sources import read_as
 from torchtitan.config import Config, Discriminated, RecipeError, flat, json_schema
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from tests.help_text import help_text
+from tests.tiny import help_text
 from torchtitan.config import (
     Config,
     OneOf,

@@ -5,7 +5,7 @@ from typing import Annotated
 import pytest
 from pydantic import Field, ValidationError
 
-from tests.help_text import help_text
+from tests.tiny import help_text
 from torchtitan.config import Config, KeyOf, Setting, flat, json_schema, validate_all
 
 FRUIT = {"apple": None, "pear": None}

@@ -7,7 +7,7 @@ import pytest
 import tomlkit
 from pydantic import Field, field_validator
 
-from tests.help_text import help_text
+from tests.tiny import help_text
 from tests.unit.config.sources import read_as
 from torchtitan.config import Config, ListOf, OneOf, RecipeError, flat, json_schema
 

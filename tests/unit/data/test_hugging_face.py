@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.streams import stream_of
+from tests.token_shards import stream_of
 from torchtitan.config import ConfigError, Unreachable
 from torchtitan.data import DATASETS, DataConfig, load_tokenizer, merge_states, open_source, sources
 from torchtitan.data.hub import DownloadedDocuments, StreamedDocuments, load_hub

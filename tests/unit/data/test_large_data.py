@@ -1,18 +1,23 @@
 """Data of any size: memory does not grow with it, and files may be more than a process may open."""
 
+import gc
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.token_shards import token_streams
 from torchtitan.config import ConfigError
-from torchtitan.data import documents
+from torchtitan.data import DataConfig, documents, open_source
 from torchtitan.data.file_cache import open_file
 from torchtitan.data.tokens.index import ShardTable, write_index
 
 MIB = 2**20
+SAMPLES = 1000
 
 
 def write_lines(folder, documents):
@@ -54,6 +59,25 @@ def write_many_lines(folder, files):
     return folder
 
 
+def anonymous():
+    """The resident bytes of this process that belong to no file."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
+
+
+def read(folder):
+    """Read samples of tokens, or lines of text, in a shuffled order; what is open."""
+    config = DataConfig(dataset=folder, num_workers=0)
+    if (Path(folder) / "index.json").exists():
+        (stream,) = token_streams(config, 1, batch=1, seq_len=64)
+    else:
+        (stream,) = open_source(config, None, seed=0).read({0: None}, 1).values()
+    for _ in range(SAMPLES):
+        next(stream)
+    return stream
+
+
 @pytest.fixture
 def grown(tmp_path):
     """Bytes by which memory grew when each was read, by a process that may open 256 files."""
@@ -69,7 +93,13 @@ def grown(tmp_path):
         write_many_lines(tmp_path / "many files", 2500),
     ]
     limited = ["bash", "-c", 'ulimit -n 256 && exec "$@"', "-"]
-    command = [*limited, sys.executable, "-m", "tests.resident_memory", *map(str, folders)]
+    command = [
+        *limited,
+        sys.executable,
+        "-m",
+        "tests.unit.data.test_large_data",
+        *map(str, folders),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert not done.returncode, done.stderr
     found = map(int, done.stdout.split())
@@ -106,3 +136,11 @@ def test_indices_of_lines_keep_few_files_open(tmp_path, monkeypatch):
     (folder / "0004.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"0004.jsonl: cannot be read: .*No such file"):
         found[4]
+
+
+if __name__ == "__main__":
+    opened = []
+    for folder in sys.argv[1:]:
+        before = anonymous()
+        opened.append(read(folder))
+        print(anonymous() - before)

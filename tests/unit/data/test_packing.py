@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.streams import stream_of
-from tests.token_shards import drawn_documents, rows, saved, token_streams, write_shards
+from tests.token_shards import drawn_documents, rows, saved, stream_of, token_streams, write_shards
 from torchtitan.config import ConfigError, Context
 from torchtitan.data.order import Document, Position
 from torchtitan.data.settings import DataConfig

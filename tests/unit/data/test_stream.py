@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests import registries
-from tests.streams import build_stream
+from tests.token_shards import build_stream
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig, load_tokenizer, merge_states, open_source
 from torchtitan.data import lanes as lanes_module
@@ -351,7 +351,7 @@ def test_the_interpreter_exits_cleanly_with_threads_running(texts):
     """It does so three times, in forks of one that has imported what they need."""
     program = f"""
 import os, sys
-from tests.streams import build_stream
+from tests.token_shards import build_stream
 from torchtitan.data import DataConfig, load_tokenizer
 ending = None
 for each in ("", "raise SystemExit(3)", "stream.load_state_dict({{}})"):

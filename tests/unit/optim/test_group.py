@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.named import named
+from tests.tiny import named
 from torchtitan.optim import SGD, Adam, AdamW, Muon, NamedParameter, OptimizerConfig, Optimizers
 from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.muon import AdamWPart

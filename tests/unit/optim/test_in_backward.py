@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.named import named
 from tests.ranks import run_ranks
+from tests.tiny import named
 from torchtitan.optim import SGD, AdamW, Optimizers
 from torchtitan.optim.in_backward import InBackward
 

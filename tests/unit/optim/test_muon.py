@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests import tiny
-from tests.named import named
 from tests.ranks import run_ranks
+from tests.tiny import named
 from torchtitan.device import GIB
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.named import named
+from tests.tiny import named
 from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
 from torchtitan.job import JobConfig

@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests import tiny
-from tests.operators import Operators
+from tests.runs import Operators
 from torchtitan.checks.execution import recomputation
 from torchtitan.config import PlannedWorld
 from torchtitan.models.llama3.spec import LLAMA3
