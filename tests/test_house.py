@@ -25,7 +25,7 @@ LAYERS = [
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
     ["tools.recipes", "tools.doctor", "tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer", "tools.data"],
-    ["tools.evaluate"],
+    ["tools.evaluate", "tools.inspect", "tools.ledger"],
     ["tools.inference"],
     ["tools.history", "tools.options", "tools.page"],
     ["tools.commands"],
@@ -57,7 +57,7 @@ SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distr
 
 # Sinks may be the user's own, or a service's, and raise anything; that must not end a run. Nor must
 # what the client libraries of object stores raise. And what one rank meets, all ranks raise.
-OUTER_CODE = ("metrics/meter.py", "remote.py", "data/hub.py", "checkpoint/placement.py")
+OUTER_CODE = ("metrics/meter.py", "remote.py", "data/streaming.py", "checkpoint/placement.py")
 
 
 def unit(path):

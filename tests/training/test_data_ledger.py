@@ -13,9 +13,9 @@ from tests.reliability.trials import at_call, play, ranks_of, recipe
 from tests.runs import rows
 from tests.token_shards import drawn_documents, write_shards
 from torchtitan.metrics.data_ledger import LEDGER_FILE, chained, ledger_rows
+from torchtitan.tools import ledger as run_ledger
 from torchtitan.tools.cli import main
-from torchtitan.tools.data import ledger as run_ledger
-from torchtitan.tools.data.ledger import read_consumption
+from torchtitan.tools.ledger import read_consumption
 
 KILL = at_call("torchtitan.optim.optimizer_group:Optimizers.step", 6)
 """In step 6, two steps after a checkpoint."""

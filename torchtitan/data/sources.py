@@ -17,7 +17,6 @@ from torchtitan.config import (
     check_protocol,
     local_path,
 )
-from torchtitan.data.compressed import CompressedLines
 from torchtitan.data.discovery import find_files, fingerprint_files
 from torchtitan.data.documents import (
     FORMATS,
@@ -36,10 +35,15 @@ from torchtitan.data.file_cache import (
     reading,
     stamps_of,
 )
-from torchtitan.data.first_look import check_files
-from torchtitan.data.hub import DownloadedDocuments, StreamedDocuments, load_hub
+from torchtitan.data.file_checks import check_files
 from torchtitan.data.order import Document, DocumentRange, Identity, Position, Shuffled, Source
 from torchtitan.data.settings import DATASETS, NO_PART, DataConfig, Dataset
+from torchtitan.data.streaming import (
+    CompressedLines,
+    DownloadedDocuments,
+    StreamedDocuments,
+    load_hub,
+)
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.remote import RemotePath, location
 

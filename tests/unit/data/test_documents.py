@@ -21,7 +21,7 @@ from torchtitan.data import (
     DataConfig,
     check_local,
     documents,
-    first_look,
+    file_checks,
     load_tokenizer,
     open_source,
     order,
@@ -435,15 +435,15 @@ def test_shards_that_are_deleted_or_truncated(tmp_path):
 def looks(monkeypatch, tmp_path):
     """Counts the looks of all processes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(first_look, "SHARED_BYTES", 1)
-    check = first_look._check
+    monkeypatch.setattr(file_checks, "SHARED_BYTES", 1)
+    check = file_checks._check
 
     def counted(*arguments):
         with (tmp_path / "looks").open("a") as file:
             file.write(".")
         check(*arguments)
 
-    monkeypatch.setattr(first_look, "_check", counted)
+    monkeypatch.setattr(file_checks, "_check", counted)
     return lambda: len((tmp_path / "looks").read_text())
 
 

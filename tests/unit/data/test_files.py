@@ -21,18 +21,18 @@ from torchtitan.data import (
     Dataset,
     check_local,
     documents,
-    first_look,
+    file_checks,
     load_tokenizer,
     open_source,
 )
 from torchtitan.data.discovery import SUFFIXES, walk
 from torchtitan.data.documents import FORMATS, line_starts
 from torchtitan.data.file_cache import contents_of
-from torchtitan.data.hub import StreamedDocuments
 from torchtitan.data.lanes import tokenized
 from torchtitan.data.order import Document, Position
 from torchtitan.data.sources import SOURCES, ShuffledDocuments
 from torchtitan.data.stream import refuse_other
+from torchtitan.data.streaming import StreamedDocuments
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.data.tokens import mixed_sources
 from torchtitan.data.tokens.formats import TOKEN_FORMATS
@@ -127,14 +127,14 @@ def test_packed_text_is_refused(suffix, kind, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_first_look_unpacks_what_takes_a_second(suffix, tmp_path, monkeypatch):
+def test_checking_files_unpacks_what_takes_a_second(suffix, tmp_path, monkeypatch):
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(packed(LINES * 500, suffix, path))
     check_local(DataConfig(dataset=str(path)))
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ConfigError, match="it is truncated or damaged"):
         check_local(DataConfig(dataset=str(path)))
-    monkeypatch.setattr(first_look, "MAX_UNPACKED", 100)
+    monkeypatch.setattr(file_checks, "MAX_UNPACKED", 100)
     if suffix == ".gz":  # of the other, this file is one block
         check_local(DataConfig(dataset=str(path)))
 

@@ -8,8 +8,8 @@ import pytest
 from tests.token_shards import stream_of
 from torchtitan.config import ConfigError, Unreachable
 from torchtitan.data import DATASETS, DataConfig, load_tokenizer, merge_states, open_source, sources
-from torchtitan.data.hub import DownloadedDocuments, StreamedDocuments, load_hub
 from torchtitan.data.sources import ShuffledDocuments
+from torchtitan.data.streaming import DownloadedDocuments, StreamedDocuments, load_hub
 from torchtitan.data.tokens.index import TokenDocuments
 from torchtitan.data.tokens.tokenizing import tokenize
 

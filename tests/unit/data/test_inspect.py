@@ -12,7 +12,7 @@ from torchtitan.data.order import Document, Position, sample_hash, shown
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
-from torchtitan.tools.data.inspect import UncollatedTokens
+from torchtitan.tools.inspect import UncollatedTokens
 
 TEXTS = [f"{n}: " + "ab" * n for n in range(1, 30)]
 

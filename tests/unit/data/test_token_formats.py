@@ -26,7 +26,7 @@ from torchtitan.data.tokens.index_cache import find_format, index_folder, open_t
 from torchtitan.data.tokens.mixed_sources import open_token_sources
 from torchtitan.remote import location
 from torchtitan.tools.cli import main
-from torchtitan.tools.data.index_shards import differences
+from torchtitan.tools.data import differences
 
 VOCABULARY = 50257
 FORMATS = sorted(set(TOKEN_FORMATS) - {"auto"})

@@ -340,7 +340,7 @@ def test_the_verb(tmp_path, monkeypatch, capsys):
             return super().encode(text)
 
     with monkeypatch.context() as patch:
-        module = "torchtitan.tools.data.tokenize"
+        module = "torchtitan.tools.data"
         patch.setattr(f"{module}.load_tokenizer", lambda path: Interrupted())
         assert main([*words, str(tmp_path / "out"), "--processes", "1", "--no-bos"]) == 130
     assert "the same command continues" in capsys.readouterr().err

@@ -229,10 +229,10 @@ TOKEN_FORMATS = Registry[type[TokenFormat]](
     {
         "auto": TokenFormat,
         "torchtitan": OwnFormat,
-        "megatron": "torchtitan.data.tokens.megatron:MegatronFormat",
-        "mds": "torchtitan.data.tokens.mds:MosaicFormat",
-        "datatrove": "torchtitan.data.tokens.datatrove:DatatroveFormat",
-        "litdata": "torchtitan.data.tokens.litdata:LitDataFormat",
+        "megatron": "torchtitan.data.tokens.foreign_formats:MegatronFormat",
+        "mds": "torchtitan.data.tokens.foreign_formats:MosaicFormat",
+        "datatrove": "torchtitan.data.tokens.foreign_formats:DatatroveFormat",
+        "litdata": "torchtitan.data.tokens.foreign_formats:LitDataFormat",
         "raw": "torchtitan.data.tokens.raw:RawFormat",
     },
 )

@@ -17,10 +17,10 @@ from typing import Any, Final
 
 from torchtitan import __version__
 from torchtitan.config import ConfigError
-from torchtitan.data.compressed import lines
 from torchtitan.data.documents import NullText, not_text, open_documents, text_of, wrong_text
 from torchtitan.data.file_cache import contents_of, locked, reading
 from torchtitan.data.settings import DataConfig
+from torchtitan.data.streaming import lines
 from torchtitan.logging import logger
 
 MAX_FILES: Final = 1000

@@ -1,5 +1,6 @@
-"""`torchtitan data index` and `verify`: shards of tokens, and what their index records of them."""
+"""Make, index and verify shards of tokens; inspect the data of recipes and runs."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,14 +8,14 @@ from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from pydantic import ValidationError
 
 from torchtitan.config import ConfigError, allowed_names
-from torchtitan.data import load_tokenizer
+from torchtitan.data import DataConfig, load_tokenizer
 from torchtitan.data.file_cache import reading
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
@@ -33,15 +34,25 @@ from torchtitan.data.tokens.index_cache import (
     record_all,
     wrong_digests,
 )
+from torchtitan.data.tokens.tokenizing import SHARD_TOKENS, tokenize
 from torchtitan.logging import progress_bar
 from torchtitan.remote import RemotePath, location
+from torchtitan.tools.inspect import inspect_samples
+from torchtitan.tools.ledger import ledger
 from torchtitan.tools.options import (
+    Choice,
+    Count,
+    Dataset,
+    DatasetPath,
     Imports,
     Processes,
+    RecipeVerb,
     Text,
     TokenizerPath,
+    Verb,
     all_cores,
     import_modules,
+    verb,
 )
 
 SHOWN = 20
@@ -210,3 +221,74 @@ def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with progress_bar(what, total, *columns) as show:
         yield lambda size: show(advance=size)
+
+
+def tokenize_text(
+    output: Annotated[Path, Text("FOLDER", "Folder to write.")],
+    dataset: Dataset = "python_stdlib",
+    dataset_path: DatasetPath = None,
+    text_key: Annotated[
+        str, Text("KEY", "Column or key of the text, data.text_key (default: text).")
+    ] = "text",
+    null_text: Annotated[
+        str, Choice(("error", "skip"), "A document without text, data.null_text (default: error).")
+    ] = "error",
+    document_bytes: Annotated[
+        int | None, Count("Split of long text files, data.document_bytes (default: 65536).")
+    ] = None,
+    tokenizer: TokenizerPath = None,
+    add_bos: Annotated[
+        bool | None, typer.Option("--bos/--no-bos", help="Start documents by BOS, data.add_bos.")
+    ] = None,
+    add_eos: Annotated[
+        bool | None, typer.Option("--eos/--no-eos", help="End documents by EOS, data.add_eos.")
+    ] = None,
+    processes: Processes = None,
+    max_tokens: Annotated[
+        int | None, Count("Maximum number of tokens; the documents after it are left out.")
+    ] = None,
+    shard_tokens: Annotated[
+        int | None, Count(f"Tokens after which a shard is complete (default: {SHARD_TOKENS}).")
+    ] = None,
+    imports: Imports = None,
+) -> int:
+    """Tokenize text into shards; the same command continues after an interruption."""
+    import_modules(imports or (), "--imports")
+    settings: dict[str, Any] = {
+        "dataset": dataset,
+        "dataset_path": dataset_path,
+        "text_key": text_key,
+        "null_text": null_text,
+        "add_bos": add_bos,
+        "add_eos": add_eos,
+    }
+    if document_bytes is not None:
+        settings["document_bytes"] = document_bytes
+    try:
+        about = tokenize(
+            DataConfig.model_validate(settings),
+            load_tokenizer(tokenizer),
+            output,
+            processes=processes or all_cores(),
+            max_tokens=max_tokens,
+            shard_tokens=shard_tokens or SHARD_TOKENS,
+            show_progress=True,
+        )
+    except KeyboardInterrupt:
+        print(f"stopped; the same command continues ({output})", file=sys.stderr)
+        return 130
+    shards = len(about.shards)
+    print(
+        f"{output}: {about.documents:,} documents, {about.tokens:,} tokens, "
+        f"{shards} shard{'s' * (shards > 1)}"
+    )
+    return 0
+
+
+app = verb(help=__doc__)
+
+app.command("tokenize", cls=Verb)(tokenize_text)
+app.command("index", cls=Verb)(index)
+app.command("verify", cls=Verb)(verify)
+app.command("inspect", cls=RecipeVerb)(inspect_samples)
+app.command("ledger", cls=Verb)(ledger)
