@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 
 import hypothesis
 import pytest
@@ -37,6 +38,12 @@ del os.environ["TORCH_FR_BUFFER_SIZE"]
 
 # Without a device, torch keeps each seed for one that may come, and formats the stack for that.
 seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
+@pytest.fixture
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ Ranks are forked, so a fault that is put into this process is in them too.
 """
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,9 +37,7 @@ async_mode = "async"
 
 
 @pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*sys.path])
+def in_folder_with_a_recipe(in_empty_folder):
     Path("r.toml").write_text(TINY, encoding="utf-8")
 
 

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from torchtitan.tools.verify.measure import (
 from torchtitan.tools.verify.recipe import as_checked
 from torchtitan.tools.verify.report import Comparison
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 RECIPES = main_road("*.toml")
 
 TINY = """
@@ -46,12 +46,6 @@ lr = 1e-3
 [parallelism]
 """
 SHARD = "data_parallel_shard_degree = 2"
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*sys.path])
 
 
 def verify(parallelism, *words):

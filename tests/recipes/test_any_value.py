@@ -14,14 +14,10 @@ from torchtitan.config import ConfigError
 from torchtitan.inputs import problems_of_task
 from torchtitan.tools.check import summary
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 LONGEST_LINE = 2000
 HANGS_AFTER = 10
 """Seconds of the processor: others may want it too."""
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @contextmanager

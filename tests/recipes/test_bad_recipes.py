@@ -19,6 +19,7 @@ from torchtitan.models import MODELS
 from torchtitan.optim import OPTIMIZERS, SCHEDULES
 from torchtitan.tools.cli import main
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 TABLE = Path(__file__).with_name("bad_recipes.txt")
 DEFAULTS = JobConfig()
 HELP = "torchtitan train --help"
@@ -96,11 +97,6 @@ def cases(table=TABLE):
         recipe = "".join(f"{line}\n" for line in rest if not line.startswith("> "))
         result.append(Case(name, [w for w in words if w != "--world-size"], world, recipe, lines))
     return result
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def lines_said(path, flags, world):

@@ -31,15 +31,10 @@ from torchtitan.tools.cli import command, main, verbs
 from torchtitan.tools.commands import verb_of_help
 from torchtitan.tools.options import RecipeVerb, Verb, count, verb
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 ROOT = Path(__file__).parents[2]
 Seeds = Annotated[list[int], typer.Option(parser=count, metavar="N...")]
 Vary = Annotated[list[str], typer.Option(metavar="KEY=A,B")]
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*sys.path])
 
 
 def recipe(text):

@@ -11,11 +11,7 @@ from tests import forked
 from torchtitan import __version__
 from torchtitan.tools.cli import main
 
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*sys.path])
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 @pytest.mark.parametrize("flags", [[], ["--job.dump_folder", "run"]])

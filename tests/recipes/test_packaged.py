@@ -11,12 +11,8 @@ from torchtitan.parallel import ParallelismConfig
 from torchtitan.tools.cli import main
 from torchtitan.tools.recipes import least_ranks
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 FOLDER = Path(__file__).parents[2] / "train_configs"
-
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def test_all_files_of_the_clone_are_packaged():

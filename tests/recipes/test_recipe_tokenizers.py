@@ -10,10 +10,7 @@ from torchtitan.config import RecipeError
 from torchtitan.inputs import problems_of_task
 from torchtitan.tools.cli import main
 
-
-@pytest.fixture(autouse=True)
-def in_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 def read(text, *flags):

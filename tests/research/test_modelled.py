@@ -8,13 +8,13 @@ import pytest
 from torch.distributed import ProcessGroup
 
 from tests.parallel.test_verify import RECIPES as MAIN_ROAD
-from tests.parallel.test_verify import SHARD, can_be_shrunk, in_empty_folder, verify
+from tests.parallel.test_verify import SHARD, can_be_shrunk, verify
 from tests.tiers import tiers
 from torchtitan.comm import GRADIENTS, REPLICAS
 from torchtitan.research.common.quantized import QuantizedReduce
 from torchtitan.tools.verify import REFERENCES
 
-__all__ = ["in_empty_folder"]
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 def sent(weights="plain", gradients="plain", replicas="all_reduce", **more):

@@ -85,5 +85,6 @@ def test_the_axis_holds_all_losses_in_round_numbers(losses):
     low, high, *_ = vertical_axis(losses)
     levels = ticks(low, high)
     assert low <= min(losses) <= max(losses) <= high
+    assert (levels[0], levels[-1]) == pytest.approx((low, high))
     assert 2 <= len(levels) <= TICKS + 3
     assert f"{levels[1] - levels[0]:.0e}"[0] in "125"

@@ -188,9 +188,12 @@ def vertical_axis(values: Sequence[float], start: float = BOTTOM, end: float = T
     """Return an axis that contains all values and ends on ticks."""
     low, high = min(values), max(values)
     high = max(high, low + 1e-3 * abs(high), low + 1e-9)
-    first, second, *_ = ticks(low, high)
-    apart = second - first
-    return Axis(apart * math.floor(low / apart), apart * math.ceil(high / apart), start, end)
+    for _ in range(3):  # the ticks of a longer axis may be further apart
+        first, second, *_ = ticks(low, high)
+        apart = round(second - first, 12)
+        low = apart * math.floor(round(low / apart, 6))
+        high = apart * math.ceil(round(high / apart, 6))
+    return Axis(low, high, start, end)
 
 
 def _frame(x: Axis, y: Axis, x_title: str, y_title: str, *, is_whole: bool = False) -> str:

@@ -10,6 +10,8 @@ from tests.tiny import help_text
 from tests.unit.config.sources import read_as
 from torchtitan.config import Config, Discriminated, RecipeError, flat, json_schema
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 
 class Data(Config):
     """What is read."""

@@ -12,6 +12,8 @@ from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.provenance import to_toml
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 OPTION = "activation_checkpoint.selective_ac_option"
 
 

@@ -11,6 +11,8 @@ from tests.tiny import help_text
 from tests.unit.config.sources import read_as
 from torchtitan.config import Config, ListOf, OneOf, RecipeError, flat, json_schema
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 
 class Plain(Config):
     """Sent as it is."""

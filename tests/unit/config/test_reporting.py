@@ -11,6 +11,8 @@ from torchtitan.config.other_names import SYNONYMS
 from torchtitan.job import JobConfig
 from torchtitan.tools.cli import main
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
 
 @pytest.mark.parametrize(
     ("message", "lines"),
