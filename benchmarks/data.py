@@ -28,7 +28,7 @@ import torch
 from processor_time import processor_of_children
 
 from torchtitan.data import load_tokenizer, open_source
-from torchtitan.data.order import Once
+from torchtitan.data.order import SinglePass
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.stream import merge_states
 from torchtitan.data.tokens.index import ShardTable, ShardWriter, write_index
@@ -193,7 +193,7 @@ def loading(folder: Path, arguments: argparse.Namespace) -> str:
 def texts(config: DataConfig) -> list[str]:
     """Return all documents."""
     source = open_source(config, None, seed=0)
-    return [document.content for document in Once(source).read({0: None}, 1)[0]]
+    return [document.content for document in SinglePass(source).read({0: None}, 1)[0]]
 
 
 def bare(tokenizer: Path, config: DataConfig, processes: int) -> float:

@@ -39,7 +39,7 @@ from torchtitan.checkpoint.weights.network import Network, in_recipe
 from torchtitan.checkpoint.weights.opening import Verified
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
-from torchtitan.data import load_tokenizer, starts_with, train_bpe, train_tokenizer
+from torchtitan.data import leading_tokens, load_tokenizer, train_bpe, train_tokenizer
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.models import MODELS
 from torchtitan.models.settings import TextConfig
@@ -203,7 +203,7 @@ def test_an_exported_tokenizer_starts_texts_as_training_did(declared, add_bos, t
     recipe = {"model.tokenizer_path": str(home), "data.add_bos": add_bos}
     Extras.of_recipe(recipe).copy_tokenizer(tmp_path)
     own = load_tokenizer(str(home))
-    expected = [*starts_with(own, add_bos, None), *own.encode("some words")]
+    expected = [*leading_tokens(own, add_bos, None), *own.encode("some words")]
     assert AutoTokenizer.from_pretrained(tmp_path)("some words")["input_ids"] == expected
     adds = declared is not False if add_bos is None else add_bos
     assert (expected[0] == own.bos) == adds

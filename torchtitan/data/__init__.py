@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from torchtitan.data.tokenizer import (
         Tokenizer,
         check_vocabulary,
+        leading_tokens,
         load_tokenizer,
         separators,
-        starts_with,
     )
 else:
     __getattr__ = on_first_use(__name__, __file__)
@@ -41,11 +41,11 @@ __all__ = [
     "check_local",
     "check_vocabulary",
     "data_class",
+    "leading_tokens",
     "load_tokenizer",
     "merge_states",
     "open_source",
     "separators",
-    "starts_with",
     "train_bpe",
     "train_tokenizer",
     "without_idle_sections",

@@ -105,15 +105,21 @@ class Documents(Protocol):
 
 
 class FileParts:
-    """Consecutive parts of files, by number."""
+    """Consecutive parts of files, by number; each is a document."""
 
     def __init__(
-        self, files: Sequence[Path], starts: Callable[[Path], npt.NDArray[np.int64]], root: Path
+        self,
+        files: Sequence[Path],
+        starts: Callable[[Path], npt.NDArray[np.int64]],
+        root: Path,
+        setting: str | int,
     ) -> None:
         """
         Args:
             starts: returns the first byte of each part of a file.
+            setting: what the documents depend on besides the files.
         """
+        self.fingerprint = f"{fingerprint_files(files, root)}/{setting}"
         self._root, self._owner = root, object()
         self._files = [file for file in files if file.stat().st_size]
         self._sizes = [file.stat().st_size for file in self._files]
@@ -125,6 +131,7 @@ class FileParts:
         names = (_name(file, root) for file in self._files)
         self.counts = [(name, count) for name, (count, _) in zip(names, kept, strict=True)]
         self._ends = np.cumsum([0, *(count for count, _ in kept)])
+        self.windows = [0, len(self)]
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -152,20 +159,15 @@ class FileParts:
         return path, start, file.read(start, end - start)
 
 
-class TextDocuments:
+class TextDocuments(FileParts):
     """Plain text: a file is a document, or several if it is longer than `document_bytes`."""
 
     def __init__(self, files: Sequence[Path], document_bytes: int, root: Path) -> None:
         cut = functools.partial(_text_starts, document_bytes=document_bytes)
-        self._parts = FileParts(files, cut, root)
-        self.counts, self.windows = self._parts.counts, [0, len(self._parts)]
-        self.fingerprint = fingerprint_files(files, root) + f"/{document_bytes}"
-
-    def __len__(self) -> int:
-        return len(self._parts)
+        super().__init__(files, cut, root, document_bytes)
 
     def __getitem__(self, index: int) -> str:
-        path, begin, content = self._parts.read(index)
+        path, begin, content = self.read(index)
         if not begin:
             content = content.removeprefix(codecs.BOM_UTF8)
         try:
@@ -198,7 +200,7 @@ def _lines_before(path: Path, offset: int) -> int:
         return file.read(offset).count(b"\n")
 
 
-class JsonlDocuments:
+class JsonlDocuments(FileParts):
     """JSON Lines: one object per line, with its text under `text_key`."""
 
     def __init__(
@@ -209,15 +211,10 @@ class JsonlDocuments:
             cache: folder for the indices of the lines. Default: next to each file.
         """
         self._text_key = text_key
-        self._parts = FileParts(files, functools.partial(line_starts, cache=cache), root)
-        self.counts, self.windows = self._parts.counts, [0, len(self._parts)]
-        self.fingerprint = fingerprint_files(files, root) + f"/{text_key}"
-
-    def __len__(self) -> int:
-        return len(self._parts)
+        super().__init__(files, functools.partial(line_starts, cache=cache), root, text_key)
 
     def __getitem__(self, index: int) -> str:
-        path, start, content = self._parts.read(index)
+        path, start, content = self.read(index)
         try:
             return text_of(content.partition(b"\n")[0], self._text_key)
         except ConfigError as error:

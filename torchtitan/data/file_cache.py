@@ -1,7 +1,7 @@
 """Local copies of remote files, in a folder that all processes of a node share.
 
 A file is fetched when it is first needed, as a whole. It appears under its name only when it is
-complete and has the right size. When the copies would exceed the limit, those used longest ago are
+complete and has the right size. When the copies would exceed the limit, the least recently used are
 deleted first. A process that still has one of them open can read it until it closes it.
 """
 
@@ -91,7 +91,7 @@ def writing(folder: Path) -> Iterator[None]:
         is_readable = error.errno not in UNWRITABLE
         raise ConfigError(
             f"{error.filename or folder}: {error.strerror}"
-            + ("" if is_readable else "; make room, or set data.cache to another folder")
+            + ("" if is_readable else "; free some space, or set data.cache to another folder")
         ) from None
 
 
@@ -207,7 +207,7 @@ def _delete_text(folder: Path) -> bool:
 
 
 def _trim(cache: Path, limit: int) -> None:
-    """Delete the copies of shards and text used longest ago that exceed the limit together."""
+    """Delete the copies of shards and text, the least recently used first, down to the limit."""
     found: list[tuple[int, int, Path]] = []
     for folder in (cache / "files", *cache.glob("text-*/")):
         copies = []
@@ -310,7 +310,7 @@ class FileCache:
             fetch(self.root / name, size, copy, lambda target: self._make_room(target, size))
 
     def _make_room(self, target: BinaryIO, size: int) -> None:
-        """Delete the copies used longest ago if all, and a new one, would exceed the limit."""
+        """Delete the least recently used copies if all, and a new one, would exceed the limit."""
         with locked(self.cache / "files"):
             os.ftruncate(target.fileno(), size)  # so that other processes count it
             _trim(self.cache, self.limit)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from torchtitan.config import ConfigError
 from torchtitan.data.order import Document, Position
-from torchtitan.data.tokenizer import Tokenizer, separators, starts_with
+from torchtitan.data.tokenizer import Tokenizer, leading_tokens, separators
 
 Tokens = npt.NDArray[np.int32]
 
@@ -61,7 +61,7 @@ def tokenized(
         vocab_size: limit of the ids in documents that are tokens. Default: that of the tokenizer.
     """
     limit = vocab_size or tokenizer.vocab_size
-    bos = np.array(starts_with(tokenizer, add_bos, add_eos), np.int32)
+    bos = np.array(leading_tokens(tokenizer, add_bos, add_eos), np.int32)
     has_eos = separators(tokenizer, add_bos, add_eos)[1]
     eos = np.array([tokenizer.eos] if has_eos else [], np.int32)
     empty = 0

@@ -55,7 +55,7 @@ class Source(Protocol):
     def advice(self, lanes: int) -> str | None:
         """Return a warning about this number of lanes, with a remedy; None if there is none.
 
-        Sources from outside may lack this method.
+        Sources may lack this method.
         """
 
     def read(
@@ -67,15 +67,12 @@ class Source(Protocol):
         """
 
 
-class Once:
+class SinglePass:
     """Documents of a source, each once: its lanes end with the first epoch."""
 
     def __init__(self, source: Source) -> None:
         self.identity, self.epoch = source.identity, source.epoch
         self._source = source
-
-    def advice(self, lanes: int) -> str | None:
-        return None
 
     def resume(self, saved: Identity) -> None:
         """Continue the order of a run that was saved with this identity."""
@@ -258,7 +255,7 @@ def sample_hash(number: int, tokens: npt.NDArray[Any]) -> int:
     return xxhash.xxh3_64_intdigest(stored.data, seed=number % 2**BITS)
 
 
-def shown(total: int) -> str:
+def hash_text(total: int) -> str:
     """Return a sum of hashes as text: 16 hexadecimal digits."""
     return f"{total % 2**BITS:016x}"
 
@@ -266,7 +263,7 @@ def shown(total: int) -> str:
 class RunningHash:
     """One data rank's part of the running hash."""
 
-    def __init__(self, rank: int, before: str | None = shown(0)) -> None:
+    def __init__(self, rank: int, before: str | None = hash_text(0)) -> None:
         """
         Args:
             before: hash of the samples of the run so far; None if it is unknown.
@@ -298,4 +295,4 @@ def merged_hash(states: Sequence[Mapping[str, Any]]) -> str | None:
     if any(state["before"] is None for state in states):
         return None
     own = {rank: hashes for state in states for rank, hashes in state["ranks"].items()}
-    return shown(int(states[0]["before"], 16) + sum(own.values()))
+    return hash_text(int(states[0]["before"], 16) + sum(own.values()))

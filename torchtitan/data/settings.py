@@ -197,8 +197,8 @@ class DataConfig(Config):
     """Folder for indices, tokenized text and copies of remote files, on a disk of each node.
     Default: .torchtitan next to the data; for URLs ~/.cache/torchtitan/data."""
     cache_limit: float = Field(256, gt=0)
-    """Limit of the copies of remote shards and text in data.cache, in GiB. Those used longest ago
-    are deleted first. It must hold two of data.shuffle_window."""
+    """Limit of the copies of remote shards and text in data.cache, in GiB. The least recently
+    used are deleted first. It must hold two of data.shuffle_window."""
     shuffle_window: float | None = Field(None, gt=0)
     """Shuffle tokenized documents within windows of consecutive shards of about this size, in GiB,
     and the windows themselves. Default: 8 for URLs, so that shards are fetched once an epoch; all
@@ -266,11 +266,11 @@ class DataConfig(Config):
         if not self.sources:
             return [(self.key_of_files, self)]
         return [
-            (f"sources.{number}.{'path' if source.path else 'dataset'}", self.of_source(source))
+            (f"sources.{number}.{'path' if source.path else 'dataset'}", self.section_for(source))
             for number, source in enumerate(self.sources)
         ]
 
-    def of_source(self, source: SourceConfig) -> Self:
+    def section_for(self, source: SourceConfig) -> Self:
         """Return the section that reads one source of the mixture alone."""
         named = (source.dataset, source.path) if source.dataset else (source.path, None)
         update = {
@@ -344,7 +344,7 @@ class DataConfig(Config):
             if is_path and (why := why_missing(source.path or "")):
                 yield Problem(f"{place}.path", why)
             elif source.dataset is not None or source.path is not None:
-                for problem in self.of_source(source).problems(context):
+                for problem in self.section_for(source).problems(context):
                     key = "path" if problem.path == "dataset" and not source.dataset else "dataset"
                     if problem.path in ("dataset", "dataset_path"):
                         key = "path" if problem.path == "dataset_path" else key
@@ -372,7 +372,7 @@ class DataConfig(Config):
                         message = f"the stage before it starts at {there}; start later"
                         yield Problem(f"{place}.{key}", message)
         if self.stages and any(source.weight is None for source in self.sources):
-            message = "sources with tokens or epochs have no stages; give weights"
+            message = "stages need a weight for every source, not tokens or epochs"
             yield Problem("stages", message, ("sources",))
 
     def batch_problems(self, batch: int, ranks: int) -> Iterator[Problem]:

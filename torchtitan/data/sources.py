@@ -209,9 +209,6 @@ class SyntheticDocuments:
     def epoch(self, position: Position) -> int:
         return position.round
 
-    def advice(self, lanes: int) -> str | None:
-        return None
-
     def read(
         self, starts: Mapping[int, Position | None], lanes: int
     ) -> dict[int, Iterator[Document]]:
@@ -237,11 +234,8 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
     """
     if found := [p.within("data") for p in config.problems(Context())]:
         raise RecipeError(f"{p.path}: {p.message}" for p in found)
-    name, path = config.dataset, config.dataset_path
-    description = DATASETS.get(name)
-    if description is None:
-        description, path = Dataset("local", "files given by their path"), name
-    if path is not None and not description.drawn:
+    description = DATASETS.get(config.dataset, Dataset("local", "files given by their path"))
+    if (path := path_of(config)) is not None:
         source = _open_local(_on_disk(path, config), description, config, seed)
     else:
         source = SOURCES[description.kind](description, config, tokenizer, seed)
@@ -321,9 +315,8 @@ def _format(description: Dataset | None) -> str | None:
     return description.kind if description and description.kind in FORMATS else None
 
 
-def _on_disk(text: str, config: DataConfig) -> Path:
+def _on_disk(path: Path, config: DataConfig) -> Path:
     """Return the path of files; those at a URL are fetched."""
-    path = location(text)
     if not isinstance(path, RemotePath):
         return path
     cache = local_path(config.cache) if config.cache else None

@@ -31,14 +31,14 @@ from torchtitan.data.order import (
     ORDER,
     Document,
     Identity,
-    Once,
     Position,
     RunningHash,
     Shuffled,
+    SinglePass,
     Source,
+    hash_text,
     merged_hash,
     sample_hash,
-    shown,
 )
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.sources import ShuffledDocuments
@@ -197,7 +197,7 @@ class BatchStream:
         self._inputs = self._padding = self._cut = 0
         self.earlier: Identity | None = None
         """Identity of the data of the run, if an earlier version drew its order."""
-        self._set_hash(shown(0))
+        self._set_hash(hash_text(0))
 
     def follow(self, saved: Identity) -> None:
         """Draw the order as the run whose data has this identity."""
@@ -350,7 +350,7 @@ class DataStream(BatchStream):
         self._restart(0, {})
 
     def _restart(
-        self, samples: int, records: dict[int, SampleStart | None], hash: str | None = shown(0)
+        self, samples: int, records: dict[int, SampleStart | None], hash: str | None = hash_text(0)
     ) -> None:
         """Restart before sample `samples` of the run; lanes without a record start over."""
         self.close()
@@ -363,7 +363,7 @@ class DataStream(BatchStream):
 
     def follow(self, saved: Identity) -> None:
         super().follow(saved)
-        if isinstance(self._source, Shuffled | Once):
+        if isinstance(self._source, Shuffled | SinglePass):
             self._source.resume(saved)
 
     def _lanes_of(self, rank: int) -> list[int]:

@@ -72,7 +72,7 @@ class StreamedDocuments(Shuffled):
         self, starts: Mapping[int, Position | None], lanes: int
     ) -> dict[int, Iterator[Document]]:
         if self._shards < lanes:
-            return self._deal(starts, lanes)
+            return self._distribute(starts, lanes)
         return {
             lane: self._read_shards(start or Position(lane, 0), step=lanes)
             for lane, start in starts.items()
@@ -112,7 +112,7 @@ class StreamedDocuments(Shuffled):
             why = f"{type(error).__name__}: {error}"
             raise Unreachable(f"{self._name}: shard {shard + 1} cannot be read: {why}") from error
 
-    def _deal(
+    def _distribute(
         self, starts: Mapping[int, Position | None], lanes: int
     ) -> dict[int, Iterator[Document]]:
         """Assign document n of shard s to lane (s + n) mod L; lanes not in `starts` are skipped."""

@@ -145,7 +145,7 @@ def separators(
     return bos, eos
 
 
-def starts_with(tokenizer: Tokenizer, add_bos: bool | None, add_eos: bool | None) -> list[int]:
+def leading_tokens(tokenizer: Tokenizer, add_bos: bool | None, add_eos: bool | None) -> list[int]:
     """Return the tokens before each document: BOS, or none; see `separators`.
 
     Raises:

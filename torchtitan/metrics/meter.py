@@ -41,7 +41,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from torchtitan.data.order import shown
+from torchtitan.data.order import hash_text
 from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.metrics.events import EventLog
@@ -380,7 +380,7 @@ class Meter:
             table = self.gather(torch.tensor(table[0], dtype=torch.float64, device=where)).tolist()
         *columns, high, low = zip(*table, strict=True)
         is_known = math.isfinite(sum(high))
-        data_hash = shown(int(sum(high)) * 2**32 + int(sum(low))) if is_known else None
+        data_hash = hash_text(int(sum(high)) * 2**32 + int(sum(low))) if is_known else None
         worst = dict(zip(own, map(max, columns), strict=False))
         mean = [statistics.fmean(column) for column in columns[len(own) :]]
         worst |= {f"time/{name}": each for name, each in zip(PHASES, mean, strict=False) if each}

@@ -26,17 +26,17 @@ from torchtitan.data import (
     Tokenizer,
     check_local,
     check_vocabulary,
+    leading_tokens,
     load_tokenizer,
     open_source,
     separators,
-    starts_with,
 )
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import ENDED, Lane, Sample, SampleStart, tokenized
 from torchtitan.data.order import Document, Identity, Source
 from torchtitan.data.tokenizer import BytesUnknown, NoTokenizer
 from torchtitan.data.tokens.mixed_sources import (
-    check_way,
+    check_text_or_tokens,
     lacks_tokenizer,
     open_token_sources,
     shards_of,
@@ -227,7 +227,7 @@ class NextToken(Task):
     def packing(self, config: DataConfig, seq_len: int, seed: int) -> PackedTokens:
         if isinstance(self.tokenizer, NoTokenizer) and not self.is_tokenized(config):
             raise ConfigError(f"the data set {config.dataset} is text: {self.tokenizer.needed}")
-        starts_with(self.tokenizer, config.add_bos, config.add_eos)  # refuses a missing BOS
+        leading_tokens(self.tokenizer, config.add_bos, config.add_eos)  # refuses a missing BOS
         return PackedTokens(
             *(self.tokenizer, seq_len, config.add_bos, config.add_eos),
             has_documents=self.has_documents,
@@ -246,7 +246,7 @@ class NextToken(Task):
         steps: int | None = None,
         **part: Any,
     ) -> BatchStream:
-        check_way(config)
+        check_text_or_tokens(config)
         sources = open_token_sources(config, self.tokenizer, self.vocab_size)
         if sources is None:
             if part["rank"] == 0 and not config.is_held_out:
@@ -280,7 +280,7 @@ class NextToken(Task):
 
     @classmethod
     def check_files(cls, config: DataConfig) -> None:
-        check_way(config)
+        check_text_or_tokens(config)
         if shards_of(config) is None:
             check_local(config)
 

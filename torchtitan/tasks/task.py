@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan.data import BatchStream, DataConfig, build_stream, open_source
 from torchtitan.data.batch import Batch
-from torchtitan.data.order import Once, Source
+from torchtitan.data.order import SinglePass, Source
 from torchtitan.data.stream import Packing
 from torchtitan.logging import logger
 from torchtitan.models.settings import ModelConfig
@@ -107,7 +107,7 @@ class Task:
         packing = self.packing(config, seq_len, seed)
         if once:
             assert self.hides_ended, "the recipe was checked"
-            source = Once(source)
+            source = SinglePass(source)
         return build_stream(config, source, packing, **part)
 
     def preview(self, batch: Batch) -> str:

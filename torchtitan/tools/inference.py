@@ -27,7 +27,7 @@ from torchtitan.checkpoint.weights.opening import OPEN, Verified, find, find_for
 from torchtitan.config import ConfigError, KeyPath, Setting, read_flags
 from torchtitan.config.load import Gathered, load
 from torchtitan.convert import ConverterConfig, apply
-from torchtitan.data import Tokenizer, check_vocabulary, load_tokenizer, starts_with
+from torchtitan.data import Tokenizer, check_vocabulary, leading_tokens, load_tokenizer
 from torchtitan.device import pick
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
@@ -144,7 +144,7 @@ def _find_ours(place: ModelLocation) -> StoredModel:
         source,
         network,
         tokenizer,
-        tuple(starts_with(tokenizer, recipe.get("data.add_bos"), recipe.get("data.add_eos"))),
+        tuple(leading_tokens(tokenizer, recipe.get("data.add_bos"), recipe.get("data.add_eos"))),
         frozenset({tokenizer.eos}),
         recipe.get("training.seq_len"),
         getattr(torch, computed) if computed in DTYPES else _dtype_of(source),
@@ -169,7 +169,7 @@ def _find_foreign(place: ModelLocation, kind: str) -> StoredModel:
         opened.source,
         network,
         tokenizer,
-        tuple(starts_with(tokenizer, None, None)),
+        tuple(leading_tokens(tokenizer, None, None)),
         frozenset(ends),
         extras.seq_len,
         _dtype_of(opened.source),

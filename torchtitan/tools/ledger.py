@@ -385,17 +385,11 @@ def _continue(session: Session, earlier: Sequence[Session]) -> Iterator[str]:
         found = part.rows[known[-1]]
         part.kept = known[-1] + 1
         where = f"session {session.number} resumes after step {start['step']} at sample"
-        if start["samples"] > found["samples"]:
+        if ahead := start["samples"] - found["samples"]:
             yield (
                 f"{where} {start['samples']}, and session {part.number} had read "
-                f"{found['samples']} until then: {start['samples'] - found['samples']} samples "
-                "were skipped"
-            )
-        elif start["samples"] < found["samples"]:
-            yield (
-                f"{where} {start['samples']}, and session {part.number} had read "
-                f"{found['samples']} until then: {found['samples'] - start['samples']} samples "
-                "were repeated"
+                f"{found['samples']} until then: {abs(ahead)} samples were "
+                f"{'skipped' if ahead > 0 else 'repeated'}"
             )
         elif None not in (start["hash"], found["hash"]) and start["hash"] != found["hash"]:
             yield (

@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.token_shards import drawn_documents, write_shards
-from torchtitan.data.order import Document, Position, sample_hash, shown
+from torchtitan.data.order import Document, Position, hash_text, sample_hash
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
@@ -48,7 +48,7 @@ def test_json_has_the_samples_that_a_run_reads(kind, recipes, tmp_path, capsys):
     samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [sample["index"] for sample in samples] == list(range(last["samples"]))
     hashes = [sample_hash(s["index"], np.array(s["tokens"])) for s in samples]
-    assert shown(sum(hashes)) == last["data_hash"]
+    assert hash_text(sum(hashes)) == last["data_hash"]
     assert all(sum(sample["documents"]) == len(sample["tokens"]) for sample in samples)
     assert main([*words, "2", "--from", "5"]) == 0
     later = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

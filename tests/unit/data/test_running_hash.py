@@ -10,7 +10,7 @@ from tests.token_shards import drawn_documents, rows, token_streams, write_shard
 from tests.token_shards import saved as token_state
 from tests.unit.data.test_stream import saved, steps, streams
 from torchtitan.data import DataConfig
-from torchtitan.data.order import merged_hash, shown
+from torchtitan.data.order import hash_text, merged_hash
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_it_is_the_sum_over_samples_by_their_number(texts, ranks, settings):
     read = steps(of, 3, settings.get("accumulation", 1))
     samples = [sample for step in read for sample in step]
     assert saved(of)["hash"] == expected(samples)
-    assert shown(sum(stream.hash.term or 0 for stream in of)) == expected(samples)
+    assert hash_text(sum(stream.hash.term or 0 for stream in of)) == expected(samples)
     for stream in of:
         stream.close()
 
@@ -70,7 +70,7 @@ def test_a_resumed_run_continues_it_on_other_ranks_and_lengths(texts):
         stream.load_state_dict(state)
     after = [sample for step in steps(resumed, 2) for sample in step]
     one, other = int(expected(before), 16), int(expected(after, first=len(before)), 16)
-    assert saved(resumed)["hash"] == shown(one + other)
+    assert saved(resumed)["hash"] == hash_text(one + other)
 
 
 def test_it_is_unknown_after_a_checkpoint_without_it(texts):
@@ -96,6 +96,6 @@ def test_it_starts_over_where_the_stream_does(texts):
 
 
 def test_copies_of_a_data_rank_count_once():
-    first = {"before": shown(5), "ranks": {"0": 2**63}}
-    other = {"before": shown(5), "ranks": {"1": 2**63 + 1}}
-    assert merged_hash([first, first, other, other]) == shown(6)
+    first = {"before": hash_text(5), "ranks": {"0": 2**63}}
+    other = {"before": hash_text(5), "ranks": {"1": 2**63 + 1}}
+    assert merged_hash([first, first, other, other]) == hash_text(6)

@@ -14,7 +14,11 @@ from tests.token_shards import drawn_documents, rows, saved, token_streams, writ
 from torchtitan.config import ConfigError
 from torchtitan.data.settings import DataConfig, SourceConfig, StageConfig
 from torchtitan.data.tokens import sample_reader as reader
-from torchtitan.data.tokens.mixed_sources import MixtureSchedule, check_way, whole_weights
+from torchtitan.data.tokens.mixed_sources import (
+    MixtureSchedule,
+    check_text_or_tokens,
+    whole_weights,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -339,8 +343,8 @@ def test_a_mixture_is_described_with_its_stages(tmp_path):
 def test_tokens_have_no_held_out_part(shards):
     for section in (single(shards, validation_fraction=0.1), DataConfig(packing="best_fit")):
         with pytest.raises(ConfigError, match=r"no held-out part|tokenize it first"):
-            check_way(section)
-    check_way(single(shards, packing="best_fit"))
+            check_text_or_tokens(section)
+    check_text_or_tokens(single(shards, packing="best_fit"))
 
 
 def test_text_is_tokenized_again_after_an_edit_that_keeps_its_size(tmp_path):

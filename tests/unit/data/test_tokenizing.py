@@ -16,7 +16,7 @@ import pytest
 from torchtitan.config import ConfigError
 from torchtitan.data import DATASETS, DataConfig, Dataset, open_source
 from torchtitan.data.lanes import tokenized
-from torchtitan.data.order import Document, Once, Position
+from torchtitan.data.order import Document, Position, SinglePass
 from torchtitan.data.sources import SOURCES
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.data.tokens.index import INDEX, ShardWriter, TokenDocuments
@@ -58,7 +58,7 @@ def source_of(kind, folder):
 def online(config):
     tokenizer = ByteTokenizer()
     source = open_source(config.model_copy(update={"shuffle": False}), tokenizer, seed=0)
-    documents = Once(source).read({0: None}, 1)[0]
+    documents = SinglePass(source).read({0: None}, 1)[0]
     bos, eos = config.add_bos, config.add_eos
     return (tokens for _, tokens in tokenized(documents, tokenizer, add_bos=bos, add_eos=eos))
 

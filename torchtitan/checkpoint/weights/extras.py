@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan.config import ConfigError, local_path
-from torchtitan.data import load_tokenizer, starts_with
+from torchtitan.data import leading_tokens, load_tokenizer
 from torchtitan.logging import logger
 from torchtitan.remote import RemotePath, refuse_pointer
 
@@ -51,7 +51,7 @@ class Extras(NamedTuple):
         try:
             tokenizer = load_tokenizer(recipe[key])
             add = recipe.get("data.add_bos"), recipe.get("data.add_eos")
-            begin = starts_with(tokenizer, *add)
+            begin = leading_tokens(tokenizer, *add)
         except ConfigError as error:
             logger.warning("the weights are written without a tokenizer: %s", error)
             return cls(seq_len)

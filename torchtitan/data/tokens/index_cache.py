@@ -130,7 +130,7 @@ def record_small(root: Path, tables: Iterable[ShardTable]) -> Iterator[ShardTabl
         )
 
 
-def of_one_dtype(root: Path, tables: Iterable[ShardTable]) -> Iterator[ShardTable]:
+def require_one_dtype(root: Path, tables: Iterable[ShardTable]) -> Iterator[ShardTable]:
     """Yield the tables of shards.
 
     Raises:
@@ -268,7 +268,7 @@ def open_tokens(
                     _fetch_index(copies.root, index)
                 else:
                     local = copies.path(path) if copies else path
-                    tables = of_one_dtype(root, format.tables(local, tokenizer))
+                    tables = require_one_dtype(root, format.tables(local, tokenizer))
                     if record or copies is None:
                         tables = (record or record_small)(root_of(local), tables)
                     with writing(index):

@@ -73,7 +73,7 @@ def open_token_sources(
         )
         return None if documents is None else [TokenSource(alone, documents)]
     sources = [
-        TokenSource(source, open_tokenized(config.of_source(source), tokenizer, vocab_size))
+        TokenSource(source, open_tokenized(config.section_for(source), tokenizer, vocab_size))
         for source in config.sources
     ]
     needed = sum(source.documents.cache_bytes for source in sources)
@@ -92,7 +92,7 @@ def shards_of(config: DataConfig) -> tuple[Path, TokenFormat] | None:
 
 def lacks_tokenizer(config: DataConfig) -> bool:
     """Whether the section only reads tokens that do not say which tokenizer made them."""
-    sections = [config.of_source(source) for source in config.sources] or [config]
+    sections = [config.section_for(source) for source in config.sources] or [config]
     try:
         found = [shards_of(section) for section in sections]
         return all(shards and not _made_by(*shards) for shards in found)
@@ -104,7 +104,7 @@ def _made_by(path: Path, format: TokenFormat) -> str | None:
     return read_description(path).tokenizer if isinstance(format, OwnFormat) else None
 
 
-def check_way(config: DataConfig) -> None:
+def check_text_or_tokens(config: DataConfig) -> None:
     """Refuse settings that only text that is tokenized while training has, or only tokens."""
     if config.sources:
         return
@@ -198,7 +198,7 @@ def untokenized(config: DataConfig, tokenizer: Tokenizer) -> list[str]:
     Raises:
         ConfigError: if one of them cannot be read.
     """
-    sections = [(source.label, config.of_source(source)) for source in config.sources]
+    sections = [(source.label, config.section_for(source)) for source in config.sources]
     return [
         name
         for name, section in sections

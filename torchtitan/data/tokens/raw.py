@@ -31,7 +31,7 @@ from torchtitan.logging import logger
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 BLOCK = 2**22
 """Tokens that are read at a time."""
-OF_LLM_C = {
+LLM_C_DTYPES = {
     np.array([magic, version], "<i4").tobytes(): dtype
     for magic, version, dtype in ((20240520, 1, "uint16"), (20240801, 7, "uint32"))
 }
@@ -72,7 +72,7 @@ def _table(root: Path, file: Path, dtype: str, end: int | None, *, is_set: bool)
     with file.open("rb") as stream:
         first_bytes = stream.read(8)
     header, rows = 0, None
-    if theirs := OF_LLM_C.get(first_bytes):
+    if theirs := LLM_C_DTYPES.get(first_bytes):
         if is_set and dtype != theirs:
             raise damaged(file, 0, f"its header says {theirs}, and the recipe {dtype}")
         header, dtype = 1024, theirs

@@ -18,7 +18,7 @@ from torchdata.nodes import BaseNode
 
 from torchtitan.config import ConfigError, RecipeError
 from torchtitan.data.lanes import Sample
-from torchtitan.data.order import COMPUTED, ORDER, Identity, shown
+from torchtitan.data.order import COMPUTED, ORDER, Identity, hash_text
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.stream import BatchStream, Packing, SampleWorker, State, refuse_other
 from torchtitan.data.tokenizer import NoTokenizer
@@ -153,7 +153,7 @@ class TokenStream(BatchStream):
         self._restart(
             Progress(), [SourcePosition()] * len(self._sources), [Consumed()] * len(self._sources)
         )
-        self._set_hash(shown(0))
+        self._set_hash(hash_text(0))
 
     def _restart(
         self,

@@ -27,10 +27,10 @@ from torchtitan.config import ConfigError
 from torchtitan.data.documents import NullTexts
 from torchtitan.data.file_cache import locked
 from torchtitan.data.lanes import tokenized
-from torchtitan.data.order import Document, DocumentRange, Once, Position, Source
+from torchtitan.data.order import Document, DocumentRange, Position, SinglePass, Source
 from torchtitan.data.settings import DATASETS, DataConfig
 from torchtitan.data.sources import open_source
-from torchtitan.data.tokenizer import Tokenizer, separators, starts_with
+from torchtitan.data.tokenizer import Tokenizer, leading_tokens, separators
 from torchtitan.data.tokens.index import (
     ARRAYS,
     INDEX,
@@ -80,7 +80,7 @@ def tokenize(
     Raises:
         ConfigError: if the documents cannot be read, or `output` has other contents.
     """
-    starts_with(tokenizer, config.add_bos, config.add_eos)  # refuses a missing BOS
+    leading_tokens(tokenizer, config.add_bos, config.add_eos)  # refuses a missing BOS
     named = DATASETS.get(config.dataset)
     if named and (named.content != "text" or named.drawn):
         raise ConfigError(
@@ -263,7 +263,7 @@ class _Tokenization:
     def _documents(self, part: DocumentRange) -> Iterator[Document]:
         begin, end = part
         if begin is None:
-            return Once(self._source).read({0: None}, 1)[0]
+            return SinglePass(self._source).read({0: None}, 1)[0]
         documents = self._source.read({0: begin}, 1)[0]
         if begin.round == end.round:  # so that none is read in vain
             documents = itertools.islice(documents, end.document - begin.document)
