@@ -74,7 +74,7 @@ def losses(run: Path, scales: tuple[float, float], rotation: str | None) -> list
             if name.endswith(matrix):
                 heads = weight.view(-1, stored.network.args.head_size, weight.shape[-1])
                 heads[:, -2:] *= times
-    scores = score_texts(model, [(stored.begin, each) for each in tokens], 8)
+    scores = score_texts(model, [[*stored.begin, *each] for each in tokens], 8)
     return [-score / len(each) for score, each in zip(scores, tokens, strict=True)]
 
 

@@ -96,16 +96,16 @@ def logarithms(model, tokens):
 
 def test_a_continuation_has_the_sum_of_its_tokens_in_the_whole(tmp_path):
     model = model_of(tmp_path, 64)
-    found = score_texts(model, [(CONTEXT, text) for text in TEXTS], rows=3)
+    found = score_texts(model, [CONTEXT + text for text in TEXTS], rows=3)
     for text, score in zip(TEXTS, found, strict=True):
-        expected = logarithms(model, CONTEXT + text)[len(CONTEXT) - 1 :].sum()
+        expected = logarithms(model, CONTEXT + text).sum()
         assert score == pytest.approx(float(expected), abs=1e-4)
 
 
 def test_a_text_after_its_begin_has_minus_the_loss_of_training(tmp_path):
     model = model_of(tmp_path, 64)
     text = [*b"any text"]
-    [score] = score_texts(model, [([256], text)], rows=1)
+    [score] = score_texts(model, [[256, *text]], rows=1)
     logits = model.logits(torch.tensor([[256, *text[:-1]]]))
     loss = cross_entropy(logits, torch.tensor([text]))
     assert score == pytest.approx(-float(loss), rel=1e-6)
@@ -113,7 +113,7 @@ def test_a_text_after_its_begin_has_minus_the_loss_of_training(tmp_path):
 
 def test_windows_are_those_of_the_harness():
     """The example in the docstring of its `LM.loglikelihood_rolling`, BOS as -1."""
-    assert list(windows([-1], range(10), 4)) == [
+    assert list(windows([-1, *range(10)], 4)) == [
         Window([-1, 0, 1, 2], [0, 1, 2, 3]),
         Window([3, 4, 5, 6], [4, 5, 6, 7]),
         Window([5, 6, 7, 8], [8, 9]),
@@ -121,11 +121,10 @@ def test_windows_are_those_of_the_harness():
 
 
 def test_windows_count_each_token_once_and_fit():
-    lengths, contexts, sizes = (1, 2, 5, 9, 10, 11, 12, 100), (1, 3, 20), (0, 1, 10, 11)
-    for length, context, size in itertools.product(lengths, contexts, sizes):
-        whole = list(range(context + size))
-        found = list(windows(whole[:context], whole[context:], length))
-        assert [target for window in found for target in window.targets] == whole[context:]
+    for length, size in itertools.product((1, 2, 5, 9, 10, 11, 12, 100), (0, 1, 2, 11, 12)):
+        whole = list(range(size))
+        found = list(windows(whole, length))
+        assert [target for window in found for target in window.targets] == whole[1:]
         for tokens, targets in found:
             assert len(targets) <= len(tokens) <= length
             assert tokens == list(range(targets[-1] - len(tokens), targets[-1]))  # all before
@@ -135,10 +134,10 @@ def test_windows_count_each_token_once_and_fit():
 def test_a_text_in_windows_has_the_sum_over_them(tmp_path):
     text = list(bytes(range(97, 122)))
     model = model_of(tmp_path, 7)
-    [score] = score_texts(model, [([256], text)], rows=2)
+    [score] = score_texts(model, [[256, *text]], rows=2)
     expected = sum(
         float(logarithms(model, [*tokens, targets[-1]])[-len(targets) :].sum())
-        for tokens, targets in windows([256], text, 7)
+        for tokens, targets in windows([256, *text], 7)
     )
     assert score == pytest.approx(expected, abs=1e-4)
 
@@ -147,5 +146,5 @@ def test_uniform_model_has_the_logarithm_of_the_vocabulary(tmp_path):
     model = model_of(tmp_path, 64)
     for parameter in model.network.parameters():
         parameter.zero_()
-    [score] = score_texts(model, [([256], TEXTS[0])], rows=1)
+    [score] = score_texts(model, [[256, *TEXTS[0]]], rows=1)
     assert score == pytest.approx(-len(TEXTS[0]) * math.log(300), rel=1e-6)

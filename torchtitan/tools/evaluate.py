@@ -141,11 +141,9 @@ def held_out_loss(request: EvaluationRequest) -> Result:
     model = InferenceModel(stored, length, dtype)
     with status("scoring") as add:
         while some := list(itertools.islice(texts, AT_A_TIME)):
-            rows = ([*stored.begin, *tokenizer.encode(text), *end] for text in some)
-            # Without BOS, nothing comes before the first token.
-            asked = [(tokens[:1], tokens[1:]) for tokens in rows]
-            nats -= sum(score_texts(model, asked, request.batch_size))
-            count += sum(len(targets) for _, targets in asked)
+            rows = [[*stored.begin, *tokenizer.encode(text), *end] for text in some]
+            nats -= sum(score_texts(model, rows, request.batch_size))
+            count += sum(len(tokens) - 1 for tokens in rows if tokens)
             size += sum(len(text.encode()) for text in some)
             number += len(some)
             add(f": {number:,} documents")
@@ -207,36 +205,30 @@ class Window(NamedTuple):
     targets: list[int]
 
 
-def windows(context: Sequence[int], text: Sequence[int], length: int) -> Iterator[Window]:
-    """Split `text` after `context`, which has at least one token, into windows.
-
-    Each starts where the previous one ended, so that every token is counted once, with as much
-    context as possible.
+def windows(text: Sequence[int], length: int) -> Iterator[Window]:
+    """Split a text into windows whose targets are all of its tokens but the first, once each.
 
     Args:
-        length: maximum number of tokens that the model reads; the context is cut at its start.
+        length: maximum number of tokens that the model reads: as many as come before the targets.
     """
-    whole, first = [*context, *text], len(context)
-    assert first, "the first token of a text has to come after something"
-    while first < len(whole):
-        end = min(first + length, len(whole))
+    first = 1
+    while first < len(text):
+        end = min(first + length, len(text))
         start = max(end - 1 - length, 0)
-        yield Window(whole[start : end - 1], whole[first:end])
+        yield Window([*text[start : end - 1]], [*text[first:end]])
         first = end
 
 
-def score_texts(
-    model: InferenceModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], rows: int
-) -> list[float]:
-    """Return the log-probability in nats of each text, given as a pair of context and target.
+def score_texts(model: InferenceModel, texts: Sequence[Sequence[int]], rows: int) -> list[float]:
+    """Return the log-probability in nats of each text after its first token.
 
     Args:
         rows: number of windows that are read together.
     """
     cut = [
         (number, window)
-        for number, (context, text) in enumerate(texts)
-        for window in windows(context, text, model.length)
+        for number, text in enumerate(texts)
+        for window in windows(text, model.length)
     ]
     # Long ones first: what is too large shows at once, and little is spent on filling up.
     cut.sort(key=lambda one: -len(one[1].tokens))
