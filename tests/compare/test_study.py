@@ -12,7 +12,7 @@ from torchtitan.tools.compare import runs
 from torchtitan.tools.compare.study import (
     REMOVED,
     is_study,
-    of_recipes,
+    make_study,
     prepare,
     read_study,
     slug,
@@ -126,7 +126,7 @@ def test_what_the_comparison_decides_no_variant_sets(tmp_path):
     ],
 )
 def test_what_the_comparison_decides_no_flag_sets(flags, line):
-    study = of_recipes([DEBUG], ["training.seq_len=64,128"], flags)
+    study = make_study([DEBUG], ["training.seq_len=64,128"], flags)
     assert refused(study) == [line.format("the comparison sets it, alike for all variants")]
 
 
@@ -166,7 +166,7 @@ def test_a_run_is_another_if_its_recipe_is(tmp_path):
 
 def test_one_recipe_varied_in_all_ways():
     vary = ["parallelism.tensor_parallel_degree=1,2", "optimizer.lr=0.1,0.2"]
-    study = of_recipes([DEBUG], vary, [], ranks=2, rounds=1)
+    study = make_study([DEBUG], vary, [], ranks=2, rounds=1)
     assert [plan.name for plan in study.plans] == [
         *("tensor_parallel_degree = 1, lr = 0.1", "tensor_parallel_degree = 1, lr = 0.2"),
         *("tensor_parallel_degree = 2, lr = 0.1", "tensor_parallel_degree = 2, lr = 0.2"),
@@ -175,7 +175,7 @@ def test_one_recipe_varied_in_all_ways():
     assert [job.parallelism.tensor_parallel_degree for job in jobs] == [1, 1, 2, 2]
     assert [job.optimizer.lr for job in jobs] == [0.1, 0.2, 0.1, 0.2]
     with pytest.raises(RecipeError, match=r"--vary: got seq_len=3; wanted section.key=value,value"):
-        of_recipes([DEBUG], ["seq_len=3"], [])
+        make_study([DEBUG], ["seq_len=3"], [])
 
 
 def test_runs_are_launched_once_and_not_again(tmp_path, monkeypatch):
@@ -250,10 +250,10 @@ def test_slugs_are_folders():
 
 def test_each_recipe_gets_the_ranks_that_it_needs():
     key = "parallelism.tensor_parallel_degree"
-    ready = prepare(of_recipes([DEBUG], [f"{key}=1,2"], []))
+    ready = prepare(make_study([DEBUG], [f"{key}=1,2"], []))
     assert [one.plan.ranks for one in ready] == [1, 2]
     assert not any(one.problems for one in ready)
-    cannot = prepare(of_recipes([DEBUG], [f"{key}=1,3"], []))[1]
+    cannot = prepare(make_study([DEBUG], [f"{key}=1,3"], []))[1]
     assert (cannot.plan.ranks, bool(cannot.problems)) == (3, True)
-    given = prepare(of_recipes([DEBUG], [f"{key}=1,2"], [], ranks=2))
+    given = prepare(make_study([DEBUG], [f"{key}=1,2"], [], ranks=2))
     assert [one.plan.ranks for one in given] == [2, 2]

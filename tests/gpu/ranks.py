@@ -20,7 +20,7 @@ from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.parallel.async_tensor import Fused
 from torchtitan.research.common.modelled import places, write_modelled_steps
-from torchtitan.tools.verify.recipe import in_float64
+from torchtitan.tools.verify.recipe import use_float64
 
 LAYOUTS = MAIN | research_layouts.LAYOUTS
 OTHERS = {
@@ -139,7 +139,7 @@ def check_modelled(name, device):
     flavor = {"flavor": job.model.flavor}
     one = layouts.job(alone(layout), "SGD", **given, model=flavor)
     if is_exact:
-        one, job = in_float64(one), in_float64(job)
+        one, job = use_float64(one), use_float64(job)
     meshed = local_ranks.run_ranks(places, layout.ranks, job, at_step)
     off = {"loss": 0.0, "norm": 0.0, "weight": 0.0}
     with tempfile.TemporaryDirectory() as folder:

@@ -23,7 +23,7 @@ from torchtitan.tools.verify.measure import (
     TensorDifference,
     difference,
 )
-from torchtitan.tools.verify.recipe import as_checked
+from torchtitan.tools.verify.recipe import derive_checked
 from torchtitan.tools.verify.report import Comparison
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -124,11 +124,11 @@ def test_gradients_near_eps_are_allowed_what_adam_makes_of_their_rounding():
     before = torch.ones(3)
     updated = [before - 1e-3 * each / (each.abs() + eps) for each in (found, expected)]
     assert (updated[0] - updated[1]).abs().max() > WEIGHT
-    off = difference("weight", "a", updated[0], updated[1], slack=slack.of("a"))
+    off = difference("weight", "a", updated[0], updated[1], slack=slack.allowed("a"))
     assert off is not None
     assert off.is_allowed
     updated[0][2] += 2 * WEIGHT
-    off = difference("weight", "a", updated[0], updated[1], slack=slack.of("a"))
+    off = difference("weight", "a", updated[0], updated[1], slack=slack.allowed("a"))
     assert off is not None
     assert off.index == (2,)
     assert not off.is_allowed
@@ -183,7 +183,7 @@ def test_a_model_that_is_too_large(capsys):
 
 def shrunk(path, *flags, world_size=None):
     recipe = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
-    return as_checked(recipe, world_size=world_size, steps=None, shrink=True)
+    return derive_checked(recipe, world_size=world_size, steps=None, shrink=True)
 
 
 @pytest.mark.gate
@@ -243,7 +243,7 @@ def test_what_is_not_there_is_replaced():
         '[model]\ntokenizer_path = "none"\n[data]\ndataset = "text"\ndataset_path = "none"\n'
     )
     recipe = load_job("r.toml", [], None, "cuda", exempt=EXEMPT)
-    job = as_checked(recipe, world_size=None, steps=7, shrink=False).job
+    job = derive_checked(recipe, world_size=None, steps=7, shrink=False).job
     assert (job.model.tokenizer_path, job.data.dataset_path) == (None, None)
     assert job.data.dataset == "python_stdlib"
     assert job.training.steps == 7

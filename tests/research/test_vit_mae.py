@@ -20,7 +20,7 @@ from torchtitan.research.vit_mae.images.source import ImageSample
 from torchtitan.research.vit_mae.masked_autoencoder import MaskedAutoencoder, mask_order, normalized
 from torchtitan.research.vit_mae.model import ViTMAE, patchify, take, unpatchify
 from torchtitan.research.vit_mae.spec import VIT_MAE, flops_per_unit
-from torchtitan.tools.inference import of_text
+from torchtitan.tools.inference import require_text
 
 PUBLISHED = {"base": 87, "huge": 635, "1B": 914, "3B": 3067, "5B": 5349, "15B": 14720}
 """Millions of parameters of the encoder, arXiv:2404.11706."""
@@ -238,4 +238,4 @@ def test_weights_with_another_table_of_positions_are_refused(tmp_path):
 
 def test_a_model_of_images_has_no_text_to_generate():
     with pytest.raises(ConfigError, match=r"run: vit_mae is trained on images, .* a model of text"):
-        of_text(Path("run"), Network(VIT_MAE, ARGS))
+        require_text(Path("run"), Network(VIT_MAE, ARGS))

@@ -8,7 +8,7 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
 from torchtitan.config import ConfigError
-from torchtitan.tools.profile import Operator, Share, length, read_trace, union, within, without
+from torchtitan.tools.profile import Operator, Share, intersect, length, read_trace, subtract, union
 
 MAIN, WORKER = 1, 2
 
@@ -39,10 +39,10 @@ def step(number, begin, end):
 def test_intervals():
     these = union([(5, 7), (0, 2), (1, 3), (4, 4), (7, 8)])
     assert these == [(0, 3), (5, 8)]
-    assert without(these, [(1, 2), (2, 6)]) == [(0, 1), (6, 8)]
-    assert without(these, []) == these
-    assert without([], these) == []
-    assert within(these, [(2, 6), (7, 20)]) == [(2, 3), (5, 6), (7, 8)]
+    assert subtract(these, [(1, 2), (2, 6)]) == [(0, 1), (6, 8)]
+    assert subtract(these, []) == these
+    assert subtract([], these) == []
+    assert intersect(these, [(2, 6), (7, 20)]) == [(2, 3), (5, 6), (7, 8)]
     assert length(these) == 6
 
 

@@ -187,16 +187,16 @@ def _nest(settings: Settings) -> Any:
             node.setdefault(path[-1], {})
         elif not holds_sections(value):
             node[path[-1]] = value
-    return _with_lists(tree)
+    return _make_lists(tree)
 
 
-def _with_lists(node: Any) -> Any:
+def _make_lists(node: Any) -> Any:
     """Replace mappings with number keys by lists, up to the first missing number."""
     if not isinstance(node, dict):
         return node
     if node and all(key.isdecimal() for key in node):
-        return [_with_lists(node[n]) for n in takewhile(node.__contains__, map(str, count()))]
-    return {key: _with_lists(value) for key, value in node.items()}
+        return [_make_lists(node[n]) for n in takewhile(node.__contains__, map(str, count()))]
+    return {key: _make_lists(value) for key, value in node.items()}
 
 
 def _message(schema: type[Config], path: KeyPath, details: ErrorDetails, settings: Settings) -> str:

@@ -99,7 +99,7 @@ def read_flags(
 
     for path, values in flags:
         kind, is_off = find(schema, _present(path), settled), False
-        if kind is None and (positive := _without_no(path)):
+        if kind is None and (positive := _strip_no(path)):
             path, is_off = positive, True
             kind = find(schema, _present(path), settled)
         origin = f"--{dotted(path)}"
@@ -146,13 +146,13 @@ def _not_a_flag(word: str) -> str:
 def _choosing(flags: Iterable[tuple[KeyPath, Sequence[str]]]) -> Iterator[tuple[KeyPath, Setting]]:
     """Yield the settings in flags that may choose the class of a section, and their sections."""
     for path, values in flags:
-        for each in filter(None, (path, _without_no(path))):
+        for each in filter(None, (path, _strip_no(path))):
             yield from ((each[:depth], Setting({}, "")) for depth in range(2, len(each)))
         if values:
             yield path, Setting(values[0], "")
 
 
-def _without_no(path: KeyPath) -> KeyPath | None:
+def _strip_no(path: KeyPath) -> KeyPath | None:
     """Return the path that `--no-a.b` or `--a.no-b` disables, None for other paths."""
     for index in (0, len(path) - 1):
         if path[index].startswith("no_"):

@@ -154,7 +154,7 @@ def load(
             lines.append(loaded.line(problem))
     if not problems:  # else a note may be due to one
         notices += notes
-    problems = _in_order(problems, gathered.place)
+    problems = _sorted(problems, gathered.place)
     if problems and are_valid:
         raise CannotRun(problems, loaded.config, notices)
     if problems:
@@ -162,7 +162,7 @@ def load(
     return loaded
 
 
-def _in_order(lines: list[str], recipe: str) -> list[str]:
+def _sorted(lines: list[str], recipe: str) -> list[str]:
     """Sort mistakes by file and line; those of a whole file, then those of flags, are last."""
     found = {line: re.match(r"(.+?)(?::(\d+))?: ", line) for line in lines}
     files = list(dict.fromkeys([*(m[1] for m in found.values() if m and m[2]), recipe]))

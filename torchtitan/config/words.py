@@ -64,7 +64,7 @@ def allowed_names(got: Any, known: Iterable[str]) -> str:
     Names that differ in a number alone, llama3 and llama4, are not suggested for each other.
     """
     names = list(known)
-    likely = [name for name in names if _number(name) == _number(got) or not _alike(name, got)]
+    likely = [name for name in names if _number(name) == _number(got) or not _is_similar(name, got)]
     return f"allowed: {', '.join(names)}{nearest(got, likely)}"
 
 
@@ -72,7 +72,7 @@ def _number(name: Any) -> list[str]:
     return re.findall(r"\d+", str(name))
 
 
-def _alike(name: str, got: Any) -> bool:
+def _is_similar(name: str, got: Any) -> bool:
     """Whether two names differ only in a number that both have."""
     return re.sub(r"\d+", "0", name.lower()) == re.sub(r"\d+", "0", str(got).lower())
 

@@ -150,7 +150,7 @@ def convert(
         target_format=target_format,
         model=model,
         flavor=flavor,
-        recipe=_in_effect(recipe) if recipe else None,
+        recipe=_effective_settings(recipe) if recipe else None,
         dtype=dtype,
         max_shard_size=max_shard_size,
         with_optimizer=with_optimizer,
@@ -160,7 +160,7 @@ def convert(
         print(section, end="")
 
 
-def _in_effect(recipe: str) -> dict[str, Any]:
+def _effective_settings(recipe: str) -> dict[str, Any]:
     """A recipe by dotted keys; its tokenizer need not be here."""
     read = load_job(recipe, [], None, "cpu", exempt={"model.tokenizer_path"})
     for notice in read.notices:

@@ -235,10 +235,10 @@ def parse_rows(text: bytes) -> Iterator[Row]:
         except ValueError:
             continue
         if isinstance(row, dict):
-            yield in_tokens(renamed(row))
+            yield add_token_keys(renamed(row))
 
 
-def in_tokens(row: Row) -> Row:
+def add_token_keys(row: Row) -> Row:
     """Add the keys of tokens to a row whose task counts something else."""
     rate = rate_key(row)
     if rate is None or rate == "tps":

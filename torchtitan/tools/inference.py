@@ -131,7 +131,7 @@ def _find_ours(place: ModelLocation) -> StoredModel:
     path = find(place.path)[-1]
     recipe = read_state(path, look_at(path))["recipe"]
     import_modules(recipe.get("job.imports") or (), f"{path}: job.imports")
-    network = of_text(path, of_recipe(path, recipe, place.model, place.flavor))
+    network = require_text(path, of_recipe(path, recipe, place.model, place.flavor))
     source, key = Verified(path), "model.tokenizer_path"
     if place.tokenizer is None and key not in recipe:
         raise ConfigError(f"{path}: it does not record its tokenizer; set it with --tokenizer")
@@ -154,7 +154,7 @@ def _find_ours(place: ModelLocation) -> StoredModel:
 
 def _find_foreign(place: ModelLocation, kind: str) -> StoredModel:
     opened = OPEN[kind](place.path, place.model, place.flavor)
-    extras, network = opened.extras, of_text(place.path, opened.network)
+    extras, network = opened.extras, require_text(place.path, opened.network)
     if place.tokenizer is None and extras.tokenizer is None and not extras.is_bytes:
         raise ConfigError(
             f"{place.path}: contains no tokenizer; name one with --tokenizer (a file, a folder, or "
@@ -176,7 +176,7 @@ def _find_foreign(place: ModelLocation, kind: str) -> StoredModel:
     )
 
 
-def of_text(path: Path, network: Network) -> Network:
+def require_text(path: Path, network: Network) -> Network:
     """Return the network of a model of text.
 
     Raises:

@@ -320,7 +320,7 @@ def rewrite(text: str, migration: Migration) -> str:
     _drop_empty(document.body)
     for target, setting in defaults.items():
         _add(document.body, target, [(tomlkit.key(target[-1]), tomlkit.item(setting.value))])
-    return _without_gaps(tomlkit.dumps(document))
+    return _remove_gaps(tomlkit.dumps(document))
 
 
 def _expand(body: Body) -> None:
@@ -424,7 +424,7 @@ def _end_of_keys(body: Body) -> int:
     return keys[-1] + 1 if keys else 0
 
 
-def _without_gaps(text: str) -> str:
+def _remove_gaps(text: str) -> str:
     """The text with one blank line where there are several, unless they are part of a value."""
     tidy = re.sub(r"\n{3,}", "\n\n", text.strip("\n")) + "\n"
     return tidy if tomli.loads(tidy) == tomli.loads(text) else text

@@ -61,7 +61,7 @@ def plot(
             raise ConfigError(f"--output: got {output}; {problem}")
     histories = [RunHistory.open(folder) for folder in runs]
     drawn = {
-        key: draw([Curve.of(*pair, key) for pair in zip(histories, runs, strict=True)], reference)
+        key: draw([Curve.read(*pair, key) for pair in zip(histories, runs, strict=True)], reference)
         for key in metrics
     }
     for key, text in drawn.items():
@@ -80,7 +80,7 @@ class Curve:
     validation: Sequence[Point]
 
     @classmethod
-    def of(cls, history: RunHistory, folder: Path, metric: str) -> "Curve":
+    def read(cls, history: RunHistory, folder: Path, metric: str) -> "Curve":
         """Read a metric of a run.
 
         Raises:

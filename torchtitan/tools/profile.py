@@ -124,12 +124,12 @@ def summarize(events: Sequence[Event]) -> TraceSummary:
     """Summarize the events of one rank."""
     steps = [e for e in events if e.category == "user_annotation" and e.name.startswith(STEP)]
     on_device = [e for e in events if e.category in ON_DEVICE]
-    compute, communication = _of_device(on_device) if on_device else _of_cpu(events)
+    compute, communication = _device_intervals(on_device) if on_device else _cpu_intervals(events)
     whole = _whole([*steps, *on_device] if steps else events)
-    compute, communication = within(compute, whole), within(communication, whole)
-    exposed = without(communication, compute)
+    compute, communication = intersect(compute, whole), intersect(communication, whole)
+    exposed = subtract(communication, compute)
     phases = {
-        name: Share(*map(length, (own, within(own, compute), within(own, exposed))))
+        name: Share(*map(length, (own, intersect(own, compute), intersect(own, exposed))))
         for name, own in _phases(events, "gpu_" if on_device else "").items()
     }
     return TraceSummary(
@@ -138,7 +138,7 @@ def summarize(events: Sequence[Event]) -> TraceSummary:
         compute=length(compute),
         communication=length(communication),
         exposed=length(exposed),
-        idle=length(without(whole, union([*compute, *communication]))),
+        idle=length(subtract(whole, union([*compute, *communication]))),
         operators=_operators(on_device or _operators_of_cpu(events)),
         phases=phases,
     )
@@ -149,19 +149,19 @@ def _whole(events: Iterable[Event]) -> Intervals:
     return union([(min(times), max(times))]) if times else []
 
 
-def _of_device(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
+def _device_intervals(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
     sent = {e for e in events if COMMUNICATES_ON_DEVICE.search(e.name)}
     compute = (_times(e) for e in events if e not in sent and not TO_HOST.match(e.name))
     return union(compute), union(map(_times, sent))
 
 
-def _of_cpu(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
+def _cpu_intervals(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
     """Compute and communication, thread by thread, as each may wait for its own collectives."""
     compute: Intervals = []
     for thread in _threads_of_training(events):
         own = [event for event in events if event.thread == thread]
         waits = union(_times(e) for e in own if WAITS_ON_CPU.match(e.name))
-        compute += without(union(_times(e) for e in own if COMPUTES_ON_CPU.match(e.name)), waits)
+        compute += subtract(union(_times(e) for e in own if COMPUTES_ON_CPU.match(e.name)), waits)
     return union(compute), union(_times(e) for e in events if e.name.startswith(GLOO))
 
 
@@ -211,7 +211,7 @@ def _phases(events: Iterable[Event], prefix: str) -> dict[str, Intervals]:
             for e in marks
             if e is not mark and mark.begin <= e.begin and e.end <= mark.end
         )
-        found[mark.name.removeprefix(TRACED)] += without([_times(mark)], inner)
+        found[mark.name.removeprefix(TRACED)] += subtract([_times(mark)], inner)
     return {name: union(times) for name, times in found.items()}
 
 
@@ -232,7 +232,7 @@ def union(intervals: Iterable[Interval]) -> Intervals:
     return joined
 
 
-def without(these: Intervals, others: Intervals) -> Intervals:
+def subtract(these: Intervals, others: Intervals) -> Intervals:
     """The moments of `these` that are in none of `others`."""
     left: Intervals = []
     at = 0
@@ -250,9 +250,9 @@ def without(these: Intervals, others: Intervals) -> Intervals:
     return left
 
 
-def within(these: Intervals, others: Intervals) -> Intervals:
+def intersect(these: Intervals, others: Intervals) -> Intervals:
     """The moments that are in both sets."""
-    return without(these, without(these, others))
+    return subtract(these, subtract(these, others))
 
 
 def length(intervals: Intervals) -> float:

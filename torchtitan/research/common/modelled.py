@@ -35,7 +35,7 @@ from torchtitan.parallel import Degrees, Launch, open_world
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.research.common.threads import Meeting, ThreadGroup, collectives, together
 from torchtitan.timeline import Timeline
-from torchtitan.tools.verify.measure import AtStep, Step, hide_targets, on_ranks
+from torchtitan.tools.verify.measure import AtStep, Step, describe_ranks, hide_targets
 from torchtitan.tools.verify.measure import run as fork
 from torchtitan.torch_private.dtensor import is_dtensor, local_extent
 
@@ -80,7 +80,7 @@ def modelled_steps(
         one: the run of one rank.
         name: name of the optimizer, for messages.
     """
-    layout = fork(places, ranks, job, what=f"the layout {name} on {on_ranks(ranks)}")
+    layout = fork(places, ranks, job, what=f"the layout {name} on {describe_ranks(ranks)}")
     model = (write_modelled_steps, 1, one, job, layout, folder)
     (steps,) = fork(*model, what=f"{name}, modelled")
     return steps

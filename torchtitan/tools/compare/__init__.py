@@ -12,7 +12,7 @@ from torchtitan.config import ConfigError, RecipeError, find_recipe
 from torchtitan.device import pick
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.tools.compare.gather import Candidate, of_folder, plan_of, report
+from torchtitan.tools.compare.gather import Candidate, plan_of, read_run, report
 from torchtitan.tools.compare.report_page import LOSSES, byte_size, report_page
 from torchtitan.tools.compare.results import Report
 from torchtitan.tools.compare.runs import (
@@ -28,7 +28,7 @@ from torchtitan.tools.compare.study import (
     Ready,
     Study,
     is_study,
-    of_recipes,
+    make_study,
     prepare,
     read_study,
     slug,
@@ -53,7 +53,7 @@ def read(
     """
     studies = [path for path in paths if is_study(path)]
     if not studies:
-        return of_recipes(paths, variations, flags, **changes)
+        return make_study(paths, variations, flags, **changes)
     if len(paths) > 1 or variations:
         what = "--vary" if variations else "other recipes"
         raise RecipeError([f"{studies[0]}: a study stands by itself; got {what} too"])
@@ -137,7 +137,7 @@ def compare_folders(
     names = [folder.name for folder in folders]
     if len({slug(name) for name in names}) < len(names):
         names = [str(folder) for folder in folders]
-    candidates = [of_folder(*pair, warmup) for pair in zip(names, folders, strict=True)]
+    candidates = [read_run(*pair, warmup) for pair in zip(names, folders, strict=True)]
     if baseline is not None and baseline not in names:
         raise RecipeError([f"--baseline: got {baseline}; allowed: {', '.join(names)}"])
     found = report(

@@ -144,7 +144,7 @@ class Candidate:
         }
 
 
-def of_folder(name: str, folder: Path, warmup: int) -> Candidate:
+def read_run(name: str, folder: Path, warmup: int) -> Candidate:
     """Read an existing run, from a study or not."""
     history = RunHistory.open(folder)
     ranks = int(history.environment.get("ranks", 1))

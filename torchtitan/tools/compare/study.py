@@ -174,7 +174,7 @@ def read_study(path: Path, flags: Sequence[str] = (), **changes: Any) -> Study:
     return _study(path.stem, conditions, plans, str(path), origin)
 
 
-def of_recipes(
+def make_study(
     paths: Sequence[Path], variations: Sequence[str], flags: Sequence[str], **changes: Any
 ) -> Study:
     """Make a study of recipes as they are, or varied: `parallelism.tensor_parallel_degree=1,2`.

@@ -28,12 +28,12 @@ from torchtitan.tools.verify.measure import (
     EXEMPT,
     Step,
     compare_steps,
-    on_ranks,
+    describe_ranks,
     problems_here,
     run,
     write_steps,
 )
-from torchtitan.tools.verify.recipe import Checked, as_checked, in_float64
+from torchtitan.tools.verify.recipe import Checked, derive_checked, use_float64
 from torchtitan.tools.verify.report import Comparison
 
 Reference = Callable[[JobConfig, JobConfig, int, Path, str], list[Step]]
@@ -68,7 +68,7 @@ def verify(
         ConfigError: the recipe cannot be trained, or not here.
     """
     recipe = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
-    checked = as_checked(recipe, world_size=world_size, steps=steps, shrink=shrink)
+    checked = derive_checked(recipe, world_size=world_size, steps=steps, shrink=shrink)
     job, ranks = checked.job, checked.ranks
     console = make_console(width=None if on_terminal(sys.stdout) else 120, soft_wrap=True)
     replace(recipe, config=job).refuse(_problems(checked))
@@ -130,13 +130,13 @@ def _compare(checked: Checked, optimizer: OptimizerConfig, name: str) -> Compari
     """Train on one rank, then in the layout."""
     one = checked.one.model_copy(update={"optimizer": optimizer})
     job = checked.job.model_copy(update={"optimizer": optimizer})
-    what = f"{name} on {on_ranks(checked.ranks)}"
+    what = f"{name} on {describe_ranks(checked.ranks)}"
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder)
         if checked.is_exact:
             (expected,) = run(write_steps, 1, one, given, what=f"{name} on one rank")
         else:
-            one, job = in_float64(one), in_float64(job)
+            one, job = use_float64(one), use_float64(job)
             expected = REFERENCES["modelled"](one, job, checked.ranks, given, name)
         found = run(compare_steps, checked.ranks, job, given, what=what)
     return Comparison(expected, found)

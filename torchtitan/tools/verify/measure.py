@@ -182,7 +182,7 @@ def compare_steps(job: JobConfig, folder: Path, at_step: AtStep) -> list[Step]:
                 if (whole := expected.get((kind, name))) is None:
                     continue
                 if kind == "weight":
-                    yield name, difference(kind, name, tensor, whole, slack=slack.of(name))
+                    yield name, difference(kind, name, tensor, whole, slack=slack.allowed(name))
                     continue
                 place = _place(tensor, whole)  # empty if this rank has no part
                 slack.add(name, local(tensor), place)
@@ -340,7 +340,7 @@ class Slack:
         self.errors[name] = self.errors.get(name, 0.0) + error
         self.sums[name] = self.sums.get(name, 0.0) + self.step * self.errors[name].clamp(max=1.0)
 
-    def of(self, name: str) -> Tensor | float:
+    def allowed(self, name: str) -> Tensor | float:
         """Return the errors that are allowed of the elements of this rank's part of a weight."""
         return self.sums.get(name, 0.0)
 
@@ -438,7 +438,7 @@ def problems_here(job: JobConfig, ranks: int, disk_bytes: int) -> Iterator[Probl
             yield Problem("model.flavor", message)
 
 
-def on_ranks(count: int) -> str:
+def describe_ranks(count: int) -> str:
     """A number of ranks in words."""
     return "one rank" if count == 1 else f"{count} ranks"
 

@@ -78,7 +78,7 @@ class Draft:
         self.set(key, min(self.tree[section][name], limit), why)
 
 
-def as_checked(
+def derive_checked(
     recipe: Recipe[JobConfig], *, world_size: int | None, steps: int | None, shrink: bool
 ) -> Checked:
     """Derive the recipes to compare, on `world_size` ranks or as few as show the whole layout."""
@@ -106,7 +106,7 @@ def is_exact(job: JobConfig, degrees: Degrees) -> bool:
     return shared and (degrees.dp_replicate == 1 or ways.replicas.is_exact)
 
 
-def in_float64(job: JobConfig) -> JobConfig:
+def use_float64(job: JobConfig) -> JobConfig:
     """A recipe that computes in float64, which none can ask for."""
     keys = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
     training = job.training.model_copy(update=dict.fromkeys(keys, "float64"))

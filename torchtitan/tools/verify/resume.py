@@ -31,7 +31,7 @@ from torchtitan.tools.verify.measure import (
     WEIGHT,
     Step,
     compare_checkpoints,
-    on_ranks,
+    describe_ranks,
     problems_here,
     run,
 )
@@ -56,7 +56,7 @@ class Resumed:
         return (own,) if rounds_states(self.job) else (own, other)
 
 
-def as_resumed(
+def derive_resumed(
     recipe: config.Recipe[JobConfig],
     *,
     world_size: int | None,
@@ -93,11 +93,11 @@ def as_resumed(
             raise ConfigError(f"--then: {why}; add {flags}")
         draft.changes.append(f"resumed in the same layout only: {why}")
     degrees = Degrees(**(then or {"dp_shard": ranks // 2 if ranks > 1 else 2}))
-    other = in_layout(draft.job, ranks, degrees)
+    other = change_layout(draft.job, ranks, degrees)
     return Resumed(draft.job, ranks, other, math.prod(degrees), draft.changes)
 
 
-def in_layout(job: JobConfig, ranks: int, degrees: Degrees) -> JobConfig:
+def change_layout(job: JobConfig, ranks: int, degrees: Degrees) -> JobConfig:
     """The run of `job`, which is on `ranks`, in another layout; in no larger microbatches."""
     batch, local = job.global_batch(job.degrees(ranks)), job.training.local_batch_size
     fits = [n for n in range(1, batch + 1) if batch % (n * degrees.data) == 0]
@@ -164,7 +164,7 @@ def verify(
         ConfigError: the recipe cannot be trained, or not here.
     """
     recipe = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
-    asked = as_resumed(
+    asked = derive_resumed(
         recipe, world_size=world_size, steps=steps, shrink=shrink, then=dict(then or {})
     )
     console = make_console(width=None if on_terminal(sys.stdout) else 120, soft_wrap=True)
@@ -215,7 +215,7 @@ def _problems(job: JobConfig, ranks: int) -> Iterator[Problem]:
 def _where(job: JobConfig, ranks: int) -> str:
     sizes = job.degrees(ranks)._asdict().items()
     layout = ", ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
-    return f"on {on_ranks(ranks)}" + (f" ({layout})" if layout else "")
+    return f"on {describe_ranks(ranks)}" + (f" ({layout})" if layout else "")
 
 
 class Trial:
