@@ -150,7 +150,14 @@ def rows(streams, steps):
 
 
 def saved(streams):
-    return merge_states([stream.state_dict() for stream in streams])
+    """The merged state, through JSON."""
+    return json.loads(json.dumps(merge_states([stream.state_dict() for stream in streams])))
+
+
+def resume(streams, state):
+    for stream in streams:
+        stream.load_state_dict(state)
+    return streams
 
 
 def stream_of(config, source, tokenizer, *, seq_len, **part):

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from tests.token_shards import stream_of
+from tests.token_shards import resume, saved, stream_of
 from torchtitan.config import ConfigError, Unreachable
-from torchtitan.data import DATASETS, DataConfig, load_tokenizer, merge_states, open_source, sources
+from torchtitan.data import DATASETS, DataConfig, load_tokenizer, open_source, sources
 from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.data.streaming import DownloadedDocuments, StreamedDocuments, load_hub
 from torchtitan.data.tokens.index import TokenDocuments
@@ -68,17 +68,13 @@ def test_every_document_once_an_epoch(tmp_path, shards, lanes):
 
 def test_epochs_shuffle_the_shards(tmp_path):
     texts = write_shards(tmp_path, 6)
-    in_order = [
-        document.content
-        for document, _ in zip(
-            streamed(tmp_path, shuffle=False).read({0: None}, 1)[0], texts * 2, strict=False
+    in_order, shuffled = (
+        [next(documents).content for _ in texts * 2]
+        for documents in (
+            streamed(tmp_path, shuffle=shuffle).read({0: None}, 1)[0] for shuffle in (False, True)
         )
-    ]
+    )
     assert in_order == texts * 2
-    shuffled = [
-        document.content
-        for document, _ in zip(streamed(tmp_path).read({0: None}, 1)[0], texts * 2, strict=False)
-    ]
     first, second = shuffled[: len(texts)], shuffled[len(texts) :]
     assert sorted(first) == sorted(second) == sorted(texts)
     assert first != second != texts
@@ -122,10 +118,7 @@ def test_batches_and_resume_do_not_depend_on_the_layout(tmp_path, shards):
     one = steps([stream(source, 0, 1)], 12)
     two = [stream(source, rank, 2, workers=rank) for rank in range(2)]
     assert steps(two, 5) == one[:5]
-    state = json.loads(json.dumps(merge_states([s.state_dict() for s in two])))
-    four = [stream(source, rank, 4) for rank in range(4)]
-    for s in four:
-        s.load_state_dict(state)
+    four = resume([stream(source, rank, 4) for rank in range(4)], saved(two))
     assert steps(four, 7) == one[5:]
 
 

@@ -1,4 +1,4 @@
-"""The stream: one order for every layout, nothing lost or repeated, exact resume."""
+"""The stream: one order for every layout, nothing lost or repeated, exact resume; its hash."""
 
 import dataclasses
 import hashlib
@@ -12,12 +12,21 @@ import threading
 import numpy as np
 import pytest
 import torch
+import xxhash
 
-from tests import registries
-from tests.token_shards import build_stream
+from tests import registries, token_shards
+from tests.token_shards import (
+    build_stream,
+    drawn_documents,
+    resume,
+    saved,
+    token_streams,
+    write_shards,
+)
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig, load_tokenizer, merge_states, open_source
 from torchtitan.data import lanes as lanes_module
+from torchtitan.data.order import hash_text, merged_hash
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.tasks.next_token import preview, unigram_loss
 
@@ -43,6 +52,7 @@ def streams(path, ranks, *, batch=4, **settings):
     options = {"dataset": str(path), "num_workers": 0, **settings}
     accumulation = options.pop("accumulation", 1)
     seed, seq_len = options.pop("seed", 3), options.pop("seq_len", SEQ_LEN)
+    groups = options.pop("groups", 1)
     return [
         build_stream(
             DataConfig(**options),
@@ -53,6 +63,7 @@ def streams(path, ranks, *, batch=4, **settings):
             accumulation=accumulation,
             rank=rank,
             ranks=ranks,
+            groups=groups,
         )
         for rank in range(ranks)
     ]
@@ -70,11 +81,6 @@ def steps(of, count, accumulation=1):
 def rows(batch):
     assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
     return torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1).tolist()
-
-
-def saved(of):
-    """The merged state, through JSON."""
-    return json.loads(json.dumps(merge_states([stream.state_dict() for stream in of])))
 
 
 def test_a_batch_is_ids_and_the_ids_after_them(texts):
@@ -109,9 +115,7 @@ def test_samples_that_are_stepped_over_are_those_that_came_first(texts, ranks, l
         stream.skip(samples)
     assert saved(skipping)["samples"] == samples
     found = [row for step in steps(skipping, 2) for row in step]
-    resumed = streams(texts, 2, lanes=lanes)
-    for stream in resumed:
-        stream.load_state_dict(saved(skipping))
+    resumed = resume(streams(texts, 2, lanes=lanes), saved(skipping))
     found += [row for step in steps(resumed, 2) for row in step]
     assert found == order[samples : samples + 16]
 
@@ -196,8 +200,7 @@ def test_resume_is_exact_after_every_step(texts, workers):
     chosen = range(20) if not workers else (0, 1, 2, 11, 19)
     for step in chosen:
         state = states[step]
-        resumed = streams(texts, 1, num_workers=workers)
-        resumed[0].load_state_dict(state)
+        resumed = resume(streams(texts, 1, num_workers=workers), state)
         assert saved(resumed) == state
         assert steps(resumed, 5) == served[step : step + 5]
         middle += any(record and record[2] for record in state["lanes"])
@@ -210,9 +213,7 @@ def test_resume_on_other_layouts(texts):
     state = saved(run)
     flat = [sample for step in steps(run, 12) for sample in step]
     for ranks, batch in [(1, 4), (4, 4), (2, 8), (8, 8), (1, 2), (2, 2), (1, 1)]:
-        resumed = streams(texts, ranks, batch=batch)
-        for stream in resumed:
-            stream.load_state_dict(state)
+        resumed = resume(streams(texts, ranks, batch=batch), state)
         again = [s for step in steps(resumed, 48 // batch) for s in step]
         assert again == flat, (ranks, batch)
         state_again = saved(resumed)
@@ -223,8 +224,7 @@ def test_resume_on_other_layouts(texts):
 def test_resume_at_another_sequence_length(texts):
     run = streams(texts, 1, batch=1)
     first = [step[0] for step in steps(run, 10)]
-    longer = streams(texts, 1, batch=1, seq_len=40)
-    longer[0].load_state_dict(saved(run))
+    longer = resume(streams(texts, 1, batch=1, seq_len=40), saved(run))
     second = [step[0] for step in steps(longer, 3)]
     whole = [step[0] for step in steps(streams(texts, 1, batch=1), 20)]
     row = lane_rows(first) + lane_rows(second)[1:]
@@ -294,8 +294,7 @@ def test_fewer_documents_than_lanes(tmp_path, caplog):
     assert steps(streams(tmp_path, 4, batch=8), 10) == one
     resumed, run = streams(tmp_path, 2, batch=8), streams(tmp_path, 1, batch=8)
     steps(run, 6)
-    for stream in resumed:
-        stream.load_state_dict(saved(run))
+    resume(resumed, saved(run))
     assert steps(resumed, 4) == one[6:]
 
 
@@ -392,8 +391,7 @@ def test_synthetic_tokens_are_a_function_of_the_seed():
     assert steps(streams("synthetic", 1, seq_len=3000, seed=9), 3) != one
     run = streams("synthetic", 2, seq_len=3000)
     steps(run, 2)
-    resumed = streams("synthetic", 1, seq_len=3000)
-    resumed[0].load_state_dict(saved(run))
+    resumed = resume(streams("synthetic", 1, seq_len=3000), saved(run))
     assert steps(resumed, 1) == one[2:]
     assert {*range(256)} <= {token for sample in one[0] for token in sample} <= {*range(258)}
 
@@ -451,27 +449,12 @@ def test_unigram_loss_is_the_entropy(tmp_path):
     assert unigram_loss(source, tokenizer, max_tokens=4000) == pytest.approx(np.log(4))
 
 
-def group_streams(path, group, **settings):
-    """The two ranks of one of two replica groups; together they have a global batch of 8."""
-    return [
-        build_stream(
-            DataConfig(dataset=str(path), num_workers=0, **settings),
-            load_tokenizer(None),
-            seed=3,
-            seq_len=SEQ_LEN,
-            local_batch_size=2,
-            accumulation=1,
-            rank=2 * group + rank,
-            ranks=4,
-            groups=2,
-        )
-        for rank in range(2)
-    ]
-
-
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_a_group_that_is_lost_leaves_its_lanes_and_finds_them_again(texts, lanes):
-    here, away = (group_streams(texts, group, lanes=lanes) for group in range(2))
+    def group(number):
+        return streams(texts, 4, batch=8, groups=2, lanes=lanes)[2 * number : 2 * number + 2]
+
+    here, away = group(0), group(1)
     served = {lane: [] for lane in range(lanes)}
 
     def step(number, *of):
@@ -491,7 +474,7 @@ def test_a_group_that_is_lost_leaves_its_lanes_and_finds_them_again(texts, lanes
         step(number, (0, here))
     states = [stream.state_dict() for stream in here]
     assert len(merge_states(states)["lanes"]) == lanes
-    back = group_streams(texts, 1, lanes=lanes)
+    back = group(1)
     for stream, state in zip(back, states, strict=True):
         stream.load_peer_state(state)
     for number in range(11, 20):
@@ -513,3 +496,79 @@ def test_a_step_can_be_unread(texts):
     expected = [rows(next(stream)) for _ in range(2)]
     stream.load_peer_state(before)
     assert [rows(next(stream)) for _ in range(2)] == expected
+
+
+def hash_of(samples, first=0):
+    hashes = [
+        xxhash.xxh3_64_intdigest(np.array(tokens, "<i4").tobytes(), seed=number)
+        for number, tokens in enumerate(samples, first)
+    ]
+    return f"{sum(hashes) % 2**64:016x}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_hash_is_that_of_tokenized_samples_too(tmp_path, ranks):
+    shards = write_shards(tmp_path / "shards", drawn_documents(50))
+    of = token_streams(DataConfig(dataset=str(shards), num_workers=ranks - 1), ranks)
+    samples = token_shards.rows(of, 6)
+    state = saved(of)
+    assert state["hash"] == hash_of(samples)
+    resumed = resume(token_streams(DataConfig(dataset=str(shards)), 2), state)
+    assert saved(resumed)["hash"] == hash_of(samples)
+    samples += token_shards.rows(resumed, 2)
+    assert saved(resumed)["hash"] == hash_of(samples)
+    for stream in (*of, *resumed):
+        stream.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(1, {}), (2, {"num_workers": 2}), (4, {}), (2, {"accumulation": 2}), (1, {"lanes": 8})],
+    ids=str,
+)
+def test_the_hash_is_the_sum_over_samples_by_their_number(texts, ranks, settings):
+    of = streams(texts, ranks, batch=4, **settings)
+    read = steps(of, 3, settings.get("accumulation", 1))
+    samples = [sample for step in read for sample in step]
+    assert saved(of)["hash"] == hash_of(samples)
+    assert hash_text(sum(stream.hash.term or 0 for stream in of)) == hash_of(samples)
+    for stream in of:
+        stream.close()
+
+
+def test_a_resumed_run_continues_the_hash_on_other_ranks_and_lengths(texts):
+    of = streams(texts, 2)
+    before = [sample for step in steps(of, 2) for sample in step]
+    state = saved(of)
+    resumed = resume(streams(texts, 4, seq_len=24), state)
+    after = [sample for step in steps(resumed, 2) for sample in step]
+    one, other = int(hash_of(before), 16), int(hash_of(after, first=len(before)), 16)
+    assert saved(resumed)["hash"] == hash_text(one + other)
+
+
+def test_the_hash_is_unknown_after_a_checkpoint_without_it(texts):
+    (stream,) = streams(texts, 1)
+    steps([stream], 2)
+    state = saved([stream])
+    del state["hash"]
+    stream.load_state_dict(state)
+    steps([stream], 1)
+    assert stream.hash.term is None
+    assert saved([stream])["hash"] is None
+
+
+def test_the_hash_starts_over_where_the_stream_does(texts):
+    (stream,) = streams(texts, 1)
+    steps([stream], 2)
+    stream.rewind()
+    read = steps([stream], 1)[0]
+    assert saved([stream])["hash"] == hash_of(read)
+    stream.skip(8)
+    read = steps([stream], 1)[0]
+    assert saved([stream])["hash"] == hash_of(read, first=8)
+
+
+def test_copies_of_a_data_rank_count_once():
+    first = {"before": hash_text(5), "ranks": {"0": 2**63}}
+    other = {"before": hash_text(5), "ranks": {"1": 2**63 + 1}}
+    assert merged_hash([first, first, other, other]) == hash_text(6)

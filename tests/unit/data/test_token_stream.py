@@ -1,7 +1,6 @@
 """The stream of tokenized sources: one order on any layout, mixtures, stages, exact resume."""
 
 import itertools
-import json
 import re
 from fractions import Fraction
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.token_shards import drawn_documents, rows, saved, token_streams, write_shards
+from tests.token_shards import drawn_documents, resume, rows, saved, token_streams, write_shards
 from torchtitan.config import ConfigError
 from torchtitan.data.settings import DataConfig, SourceConfig, StageConfig
 from torchtitan.data.tokens import sample_reader as reader
@@ -101,10 +100,9 @@ def test_a_resume_with_other_ranks_and_batches_is_exact(tmp_path, ranks, batch):
     session, begin = token_streams(config, 2), 0
     for end in (1, 3, 4, 9, 11):
         assert rows(session, end - begin) == whole[4 * begin : 4 * end]
-        state, begin = json.loads(json.dumps(saved(session))), end
+        state, begin = saved(session), end
         after, session = token_streams(config, ranks, batch=batch), token_streams(config, 2)
-        for stream in (*after, *session):
-            stream.load_state_dict(state)
+        resume((*after, *session), state)
         count = (18 - end) * 4 // batch
         assert rows(after, count) == whole[4 * end : 4 * end + count * batch]
         assert saved(after)["samples"] == 4 * end + count * batch
@@ -120,9 +118,7 @@ def test_ranks_that_accumulate_share_the_samples_of_a_step(tmp_path):
 
     before = token_streams(config, 2, batch=8, accumulation=2)
     assert [row for _ in range(3) for row in step(before)] == whole[:24]
-    after = token_streams(config, 4, batch=8, accumulation=2)
-    for stream in after:
-        stream.load_state_dict(saved(before))
+    after = resume(token_streams(config, 4, batch=8, accumulation=2), saved(before))
     assert [row for _ in range(2) for row in step(after)] == whole[24:]
 
 
@@ -132,8 +128,7 @@ def test_a_resume_with_another_sequence_length_continues_at_the_next_token(shard
     tokens = list(itertools.chain(*(row[:-1] for row in rows([whole], 12))))
     [before] = token_streams(config, 1)
     rows([before], 5)
-    [after] = token_streams(config, 1, seq_len=24)
-    after.load_state_dict(saved([before]))
+    [after] = resume(token_streams(config, 1, seq_len=24), saved([before]))
     assert list(itertools.chain(*(row[:-1] for row in rows([after], 4)))) == tokens[320:704]
 
 
@@ -221,8 +216,7 @@ def test_a_run_of_an_earlier_version_continues_its_order(shards):
     rows([before], 3)
     state = saved([before])
     assert "order" not in state["identity"]
-    [after] = token_streams(single(shards), 1)
-    after.load_state_dict(state)
+    [after] = resume(token_streams(single(shards), 1), state)
     assert rows([after], 5) == expected[12:]
     assert "order" not in saved([after])["identity"]
 
@@ -261,8 +255,7 @@ def test_a_changed_source_is_refused_unless_it_is_accepted(tmp_path):
     changed = "it has changed since the checkpoint (its content was"
     with pytest.raises(ConfigError, match=re.escape(changed)):
         token_streams(single(other), 1)[0].load_state_dict(saved(before))
-    [stream] = token_streams(single(other, accept_changes=True), 1)
-    stream.load_state_dict(saved(before))
+    [stream] = resume(token_streams(single(other, accept_changes=True), 1), saved(before))
     assert len(rows([stream], 1)) == 4
 
 
@@ -301,8 +294,7 @@ def test_a_lost_replica_group_leaves_its_samples_and_finds_them_again(tmp_path):
         step(here, back)
     assert saved(here)["samples"] == saved(back)["samples"] == 5 * 8 + 2 * 4
     # A run without groups first reads what is left behind, then continues.
-    [alone] = token_streams(config, 1, batch=4)
-    alone.load_state_dict(json.loads(json.dumps(saved(here))))
+    [alone] = resume(token_streams(config, 1, batch=4), saved(here))
     assert (saved([alone])["pending"], saved([alone])["next"]) == (
         [number for step in (5, 6) for number in range(8 * step + 4, 8 * step + 8)],
         56,
@@ -318,8 +310,7 @@ def test_amounts_are_those_of_the_rest_of_a_resumed_run(tmp_path):
     rows(before, 12)
     taken = saved(before)["sources"][0]["tokens"]
     # At twice the length, the rest of the run has more tokens than a new run of 16 steps.
-    [after] = token_streams(config, 1, seq_len=32, steps=16)
-    after.load_state_dict(saved(before))
+    [after] = resume(token_streams(config, 1, seq_len=32, steps=16), saved(before))
     rows([after], 4)
     [first, _] = saved([after])["sources"]
     assert taken < first["tokens"] <= 16 * 40
