@@ -33,7 +33,7 @@ PART = 8 * 2**20
 """Bytes per request; a longer range is read by several at once."""
 AT_ONCE = 8
 """Number of concurrent requests, if the filesystem supports them."""
-HOPELESS = (*(FileExistsError, PermissionError, ImportError, ValueError, NotImplementedError),)
+HOPELESS = (FileExistsError, PermissionError, ImportError, ValueError, NotImplementedError)
 """Errors that a retry would raise again."""
 
 

@@ -156,7 +156,9 @@ class Collator(Stateless):
             batch = batch.pin(self._device)
         parts = [sample for sample in samples if hasattr(sample, "padding")]  # of documents
         return Served(
-            *(batch, samples, hashes),
+            batch,
+            samples,
+            hashes,
             inputs=sum(len(sample.tokens) - 1 for sample in parts),
             padding=sum(sample.padding for sample in parts),
             cut=sum(sample.cut for sample in parts),

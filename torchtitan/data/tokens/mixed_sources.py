@@ -124,16 +124,20 @@ def _open_shards(
     found = shards_of(config)
     if found is None:
         return None
-    cache = location(config.cache) if config.cache else None
+    path, format = found
     documents = open_tokens(
-        *(*found, tokenizer, min(vocab_size, tokenizer.vocab_size), cache),
+        path,
+        format,
+        tokenizer,
+        min(vocab_size, tokenizer.vocab_size),
+        location(config.cache) if config.cache else None,
         shuffle_window=config.shuffle_window,
         cache_limit=config.cache_limit,
     )
     made_by = documents.description.tokenizer
     if made_by not in (None, tokenizer.fingerprint):
         raise ConfigError(
-            f"{found[0]}: its tokens were made by another tokenizer, {made_by}, and "
+            f"{path}: its tokens were made by another tokenizer, {made_by}, and "
             f"model.tokenizer_path is {tokenizer.fingerprint}; set it to the same"
         )
     return documents

@@ -62,45 +62,41 @@ class RawFormat(TokenFormat):
     def tables(self, path: Path, tokenizer: Tokenizer) -> Iterator[ShardTable]:
         settings = self.resolved(tokenizer)
         for file in self.files(path):
-            yield _table(
-                *(root_of(path), file, str(settings.dtype), settings.end),
-                is_set=self.dtype is not None,
-            )
+            yield self._table(root_of(path), file, str(settings.dtype), settings.end)
 
-
-def _table(root: Path, file: Path, dtype: str, end: int | None, *, is_set: bool) -> ShardTable:
-    with file.open("rb") as stream:
-        first_bytes = stream.read(8)
-    header, rows = 0, None
-    if theirs := LLM_C_DTYPES.get(first_bytes):
-        if is_set and dtype != theirs:
-            raise damaged(file, 0, f"its header says {theirs}, and the recipe {dtype}")
-        header, dtype = 1024, theirs
-        logger.info("data: %s has a header of llm.c, %s; it is used", file, dtype)
-    if first_bytes.startswith(MAGIC):
-        array = _open_npy(file)
-        if is_set and dtype != array.dtype.name:
-            message = f"its header says {array.dtype}, and the recipe {dtype}; remove `dtype`"
-            raise damaged(file, 0, message)
-        header, dtype, rows = array.offset, array.dtype.name, array.shape
-        logger.info("data: %s has a header of NumPy, %s %s; it is used", file, dtype, rows)
-    itemsize = np.dtype(dtype).itemsize
-    size = file.stat().st_size - header
-    if not size:
-        raise damaged(file, header, "it has no tokens; remove it")
-    if size % itemsize:
-        message = f"{size:,} bytes are no multiple of {itemsize}, the bytes of {dtype}"
-        raise damaged(file, header + size // itemsize * itemsize, message)
-    spans = in_its_case(file.with_suffix(".csv.gz"))
-    if rows is not None and len(rows) == 2:
-        ends = np.arange(rows[0] + 1, dtype=np.int64) * rows[1]
-        starts, ends = ends[:-1], ends[1:]
-    elif spans.is_file():
-        starts, ends = _read_spans(spans, size // itemsize, dtype)
-    else:
-        ends = _find_ends(file, header, dtype, end)
-        starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
-    return shard_table(root, file, dtype, header + starts * itemsize, ends - starts)
+    def _table(self, root: Path, file: Path, dtype: str, end: int | None) -> ShardTable:
+        with file.open("rb") as stream:
+            first_bytes = stream.read(8)
+        header, rows = 0, None
+        if theirs := LLM_C_DTYPES.get(first_bytes):
+            if self.dtype and dtype != theirs:
+                raise damaged(file, 0, f"its header says {theirs}, and the recipe {dtype}")
+            header, dtype = 1024, theirs
+            logger.info("data: %s has a header of llm.c, %s; it is used", file, dtype)
+        if first_bytes.startswith(MAGIC):
+            array = _open_npy(file)
+            if self.dtype and dtype != array.dtype.name:
+                message = f"its header says {array.dtype}, and the recipe {dtype}; remove `dtype`"
+                raise damaged(file, 0, message)
+            header, dtype, rows = array.offset, array.dtype.name, array.shape
+            logger.info("data: %s has a header of NumPy, %s %s; it is used", file, dtype, rows)
+        itemsize = np.dtype(dtype).itemsize
+        size = file.stat().st_size - header
+        if not size:
+            raise damaged(file, header, "it has no tokens; remove it")
+        if size % itemsize:
+            message = f"{size:,} bytes are no multiple of {itemsize}, the bytes of {dtype}"
+            raise damaged(file, header + size // itemsize * itemsize, message)
+        spans = in_its_case(file.with_suffix(".csv.gz"))
+        if rows is not None and len(rows) == 2:
+            ends = np.arange(rows[0] + 1, dtype=np.int64) * rows[1]
+            starts, ends = ends[:-1], ends[1:]
+        elif spans.is_file():
+            starts, ends = _read_spans(spans, size // itemsize, dtype)
+        else:
+            ends = _find_ends(file, header, dtype, end)
+            starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
+        return shard_table(root, file, dtype, header + starts * itemsize, ends - starts)
 
 
 def _open_npy(file: Path) -> Any:
