@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torchtitan.config import ConfigError, local_path
+from torchtitan.data.order import SinglePass
 from torchtitan.data.settings import DATASETS, DataConfig
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import ByteTokenizer, TiktokenTokenizer
@@ -92,10 +93,8 @@ def train_tokenizer(
 
 
 def _one_epoch(config: DataConfig, seed: int) -> Iterator[str]:
-    source = open_source(config, ByteTokenizer(), seed=seed)
+    source = SinglePass(open_source(config, ByteTokenizer(), seed=seed))
     for document in source.read({0: None}, 1)[0]:
-        if source.epoch(document.position):
-            return
         if not isinstance(document.content, str):
             raise ConfigError(f"the data set {config.dataset!r} has no text to train on")
         yield document.content

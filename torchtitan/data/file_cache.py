@@ -226,13 +226,13 @@ def _trim(cache: Path, limit: int) -> None:
 
 
 def fetch(
-    remote: Path, size: int, file: Path, make_room: Callable[[BinaryIO], None] | None = None
+    remote: Path, size: int, file: Path, reserve: Callable[[BinaryIO], None] | None = None
 ) -> None:
     """Fetch a remote file, unless another process has just done so.
 
     Args:
         size: bytes that it must have.
-        make_room: called with the empty file.
+        reserve: called with the empty file.
 
     Raises:
         ConfigError: if it is gone, has another size, or the disk is full.
@@ -248,8 +248,8 @@ def fetch(
             return
         undo.callback(unfinished.unlink, missing_ok=True)
         os.ftruncate(descriptor, 0)
-        if make_room is not None:
-            make_room(target)
+        if reserve is not None:
+            reserve(target)
         _fetch_into(target, remote, size)
         unfinished.rename(file)
 
@@ -307,9 +307,9 @@ class FileCache:
                     os.utime(file.fileno())  # the time of its last use
                     return file
                 file.close()
-            fetch(self.root / name, size, copy, lambda target: self._make_room(target, size))
+            fetch(self.root / name, size, copy, lambda target: self._reserve(target, size))
 
-    def _make_room(self, target: BinaryIO, size: int) -> None:
+    def _reserve(self, target: BinaryIO, size: int) -> None:
         """Delete the least recently used copies if all, and a new one, would exceed the limit."""
         with locked(self.cache / "files"):
             os.ftruncate(target.fileno(), size)  # so that other processes count it

@@ -234,10 +234,10 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
     """
     if found := [p.within("data") for p in config.problems(Context())]:
         raise RecipeError(f"{p.path}: {p.message}" for p in found)
-    description = DATASETS.get(config.dataset, Dataset("local", "files given by their path"))
     if (path := path_of(config)) is not None:
-        source = _open_local(_on_disk(path, config), description, config, seed)
+        source = _open_local(_on_disk(path, config), config, seed)
     else:
+        description = DATASETS[config.dataset]
         source = SOURCES[description.kind](description, config, tokenizer, seed)
         check_protocol(source, Source, f"the source {description.kind}", optional="advice")
     if config.validation_fraction and "validation_fraction" not in source.identity:
@@ -284,7 +284,7 @@ def check_local(config: DataConfig) -> None:
         if not path.exists():
             raise ConfigError(f"{path}: there is no such file or folder")
         return
-    files, kind = find_files(path, _format(DATASETS.get(config.dataset)))
+    files, kind = _files_of(config, path)
     if kind == "compressed" and config.validation_fraction:
         raise ConfigError(f"{NO_PART} (data.validation_fraction); decompress the files")
     check_files(path, files, kind, config)
@@ -306,13 +306,14 @@ def stamps(config: DataConfig) -> list[Stamp]:
         return []
     if isinstance(path, RemotePath):
         return [[name, *found] for name, found in sorted(path.tree().items())]
-    files, _ = find_files(path, _format(DATASETS.get(config.dataset)))
+    files, _ = _files_of(config, path)
     return stamps_of([file.resolve() for file in files], path)
 
 
-def _format(description: Dataset | None) -> str | None:
-    """Return the kind of the files, if the data set determines it."""
-    return description.kind if description and description.kind in FORMATS else None
+def _files_of(config: DataConfig, path: Path) -> tuple[list[Path], str]:
+    """Find the files at `path`, and their kind, which the data set may determine."""
+    named = DATASETS.get(config.dataset)
+    return find_files(path, named.kind if named and named.kind in FORMATS else None)
 
 
 def _on_disk(path: Path, config: DataConfig) -> Path:
@@ -323,8 +324,8 @@ def _on_disk(path: Path, config: DataConfig) -> Path:
     return fetch_all(path, cache_folder(path, cache), int(config.cache_limit * GIB))
 
 
-def _open_local(path: Path, description: Dataset, config: DataConfig, seed: int) -> Source:
-    files, kind = find_files(path, _format(description))
+def _open_local(path: Path, config: DataConfig, seed: int) -> Source:
+    files, kind = _files_of(config, path)
     if kind == "compressed":
         fingerprint = fingerprint_files(files, path if path.is_dir() else path.parent)
         lines = CompressedLines(files, config.text_key)

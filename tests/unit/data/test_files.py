@@ -100,30 +100,44 @@ def test_a_wrong_line_of_a_compressed_file_has_its_number(tmp_path):
         texts(source(path), 2)
 
 
+KINDS = "several kinds: "
+OVER_LINES = r"a\.json:1: .*; wanted JSON Lines, an? .*object on"
+PACKED = "compressed text is not supported"
+TAR = b"a.txt\0\0\0\0some text\n" * 20
+
+
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("content", "dataset", "message"),
     [
-        (["a.jsonl", "b.txt"], r"several kinds: jsonl \(a\.jsonl\) and text \(b\.txt\); choose"),
-        (["a.jsonl", "b.jsonl.gz"], r"several kinds: compressed \(b\.jsonl\.gz\) and jsonl"),
-        (["a.jsonl", "b.parquet"], r"several kinds: jsonl .* and parquet"),
-        (["a.txt.gz"], r"a\.txt\.gz: compressed text is not supported"),
+        ({"a.jsonl": LINES, "b.txt": LINES}, None, KINDS + r"jsonl \(a\.jsonl\) and text \(b\.t"),
+        ({"a.jsonl": LINES, "b.jsonl.gz": LINES}, None, KINDS + r"compressed \(b.* and jsonl"),
+        ({"a.jsonl": LINES, "b.parquet": LINES}, None, KINDS + "jsonl .* and parquet"),
+        ({"a.jsonl": LINES, "b.jsonl.gz": LINES}, "jsonl", r"plain and compressed \(b\.jsonl\.g"),
+        ({"a.txt.gz": LINES}, None, rf"a\.txt\.gz: {PACKED}"),
+        *(
+            ({f"a{suffix}": TAR}, kind, rf"a\{suffix}: {PACKED}")
+            for suffix in (".gz", ".bz2", ".tar", ".tgz", ".ZIP")
+            for kind in (None, "text")
+        ),
+        ({"a.json": b'[\n  {"text": "a"},\n  {"text": "b"}\n]\n'}, None, OVER_LINES),
+        ({"a.json": b'{\n  "text": "a"\n}\n'}, None, OVER_LINES),
+        ({"a.json": b'[{"text": "a"}]\n'}, None, OVER_LINES),
+        ({"a.txt": b"fine\nfine\n\xe9t\xe9\n"}, None, r"a\.txt:3: not UTF-8 text \(.* 0xe9\)$"),
+        ({"a.txt": "é".encode()[:1]}, None, r"a\.txt:1: not UTF-8 text \(unexpected end"),
+        ({"a.txt": "text".encode("utf-16")}, None, r"a\.txt:1: .*; is it UTF-16\?"),
+        ({"a.jsonl": LINES + b'{"text": "\xe9"}\n'}, None, r"a\.jsonl:21: not UTF-8 text"),
+        ({"a.jsonl": b""}, None, "holds no documents"),
+        ({"a.parquet": b"PAR1"}, None, r"a\.parquet: not a Parquet file"),
     ],
 )
-def test_a_folder_of_several_kinds(names, message, tmp_path):
-    for name in names:
-        (tmp_path / name).write_bytes(LINES)
-    with pytest.raises(ConfigError, match=message):
-        source(tmp_path)
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".tar", ".tgz", ".ZIP"])
-@pytest.mark.parametrize("kind", [None, "text"])
-def test_packed_text_is_refused(suffix, kind, tmp_path):
-    """By itself and in a folder; the bytes of a tar archive would pass for text."""
-    (tmp_path / f"a{suffix}").write_bytes(b"a.txt\0\0\0\0some text\n" * 20)
-    for path in (tmp_path / f"a{suffix}", tmp_path):
-        with pytest.raises(ConfigError, match=rf"a\{suffix}: compressed text is not supported"):
-            source(path, kind)
+def test_what_cannot_be_read_is_refused_in_a_folder_and_by_itself(
+    content, dataset, message, tmp_path
+):
+    for name, written in content.items():
+        (tmp_path / name).write_bytes(written)
+    for path in (tmp_path, *([tmp_path / name] if len(content) == 1 else [])):
+        with pytest.raises(ConfigError, match=message):
+            source(path, dataset)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -145,47 +159,11 @@ def test_what_is_said_of_data_beside_it_is_no_data(tmp_path):
     assert len(set(texts(source(tmp_path), 20))) == 20
 
 
-def test_a_named_kind_is_not_read_by_half(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(LINES)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES))
-    with pytest.raises(ConfigError, match=r"both plain and compressed \(b\.jsonl\.gz\)"):
-        source(tmp_path, "jsonl")
-
-
-@pytest.mark.parametrize(
-    "content",
-    ['[\n  {"text": "a"},\n  {"text": "b"}\n]\n', '{\n  "text": "a"\n}\n', '[{"text": "a"}]\n'],
-)
-def test_json_over_several_lines(content, tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"a\.json:1: .*; wanted JSON Lines, an? .*object on"):
-        source(path)
-
-
 def test_a_byte_order_mark_is_no_text(tmp_path):
     for name, content in {"a.jsonl": LINES, "a.txt": b"some text\n"}.items():
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
         (text,) = texts(source(tmp_path / name), 1)
         assert not text.startswith("\ufeff")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"fine\nfine\n\xe9t\xe9\n", r"a\.txt:3: not UTF-8 text \(.* 0xe9\)$"),
-        ("a.txt", "é".encode()[:1], r"a\.txt:1: not UTF-8 text \(unexpected end"),
-        ("a.txt", "text".encode("utf-16"), r"a\.txt:1: .*; is it UTF-16\?"),
-        ("a.jsonl", LINES + b'{"text": "\xe9"}\n', r"a\.jsonl:21: not UTF-8 text"),
-        ("a.jsonl", b"", r"a\.jsonl holds no documents"),
-        ("a.parquet", b"PAR1", r"a\.parquet: not a Parquet file"),
-    ],
-)
-def test_what_is_no_text(name, content, message, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
-        source(path)
 
 
 @pytest.mark.parametrize("command", [["check"], ["train"]])

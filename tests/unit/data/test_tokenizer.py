@@ -70,20 +70,48 @@ def test_pieces_join_to_the_text_and_bound_every_run():
     assert pieces == ["aaa", "aaa", "a   ", "  bc dbc d", "bc d"]
 
 
-@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "trained"])
-def test_round_trip_of_every_text(kind, tmp_path):
+TEXTS = [
+    "",
+    " ",
+    "plain words, 12345 and  two blanks\n\n\tand a tab ",
+    " begins with a blank",
+    "Größe, naïve, e\u0301 and \u00e9: one letter, two ways to write it",
+    "漢字かな交じり文 عربي हिन्दी",
+    "👩‍👩‍👧‍👦🏳️‍🌈 \U0010ffff \x00\x7f\u200b\u2028\ufeff",
+    "\u00a0\u3000 blanks of other kinds \r\n",
+    "spelled out: <|begin_of_text|><|end_of_text|><|eot_id|> and [MASK] </s>",
+    "\ufb01 \uff46\uff55\uff4c\uff4c \u00bd \u212b \u210c have shorter forms",
+    "x" * 1000 + " " * 1000,
+]
+
+
+def tokenizer_of(kind, folder):
+    if kind == "bytes":
+        return load_tokenizer(None)
     if kind == "tiktoken":
-        path = str(write_tiktoken(tmp_path / "tokenizer.model"))
-    elif kind == "trained":
-        train_bpe(["the cat the dog"] * 9, 270, tmp_path / "tokenizer.json")
-        path = str(tmp_path)
-    tokenizer = load_tokenizer(None if kind == "bytes" else path)
+        return load_tokenizer(str(write_tiktoken(folder / "tokenizer.model")))
+    data = folder / "texts.txt"
+    data.write_text("\n".join(TEXTS[2:]).replace("\x00", ""))
+    output = folder / "tokenizer.json"
+    words = ["--dataset", str(data), "--vocab-size", "400", "--output", str(output)]
+    assert cli.main(["tokenizer", "train", *words]) == 0
+    return load_tokenizer(str(output))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "trained"])
+def test_every_text_comes_back_and_its_tokens_have_its_bytes(kind, tmp_path):
+    tokenizer = tokenizer_of(kind, tmp_path)
+    counts = tokenizer.byte_counts()
+    assert len(counts) == tokenizer.vocab_size
     assert tokenizer.bos is not None
-    for text in TRICKY:
+    assert counts[tokenizer.bos] == counts[tokenizer.eos] == 0
+    for text in (*TRICKY, *TEXTS):
         tokens = tokenizer.encode(text)
         assert tokenizer.decode(tokens) == text
         assert not {tokenizer.bos, tokenizer.eos}.intersection(tokens)
         assert max(tokens, default=0) < tokenizer.vocab_size
+        assert sum(counts[token] for token in tokens) == len(text.encode()), repr(text[:40])
+    assert kind == "bytes" or max(counts) > 1
     end = tokenizer.decode([tokenizer.bos, *tokenizer.encode("hi"), tokenizer.eos])
     assert end == "<|begin_of_text|>hi<|end_of_text|>"
 
@@ -111,13 +139,6 @@ def test_folders_are_searched_in_order(tmp_path):
     assert load_tokenizer(str(tmp_path)).fingerprint.startswith("huggingface:")
     with pytest.raises(ConfigError, match=r"no tokenizer at .*missing"):
         load_tokenizer(str(tmp_path / "missing"))
-
-
-def test_not_a_tiktoken_file(tmp_path):
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(b"YQ== 0\n\x0a\x0esentencepiece\n")
-    with pytest.raises(ConfigError, match=r"tokenizer\.model:2: not a line of a tiktoken file"):
-        load_tokenizer(str(path))
 
 
 def hugging_face(folder, words, **config):
@@ -260,17 +281,21 @@ def test_a_bos_that_there_is_not_matters_where_it_is_asked_for(tmp_path):
         assert bool(list(problems_of_task(job))) == add_bos
 
 
-def test_a_tiktoken_file_of_nothing(tmp_path):
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(ConfigError, match=r"tokenizer\.model: a tiktoken file without any token"):
-        load_tokenizer(str(tmp_path))
-
-
-def test_hugging_face_without_an_end_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot tell which token ends a document"):
-        load_tokenizer(str(hugging_face(tmp_path, ["?", "a"])))
-    (tmp_path / "tokenizer.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"not a Hugging Face tokenizer\.json"):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model", b"YQ== 0\n\x0a\x0esentencepiece\n", r"model:2: not a line of a tiktoken file"),
+        ("model", b"", r"tokenizer\.model: a tiktoken file without any token"),
+        ("json", b"[]", r"not a Hugging Face tokenizer\.json"),
+        ("json", None, "cannot tell which token ends a document"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_refused(name, content, message, tmp_path):
+    hugging_face(tmp_path, ["?", "a"])
+    if content is not None:
+        (tmp_path / "tokenizer.json").unlink()
+        (tmp_path / f"tokenizer.{name}").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
         load_tokenizer(str(tmp_path))
 
 
@@ -301,55 +326,9 @@ def test_training_mistakes(tmp_path):
         train_bpe(["a"], 257, tmp_path / "tokenizer.json")
     with pytest.raises(ConfigError, match="'synthetic' has no text"):
         train_tokenizer("synthetic", None, 300, str(tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-def test_training_on_images_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--dataset: got scenes, which holds images; .*c4"):
         train_tokenizer("scenes", None, 300, str(tmp_path))
-
-
-TEXTS = [
-    "",
-    " ",
-    "plain words, 12345 and  two blanks\n\n\tand a tab ",
-    " begins with a blank",
-    "Größe, naïve, e\u0301 and \u00e9: one letter, two ways to write it",
-    "漢字かな交じり文 عربي हिन्दी",
-    "👩‍👩‍👧‍👦🏳️‍🌈 \U0010ffff \x00\x7f\u200b\u2028\ufeff",
-    "\u00a0\u3000 blanks of other kinds \r\n",
-    "spelled out: <|begin_of_text|><|end_of_text|><|eot_id|> and [MASK] </s>",
-    "\ufb01 \uff46\uff55\uff4c\uff4c \u00bd \u212b \u210c have shorter forms",
-    "x" * 1000 + " " * 1000,
-]
-
-
-def tokenizer_of(kind, folder):
-    if kind == "bytes":
-        return load_tokenizer(None)
-    if kind == "tiktoken":
-        return load_tokenizer(str(write_tiktoken(folder / "tokenizer.model")))
-    data = folder / "texts.txt"
-    data.write_text("\n".join(TEXTS[2:]).replace("\x00", ""))
-    output = folder / "tokenizer.json"
-    words = ["--dataset", str(data), "--vocab-size", "400", "--output", str(output)]
-    assert cli.main(["tokenizer", "train", *words]) == 0
-    return load_tokenizer(str(output))
-
-
-@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "trained"])
-def test_bytes_of_the_tokens_add_up_to_those_of_the_text(kind, tmp_path):
-    tokenizer = tokenizer_of(kind, tmp_path)
-    counts = tokenizer.byte_counts()
-    assert len(counts) == tokenizer.vocab_size
-    assert counts[tokenizer.eos] == 0
-    assert tokenizer.bos is not None
-    assert counts[tokenizer.bos] == 0
-    for text in TEXTS:
-        tokens = tokenizer.encode(text)
-        assert sum(counts[token] for token in tokens) == len(text.encode()), repr(text)
-    if kind != "bytes":
-        assert max(counts) > 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_characters_of_bytes_are_those_of_the_library():

@@ -68,10 +68,10 @@ class RawFormat(TokenFormat):
         with file.open("rb") as stream:
             first_bytes = stream.read(8)
         header, rows = 0, None
-        if theirs := LLM_C_DTYPES.get(first_bytes):
-            if self.dtype and dtype != theirs:
-                raise damaged(file, 0, f"its header says {theirs}, and the recipe {dtype}")
-            header, dtype = 1024, theirs
+        if header_dtype := LLM_C_DTYPES.get(first_bytes):
+            if self.dtype and dtype != header_dtype:
+                raise damaged(file, 0, f"its header says {header_dtype}, and the recipe {dtype}")
+            header, dtype = 1024, header_dtype
             logger.info("data: %s has a header of llm.c, %s; it is used", file, dtype)
         if first_bytes.startswith(MAGIC):
             array = _open_npy(file)

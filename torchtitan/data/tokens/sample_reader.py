@@ -113,19 +113,19 @@ def _divided(whole: Pieces, seq_len: int) -> Pieces:
     return Pieces(whole.documents[source], whole.firsts[source] + offsets, counts)
 
 
-def _best_fit(counts: Numbers, room: int) -> Numbers:
-    """Return the row of each piece; `counts` are descending, and none is over `room`.
+def _best_fit(counts: Numbers, row_size: int) -> Numbers:
+    """Return the row of each piece; `counts` are descending, and none is over `row_size`.
 
     Pieces of one length are handled together: the row that is best for the first is best for the
-    next as long as it has room.
+    next as long as it has space.
     """
     found, repeats = np.unique(-counts, return_counts=True)
     shortest = -int(found[-1]) if len(found) else 0
     opened = 0
     base = len(counts)
-    free: list[int] = []  # room * base + row, ascending
+    free: list[int] = []  # space * base + row, ascending
     rows: list[int] = []
-    taken: list[int] = []
+    placed: list[int] = []
     for count, repeat in zip((-found).tolist(), repeats.tolist(), strict=True):
         left = repeat
         while left:
@@ -133,16 +133,16 @@ def _best_fit(counts: Numbers, room: int) -> Numbers:
             if best < len(free):
                 space, row = divmod(free.pop(best), base)
             else:
-                space, row = room, opened
+                space, row = row_size, opened
                 opened += 1
-            take = min(left, space // count)
+            fitting = min(left, space // count)
             rows.append(row)
-            taken.append(take)
-            left -= take
-            space -= take * count
+            placed.append(fitting)
+            left -= fitting
+            space -= fitting * count
             if space >= shortest:
                 insort(free, space * base + row)
-    return np.repeat(np.array(rows, np.int64), taken)
+    return np.repeat(np.array(rows, np.int64), placed)
 
 
 BLOCK = 8192

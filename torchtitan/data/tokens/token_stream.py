@@ -123,7 +123,7 @@ class TokenStream(BatchStream):
         self._once = once
         self._open_readers(ORDER)
         self._lock = threading.Lock()
-        self._told: dict[str, int] = {}  # complete epochs that were logged, by source
+        self._reported_epochs: dict[str, int] = {}  # by source
         self.rewind()
 
     def _open_readers(self, order: int | str) -> None:
@@ -603,8 +603,8 @@ class TokenStream(BatchStream):
         for source, total in zip(self._sources, totals, strict=True):
             epochs = total.tokens / source.documents.tokens
             row |= {f"tokens/{source.name}": total.tokens, f"epochs/{source.name}": epochs}
-            if epochs >= self._told.get(source.name, 0) + 1:
-                self._told[source.name] = int(epochs)
+            if epochs >= self._reported_epochs.get(source.name, 0) + 1:
+                self._reported_epochs[source.name] = int(epochs)
                 if not self._rank:
                     logger.info("data: %s is read again, after %d epochs", source.name, epochs)
         return row
