@@ -50,7 +50,7 @@ from tests.test_house import LAYERS
 from tests.tiers import tiers
 from torchtitan import __version__
 from torchtitan.checks import load_job
-from torchtitan.cluster import launcher, train_command
+from torchtitan.cluster import launcher
 from torchtitan.config import ConfigError, print_error, split_recipe
 from torchtitan.config.flags import all_sections
 from torchtitan.config.other_names import OLD_KEYS
@@ -242,7 +242,7 @@ def run(command, starts_torchrun):
         case ["./scripts/test", *arguments]:
             return collect(*arguments)
         case ["torchtitan", "train", *flags] | ["python", "-m", "torchtitan.train", *flags]:
-            train_command.start = only_check
+            launcher.start = only_check
             return cli.main(["train", *(flags if "--processes" in flags else small(flags))])
         case ["torchtitan", "compare" | "verify-parallelism" | "verify-resume", *arguments]:
             is_run = "--check" not in arguments

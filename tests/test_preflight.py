@@ -18,8 +18,8 @@ from tests.ranks import run_ranks
 from tests.test_elastic import started
 from tests.test_launch import RECIPE, ROOT, environment
 from torchtitan.checks import load_job
-from torchtitan.cluster.preflight import check_rank, measurements, one_rank
-from torchtitan.cluster.preflight.judgment import RankReport, judge
+from torchtitan.cluster import measurements, preflight
+from torchtitan.cluster.preflight import RankReport, judge
 from torchtitan.device import pick
 from torchtitan.tools.cli import main
 
@@ -52,7 +52,7 @@ def checked(world, folder, plant=lambda patch: None, at=1, problem=""):
             is_there = int(os.environ["RANK"]) == at
             if is_there:
                 plant(patch)
-            return check_rank(job, device, problem if is_there else "")
+            return preflight.check_rank(job, device, problem if is_there else "")
 
     first, *others = run_ranks(rank, world)
     assert all(other == first for other in others)
@@ -113,12 +113,12 @@ def wrong_products(patch):
 
 
 def other_torch(patch):
-    version = one_rank.version
-    patch.setattr(one_rank, "version", lambda name: "2.0" if name == "torch" else version(name))
+    version = preflight.version
+    patch.setattr(preflight, "version", lambda name: "2.0" if name == "torch" else version(name))
 
 
 def other_code(patch):
-    patch.setattr(one_rank, "code", lambda: "0123")
+    patch.setattr(preflight, "code", lambda: "0123")
 
 
 def other_variable(patch):
@@ -169,7 +169,7 @@ def test_message_that_does_not_arrive_whole_is_found_by_its_partners(tmp_path):
 
 def test_folder_that_is_not_shared(tmp_path):
     def plant(patch):
-        patch.setattr(one_rank, "local_path", lambda name: tmp_path / "another")
+        patch.setattr(preflight, "local_path", lambda name: tmp_path / "another")
 
     verdict = checked(2, tmp_path / "run", plant)
     assert found(verdict) == []  # the second process of a node has nothing to see

@@ -219,7 +219,7 @@ MISTAKES = {
     "no module of an entry": (
         "cluster/agent.py",
         None,
-        "torchtitan.cluster.preflight.command: it needs torchtitan.cluster.agent, which is missing",
+        "torchtitan.cluster.preflight: it needs torchtitan.cluster.agent, which is missing",
     ),
     "a name twice": (
         "research/__init__.py",

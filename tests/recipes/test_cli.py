@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from tests import forked, registries
 from torchtitan.checks import load_job
-from torchtitan.cluster import train_command
+from torchtitan.cluster import launcher
 from torchtitan.cluster.launcher import LaunchOptions
 from torchtitan.config import ConfigError, counted, json_schema, packaged_recipes, split_recipe
 from torchtitan.config.schema import descriptions, kind_of, places
@@ -438,10 +438,8 @@ def test_log_level_reaches_the_ranks(monkeypatch):
         found.append(words)
         return 0
 
-    monkeypatch.setattr(train_command, "start", start)
-    monkeypatch.setattr(
-        train_command.training, "main", lambda words: start(LaunchOptions(1), words)
-    )
+    monkeypatch.setattr(launcher, "start", start)
+    monkeypatch.setattr(launcher.training, "main", lambda words: start(LaunchOptions(1), words))
     for more in ([], ["--processes", "2"]):
         assert main(["train", *recipe, "--log-level", "warning", *more]) == 0
     assert found == [[*recipe, "--metrics.log_level", "warning"]] * 2

@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 from typer.main import get_command
 
-from torchtitan.cluster import train_command
+from torchtitan.cluster import launcher
 from torchtitan.cluster.launcher import LaunchOptions
 from torchtitan.tools.cli import main, verbs
 
@@ -89,7 +89,7 @@ def test_the_launcher_takes_its_options_and_the_recipe_in_any_order(monkeypatch)
         found.append((options, words))
         return 0
 
-    monkeypatch.setattr(train_command, "start", start)
+    monkeypatch.setattr(launcher, "start", start)
     for at in range(3):
         words = [["--training.steps", "3"], ["--no-data.shuffle"]]
         words.insert(at, ["--processes", "2", "r.toml"])

@@ -1,4 +1,4 @@
-"""Starts the ranks of one node, and restarts all of them when one dies: `train --processes N`.
+"""Starts the ranks of one node, and restarts all when one dies: `torchtitan train --processes N`.
 
 This is torchrun for training runs. A wrong recipe is refused before anything starts, for every
 number of ranks that the run may have. A signal asks the ranks to save and exit. After a failure the
@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
 
 import torch.distributed as dist
+import typer
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -25,19 +26,21 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from torchtitan import train as training
 from torchtitan.checkpoint import lock, saved_steps
 from torchtitan.checks.services import restarts
 from torchtitan.cluster.agent import Agent, describe
 from torchtitan.cluster.rendezvous import DEFAULT_PORT, LEFT_BEHIND, is_foreign, is_ours
-from torchtitan.cluster.schedulers import interface_for_gloo, local_address
+from torchtitan.cluster.schedulers import fill, interface_for_gloo, local_address, node_range
 from torchtitan.config import ConfigError, PlannedWorld, local_path, show
-from torchtitan.device import pick
+from torchtitan.device import devices_here, pick
 from torchtitan.flight_recorder import RankTrace, read_note, read_traces, report
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger, tell
 from torchtitan.parallel import RANK_ROLE
 from torchtitan.remote import StoreError
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
+from torchtitan.tools.options import LogLevel, Recipe, count, integer, number
 from torchtitan.train import batch_note, choose, read, refuse, refuse_short_data
 
 # Enough for the hardware failures of a night; immediate failures still end soon.
@@ -300,3 +303,94 @@ def leave(status: int) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+minutes = number("minutes, a number > 0", lambda value: 0 < value < float("inf"))
+
+
+def nodes(word: str) -> range:
+    """Parse `--nnodes`."""
+    try:
+        return node_range(word)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def RankOption(metavar: str, help: str, parser: Callable[[str], Any] = str) -> Any:
+    """An option on the ranks to start."""
+    return typer.Option(metavar=metavar, help=help, parser=parser, rich_help_panel="Ranks")
+
+
+Processes = Annotated[int | None, RankOption("N", "Ranks to start on this node.", count)]
+Nodes = Annotated[
+    range | None,
+    RankOption("N", "Number of nodes, or minimum and maximum: 1:2 (default: 1).", nodes),
+]
+Endpoint = Annotated[
+    str | None, RankOption("HOST:PORT", "Address on one of the nodes, the same for all.")
+]
+RunName = Annotated[
+    str | None,
+    RankOption("NAME", "Name of the run, if others share the endpoint (default: torchtitan)."),
+]
+RendezvousSettings = Annotated[
+    str | None, RankOption("KEY=VALUE", "Rendezvous settings of torch: last_call_timeout=5.")
+]
+LocalAddress = Annotated[
+    str | None,
+    RankOption("HOST", "Address of this node for the others (default: that of the route)."),
+]
+Patience = Annotated[
+    float | None,
+    RankOption(
+        "MINUTES",
+        f"Time that nodes wait for each other or for the network (default: {REJOIN_MINUTES:g}).",
+        minutes,
+    ),
+]
+
+
+def given(context: typer.Context) -> dict[str, Any]:
+    """Return the options of `LaunchOptions` that the command line has."""
+    names = [field.name for field in fields(LaunchOptions)]
+    return {name: context.params[name] for name in names if context.params.get(name) is not None}
+
+
+SAVES = f"{RESTARTS} if the recipe saves checkpoints, otherwise 0"
+
+
+def train(
+    context: typer.Context,
+    recipe: Recipe = None,
+    log_level: LogLevel = None,
+    processes: Processes = None,
+    nnodes: Nodes = None,
+    rdzv_endpoint: Endpoint = None,
+    rdzv_id: RunName = None,
+    rdzv_conf: RendezvousSettings = None,
+    local_addr: LocalAddress = None,
+    max_restarts: Annotated[
+        int | None, RankOption("N", f"Restarts after failures (default: {SAVES}).", integer(0))
+    ] = None,
+    rejoin_minutes: Patience = None,
+    log_rank: Annotated[
+        str | None, RankOption("N", "Ranks of this node whose output is shown: 0,1 (default: 0).")
+    ] = None,
+) -> int:
+    """Train in this process; or on several ranks of this node, if their number is known."""
+    words = [*([recipe] if recipe else []), *context.args]
+    if log_level:
+        words += ["--metrics.log_level", log_level]
+    own = given(context)
+    if processes and "TORCHELASTIC_RUN_ID" in os.environ:
+        context.fail("torchrun started this process as a rank; leave out --processes")
+    try:
+        options, origins = fill(own, os.environ, devices_here)
+    except ConfigError as error:
+        return training.refuse(error)
+    if "processes" in options:
+        return start(LaunchOptions(**options, origins=origins), words)
+    if own:
+        option = next(iter(own)).replace("_", "-")
+        context.fail(f"--{option} needs the ranks of this node; add --processes N")
+    return training.main(words)
