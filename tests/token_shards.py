@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import xxhash
 
 from torchtitan import data
@@ -25,6 +27,19 @@ Documents = Sequence[np.ndarray]
 def drawn_documents(count, seed=0, most=60):
     draw = np.random.default_rng(seed)
     return [draw.integers(256, size=int(draw.integers(1, most))) for _ in range(count)]
+
+
+def write_texts(file, texts, group=None):
+    """Write documents of text as the suffix of the file says; `group`: rows of a group."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=group)
+    elif file.suffix == ".txt":
+        file.write_text("".join(texts))
+    else:
+        file.write_bytes(gzip.compress(lines) if file.suffix == ".gz" else lines)
+    return file
 
 
 def write_shards(folder, documents, shards=3):

@@ -1,6 +1,5 @@
 """Local files: every document found, every mistake told with its file and line."""
 
-import gzip
 import itertools
 import json
 import math
@@ -376,20 +375,14 @@ def test_the_setting_names_the_folder(tmp_path, built):
 KINDS = {"text": "a.txt", "jsonl": "a.jsonl", "compressed": "a.jsonl.gz", "parquet": "a.parquet"}
 
 
-def write(file):
-    texts = ["document"] * 100
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    if file.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=10)
-    else:
-        file.write_bytes(gzip.compress(lines.encode()) if file.suffix == ".gz" else lines.encode())
+MANY = ["a document\n"] * 200
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_that_is_deleted(kind, tmp_path):
     files = [tmp_path / KINDS[kind].replace("a.", f"{name}.") for name in "abc"]
     for file in files:
-        write(file)
+        token_shards.write_texts(file, MANY, 10)
     config = DataConfig(dataset=str(tmp_path), shuffle=False)
     documents = open_source(config, None, seed=0).read({0: None}, 1)[0]
     next(documents)
@@ -402,7 +395,7 @@ def test_text_that_is_deleted(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_text_that_is_truncated(kind, tmp_path):
     """A mapped file would end the process by a signal."""
-    write(file := tmp_path / KINDS[kind])
+    file = token_shards.write_texts(tmp_path / KINDS[kind], MANY)
     config = DataConfig(dataset=str(file), shuffle=False, document_bytes=100)
     documents = open_source(config, None, seed=0).read({0: None}, 1)[0]
     next(documents)

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.token_shards import drawn_documents, write_format
+from tests.token_shards import drawn_documents, write_format, write_texts
 from torchtitan.checkpoint.ranges import files_in, read_header
 from torchtitan.checkpoint.weights.meta_files import _load
 from torchtitan.checkpoint.weights.network import read_config
@@ -454,11 +454,7 @@ def test_lines_of_blanks_are_no_documents(suffix, is_cached, tmp_path, monkeypat
 
 
 def nulls(kind, path):
-    texts = ["zero", None, "two", None, "four"]
-    if kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path / "a.parquet")
-        return path / "a.parquet"
-    return write(path / f"a.{kind}", [json.dumps({"text": text}) for text in texts])
+    return write_texts(path / f"a.{kind}", ["zero", None, "two", None, "four"])
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])

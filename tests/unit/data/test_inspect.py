@@ -7,7 +7,7 @@ import pytest
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.token_shards import drawn_documents, write_shards
+from tests.token_shards import drawn_documents, write_shards, write_texts
 from torchtitan.data.order import Document, Position, hash_text, sample_hash
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.provenance import to_toml
@@ -20,8 +20,7 @@ TEXTS = [f"{n}: " + "ab" * n for n in range(1, 30)]
 @pytest.fixture
 def recipes(tmp_path):
     """A recipe of each kind of data."""
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    texts = write_texts(tmp_path / "texts.jsonl", TEXTS)
     web = str(write_shards(tmp_path / "web", drawn_documents(60)))
     sources = [{"path": web, "weight": 3, "repeat": True}]
     sources += [{"path": str(texts), "weight": 1, "repeat": True}]

@@ -1,8 +1,6 @@
 """Shards of tokens on object stores: fetched when they are needed, into a cache with a limit."""
 
 import errno
-import gzip
-import json
 import multiprocessing
 import os
 import shutil
@@ -10,8 +8,6 @@ import uuid
 from functools import partial
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from tests import token_shards
@@ -408,19 +404,10 @@ def test_copies_of_text_count_in_the_limit_and_old_versions_leave(tmp_path):
 
 
 def write_text(folder, kind):
-    (folder / "more").mkdir(parents=True)
+    suffix = {"text": ".txt", "parquet": ".parquet", "compressed": ".jsonl.gz"}.get(kind, ".jsonl")
     for number in range(3):
-        texts = [f"document {number}.{n}" for n in range(4)]
-        file = folder / ("more" if number == 2 else "") / f"part-{number}"
-        lines = "".join(f"{json.dumps({'text': text})}\n" for text in texts)
-        if kind == "text":
-            file.with_suffix(".txt").write_text("\n".join(texts))
-        elif kind == "parquet":
-            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), f"{file}.parquet")
-        elif kind == "compressed":
-            file.with_suffix(".jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-        else:
-            file.with_suffix(".jsonl").write_text(lines)
+        file = folder / ("more" if number == 2 else "") / f"part-{number}{suffix}"
+        token_shards.write_texts(file, [f"document {number}.{n}\n" for n in range(4)])
     return folder
 
 

@@ -1,15 +1,11 @@
 """A part of one's own documents is held out: which ones, from what, and that it stays so."""
 
 import itertools
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import ClassVar
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
+from tests.token_shards import write_texts
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, RecipeError
 from torchtitan.data import DataConfig, load_tokenizer, open_source
@@ -24,23 +20,7 @@ TEXTS = [f"document {number}\n" for number in range(200)]
 FRACTION = 0.2
 
 
-def text(path, texts):
-    path.with_suffix(".txt").write_text("".join(texts))
-
-
-def jsonl(path, texts):
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    path.with_suffix(".jsonl").write_text("\n".join(lines))
-
-
-def parquet(path, texts):
-    table = pyarrow.table({"text": texts})
-    pyarrow.parquet.write_table(table, path.with_suffix(".parquet"), row_group_size=7)
-
-
-WRITERS = [text, jsonl, parquet]
-every_format = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
-Write = Callable[[Path, list[str]], None]
+every_format = pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
 
 
 def config(folder, fraction=FRACTION):
@@ -63,9 +43,9 @@ def parts(folder, seed=0):
 
 
 @every_format
-def test_parts_are_disjoint_and_complete(write, tmp_path):
-    write(tmp_path / "a", TEXTS[:120])
-    write(tmp_path / "b", TEXTS[120:])
+def test_parts_are_disjoint_and_complete(suffix, tmp_path):
+    write_texts(tmp_path / f"a{suffix}", TEXTS[:120], 7)
+    write_texts(tmp_path / f"b{suffix}", TEXTS[120:], 7)
     whole = read(config(tmp_path, None))
     trained, held_out = parts(tmp_path)
     assert len(whole) == len(set(whole))
@@ -75,19 +55,19 @@ def test_parts_are_disjoint_and_complete(write, tmp_path):
 
 
 @every_format
-def test_what_is_held_out_stays_when_documents_are_added(write, tmp_path):
-    write(tmp_path / "b", TEXTS[:100])
+def test_what_is_held_out_stays_when_documents_are_added(suffix, tmp_path):
+    write_texts(tmp_path / f"b{suffix}", TEXTS[:100], 7)
     before = parts(tmp_path)
-    write(tmp_path / "b", TEXTS[:150])
-    write(tmp_path / "a", TEXTS[150:])
+    write_texts(tmp_path / f"b{suffix}", TEXTS[:150], 7)
+    write_texts(tmp_path / f"a{suffix}", TEXTS[150:], 7)
     after = parts(tmp_path)
     assert set(before[0]) < set(after[0])
     assert set(before[1]) < set(after[1])
 
 
 @every_format
-def test_the_seed_changes_the_order_alone(write, tmp_path):
-    write(tmp_path / "a", TEXTS)
+def test_the_seed_changes_the_order_alone(suffix, tmp_path):
+    write_texts(tmp_path / f"a{suffix}", TEXTS, 7)
     first, other = parts(tmp_path, 0), parts(tmp_path, 1)
     assert first != other
     assert [sorted(part) for part in first] == [sorted(part) for part in other]
@@ -112,7 +92,7 @@ def test_rows_of_parquet_are_shuffled_inside_their_windows(tmp_path, monkeypatch
     from torchtitan.data.documents import ParquetDocuments
 
     monkeypatch.setattr(ParquetDocuments, "window_rows", 20)
-    parquet(tmp_path / "a", TEXTS)
+    write_texts(tmp_path / "a.parquet", TEXTS, 7)
     files, kind = find_files(tmp_path, None)
     whole = open_documents(tmp_path, files, kind, text_key="text", document_bytes=1)
     part = DocumentsPart(whole, FRACTION, held_out=False)
@@ -142,7 +122,7 @@ def in_drawn_order(windows):
     ("count", "which"), [(1, "none of 1 document"), (3, "none of 3 documents")]
 )
 def test_a_part_is_never_empty(count, which, tmp_path):
-    text(tmp_path / "a", TEXTS[:count])
+    write_texts(tmp_path / "a.txt", TEXTS[:count])
     few = config(tmp_path).model_copy(update={"validation_fraction": 0.001})
     for section in (few, few.held_out()):
         with pytest.raises(ConfigError, match=rf"validation_fraction: 0.001 holds out {which}; "):
@@ -153,7 +133,7 @@ def test_a_part_is_never_empty(count, which, tmp_path):
 
 
 def test_it_belongs_to_the_identity_of_the_data(tmp_path):
-    text(tmp_path / "a", TEXTS)
+    write_texts(tmp_path / "a.txt", TEXTS)
     without, own = config(tmp_path, None), config(tmp_path)
     one, other = (open_source(each, load_tokenizer(None), seed=0) for each in (without, own))
     assert other.identity["validation_fraction"] == FRACTION
@@ -161,10 +141,7 @@ def test_it_belongs_to_the_identity_of_the_data(tmp_path):
 
 
 def test_streams_cannot_be_divided(tmp_path):
-    import gzip
-
-    packed = tmp_path / "a.jsonl.gz"
-    packed.write_bytes(gzip.compress(b'{"text": "a"}\n' * 50))
+    packed = write_texts(tmp_path / "a.jsonl.gz", ["a"] * 50)
     with pytest.raises(ConfigError, match=r"^data.validation_fraction: documents of a stream"):
         read(config(packed))
     flags = ["--data.dataset", str(packed), "--data.validation_fraction=0.1"]
@@ -210,7 +187,7 @@ def test_a_format_from_elsewhere_says_how_many_documents_a_file_has(tmp_path, mo
 
 
 def test_validation_reads_the_part_and_nothing_else(tmp_path):
-    text(tmp_path / "a", TEXTS)
+    write_texts(tmp_path / "a.txt", TEXTS)
     flags = ["--data.dataset", str(tmp_path), "--data.validation_fraction=0.2"]
     recipe = load_job(None, [*flags, "--validation.enable"], 1, "cpu")
     assert not any("validation.dataset" in notice for notice in recipe.notices)
@@ -226,7 +203,7 @@ def test_validation_reads_the_part_and_nothing_else(tmp_path):
 
 
 def test_the_part_is_known_by_its_source(tmp_path):
-    text(tmp_path / "a", TEXTS)
+    write_texts(tmp_path / "a.txt", TEXTS)
     source = open_source(config(tmp_path).held_out(), load_tokenizer(None), seed=0)
     assert isinstance(source, ShuffledDocuments)
     assert source.part == f"{source.identity['documents']} of 200 documents"

@@ -22,6 +22,7 @@ from tests.token_shards import (
     saved,
     token_streams,
     write_shards,
+    write_texts,
 )
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig, load_tokenizer, merge_states, open_source
@@ -37,14 +38,9 @@ BOS, EOS = 256, 257
 @pytest.fixture
 def texts(tmp_path):
     """27 documents of very different lengths; the 10th is empty."""
-    path = tmp_path / "texts.jsonl"
-    draw = np.random.default_rng(0)
-    with path.open("w") as file:
-        for number in range(27):
-            length = 0 if number == 10 else int(draw.integers(1, 90))
-            text = f"{number}:" + "abcdefgh"[number % 8] * length if length else ""
-            file.write(json.dumps({"text": text}) + "\n")
-    return path
+    lengths = np.random.default_rng(0).integers(1, 90, 27).tolist()
+    contents = [f"{n}:" + "abcdefgh"[n % 8] * length for n, length in enumerate(lengths)]
+    return write_texts(tmp_path / "texts.jsonl", [*contents[:10], "", *contents[11:]])
 
 
 def streams(path, ranks, *, batch=4, **settings):

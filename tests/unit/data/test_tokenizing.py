@@ -1,8 +1,6 @@
 """Text as shards of tokens: as online, the same on any number of processes, after any end."""
 
 import errno
-import gzip
-import json
 import multiprocessing
 import os
 import signal
@@ -13,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.token_shards import write_texts
 from torchtitan.config import ConfigError
 from torchtitan.data import DATASETS, DataConfig, Dataset, open_source
 from torchtitan.data.lanes import tokenized
@@ -29,28 +28,22 @@ MARK = "stop here"
 
 
 def jsonl(path, texts=TEXTS):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return DataConfig(dataset=str(path))
+    return DataConfig(dataset=str(write_texts(path, texts)))
 
 
 def source_of(kind, folder):
     if kind == "jsonl":
         return jsonl(folder / "a.jsonl")
-    if kind == "compressed":
-        folder.mkdir()
-        for name in ("a", "b"):
-            lines = "".join(json.dumps({"text": f"{name} {text}"}) + "\n" for text in TEXTS)
-            (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-        (folder / "aa.jsonl.gz").write_bytes(gzip.compress(b""))
-        return DataConfig(dataset=str(folder))
     if kind == "parquet":
-        path = folder / "a.parquet"
-        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path, row_group_size=7)
-        return DataConfig(dataset=str(path))
+        return DataConfig(dataset=str(write_texts(folder / "a.parquet", TEXTS, 7)))
+    if kind == "compressed":
+        for name in ("a", "b"):
+            write_texts(folder / f"{name}.jsonl.gz", [f"{name} {text}" for text in TEXTS])
+        write_texts(folder / "aa.jsonl.gz", [])
+        return DataConfig(dataset=str(folder))
     if kind == "text":
-        folder.mkdir()
         for number, text in enumerate(TEXTS):
-            (folder / f"{number:02}.txt").write_text(text)
+            write_texts(folder / f"{number:02}.txt", [text])
         return DataConfig(dataset=str(folder), document_bytes=20)
     return DataConfig(dataset=kind)
 
@@ -74,7 +67,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("kind", ["jsonl", "compressed", "parquet", "text", "python_stdlib"])
 def test_shards_have_the_tokens_of_the_stream(kind, tmp_path):
-    config = source_of(kind, tmp_path / "data" if kind in ("compressed", "text") else tmp_path)
+    config = source_of(kind, tmp_path / "data")
     about = tokenize(config, ByteTokenizer(), tmp_path / "one", shard_tokens=500)
     for read, expected in zip(documents_of(tmp_path / "one"), online(config), strict=True):
         assert read.dtype == np.uint16
