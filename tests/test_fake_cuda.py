@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan import train
-from torchtitan.checkpoint.staging import SaveThread, Staging, after
+from torchtitan.checkpoint.saver import SaveThread, Staging, after
 from torchtitan.cluster import launcher
 from torchtitan.device import Device
 from torchtitan.tools.cli import main

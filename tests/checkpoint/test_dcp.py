@@ -29,7 +29,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from tests import small_weights
 from tests.small_weights import SPEC
 from torchtitan.checkpoint import ranges
-from torchtitan.checkpoint.dcp.pickles import Inert
+from torchtitan.checkpoint.dcp.items import Inert
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.config import ConfigError

@@ -26,7 +26,7 @@ from tests.runs import losses, train
 from tests.small_weights import FLAVORS, IN_META, SCALING, SPEC, content, run, same, saved, weights
 from tests.tiers import tiers
 from tests.torchtitan_run import TorchTitanRun, save
-from torchtitan.checkpoint.dcp import writer
+from torchtitan.checkpoint.dcp import export
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import translated
 from torchtitan.checkpoint.folder import read_state, replace_state
@@ -86,7 +86,7 @@ def test_torch_makes_one_file_of_it(tmp_path):
 
 def test_files_and_items_are_of_limited_size(tmp_path, monkeypatch):
     """So that a rank that needs a few rows reads but these."""
-    monkeypatch.setattr(writer, "CHUNK_BYTES", 5_000)
+    monkeypatch.setattr(export, "CHUNK_BYTES", 5_000)
     source = saved(tmp_path / "ours")
     folder = run(source, tmp_path / "dcp", target_format="dcp", max_shard_size="60KB")
     sizes = [path.stat().st_size for path in folder.glob("*.distcp")]
@@ -128,7 +128,7 @@ def sharded(folder, found):
 
 
 def test_each_rank_reads_its_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "CHUNK_BYTES", 5_000)
+    monkeypatch.setattr(export, "CHUNK_BYTES", 5_000)
     folder = run(saved(tmp_path / "ours"), tmp_path / "dcp", target_format="dcp")
     assert run_ranks(sharded, 2, folder, theirs("plain")) == [True, True]
 
@@ -396,7 +396,7 @@ def test_what_cannot_become_one_of_ours(theirs_step, tmp_path, capsys, monkeypat
     items += [((name,), found.value(name)) for name in found.values()]
     lost = "optimizer.state.norm.weight.exp_avg_sq"
     (tmp_path / "part").mkdir()
-    writer.write_dcp(tmp_path / "part", [item for item in items if item[0] != (lost,)], 10**9)
+    export.write_dcp(tmp_path / "part", [item for item in items if item[0] != (lost,)], 10**9)
     assert refused(tmp_path / "part", "new", *whole).endswith(f":\n  missing: {lost}")
     # The weights are there, and their shapes tell the flavor, if it is the only one.
     assert main(["checkpoint", "convert", str(tmp_path / "part"), str(tmp_path / "new")]) == 0

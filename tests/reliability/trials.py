@@ -206,7 +206,7 @@ def copy_late():
         return updated
 
     for name, action in {"begin": begin, "_copy": copy, "wait": wait}.items():
-        at_call(f"torchtitan.checkpoint.staging:Staging.{name}", 0, action)()
+        at_call(f"torchtitan.checkpoint.saver:Staging.{name}", 0, action)()
     at_call("torchtitan.optim.optimizer_group:Optimizers.step", 0, update)()
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, train
-from torchtitan.checkpoint.initial import global_batch
+from torchtitan.checkpoint.start import global_batch
 from torchtitan.checks import load_job
 from torchtitan.config.files import read_recipe
 from torchtitan.parallel import Degrees

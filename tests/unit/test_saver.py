@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.runs import rows, train
 from torchtitan.checkpoint import saved_steps, saver
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
-from torchtitan.checkpoint.staging import SaveThread, Staging
+from torchtitan.checkpoint.saver import SaveThread, Staging
 from torchtitan.checkpoint.storage import Piece
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
@@ -129,7 +129,7 @@ def held_after_saves(job):
         return len(made), sum(reference() is not None for reference in made)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchtitan.checkpoint.staging.torch.empty", note(torch.empty))
+        patch.setattr("torchtitan.checkpoint.saver.torch.empty", note(torch.empty))
         patch.setattr(
             "torchtitan.checkpoint.contents.Checkpointable._of_sending",
             lambda _: {f"communication.0.{name}": Noted(t, made) for name, t in sending.items()},

@@ -9,11 +9,10 @@ import torch
 
 from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint.contents import Checkpointable, SavedRun, open_run
-from torchtitan.checkpoint.initial import ResumePoint, open_initial, open_weights
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
 from torchtitan.checkpoint.placement import Nodes, on_all_ranks, on_rank_0
 from torchtitan.checkpoint.saver import Retention, Saver
-from torchtitan.checkpoint.start import ResumePolicy, taken
+from torchtitan.checkpoint.start import ResumePoint, ResumePolicy, open_initial, open_weights, taken
 from torchtitan.checkpoint.store import store_of
 from torchtitan.checkpoint.tiers import open_tier
 from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert

@@ -20,11 +20,10 @@ from pathlib import Path
 import xxhash
 
 from torchtitan.checkpoint.folder import look_at, saved_steps, state_file, sweep
-from torchtitan.checkpoint.initial import ResumePoint
 from torchtitan.checkpoint.manifest import Damaged, File, Manifest, write_json
 from torchtitan.checkpoint.placement import find_nodes, on_rank_0
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.start import ResumePolicy
+from torchtitan.checkpoint.start import ResumePoint, ResumePolicy
 from torchtitan.checkpoint.store import DISK, HISTORY, OF_NODE
 from torchtitan.logging import logger
 from torchtitan.parallel import World

@@ -261,7 +261,12 @@ def hash_text(total: int) -> str:
 
 
 class RunningHash:
-    """One data rank's part of the running hash."""
+    """One data rank's part of the running hash of a run's samples, the same on every layout.
+
+    Sample i with tokens x has the hash xxh3_64(x as int32, little-endian; seed i). The hash of a
+    run is the sum of the hashes of all its samples so far, modulo 2^64. So each data rank adds up
+    its own, in any order, and the sum over ranks does not depend on their number.
+    """
 
     def __init__(self, rank: int, before: str | None = hash_text(0)) -> None:
         """

@@ -90,6 +90,10 @@ class DocumentsPart:
 def are_held_out(counts: Sequence[tuple[str, int]], fraction: float) -> npt.NDArray[np.bool_]:
     """Return for each document whether it is held out.
 
+    A document is identified by its file and its number in it. A generator seeded by the name of the
+    file draws a number for each of its documents, in order, so documents that are appended to a
+    file, and files that are added, leave all others where they were.
+
     Raises:
         ConfigError: if `counts` are no pairs.
     """

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchtitan.checkpoint.dcp.optimizer import state_of
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, is_dcp, saved_by_dcp
-from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, translated
+from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, state_of, translated
 from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
 from torchtitan.checkpoint.manifest import STATE_FILE, Damaged
 from torchtitan.checkpoint.storage import INDEX, SavedTensors, TensorSource
