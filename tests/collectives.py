@@ -26,7 +26,7 @@ class Message(NamedTuple):
     ranks: tuple[int, ...]
     operation: str
     bytes: int
-    """Of the whole, as in `torchtitan.comm.unit.sent_bytes`."""
+    """Of the whole, as in `torchtitan.comm.sent_bytes`."""
 
 
 class Counted(NamedTuple):

@@ -5,14 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tests import tiny
-from torchtitan.auxiliary_losses import (
-    AuxiliaryLossConfig,
-    LoadBalance,
-    MultiToken,
-    RouterZLoss,
-    ZLoss,
-)
 from torchtitan.convert import MXFP8, ConverterConfig, Float8, LinearConverterConfig
+from torchtitan.losses import AuxiliaryLossConfig, LoadBalance, MultiToken, RouterZLoss, ZLoss
 from torchtitan.torch_private.compiler import keeps_nodes_of_functions
 from torchtitan.torch_private.torchao import quiet_torchao
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from torchtitan.parallel import Launch
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard
 from torchtitan.tools.verify.measure import hide_targets
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer
 
 FOLDER = Path(os.environ["MEETING"])
 FAULT, GROUP, STEP = os.environ.get("FAULT", "none 9 9").split()

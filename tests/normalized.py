@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 
 from torchtitan.optim import OPTIMIZERS, OptimizerConfig
-from torchtitan.optim.adam import AdamGroup, AdamWRule
-from torchtitan.optim.norm import global_norm
+from torchtitan.optim.adam_and_sgd import AdamGroup, AdamWRule
+from torchtitan.optim.parameters import global_norm
 
 
 class Group(AdamGroup):

@@ -29,7 +29,7 @@ from torchtitan.checks import load_job
 from torchtitan.cluster import launcher, rendezvous
 from torchtitan.resilience.stop import DIVERGED
 from torchtitan.tools.cli import main
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer
 
 TINY = ["--job.imports=tests.tiny,tests.faults", "--model.name=tiny", "--model.flavor=tiny"]
 BATCH = ["--training.global_batch_size=4", "--checkpoint.interval=2"]

@@ -25,14 +25,13 @@ ASIDE = {
         *("checkpoint/", "metrics/", "resilience/", "profiling/", "flight_recorder/"),
         *("provenance.py", "timeline.py"),
     ),
-    "ranks and what they send": ("parallel/world.py", "comm/"),
+    "ranks and what they send": ("parallel/world.py", "comm.py"),
     "techniques that say they are off": (
-        *("convert/", "expert_loads.py", "auxiliary_losses.py"),
-        *(f"parallel/{name}.py" for name in ("activation_checkpoint", "compile", "stages")),
-        *(f"parallel/{name}.py" for name in ("loss_terms", "replication", "sharding/casting")),
+        *("convert/", "expert_loads.py", "parallel/activation_checkpoint.py"),
+        *("parallel/compile.py", "parallel/replication.py", "parallel/stages.py"),
     ),
     "the ground": (
-        *("device.py", "digest.py", "logging.py", "packages.py", "remote.py", "seeds.py"),
+        *("device.py", "digest.py", "logging.py", "packages.py", "remote.py"),
         "torch_private/",
     ),
 }

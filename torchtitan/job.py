@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from torchtitan.auxiliary_losses import AUXILIARY_LOSSES, AuxiliaryLossConfig
 from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.comm import CommunicationConfig
 from torchtitan.config import (
@@ -27,7 +26,7 @@ from torchtitan.config.other_names import SYNONYMS
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DATA, DataConfig, data_class, without_idle_sections
 from torchtitan.expert_loads import ExpertsConfig
-from torchtitan.losses import LossConfig
+from torchtitan.losses import AUXILIARY_LOSSES, AuxiliaryLossConfig, LossConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
 from torchtitan.models.llama3.settings import Llama3Config

@@ -36,7 +36,7 @@ from torchtitan.checkpoint.placement import load_into
 from torchtitan.checkpoint.ranges import SPAN, MappedFiles
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
-from torchtitan.optim.norm import local
+from torchtitan.optim.parameters import local
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -24,7 +24,7 @@ from torchtitan.checkpoint.weights.opening import find
 from torchtitan.logging import logger
 from torchtitan.tools.cli import main
 
-STEP = "torchtitan.trainer:Trainer.step"
+STEP = "torchtitan.train:Trainer.step"
 ALL = (0, 1, 2, 3)
 
 

@@ -37,8 +37,7 @@ from torchtitan.logging import logger
 from torchtitan.parallel import Launch, open_world
 from torchtitan.provenance import to_toml
 from torchtitan.tools import cli
-from torchtitan.train import choose
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer, choose
 
 ALONE = "one rank, accumulating 8"
 State = dict[str, Any]

@@ -17,9 +17,9 @@ import torch
 from tests import layouts, tiny
 from tests.research.layouts import BESIDE_LATENT, LATENT_LOSSES
 from tests.runs import trace
-from torchtitan.auxiliary_losses import AuxiliaryLossConfig
 from torchtitan.convert import ConverterConfig, Float8
 from torchtitan.job import JobConfig
+from torchtitan.losses import AuxiliaryLossConfig
 from torchtitan.models.attention import causal_attention, dense_attention
 from torchtitan.research.common.codec import Codec, Form
 from torchtitan.research.hadamard_attention.low_precision_attention import LowPrecisionAttention

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.ranks import run_ranks
 from torchtitan.models.attention import SelfAttention, causal_attention, dense_attention
-from torchtitan.parallel import context, context_pieces, context_rotation
+from torchtitan.parallel import context, context_pieces
 from torchtitan.parallel.context import context_attention, context_attention_backward, shard
 from torchtitan.parallel.context_pieces import Cut, segments
 from torchtitan.tasks.next_token import TokenBatch
@@ -246,8 +246,8 @@ def count_communication(rotation):
     *qkv, grad = (mine(x, "headtail") for x in operands(2, torch.float32, "cpu"))
     inputs = [tensor.detach().requires_grad_() for tensor in qkv]
     with (
-        patch.object(context_rotation, "all_gather", wraps=all_gather) as gather,
-        patch.object(context_rotation, "reduce_scatter", wraps=reduce_scatter) as sums,
+        patch.object(context_pieces, "all_gather", wraps=all_gather) as gather,
+        patch.object(context_pieces, "reduce_scatter", wraps=reduce_scatter) as sums,
         patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as exchange,
     ):
         spies = {"gather": gather, "scatter": sums, "exchange": exchange}

@@ -12,11 +12,10 @@ from tests.estimate import recorded
 from tests.layouts import RESHARD, case
 from tests.ranks import run_ranks
 from tests.runs import trace
-from torchtitan.comm import Communicator, PlainGather, PlainGradients, PlainWeights
-from torchtitan.comm.gradients import PlainReduce
+from torchtitan.comm import Communicator, PlainGather, PlainGradients, PlainReduce, PlainWeights
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
-from torchtitan.parallel.sharding import fsdp2
+from torchtitan.parallel.sharding import FullyShard
 from torchtitan.plan.link_traffic import link_traffic
 
 ALWAYS, NEVER = {RESHARD: "always"}, {RESHARD: "never"}
@@ -83,7 +82,7 @@ def test_embedding_and_output_are_gathered_only_while_they_are_used(flavor):
 def overlapped(job):
     """A run that gathers ahead as on CUDA, where a CPU has it done at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp2.FullyShard, "overlaps", True)
+        patch.setattr(FullyShard, "overlaps", True)
         return trace(job)
 
 
@@ -116,7 +115,7 @@ class Noted(Communicator):
 def order_of_issue(job, *, prefetches=True):
     """What a step as on CUDA does with which unit: "gather", "compute" (forward) or "reduce"."""
     order = []
-    apply = fsdp2.FullyShard.apply
+    apply = FullyShard.apply
 
     def noting(what, unit):
         return lambda *_: order.append((what, unit))
@@ -130,8 +129,8 @@ def order_of_issue(job, *, prefetches=True):
             block.register_forward_hook(noting("compute", name))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp2.FullyShard, "overlaps", True)
-        patch.setattr(fsdp2.FullyShard, "apply", applied)
+        patch.setattr(FullyShard, "overlaps", True)
+        patch.setattr(FullyShard, "apply", applied)
         patch.setattr(PlainWeights, "open", opening("gather", PlainGather))
         patch.setattr(PlainGradients, "open", opening("reduce", PlainReduce))
         if not prefetches:

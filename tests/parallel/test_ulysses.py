@@ -23,7 +23,7 @@ from tests.parallel.test_context import (
 from tests.ranks import run_ranks
 from torchtitan.models.attention import causal_attention, dense_attention
 from torchtitan.parallel import SHARDING, activation_checkpoint, context
-from torchtitan.parallel.ulysses import all_to_all, exchanging_heads
+from torchtitan.parallel.context import all_to_all, exchanging_heads
 
 DEGREE = "parallelism.context_parallel_degree"
 METHOD = "parallelism.context_parallel_rotate_method"

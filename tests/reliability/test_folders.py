@@ -62,7 +62,7 @@ def test_a_second_run_on_a_folder_is_refused(tmp_path, undisturbed):
         found.write_text(json.dumps((os.getpid(), status, state_of(run) == before)))
         return step(*arguments)
 
-    played = play(recipe(run), traps={0: at_call("torchtitan.trainer:Trainer.step", 5, meanwhile)})
+    played = play(recipe(run), traps={0: at_call("torchtitan.train:Trainer.step", 5, meanwhile)})
     assert played.status == 0, played.log
     holder, status, is_untouched = json.loads(found.read_text())
     said = (tmp_path / "second.log").read_text()
@@ -95,7 +95,7 @@ def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(tmp_path, 
             time.sleep(0.01)
         return step(*arguments)
 
-    played = play(recipe(run), traps={0: at_call("torchtitan.trainer:Trainer.step", 6, meanwhile)})
+    played = play(recipe(run), traps={0: at_call("torchtitan.train:Trainer.step", 6, meanwhile)})
     assert played.status == 0, played.log
     status = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
     said = (tmp_path / "second.log").read_text()

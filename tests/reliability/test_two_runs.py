@@ -33,7 +33,7 @@ def start(run, name, seed):
     if not (child := os.fork()):
         try:
             chance = random.Random(f"{name} {seed}")
-            slow("torchtitan.trainer:Trainer.step", chance.uniform(0, 0.05))
+            slow("torchtitan.train:Trainer.step", chance.uniform(0, 0.05))
             slow("torchtitan.checkpoint.store:Disk.commit", chance.uniform(0, 0.2))
             with (run.parent / f"{name}.log").open("w", buffering=1) as sys.stderr:
                 os._exit(train.main(["--job.config_file", str(run.parent / "recipe.toml")]))

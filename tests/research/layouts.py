@@ -12,9 +12,9 @@ from tests.layouts import (
     case,
     schedule,
 )
-from torchtitan.auxiliary_losses import AUXILIARY_LOSSES
 from torchtitan.comm import GRADIENTS, REPLICAS, WEIGHTS
 from torchtitan.convert import CONVERTERS
+from torchtitan.losses import AUXILIARY_LOSSES
 from torchtitan.parallel import SHARDING
 from torchtitan.torch_private.compiler import keeps_nodes_of_functions
 

@@ -11,7 +11,7 @@ from tests.research.layouts import BESIDE_LATENT, LATENT_LOSSES, SIMPLE
 from tests.runs import compare, trace
 from tests.unit import test_auxiliary
 from tests.unit.test_auxiliary import CHUNKED, IN_ONE, recipe
-from torchtitan.auxiliary_losses import MultiToken, ZLoss
+from torchtitan.losses import MultiToken, ZLoss
 from torchtitan.models import MODELS
 from torchtitan.parallel import SHARDING
 from torchtitan.research.auxiliary_tasks.next_latent import HEAD, LatentPredictor, NextLatentLoss

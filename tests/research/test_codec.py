@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.comm.unit import Unit
+from torchtitan.comm import Unit
 from torchtitan.research.common.codec import Codec, WireFormat
 
 FORMS = ["symmetric", "minmax"]

@@ -16,7 +16,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty
 from torchtitan.optim import AdamW, Muon, Optimizers, name_parameters
-from torchtitan.optim.adam import STATE_DTYPES
+from torchtitan.optim.adam_and_sgd import STATE_DTYPES
 from torchtitan.optim.grouping import assign
 from torchtitan.optim.parameters import NamedParameter
 from torchtitan.plan.hardware import find_hardware

@@ -17,7 +17,7 @@ from tests.research.layouts import SIMPLE, installed
 from tests.runs import are_the_runs_of_one_rank, each, off, resumes, trace, uncompiled
 from tests.tiers import tiers
 from torchtitan.optim import NamedParameter, Optimizers
-from torchtitan.optim.adam import STATE_DTYPES
+from torchtitan.optim.adam_and_sgd import STATE_DTYPES
 from torchtitan.plan.fake_rank import record
 from torchtitan.plan.recording import Kernel
 from torchtitan.research.galore.galore import GaLore

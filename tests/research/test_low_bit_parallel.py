@@ -19,7 +19,7 @@ from tests.tiers import tiers
 from tests.training.test_optimizers import ALONE, FSDP, eager, handed_over, recipe
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.storage import SavedTensors
-from torchtitan.optim.norm import local
+from torchtitan.optim.parameters import local
 from torchtitan.research.low_bit.low_bit import LowBitAdam
 from torchtitan.tools.cli import main
 

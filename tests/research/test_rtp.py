@@ -23,7 +23,8 @@ from torchtitan.losses import cross_entropy
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.output import LinearLoss
 from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.sharding import Precision, ShardingTarget
+from torchtitan.parallel.settings import Precision
+from torchtitan.parallel.sharding import ShardingTarget
 from torchtitan.research.rtp.ring import Neighbours
 from torchtitan.research.rtp.rotated import Ring
 

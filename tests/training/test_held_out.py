@@ -11,8 +11,7 @@ from tests.runs import losses, rows, train, train_each
 from torchtitan.build import Observer, build, open_validator
 from torchtitan.device import Device
 from torchtitan.parallel import Launch, open_world
-from torchtitan.train import choose
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer, choose
 
 DOCUMENTS = {chr(0x4E00 + number) for number in range(60)}
 """One character each, which no other has."""

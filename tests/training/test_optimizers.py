@@ -22,7 +22,7 @@ from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.replica_groups import InMemoryState
 from torchtitan.tools.verify.measure import training
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer
 
 DEBUG_MODEL = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 ALONE = case(batch=8)

@@ -12,7 +12,7 @@ from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.parallel import Launch, open_world
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer
 
 
 def run_out_of_memory(job):

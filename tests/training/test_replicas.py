@@ -22,7 +22,7 @@ from torchtitan.parallel import open_world
 from torchtitan.resilience.replica_groups import FaultToleranceConfig, InMemoryState, ReplicaGroup
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.torch_private.distributed import read_stream
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer
 
 Peer = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 

@@ -19,8 +19,7 @@ from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.parallel import Launch, open_world
-from torchtitan.train import choose
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer, choose
 
 ALL_SINKS = {"enable_tensorboard": True, "enable_wandb": True}
 

@@ -28,8 +28,7 @@ from torchtitan.losses import IGNORED
 from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.cli import main
-from torchtitan.train import choose
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer, choose
 
 
 def slow(*case):

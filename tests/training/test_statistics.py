@@ -17,7 +17,7 @@ from torchtitan.device import Device
 from torchtitan.metrics.statistics import CHUNK, TensorSums, values
 from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer
 
 UNITS = ("tok_embeddings", *(f"layers.{n}" for n in range(2)), "norm", "output")
 

@@ -19,7 +19,7 @@ from torchtitan.device import Device
 from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.verify.measure import RowSink
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer
 from torchtitan.validate import Validator
 
 

@@ -12,7 +12,7 @@ from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, wo
 from torchtitan.parallel import Launch, open_world
 from torchtitan.timeline import Spent
 from torchtitan.tools.verify.measure import RowSink
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer
 
 
 def test_what_a_rank_costs_is_a_share_of_the_step():

@@ -18,7 +18,7 @@ from torchtitan.device import Device
 from torchtitan.parallel import Launch, open_world
 from torchtitan.tools import cli
 from torchtitan.tools.profile import read_trace
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 

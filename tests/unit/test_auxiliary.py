@@ -13,12 +13,11 @@ from tests.layouts import ALL_LOSSES, BESIDE, FULL, NO_SEQUENCE, OPERATORS, case
 from tests.ranks import run_ranks
 from tests.runs import compare, rows, trace, train
 from tests.tiers import tiers
-from torchtitan.auxiliary_losses import MultiToken, ZLoss
-from torchtitan.losses import squared_normalizer
+from torchtitan.losses import MultiToken, ZLoss, squared_normalizer
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder, TransformerBlock
 from torchtitan.models.output import AuxiliaryLoss
-from torchtitan.parallel.loss_terms import AuxiliaryLosses
+from torchtitan.parallel.loss import AuxiliaryLosses
 from torchtitan.tasks.next_token import TokenBatch, look_ahead
 from torchtitan.tools.check import summary
 

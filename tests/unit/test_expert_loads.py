@@ -12,9 +12,9 @@ from torch import Tensor
 from tests import tiny
 from tests.layouts import FULL
 from tests.ranks import run_ranks
-from torchtitan.auxiliary_losses import LoadBalance, RouterZLoss
 from torchtitan.device import Device
 from torchtitan.expert_loads import ExpertLoads
+from torchtitan.losses import LoadBalance, RouterZLoss
 from torchtitan.models.experts import Router, Routing
 from torchtitan.resilience.spikes import Guard
 from torchtitan.tools.verify.measure import training

@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests import tiny
 from tests.ranks import run_ranks
-from torchtitan.auxiliary_losses import ZLoss
 from torchtitan.losses import (
     LossConfig,
+    ZLoss,
     cross_entropy,
     linear_losses,
     vocabulary_parallel_cross_entropy,
@@ -24,7 +24,7 @@ from torchtitan.losses import (
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import CompileConfig, loss
-from torchtitan.parallel.loss_terms import AuxiliaryLosses
+from torchtitan.parallel.loss import AuxiliaryLosses
 
 TOKENS, VOCABULARY, DIM = 24, 101, 16
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchtitan.auxiliary_losses import AuxiliaryLossConfig, ModelLossConfig, MultiToken, ZLoss
 from torchtitan.checks.divisibility import DEGREES, SHARD, alternatives, divisors
 from torchtitan.config import (
     ConfigError,
@@ -21,6 +20,7 @@ from torchtitan.config import (
 from torchtitan.data import DATASETS, load_tokenizer
 from torchtitan.expert_loads import routers
 from torchtitan.job import JobConfig
+from torchtitan.losses import AuxiliaryLossConfig, ModelLossConfig, MultiToken, ZLoss
 from torchtitan.models import MODELS
 from torchtitan.models.attention import attends
 from torchtitan.models.output import auxiliary_losses

@@ -17,7 +17,7 @@ from torchtitan.parallel import (
     ActivationCheckpointConfig,
     CompileConfig,
     ParallelismConfig,
-    schedule_csv,
+    schedules,
 )
 from torchtitan.parallel.schedules import SCHEDULES
 from torchtitan.parallel.stages import Unit, number_of_stages, units
@@ -109,17 +109,17 @@ class Planned:
     def file_problems(self) -> Iterator[Problem]:
         config = self.config
         try:
-            orders = schedule_csv.read(config.pipeline_parallel_schedule_csv)
+            orders = schedules.read(config.pipeline_parallel_schedule_csv)
         except ConfigError as error:
             yield Problem(CSV, str(error))
             return
         found = list(
-            schedule_csv.order_problems(orders, config.pipeline_parallel_degree, self.microbatches)
+            schedules.order_problems(orders, config.pipeline_parallel_degree, self.microbatches)
         )
         yield from (Problem(CSV, fault) for fault in found)
         if found:
             return
-        stages = len(schedule_csv.ranks(orders))
+        stages = len(schedules.ranks(orders))
         if config.pipeline_parallel_layers_per_stage is not None:
             message = f"the file {CSV} has {stages} stages already; remove one of the two"
             yield Problem(LAYERS, message)

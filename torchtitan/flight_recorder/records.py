@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 import torchtitan
-from torchtitan.comm.unit import sent_bytes
+from torchtitan.comm import sent_bytes
 from torchtitan.config import ConfigError
 from torchtitan.torch_private.distributed import flight_records, group_members
 

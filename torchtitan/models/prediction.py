@@ -1,4 +1,4 @@
-"""Modules of a decoder for auxiliary losses (`torchtitan.auxiliary_losses`), after its blocks.
+"""Modules of a decoder for auxiliary losses (`torchtitan.losses`), after its blocks.
 
 Multi-token prediction follows DeepSeek-V3 (2024, arXiv:2412.19437, section 2.2): the module of
 depth k receives the hidden states of depth k - 1 and the embeddings of the tokens k positions

@@ -9,11 +9,10 @@ from torch import Tensor
 from torchtitan.config import Registry
 from torchtitan.device import Device
 from torchtitan.logging import logger
-from torchtitan.optim.adam import Adam, AdamW
+from torchtitan.optim.adam_and_sgd import SGD, Adam, AdamW
 from torchtitan.optim.grouping import describe_groups, describe_rules, group_problems, state_bytes
-from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.muon import Muon
-from torchtitan.optim.optimizer_group import Optimizers
+from torchtitan.optim.optimizer_group import InBackward, Optimizers
 from torchtitan.optim.parameters import NamedParameter, name_parameters
 from torchtitan.optim.schedule import (
     SCHEDULES,
@@ -29,7 +28,6 @@ from torchtitan.optim.settings import (
     ParameterGroup,
     UpdateRule,
 )
-from torchtitan.optim.sgd import SGD
 
 OPTIMIZERS = Registry[type[OptimizerConfig]](
     "optimizer", {"AdamW": AdamW, "Adam": Adam, "SGD": SGD, "Muon": Muon}

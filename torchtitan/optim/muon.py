@@ -17,10 +17,9 @@ from torch import Tensor
 
 from torchtitan.config import Context, Problem, allowed_names, shorten, show
 from torchtitan.logging import logger
-from torchtitan.optim.adam import AdamGroup, AdamWRule
+from torchtitan.optim.adam_and_sgd import AdamGroup, AdamWRule
 from torchtitan.optim.matrices import Area, Exchange
-from torchtitan.optim.norm import local
-from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.parameters import NamedParameter, local
 from torchtitan.optim.settings import Compiled, OptimizerConfig, ParameterGroup, UpdateRule
 from torchtitan.torch_private.compiler import any_number_of_shapes, without_compiler
 

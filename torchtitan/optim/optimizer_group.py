@@ -4,15 +4,22 @@ A name means the same on every layout, so state saved under any layout loads und
 regardless of the number of model parts or parameter groups held it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.optim.grouping import Assignment, assign, build_all
-from torchtitan.optim.norm import global_norm, local
-from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.grouping import Assignment, assign, build_all, groups_of
+from torchtitan.optim.parameters import (
+    Layout,
+    NamedParameter,
+    combined,
+    global_norm,
+    layout_of,
+    local,
+    local_norms,
+)
 from torchtitan.optim.settings import PEAK, OptimizerConfig, UpdateRule
 
 __all__ = ["Optimizers", "local"]
@@ -119,3 +126,54 @@ class Optimizers:
         rules = {id(rule): rule for rule in self.rules.values()}.values()
         lines = [rule.describe((n, s) for n, r, s in self._states() if r is rule) for rule in rules]
         return [line for line in lines if line]
+
+
+class InBackward(Optimizers):
+    """Optimizer over every model part of this rank that steps while the backward runs."""
+
+    in_backward = True
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        config: OptimizerConfig,
+        stages: dist.ProcessGroup | None,
+        redistribute_grads: Callable[[Iterable[Tensor]], None],
+    ) -> None:
+        """`redistribute_grads` moves gradients to the layout of their parameters."""
+        self.redistribute_grads = redistribute_grads
+        self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
+        self.norms: dict[Tensor, tuple[Layout, Tensor]] = {}
+        """Gradient norms of this backward, by parameter."""
+        super().__init__(parameters, config, stages)
+        for parameter in self.names:
+            parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
+
+    def _build(self, assignments: Sequence[Assignment]) -> dict[torch.optim.Optimizer, UpdateRule]:
+        for one in assignments:
+            self.optimizer_of[one.parameter.tensor] = one.chosen.build(groups_of([one]))
+        return {self.optimizer_of[one.parameter.tensor]: one.chosen for one in assignments}
+
+    @torch.no_grad()
+    def _update(self, parameter: Tensor) -> None:
+        self.redistribute_grads([parameter])
+        gradient = parameter.grad
+        assert gradient is not None
+        (norm,) = local_norms([local(gradient)])
+        self.norms[parameter] = layout_of(gradient), norm
+        self.optimizer_of[parameter].step()
+        parameter.grad = None
+
+    def norm(self) -> Tensor:
+        """Return the global norm of the gradients of the last backward."""
+        by_layout: dict[Layout, list[Tensor]] = {}
+        for layout, norm in (self.norms[p] for p in self.names if p in self.norms):
+            by_layout.setdefault(layout, []).append(norm)
+        self.norms.clear()
+        return combined(by_layout, self.stages)
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        raise AssertionError("the update is made")
+
+    def step(self) -> None:
+        """Do nothing: the backward has updated the parameters."""

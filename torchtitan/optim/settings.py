@@ -15,8 +15,7 @@ from pydantic import Field
 from torch import Size, Tensor
 
 from torchtitan.config import Config, Problem
-from torchtitan.optim.norm import local
-from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.parameters import NamedParameter, local
 
 Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Function that compiles a function."""

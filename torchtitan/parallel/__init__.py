@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan import convert
-from torchtitan.auxiliary_losses import AuxiliaryLossConfig
 from torchtitan.comm import CommunicationConfig
 from torchtitan.convert import ConverterConfig
-from torchtitan.losses import LossConfig
+from torchtitan.losses import AuxiliaryLossConfig, LossConfig
 from torchtitan.models.output import auxiliary_losses
 from torchtitan.models.spec import Args, ModelSpec
 from torchtitan.parallel import (
@@ -28,19 +27,18 @@ from torchtitan.parallel import (
 )
 from torchtitan.parallel.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan.parallel.compile import CompileConfig
-from torchtitan.parallel.loss_terms import AuxiliaryLosses
+from torchtitan.parallel.loss import AuxiliaryLosses
 from torchtitan.parallel.parallel_model import LocallyUpdatedModel, Losses, ParallelModel
 from torchtitan.parallel.pipeline import Pipeline, Shapes
 from torchtitan.parallel.replication import open_replicas
-from torchtitan.parallel.settings import ParallelismConfig, ReshardPolicy
+from torchtitan.parallel.settings import ParallelismConfig, Precision, ReshardPolicy
 from torchtitan.parallel.sharding import (
     FSDP2,
     SHARDING,
-    Precision,
     Sharding,
     ShardingConfig,
     ShardingTarget,
-    casting,
+    compute_in,
 )
 from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.world import RANK_ROLE, CommConfig, Degrees, Launch, World, open_world
@@ -175,7 +173,7 @@ def parallelize(
         if shards:
             sharding.apply(part, blocks)
         elif layout.precision.casts:
-            casting.compute_in(part, layout.precision.compute)
+            compute_in(part, layout.precision.compute)
     blocks_of_parts = [block for part in parts for block in spec.blocks(part).values()]
     auxiliary.attach(parts, blocks_of_parts, stream)
     return _model(parts, plan, auxiliary, spec, args, layout, world, sharding, timeline)

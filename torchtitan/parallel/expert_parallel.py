@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.models.experts import Experts
-from torchtitan.optim.norm import local
+from torchtitan.optim.parameters import local
 from torchtitan.parallel.activation_checkpoint import ALWAYS_KEPT_OPERATORS
 from torchtitan.parallel.tensor import SplitExperts
 from torchtitan.torch_private.distributed import process_group

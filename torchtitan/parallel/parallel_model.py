@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from torchtitan.parallel.loss_terms import AuxiliaryLosses
+from torchtitan.parallel.loss import AuxiliaryLosses
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.replication import Replicas
 from torchtitan.parallel.sharding import Sharding

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.comm import ReplicaReducer, ReplicasConfig, Unit
 from torchtitan.digest import digest
-from torchtitan.optim.norm import local
+from torchtitan.optim.parameters import local
 from torchtitan.torch_private.distributed import all_gather
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from torch import nn
 
 from torchtitan.models.spec import Args, ModelSpec, count_parameters
-from torchtitan.parallel import schedule_csv
+from torchtitan.parallel import schedules
 from torchtitan.parallel.schedules import SCHEDULES, Orders, bubble, order, timeline
 from torchtitan.parallel.settings import ParallelismConfig
 
@@ -142,7 +142,7 @@ def ranks(config: ParallelismConfig, blocks: int) -> tuple[int, ...]:
     if pp == 1:
         return (0,)
     if file:
-        return schedule_csv.ranks(schedule_csv.read(file))
+        return schedules.ranks(schedules.read(file))
     schedule = SCHEDULES[config.pipeline_parallel_schedule]
     return schedule.ranks(number_of_stages(config, blocks), pp)
 
@@ -150,7 +150,7 @@ def ranks(config: ParallelismConfig, blocks: int) -> tuple[int, ...]:
 def orders(config: ParallelismConfig, blocks: int, microbatches: int) -> Orders:
     """Return each rank's actions; without a file, importing torch's schedules takes seconds."""
     if config.pipeline_parallel_schedule_csv:
-        return schedule_csv.read(config.pipeline_parallel_schedule_csv)
+        return schedules.read(config.pipeline_parallel_schedule_csv)
     stages = number_of_stages(config, blocks)
     name, pp = config.pipeline_parallel_schedule, config.pipeline_parallel_degree
     return order(name, stages, pp, microbatches)

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from torchtitan import losses
-from torchtitan.optim import adam
+from torchtitan.optim import adam_and_sgd
 from torchtitan.parallel import compile
 from torchtitan.parallel.compile import CompileConfig
 from torchtitan.plan.cuda_operators import workspace_bytes
@@ -133,7 +133,9 @@ def recorded_compilation(graphs: SharedGraphs) -> Iterator[None]:
     with (
         mock.patch.object(compile, "compiled", compiled),
         mock.patch.object(losses, "_compiled", compiled_part),
-        mock.patch.object(adam, "compiled_update", partial(compiled_part, backend="inductor")),
+        mock.patch.object(
+            adam_and_sgd, "compiled_update", partial(compiled_part, backend="inductor")
+        ),
     ):
         yield
 

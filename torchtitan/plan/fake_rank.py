@@ -32,7 +32,7 @@ from torchtitan.optim import name_parameters, open_optimizers
 from torchtitan.parallel import ParallelModel, World, expert_parallel, parallelize, stages
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.parallel.pipeline import Pipeline
-from torchtitan.parallel.sharding.fsdp2 import FullyShard
+from torchtitan.parallel.sharding import FullyShard
 from torchtitan.parallel.stages import Stages, prune
 from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.parallel.world import make_world

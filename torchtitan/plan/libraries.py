@@ -17,7 +17,7 @@ forward and that of the backward (torch's CublasHandlePool.cpp).
 from collections.abc import Sequence
 from typing import Final
 
-from torchtitan.comm.unit import Operation
+from torchtitan.comm import Operation
 from torchtitan.device import GIB
 from torchtitan.job import JobConfig
 from torchtitan.plan.expansion import RankStep

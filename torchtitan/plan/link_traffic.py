@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan.comm.unit import Operation, sent_bytes
+from torchtitan.comm import Operation, sent_bytes
 from torchtitan.plan.expansion import RankStep
 from torchtitan.plan.recording import Message
 
@@ -24,7 +24,7 @@ class LinkTraffic:
     """Slowest link between the ranks."""
     count: int
     sent: int
-    """Bytes that the rank sends in all of them (`torchtitan.comm.unit.sent_bytes`)."""
+    """Bytes that the rank sends in all of them (`torchtitan.comm.sent_bytes`)."""
 
 
 def link_traffic(step: RankStep, ranks_per_node: int) -> list[LinkTraffic]:

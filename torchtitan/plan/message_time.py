@@ -9,7 +9,7 @@ of a hop between each two neighbors. All-reduces of few bytes use trees, with fe
 import math
 from collections.abc import Sequence
 
-from torchtitan.comm.unit import Operation
+from torchtitan.comm import Operation
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.link_traffic import nodes
 
@@ -23,7 +23,7 @@ def message_seconds(
     """Return the seconds of a collective over `ranks`, or of a message between two of them.
 
     Args:
-        size: bytes of the whole tensor, as in `torchtitan.comm.unit.sent_bytes`.
+        size: bytes of the whole tensor, as in `torchtitan.comm.sent_bytes`.
     """
     count = len(ranks)
     if count == 1 or not size:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from torchtitan.comm.unit import Operation
+from torchtitan.comm import Operation
 from torchtitan.losses import chunked_gradients, chunked_statistics
 from torchtitan.parallel.context import context_attention, context_attention_backward
 from torchtitan.plan.cuda_operators import (
@@ -76,7 +76,7 @@ class Message(NamedTuple):
     """Name of the process group."""
     operation: Operation
     bytes: int
-    """Size of the whole tensor, as in `torchtitan.comm.unit.sent_bytes`."""
+    """Size of the whole tensor, as in `torchtitan.comm.sent_bytes`."""
     overlaps: bool = False
     """Whether what is computed next does not wait for it, as with those of FSDP."""
 

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import SGD, AdamW, Optimizer
 
-from torchtitan.optim.elementwise import elementwise
+from torchtitan.optim.adam_and_sgd import elementwise
 from torchtitan.torch_private.compiler import without_compiler
 from torchtitan.torch_private.fake_ranks import fake_process_group
 

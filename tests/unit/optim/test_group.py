@@ -8,9 +8,9 @@ from torch import nn
 
 from tests.tiny import named
 from torchtitan.optim import SGD, Adam, AdamW, Muon, NamedParameter, OptimizerConfig, Optimizers
-from torchtitan.optim.in_backward import InBackward
 from torchtitan.optim.muon import AdamWPart
-from torchtitan.optim.norm import global_norm
+from torchtitan.optim.optimizer_group import InBackward
+from torchtitan.optim.parameters import global_norm
 
 Builder = Callable[[Sequence[NamedParameter], OptimizerConfig], Optimizers]
 BUILDERS = {

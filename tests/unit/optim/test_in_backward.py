@@ -10,7 +10,7 @@ from torch import nn
 from tests.ranks import run_ranks
 from tests.tiny import named
 from torchtitan.optim import SGD, AdamW, Optimizers
-from torchtitan.optim.in_backward import InBackward
+from torchtitan.optim.optimizer_group import InBackward
 
 
 def network():

@@ -10,8 +10,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.ranks import run_ranks
 from torchtitan.optim.matrices import Area, Exchange, Matrix, deal
-from torchtitan.optim.norm import local
-from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.parameters import NamedParameter, local
 from torchtitan.torch_private.dtensor import extents
 
 

@@ -11,8 +11,8 @@ from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS, Optimizers
-from torchtitan.optim.adam import STATE_DTYPES
-from torchtitan.optim.in_backward import InBackward
+from torchtitan.optim.adam_and_sgd import STATE_DTYPES
+from torchtitan.optim.optimizer_group import InBackward
 from torchtitan.step import StepOptimizers
 from torchtitan.timeline import Timeline
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.config import ConfigError
-from torchtitan.parallel import schedule_csv
+from torchtitan.parallel import schedules
 from torchtitan.parallel.schedules import (
     SCHEDULES,
     Action,
@@ -55,8 +55,8 @@ def test_every_order_can_be_followed_and_has_no_fault():
     for name, stages, pp, microbatches in LAYOUTS:
         if SCHEDULES[name].runs(microbatches, stages, pp) and microbatches in (6, 8):
             orders = order(name, stages, pp, microbatches)
-            assert not list(schedule_csv.order_problems(orders, pp, microbatches))
-            assert schedule_csv.ranks(orders) == SCHEDULES[name].ranks(stages, pp)
+            assert not list(schedules.order_problems(orders, pp, microbatches))
+            assert schedules.ranks(orders) == SCHEDULES[name].ranks(stages, pp)
 
 
 def test_a_rank_does_one_thing_at_a_time_and_in_order():
@@ -133,11 +133,11 @@ def write(path, *rows):
 
 def test_a_file_reads_as_torch_reads_it(tmp_path):
     path = write(tmp_path / "order.csv", "0F0,,0F1, 0I0,0B1,0W0", "1F0,1B0,(1F1;1B1)OVERLAP_F_B")
-    orders = schedule_csv.read(path)
+    orders = schedules.read(path)
     assert [str(action) for action in orders[0]] == ["0F0", "0F1", "0I0", "0B1", "0W0"]
     assert [str(action) for action in orders[1]] == ["1F0", "1B0", "1F1", "1B1"]
-    assert not list(schedule_csv.order_problems(orders, 2, 2))
-    assert schedule_csv.ranks(orders) == (0, 1)
+    assert not list(schedules.order_problems(orders, 2, 2))
+    assert schedules.ranks(orders) == (0, 1)
 
 
 @pytest.mark.parametrize("cell", ["0X0", "F0", "0F", "0SEND_F0", "0UNSHARD", "(0F0;)B", "0F0x"])
@@ -146,12 +146,12 @@ def test_a_cell_that_is_no_action_is_shown_with_its_place(cell, tmp_path):
     with pytest.raises(
         ConfigError, match=r"row 2, column 2: .* is not an action; wanted .* as in 2F0"
     ):
-        schedule_csv.read(path)
+        schedules.read(path)
 
 
 def test_a_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="it cannot be read"):
-        schedule_csv.read(tmp_path / "none.csv")
+        schedules.read(tmp_path / "none.csv")
 
 
 FAULTS = {
@@ -173,14 +173,14 @@ FAULTS = {
 
 @pytest.mark.parametrize("rows", FAULTS)
 def test_a_file_that_cannot_be_run(rows, tmp_path):
-    orders = schedule_csv.read(write(tmp_path / "order.csv", *rows.split("/")))
-    assert FAULTS[rows] in " | ".join(schedule_csv.order_problems(orders, 2, 1))
+    orders = schedules.read(write(tmp_path / "order.csv", *rows.split("/")))
+    assert FAULTS[rows] in " | ".join(schedules.order_problems(orders, 2, 1))
 
 
 def test_ranks_that_wait_for_each_other_are_found(tmp_path):
     rows = ("0F0,2F0,2B0,0F1,2F1,2B1,0B0,0B1", "1F1,1F0,1B0,1B1")
     assert list(
-        schedule_csv.order_problems(schedule_csv.read(write(tmp_path / "o.csv", *rows)), 2, 2)
+        schedules.order_problems(schedules.read(write(tmp_path / "o.csv", *rows)), 2, 2)
     ) == ["rank 0 would wait forever for 2F0; wanted an order in which its inputs arrive first"]
 
 

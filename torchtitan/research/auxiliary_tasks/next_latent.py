@@ -18,9 +18,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.auxiliary_losses import ModelLossConfig
 from torchtitan.config import Context, Problem, between
-from torchtitan.losses import sum_over_ranks
+from torchtitan.losses import ModelLossConfig, sum_over_ranks
 from torchtitan.models.output import AuxiliaryHead, AuxiliaryLoss
 from torchtitan.parallel import context
 from torchtitan.parallel.settings import Balancing

@@ -15,12 +15,13 @@ a NaN or an infinity is decoded as numbers that are not finite: nothing is hidde
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torchtitan.comm.unit import Unit
+from torchtitan.comm import Unit
 
 Form = Literal["symmetric", "minmax"]
 GROUP = 8
@@ -241,3 +242,8 @@ class WireFormat:
         """Invert `pack`."""
         codes = self.codec.bytes_of(self.coarse)
         return packed[:, :codes], _as(packed[:, codes:], dtype)
+
+
+def seed_of(name: str, bits: int = 64) -> int:
+    """Return a seed of `bits` bits for the random numbers called `name`."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=bits // 8).digest(), "little")

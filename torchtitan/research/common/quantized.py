@@ -8,11 +8,9 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.gradients import GradientsConfig, Reduce
-from torchtitan.comm.unit import Communicator, Unit
+from torchtitan.comm import Communicator, GradientsConfig, Reduce, Unit
 from torchtitan.config import Config
-from torchtitan.research.common.codec import GROUP, Codec, Form, WireFormat
-from torchtitan.seeds import seed_of
+from torchtitan.research.common.codec import GROUP, Codec, Form, WireFormat, seed_of
 
 
 def _in_groups(value: int) -> int:

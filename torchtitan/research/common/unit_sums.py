@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.optim.norm import local
-from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.parameters import NamedParameter, local
 from torchtitan.torch_private.dtensor import is_dtensor, local_extent, ranks_of
 
 

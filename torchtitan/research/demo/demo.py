@@ -28,10 +28,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.replicas import AgreementConfig, ReplicaReducer
-from torchtitan.comm.unit import Unit
+from torchtitan.comm import AgreementConfig, ReplicaReducer, Unit
 from torchtitan.config import Context, Problem, between
-from torchtitan.seeds import seed_of
+from torchtitan.research.common.codec import seed_of
 from torchtitan.torch_private.distributed import all_gather
 
 CPU = torch.device("cpu")

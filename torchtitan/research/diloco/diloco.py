@@ -20,8 +20,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.replicas import AgreementConfig, SumReducer
-from torchtitan.comm.unit import Unit
+from torchtitan.comm import AgreementConfig, SumReducer, Unit
 
 
 class DiLoCo(AgreementConfig):

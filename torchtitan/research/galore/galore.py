@@ -16,10 +16,9 @@ from pydantic import Field
 from torch import Size, Tensor
 
 from torchtitan.config import Context, KeyOf, Problem
-from torchtitan.optim.adam import STATE_DTYPES, AdamGroup, AdamWRule, MomentStorage
+from torchtitan.optim.adam_and_sgd import STATE_DTYPES, AdamGroup, AdamWRule, MomentStorage
 from torchtitan.optim.grouping import assign
-from torchtitan.optim.norm import local
-from torchtitan.optim.parameters import NamedParameter, in_layers
+from torchtitan.optim.parameters import NamedParameter, in_layers, local
 from torchtitan.optim.settings import OptimizerConfig, ParameterGroup, UpdateRule
 from torchtitan.research.galore.low_rank import Method, Projection, find_bases
 from torchtitan.torch_private.compiler import any_number_of_shapes

@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import Size, Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.optim.norm import local
-from torchtitan.optim.parameters import NamedParameter
-from torchtitan.seeds import seed_of
+from torchtitan.optim.parameters import NamedParameter, local
+from torchtitan.research.common.codec import seed_of
 from torchtitan.torch_private.distributed import all_gather, columns_to_rows, reduce_scatter
 from torchtitan.torch_private.dtensor import (
     is_dtensor,

@@ -24,8 +24,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.replicas import AgreementConfig, ReplicaReducer
-from torchtitan.comm.unit import Unit
+from torchtitan.comm import AgreementConfig, ReplicaReducer, Unit
 from torchtitan.research.common.codec import Codec, WireFormat
 from torchtitan.research.common.quantized import (
     Bucket,

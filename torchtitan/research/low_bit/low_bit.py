@@ -24,10 +24,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchtitan.optim import adam
-from torchtitan.optim.adam import AdamRule, MomentStorage, Update
-from torchtitan.optim.norm import local
-from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim import adam_and_sgd
+from torchtitan.optim.adam_and_sgd import AdamRule, MomentStorage, Update
+from torchtitan.optim.parameters import NamedParameter, local
 from torchtitan.optim.settings import ParameterGroup
 from torchtitan.torch_private.compiler import any_number_of_shapes
 from torchtitan.torch_private.dtensor import laid_out_as
@@ -151,7 +150,7 @@ class CompiledAdam:
         with quiet_torchao():
             from torchao.optim.adam import single_param_adam
         self.decoupled = decoupled
-        self.update = adam.compiled_update(single_param_adam)
+        self.update = adam_and_sgd.compiled_update(single_param_adam)
         # This warning is for torchao's developers only.
         warnings.filterwarnings("ignore", ".* does not implement _stable_hash_for_caching")
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.attention import Core, SelfAttention
 from torchtitan.parallel.activation_checkpoint import KEPT_OPERATORS
-from torchtitan.parallel.context_pieces import Cut, segments
-from torchtitan.parallel.context_rotation import ROTATIONS
+from torchtitan.parallel.context_pieces import ROTATIONS, Cut, segments
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.world import World
 from torchtitan.torch_private.distributed import process_group

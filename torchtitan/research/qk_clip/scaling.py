@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan.optim.norm import local
-from torchtitan.optim.parameters import NamedParameter
+from torchtitan.optim.parameters import NamedParameter, local
 from torchtitan.torch_private.dtensor import extents
 
 

@@ -17,8 +17,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm.unit import Unit
-from torchtitan.comm.weight_gathers import Gather, WeightsConfig
+from torchtitan.comm import Gather, Unit, WeightsConfig
 from torchtitan.config import Context, Problem
 from torchtitan.research.common.codec import Form, WireFormat
 from torchtitan.research.common.quantized import (

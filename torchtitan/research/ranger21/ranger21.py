@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from torchtitan.config import Context, Problem
-from torchtitan.optim.adam import AdamGroup, AdamWRule
-from torchtitan.optim.norm import local
+from torchtitan.optim.adam_and_sgd import AdamGroup, AdamWRule
+from torchtitan.optim.parameters import local
 from torchtitan.optim.settings import OptimizerConfig, ParameterGroup
 from torchtitan.research.common.unit_sums import Reduction, sharing, units_of
 from torchtitan.research.ranger21.sums import Measured, Measurement, gradient_of

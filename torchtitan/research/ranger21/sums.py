@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.optim.norm import local
+from torchtitan.optim.parameters import local
 from torchtitan.research.common.unit_sums import Reduction, Units
 
 if TYPE_CHECKING:

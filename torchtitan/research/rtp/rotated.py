@@ -29,7 +29,7 @@ from torchtitan.losses import summed
 from torchtitan.models.attention import attends
 from torchtitan.models.output import LinearLoss
 from torchtitan.models.spec import TensorRole, tensor_roles
-from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
+from torchtitan.parallel.sharding import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.research.common import gathered
 from torchtitan.research.rtp.ring import Neighbours, RingHop, rotate
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torchtitan.comm.unit import Operation
+from torchtitan.comm import Operation
 from torchtitan.config import import_wing
 from torchtitan.logging import logger
 from torchtitan.parallel.stages import Unit

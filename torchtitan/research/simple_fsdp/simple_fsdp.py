@@ -19,7 +19,7 @@ from torch import nn
 from torchtitan.checks.model import model_of
 from torchtitan.config import Context, Problem, between, has_wing, import_wing, needs_wing
 from torchtitan.parallel.settings import ReshardPolicy
-from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
+from torchtitan.parallel.sharding import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.parallel.stages import Unit
 from torchtitan.research.common import gathered
 from torchtitan.research.simple_fsdp import bucketing

@@ -22,7 +22,7 @@ from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
 from torchtitan.logging import make_console, on_terminal
 from torchtitan.optim import SGD, GroupConfig, OptimizerConfig
-from torchtitan.optim.sgd import SGDGroup
+from torchtitan.optim.adam_and_sgd import SGDGroup
 from torchtitan.tools.options import Count, Recipe, RecipeVerb, Shrink, verb
 from torchtitan.tools.verify.measure import (
     EXEMPT,

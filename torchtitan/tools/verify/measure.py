@@ -47,8 +47,7 @@ from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.torch_private.dtensor import local_extent
-from torchtitan.train import choose
-from torchtitan.trainer import Trainer
+from torchtitan.train import Trainer, choose
 
 Row = dict[str, Any]
 AtStep = Callable[[int], None]

@@ -1,19 +1,8 @@
-"""Data parallelism by `fully_shard` (FSDP2; Zhao et al., 2023, arXiv:2304.11277).
-
-One technique covers every data-parallel layout, because its mesh has two axes: parameters are
-copied along `dp_replicate` and split along `dp_shard`, joined with `cp` if sequences are split too.
-
-    DDP   dp_replicate = N, dp_shard = 1
-    FSDP  dp_replicate = 1, dp_shard = N
-    HSDP  both greater than 1
-
-Gradients are summed, never averaged: the loss is already divided by the targets of the global
-batch, so the sum over ranks is the gradient of the global mean.
-"""
+"""Shardings, which split the parameters of a model among ranks; FSDP 2 is that of the core."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
@@ -23,13 +12,124 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.comm import Communicator, Gather, PlainGather, Reduce, Unit
-from torchtitan.config import Context, Problem
+from torchtitan.comm import CommunicationConfig, Communicator, Gather, PlainGather, Reduce, Unit
+from torchtitan.config import Config, Context, Problem, Registry
 from torchtitan.models.experts import Experts
-from torchtitan.optim.norm import local
-from torchtitan.parallel.sharding.settings import Sharding, ShardingConfig, ShardingTarget
+from torchtitan.models.spec import TensorRole
+from torchtitan.optim.parameters import local
+from torchtitan.parallel import stages
+from torchtitan.parallel.compile import CompileConfig
+from torchtitan.parallel.settings import Precision, ReshardPolicy
 from torchtitan.torch_private.dtensor import gather_with
+
+
+@dataclass(frozen=True)
+class ShardingTarget:
+    """Target of a sharding: the meshes, settings and facts about the model that it uses."""
+
+    mesh: DeviceMesh
+    """Mesh of the ranks that share the parameters: (replicas, shards), or (shards) without replicas
+    or if these synchronize outside the sharding."""
+    tensor_mesh: DeviceMesh
+    precision: Precision
+    reshard: ReshardPolicy
+    """Whether a block is freed after its forward: `always`; `never`; `default`: all but the last
+    of the model, which the backward needs immediately."""
+    last_block: str
+    """Name of the model's last block."""
+    ends: tuple[stages.Unit, stages.Unit]
+    """Modules before and after all blocks (`ModelSpec.ends`)."""
+    compile: CompileConfig
+    communication: CommunicationConfig
+    cpu_offload: bool
+    device_type: str
+    expert_mesh: DeviceMesh | None = None
+    """Mesh like `mesh` of the ranks with the same experts, if other ranks have others."""
+    tensor_plan: Mapping[str, TensorRole] = field(default_factory=dict)
+    """Tensor-parallel roles of modules, by their names in the model."""
+    heads: int = 1
+    """Number that the ranks must divide to have whole heads, of queries and of keys; 1: never."""
+    vocabulary_chunk: int = 0
+    """Loss chunk size in vocabulary entries; 0 computes the loss from logits."""
+
+
+class Sharding:
+    """Sharding of the parts of a model that this rank has."""
+
+    def compile_options(
+        self, blocks: Mapping[str, nn.Module], units: Sequence[stages.Unit]
+    ) -> dict[str, Any] | None:
+        """Return the `torch.compile` options for a part of the model; called before `apply`.
+
+        Args:
+            blocks: blocks of the part, by name.
+            units: names of the modules that are gathered together.
+        """
+        return None
+
+    def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        """Shard and replicate the parameters of a part of the model over the mesh, in place."""
+        raise NotImplementedError
+
+    def before_backward(self, is_last: bool) -> None:
+        """Prepare the backward of a microbatch, not in a pipeline; `is_last`: the step's last."""
+
+    def complete_gradients(self) -> None:
+        """Complete the gradients of a step on this rank, after its last backward."""
+
+    def after_evaluate(self) -> None:
+        """Act after the forwards of an evaluation, which no backward follows."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return per-rank state to checkpoint, by name (`Communicator.state`)."""
+        return {}
+
+    def confirm(self) -> None:
+        """Log the effect of the sharding, after the first step.
+
+        Raises:
+            RuntimeError: if it had none.
+        """
+
+
+class ShardingConfig(Config):
+    """Settings of a sharding; `name` selects the subclass."""
+
+    in_graph: ClassVar[bool] = False
+    """Whether gathers and reductions are part of the computation, visible to a compiler."""
+    packs_weights: ClassVar[bool] = False
+    """Whether a parameter may choose the form in which it is gathered, as in Float8."""
+    never_whole: ClassVar[bool] = False
+    """Whether no rank ever has a whole matrix, which cutting, conversion and compilation need."""
+    places_experts: ClassVar[bool] = False
+    """Whether ranks can have different experts."""
+    follows: ClassVar[frozenset[str]] = frozenset()
+    """Choices of `[communication]` that the sharding follows: weights, gradients."""
+
+    name: str
+    """Method of sharding: a key of torchtitan.parallel.sharding.SHARDING."""
+
+    def verified_as(self) -> Mapping[str, tuple[Any, str]]:
+        """Return the settings to change when a layout is compared with one rank, without
+        compilation: by key, the value and the reason."""
+        return {}
+
+    def open(self, target: ShardingTarget) -> Sharding:
+        """Return the sharding for `target`."""
+        raise NotImplementedError
+
+    @property
+    def neighbors(self) -> int:
+        """Number of ranks over which freed parameters stay split until regathered; 0: all."""
+        return 0
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Whether each rank accumulates whole gradients over microbatches."""
+        return False
+
 
 if TYPE_CHECKING:  # torch's take 1.3 s to import, which a recipe check should not pay
     from torch.distributed.fsdp import FSDPModule
@@ -334,3 +434,53 @@ def expert_placement(experts: Experts, parameter: nn.Parameter, parts: int) -> "
     own = len(local(parameter))
     name = next(name for name, p in experts.named_parameters() if p is parameter)
     return Shard(experts.MODEL_DIM.get(name, 0) if own % parts else 0)
+
+
+def read_by(
+    model: nn.Module, read: Callable[[Any], Tensor], without: Set[nn.Parameter] = frozenset()
+) -> None:
+    """Make reads of all parameters of `model`, except those in `without`, go through `read`."""
+    # Identical modules share a class, so that the compiler treats them alike.
+    kinds: dict[Any, type[nn.Module]] = {}
+    for module in model.modules():
+        own = module.named_parameters(recurse=False)
+        names = tuple(name for name, parameter in own if parameter not in without)
+        if not names:
+            continue
+        kind = type(module)
+        if (kind, names) not in kinds:
+            kinds[kind, names] = _reading(kind, names, read)
+        module.__class__ = kinds[kind, names]
+
+
+def _reading(
+    kind: type[nn.Module], names: Iterable[str], read: Callable[[Any], Tensor]
+) -> type[nn.Module]:
+    """Create a subclass of `kind` whose parameters `names` are read through `read`."""
+
+    def reader(name: str) -> property:
+        # Through `_parameters`, from which parameters are listed and loaded.
+        return property(lambda module: read(module._parameters[name]))
+
+    return type(kind.__name__, (kind,), {name: reader(name) for name in names})
+
+
+def compute_in(part: nn.Module, dtype: torch.dtype) -> None:
+    """Apply mixed precision without sharding: parameters and inputs are cast where they are used.
+
+    A gradient has the dtype of its parameter. FSDP2 over one rank gives the same numbers, but
+    copies every parameter and gradient (docs/gpu.md).
+    """
+
+    def cast_inputs(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            for value in inputs
+        )
+
+    part.register_forward_pre_hook(cast_inputs)
+    read_by(part, partial(torch.Tensor.to, dtype=dtype))
+
+
+SHARDING = Registry[type[ShardingConfig]]("sharding", {"fsdp2": FSDP2})
+"""Ways to split parameters among ranks, by their names in recipes."""

@@ -1,18 +1,108 @@
-"""Adam (Kingma and Ba, 2015, arXiv:1412.6980) and AdamW (Loshchilov and Hutter, 2019,
-arXiv:1711.05101), as torch implements them, or with moments that are stored in another way."""
+"""Adam, AdamW and SGD, which update this rank's parts of parameters, gradients and states.
 
+Their update of elements does the same to a part as to the whole, so torch's optimizers need not
+know of DTensors. Given lists of them, torch first derives how each list is sharded, which takes
+seconds for hundreds of parameters on two axes of a mesh.
+"""
+
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchtitan.config import Context, KeyOf, Problem, Registry
 from torchtitan.device import compiles_for_cpu
-from torchtitan.optim.elementwise import elementwise
-from torchtitan.optim.norm import local
+from torchtitan.optim.parameters import local
 from torchtitan.optim.settings import GroupConfig, Implemented, OptimizerConfig, ParameterGroup
+from torchtitan.torch_private.compiler import without_compiler
+from torchtitan.torch_private.dtensor import detached_part, is_dtensor, laid_out_as
+
+
+def elementwise(
+    kind: type[Optimizer], groups: Iterable[dict[str, Any]], **settings: Any
+) -> Optimizer:
+    """Build an optimizer whose update of an element depends on no other element."""
+    optimizer = without_compiler(kind, groups, **settings)
+    if any(is_dtensor(each) for group in optimizer.param_groups for each in group["params"]):
+        vars(optimizer)["step"] = partial(_update_parts, optimizer, optimizer.step)
+    return optimizer
+
+
+def _update_parts(optimizer: Optimizer, update: Callable[[], None]) -> None:
+    """Let an optimizer see parts alone, and keep its new states as those of the whole."""
+    groups, states = optimizer.param_groups, optimizer.state
+    wholes = [p for group in groups for p in group["params"] if p.grad is not None]
+    parts = {whole: detached_part(whole) for whole in wholes}
+    given = {whole: {name: _part(s) for name, s in states[whole].items()} for whole in wholes}
+    of_parts: defaultdict[Tensor, Any] = defaultdict(dict)
+    for whole, part in parts.items():
+        part.grad = detached_part(whole.grad)
+        of_parts[part] = given[whole].copy()
+    optimizer.state = of_parts
+    optimizer.param_groups = [
+        group | {"params": [parts[p] for p in group["params"] if p in parts]} for group in groups
+    ]
+    try:
+        update()
+    finally:
+        optimizer.state, optimizer.param_groups = states, groups
+    for whole, part in parts.items():
+        for name, state in of_parts[part].items():
+            if state is not given[whole].get(name):
+                is_part = isinstance(state, Tensor) and state.shape == part.shape
+                states[whole][name] = laid_out_as(whole, state) if is_part else state
+
+
+def _part(state: Any) -> Any:
+    return detached_part(state) if isinstance(state, Tensor) else state
+
+
+class SGDGroup(GroupConfig):
+    """Settings of SGD that differ for some parameters; the first match applies."""
+
+    momentum: float | None = Field(None, ge=0, lt=1)
+    """Decay of the running gradient (default: the optimizer's)."""
+
+
+class SGD(OptimizerConfig):
+    """Gradient descent with optional momentum."""
+
+    # torch's fused SGD does not accept FSDP's sharded parameters.
+    implementation: Literal["foreach", "for-loop"] = "foreach"
+    """Implementation: a loop over lists of tensors, or over tensors."""
+    name: Literal["SGD"] = "SGD"
+    """Name of the optimizer."""
+    groups: tuple[SGDGroup, ...] = ()
+    """Settings that differ for some parameters."""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """Decay of the running gradient."""
+    nesterov: bool = False
+    """Nesterov's momentum (needs momentum > 0)."""
+
+    def problems(self, context: Context) -> Iterator[Problem]:
+        yield from super().problems(context)
+        if self.nesterov and not self.momentum:
+            yield Problem("nesterov", "it needs self.momentum > 0", ("momentum",))
+
+    def options(self) -> dict[str, Any]:
+        return super().options() | {"momentum": self.momentum, "nesterov": self.nesterov}
+
+    def build(self, groups: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
+        options = [group.options() for group in groups]
+        foreach = self.implementation == "foreach"
+        return elementwise(torch.optim.SGD, options, foreach=foreach)
+
+    def state_names(self) -> frozenset[str]:
+        return frozenset({"momentum_buffer"} if self.momentum else ())
+
+    def state_bytes(self, parameter_bytes: int) -> float:
+        return parameter_bytes if self.momentum else 0.0
+
 
 Update = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Any]], None]
 """Function that updates a weight, given its gradient, state and group, all of plain tensors."""
