@@ -43,10 +43,11 @@ def test_the_debug_recipe_is_named_as_it_can_be_typed(capsys):
 
 
 def test_version(capsys):
-    assert main(["--version"]) == 0
     python = sys.version.split()[0]
-    expected = f"torchtitan {__version__}, torch {version('torch')}, Python {python}\n"
-    assert capsys.readouterr().out == expected
+    for word in ("--version", "-V"):
+        assert main([word]) == 0
+        expected = f"torchtitan {__version__}, torch {version('torch')}, Python {python}\n"
+        assert capsys.readouterr().out == expected
 
 
 def test_help_of_a_section_has_that_section_alone(capsys):

@@ -30,14 +30,11 @@ def test_a_recipe_is_found_by_name():
         assert found.notices[0] == f"{name}: the packaged recipe {path}"
 
 
-def test_a_file_wins_over_a_packaged_recipe():
+def test_a_file_wins_over_a_packaged_recipe_and_a_folder_does_not():
     Path("debug_model.toml").write_text("[training]\nsteps = 3\n", encoding="utf-8")
     found = load_job("debug_model.toml", [], 1, "cpu")
     assert found.config.training.steps == 3
     assert not [line for line in found.notices if "packaged" in line]
-
-
-def test_a_folder_of_that_name_is_no_recipe():
     Path("debug_model").mkdir()
     assert find_recipe("debug_model") == FOLDER / "debug_model.toml"
 
