@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.device import pick
-from torchtitan.models.initialize import initialize
-from torchtitan.models.llama3.spec import LLAMA3
-from torchtitan.models.spec import build_empty
+from torchtitan.models.llama3 import LLAMA3
+from torchtitan.models.spec import build_empty, initialize
 
 LR, WARMUP, STEPS, MAX_NORM = 3e-3, 20, 100_000, 1.0
 BATCH, SEQ_LEN = 8, 256

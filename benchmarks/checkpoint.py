@@ -40,7 +40,7 @@ from torchtitan.checks import load_job
 from torchtitan.device import Device, pick
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
-from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.models.llama3 import LLAMA3
 from torchtitan.parallel import open_world
 from torchtitan.train import Trainer
 

@@ -8,8 +8,8 @@ from torch._dynamo import register_backend
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import tiny
-from torchtitan.models.initialize import initialize
-from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.models.llama3 import LLAMA3
+from torchtitan.models.spec import initialize
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
     CompileConfig,

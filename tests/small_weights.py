@@ -9,8 +9,8 @@ from tests import tiny
 from torchtitan.checkpoint.storage import SavedTensors, write_tensors
 from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert
 from torchtitan.models import MODELS
-from torchtitan.models.initialize import initialize
 from torchtitan.models.layers import RopeScaling
+from torchtitan.models.spec import initialize
 
 SEQ_LEN = 96
 ARGS = dataclasses.replace(tiny.ARGS, dim=64, n_layers=3, n_heads=8)

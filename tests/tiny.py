@@ -13,14 +13,13 @@ from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
-from torchtitan.models.deepseek_v3.latent_attention import LatentArgs
-from torchtitan.models.deepseek_v3.spec import DEEPSEEK_V3
-from torchtitan.models.gpt_oss.block import OssArgs
-from torchtitan.models.gpt_oss.spec import GPT_OSS
+from torchtitan.models.deepseek_v3 import DEEPSEEK_V3
+from torchtitan.models.gpt_oss import GPT_OSS, OssArgs
+from torchtitan.models.latent_attention import LatentArgs
 from torchtitan.models.layers import Yarn
-from torchtitan.models.llama3.spec import LLAMA3
-from torchtitan.models.qwen3.spec import QWEN3
-from torchtitan.models.qwen3_moe.spec import QWEN3_MOE
+from torchtitan.models.llama3 import LLAMA3
+from torchtitan.models.qwen3 import QWEN3
+from torchtitan.models.qwen3_moe import QWEN3_MOE
 from torchtitan.models.sparse_decoder import SparseArgs
 from torchtitan.optim import name_parameters
 

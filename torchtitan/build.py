@@ -36,8 +36,7 @@ from torchtitan.metrics.startup import Startup
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS, attention
 from torchtitan.models.experts import parameters_in_words
-from torchtitan.models.initialize import initialize
-from torchtitan.models.spec import build_empty
+from torchtitan.models.spec import build_empty, initialize
 from torchtitan.optim import Compiled, Optimizers, name_parameters, open_optimizers
 from torchtitan.parallel import (
     Launch,
@@ -59,8 +58,7 @@ from torchtitan.resilience.replica_groups.replica_step import GroupGuard, add_up
 from torchtitan.resilience.spikes import Guard
 from torchtitan.resilience.stop import StopSignal
 from torchtitan.step import Agreement, Batches, Flag, Hooks, StepOptimizers, UpdateGuard
-from torchtitan.tasks import Task
-from torchtitan.tasks.task import previewed
+from torchtitan.tasks import Task, previewed
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.dtensor import allocate as allocate_weights
 from torchtitan.validate import Validator

@@ -29,7 +29,7 @@ from torchtitan.expert_loads import ExpertsConfig
 from torchtitan.losses import AUXILIARY_LOSSES, AuxiliaryLossConfig, LossConfig
 from torchtitan.metrics import MetricsConfig
 from torchtitan.models import MODEL_SETTINGS, MODELS, with_sizes
-from torchtitan.models.llama3.settings import Llama3Config
+from torchtitan.models.llama3 import Llama3Config
 from torchtitan.models.settings import ModelConfig
 from torchtitan.optim import (
     OPTIMIZER_KEYS,

@@ -17,7 +17,7 @@ from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
 from torchtitan.models.experts import Router
-from torchtitan.models.initialize import initialize
+from torchtitan.models.spec import initialize
 from torchtitan.tools.checkpoint import verify
 from torchtitan.tools.cli import main
 

@@ -22,9 +22,8 @@ from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
 from torchtitan.models.attention import causal_attention, dense_attention
-from torchtitan.models.initialize import initialize
-from torchtitan.models.llama3.spec import LLAMA3
-from torchtitan.models.spec import build_empty
+from torchtitan.models.llama3 import LLAMA3
+from torchtitan.models.spec import build_empty, initialize
 from torchtitan.parallel import open_world
 from torchtitan.research.common.codec import Codec
 from torchtitan.research.hadamard_attention.hadamard import STEP, hadamard

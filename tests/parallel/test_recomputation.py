@@ -9,7 +9,7 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import Operators
 from tests.tiers import tiers
-from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.models.llama3 import LLAMA3
 from torchtitan.parallel import ActivationCheckpointConfig, activation_checkpoint, context, tensor
 
 ARGS, LENGTH = tiny.FLAVORS["deep"], 32

@@ -14,8 +14,7 @@ from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, RecipeError
 from torchtitan.data import DataConfig
 from torchtitan.data.order import Document, Position
-from torchtitan.models.initialize import initialize
-from torchtitan.models.spec import build_empty
+from torchtitan.models.spec import build_empty, initialize
 from torchtitan.research.vit_mae.images.source import ImageSample
 from torchtitan.research.vit_mae.masked_autoencoder import MaskedAutoencoder, mask_order, normalized
 from torchtitan.research.vit_mae.model import ViTMAE, patchify, take, unpatchify

@@ -28,7 +28,7 @@ from tests.runs import assert_complete, compare, compare_converted, losses, trac
 from tests.tiers import tiers
 from torchtitan import build
 from torchtitan.job import JobConfig
-from torchtitan.models.initialize import initialize
+from torchtitan.models.spec import initialize
 from torchtitan.plan.expansion import expand
 from torchtitan.plan.fake_rank import record
 

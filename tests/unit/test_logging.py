@@ -11,7 +11,7 @@ import pytest
 
 from torchtitan.config import print_error
 from torchtitan.logging import configure, logger, make_console, on_terminal, progress_bar, status
-from torchtitan.tasks.task import Task, previewed
+from torchtitan.tasks import Task, previewed
 
 
 class Terminal(io.StringIO):

@@ -10,7 +10,7 @@ from torchtitan.checks.limits import model_states, problems_of_memory
 from torchtitan.config import CannotRun
 from torchtitan.device import GIB, Device
 from torchtitan.models import MODELS
-from torchtitan.models.llama3.spec import FLAVORS
+from torchtitan.models.llama3 import FLAVORS
 
 LLAMA3 = MODELS["llama3"]
 PARAMETERS = 5_770_496

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from torchtitan.config import Registry
-from torchtitan.convert.float8 import Float8
-from torchtitan.convert.mxfp8 import MXFP8
+from torchtitan.convert.float8 import MXFP8, Float8
 from torchtitan.convert.rounded_experts import experts
 from torchtitan.convert.settings import (
     Conversion,

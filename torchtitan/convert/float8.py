@@ -1,10 +1,15 @@
-"""Linear layers with Float8 matrix products, through torchao (https://github.com/pytorch/ao).
+"""Linear layers with Float8 and MXFP8 products, through torchao (https://github.com/pytorch/ao).
 
 Both factors of each matrix product are rounded to 8 bits (e4m3; gradients e5m2 where a tensor has
 one scale; Micikevicius et al., 2022, arXiv:2209.05433) after a scale has brought their largest
 element to the largest that Float8 has. A scale for each row, a power of two, takes more time than
 one for each tensor, but an outlier reduces the precision of its row only; and a row does not depend
 on the layout, while a tensor's part of the batch does.
+
+MXFP8 has a scale for every 32 summed elements, a power of two of 8 bits (Open Compute Project, "OCP
+Microscaling Formats (MX) Specification" v1.0, 2023; training with it: Mishra et al., 2025,
+arXiv:2506.08027, whose rounding of the scale upwards is used). Blackwell supports these products in
+hardware.
 """
 
 import dataclasses
@@ -22,6 +27,7 @@ from torchtitan.convert.settings import (
     LinearConverterConfig,
     Wire,
     linears,
+    replace,
 )
 
 if TYPE_CHECKING:
@@ -183,3 +189,51 @@ class _CastGradient:
         dtype = self.linear.config.cast_config_grad_output.target_dtype
         same: DTensor = NoopFwToFloat8BwDynamic.apply(y, self.linear.linear_mm_config, dtype)
         return same
+
+
+BLOCK = 32
+"""Elements that share a scale."""
+
+
+class MXFP8(LinearConverterConfig):
+    """Linear layers with MXFP8 products: Float8 with a power-of-two scale per 32 elements."""
+
+    name: Literal["mxfp8"] = "mxfp8"
+    """Name of the converter."""
+    high_precision_weight_gradients: bool = False
+    """Compute the gradients of the weights in their original dtype."""
+
+    @property
+    def multiple(self) -> int:
+        return BLOCK
+
+    def lacks(self, capability: tuple[int, int] | None) -> str | None:
+        if capability is None:
+            return "a CPU has no matrix products in MXFP8"
+        if capability < (10, 0):
+            has = ".".join(map(str, capability))
+            return f"its compute capability is {has}, and matrix products in MXFP8 need 10.0"
+        if self.experts:
+            return "products of experts in MXFP8 are emulated on every device"
+        return None
+
+    def convert(self, model: nn.Module, target: ConversionTarget) -> Conversion:
+        from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+        from torchao.quantization.quantize_.common import KernelPreference
+
+        done = Conversion()
+        kernels = KernelPreference.EMULATED if target.emulate else KernelPreference.AUTO
+        for name, linear in linears(model, self, done):
+            with linear.weight.device:
+                converted = MXFP8Linear(
+                    linear.in_features,
+                    linear.out_features,
+                    bias=False,
+                    kernel_preference=kernels,
+                    wgrad_with_hp=self.high_precision_weight_gradients,
+                )
+            converted.weight, converted.bias = linear.weight, linear.bias
+            replace(model, name, converted)
+        wide = self.high_precision_weight_gradients
+        convert_experts(model, self, target, done, block=BLOCK, keeps_gradients=wide)
+        return done

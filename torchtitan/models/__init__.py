@@ -10,11 +10,11 @@ from torchtitan.models.spec import ModelSpec
 MODELS = Registry[ModelSpec[Any]](
     "model",
     {
-        "llama3": "torchtitan.models.llama3.spec:LLAMA3",
-        "qwen3": "torchtitan.models.qwen3.spec:QWEN3",
-        "qwen3_moe": "torchtitan.models.qwen3_moe.spec:QWEN3_MOE",
-        "deepseek_v3": "torchtitan.models.deepseek_v3.spec:DEEPSEEK_V3",
-        "gpt_oss": "torchtitan.models.gpt_oss.spec:GPT_OSS",
+        "llama3": "torchtitan.models.llama3:LLAMA3",
+        "qwen3": "torchtitan.models.qwen3:QWEN3",
+        "qwen3_moe": "torchtitan.models.qwen3_moe:QWEN3_MOE",
+        "deepseek_v3": "torchtitan.models.deepseek_v3:DEEPSEEK_V3",
+        "gpt_oss": "torchtitan.models.gpt_oss:GPT_OSS",
     },
 )
 

@@ -10,9 +10,14 @@ from types import MappingProxyType
 
 from torch import nn
 
-from torchtitan.models.decoder import BlockBuilder, Decoder, DecoderArgs, TransformerBlock
+from torchtitan.models.decoder import (
+    AheadModule,
+    BlockBuilder,
+    Decoder,
+    DecoderArgs,
+    TransformerBlock,
+)
 from torchtitan.models.decoder_settings import DecoderConfig
-from torchtitan.models.prediction import AheadModule
 from torchtitan.models.spec import (
     AttentionShape,
     InitialWeight,

@@ -25,8 +25,7 @@ from torchtitan.losses import (
 from torchtitan.models.output import AuxiliaryLoss, LinearLoss, auxiliary_losses
 from torchtitan.parallel import compile
 from torchtitan.parallel.compile import CompileConfig
-from torchtitan.tasks import Task
-from torchtitan.tasks.task import LossFunction
+from torchtitan.tasks import LossFunction, Task
 from torchtitan.torch_private.runtime import is_in_backward
 
 

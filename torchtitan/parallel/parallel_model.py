@@ -12,8 +12,7 @@ from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.replication import Replicas
 from torchtitan.parallel.sharding import Sharding
 from torchtitan.parallel.world import World
-from torchtitan.tasks import Batch
-from torchtitan.tasks.task import LossFunction
+from torchtitan.tasks import Batch, LossFunction
 from torchtitan.timeline import Timeline
 
 Losses = dict[str, Tensor]

@@ -17,8 +17,7 @@ from torchtitan.parallel.schedules import SCHEDULES, forward_steps
 from torchtitan.parallel.settings import ParallelismConfig
 from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.world import World
-from torchtitan.tasks import Batch
-from torchtitan.tasks.task import LossFunction
+from torchtitan.tasks import Batch, LossFunction
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.pipeline_stages import schedule_from_csv, skip_p2p_warmup, time_stage
 

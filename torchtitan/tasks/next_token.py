@@ -46,7 +46,7 @@ from torchtitan.data.tokens.token_stream import TokenStream
 from torchtitan.logging import logger
 from torchtitan.losses import IGNORED, cross_entropy, vocabulary_parallel_cross_entropy
 from torchtitan.models.settings import ModelConfig, TextConfig
-from torchtitan.tasks.task import LossFunction, Task
+from torchtitan.tasks import LossFunction, Task
 
 AHEAD = ("ahead_tokens", "ahead_targets")
 PADDING = 128

@@ -25,8 +25,7 @@ from torchtitan.data.tokens.token_stream import TokenStream
 from torchtitan.device import pick
 from torchtitan.inputs import open_task, require_recipe
 from torchtitan.job import JobConfig
-from torchtitan.tasks import NextToken
-from torchtitan.tasks.next_token import PackedTokens
+from torchtitan.tasks.next_token import NextToken, PackedTokens
 from torchtitan.tools.options import Count, Recipe, integer
 
 START, END = 300, 100

@@ -473,7 +473,7 @@ def test_a_null_is_an_error_of_the_check_or_skipped_and_counted(kind, tmp_path, 
 
 
 def test_skipped_nulls_are_a_metric(tmp_path):
-    from torchtitan.tasks import NextToken
+    from torchtitan.tasks.next_token import NextToken
 
     skip = DataConfig(dataset=str(nulls("jsonl", tmp_path)), null_text="skip")
     assert NextToken.left_out(skip) == "null_texts"

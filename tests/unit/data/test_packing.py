@@ -30,7 +30,7 @@ from torchtitan.data.tokens.index import ShardWriter, TokenDocuments, write_inde
 from torchtitan.data.tokens.sample_reader import RowReader, SourcePosition, TokenReader, pack_block
 from torchtitan.device import Device
 from torchtitan.losses import IGNORED
-from torchtitan.models.llama3.settings import Llama3Config
+from torchtitan.models.llama3 import Llama3Config
 from torchtitan.tasks import next_token
 from torchtitan.tasks.next_token import NextToken, TokenBatch
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from torchtitan.config import RecipeError
 from torchtitan.models.experts import idle_parameters
-from torchtitan.models.initialize import initialize
-from torchtitan.models.spec import MinShape, ModelSpec, build_empty, count_parameters
+from torchtitan.models.spec import MinShape, ModelSpec, build_empty, count_parameters, initialize
 
 Spec = ModelSpec[Any]
 CONFIGS = Path(__file__).parents[2] / "data/published"

@@ -9,7 +9,7 @@ import torch
 from tests import tiny
 from tests.runs import train
 from torchtitan.models.attention import describe
-from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.models.llama3 import LLAMA3
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from tests.unit.models.families import (
 )
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
-from torchtitan.models.deepseek_v3.latent_attention import LatentArgs
 from torchtitan.models.experts import Router
+from torchtitan.models.latent_attention import LatentArgs
 from torchtitan.models.layers import Yarn, rope_frequencies
 
 SPEC = MODELS["deepseek_v3"]

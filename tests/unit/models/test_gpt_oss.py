@@ -18,7 +18,7 @@ from tests.unit.models.families import (
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
 from torchtitan.models.attention import causal_attention, dense_attention
-from torchtitan.models.gpt_oss.block import OssArgs
+from torchtitan.models.gpt_oss import OssArgs
 from torchtitan.models.layers import Yarn
 from torchtitan.tools.generate import cached
 

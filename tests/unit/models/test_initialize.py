@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing import start_processes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan.models import initialize as module
-from torchtitan.models.initialize import initialize
+from torchtitan.models import spec as module
+from torchtitan.models.spec import initialize
 from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.torch_private.runtime import generator_of
 

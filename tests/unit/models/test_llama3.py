@@ -10,9 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
-from torchtitan.models.initialize import initialize
 from torchtitan.models.layers import RopeScaling
-from torchtitan.models.spec import count_parameters
+from torchtitan.models.spec import count_parameters, initialize
 
 SPEC = MODELS["llama3"]
 ARGS = DecoderArgs(

@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
 from torchtitan.models import MODELS
-from torchtitan.models.initialize import initialize
-from torchtitan.models.spec import MinShape, ModelSpec, build_empty, count_parameters
+from torchtitan.models.spec import MinShape, ModelSpec, build_empty, count_parameters, initialize
 
 
 @dataclass(frozen=True)

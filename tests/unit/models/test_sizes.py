@@ -7,8 +7,7 @@ import pytest
 from tests import tiny
 from torchtitan.models import MODELS, spec_in_recipe, with_sizes
 from torchtitan.models.layers import RopeScaling
-from torchtitan.models.llama3.settings import Llama3Config
-from torchtitan.models.llama3.spec import FLAVORS
+from torchtitan.models.llama3 import FLAVORS, Llama3Config
 from torchtitan.provenance import to_toml
 
 

@@ -10,7 +10,7 @@ from tests import tiny
 from tests.runs import Operators
 from torchtitan.checks.execution import recomputation
 from torchtitan.config import PlannedWorld
-from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.models.llama3 import LLAMA3
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
     CompileConfig,

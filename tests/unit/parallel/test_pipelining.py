@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from torchtitan.checks import pipelining
-from torchtitan.models.llama3.spec import LLAMA3
+from torchtitan.models.llama3 import LLAMA3
 from torchtitan.parallel import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtitan.parallel.schedules import SCHEDULES
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from tests import tiny
-from torchtitan.models.llama3.spec import FLAVORS, LLAMA3
+from torchtitan.models.llama3 import FLAVORS, LLAMA3
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import ParallelismConfig, stages
 from torchtitan.parallel.stages import balance, costs, plan, predicted_bubble, prune, units

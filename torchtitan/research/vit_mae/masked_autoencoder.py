@@ -34,7 +34,7 @@ from torchtitan.research.vit_mae.model import (
     take,
     unpatchify,
 )
-from torchtitan.tasks.task import LossFunction, Task
+from torchtitan.tasks import LossFunction, Task
 
 PICTURED = 8
 """Number of images in a picture."""

@@ -27,8 +27,7 @@ from torchtitan.checkpoint.weights.opening import OPEN, find, find_format
 from torchtitan.config import ConfigError
 from torchtitan.device import pick
 from torchtitan.logging import logger
-from torchtitan.models.initialize import initialize
-from torchtitan.models.spec import build_empty
+from torchtitan.models.spec import build_empty, initialize
 from torchtitan.research.vit_mae.images.decoding import CorruptImage
 from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.images.settings import ImageData

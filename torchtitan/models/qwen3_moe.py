@@ -1,13 +1,36 @@
-"""Qwen3-MoE in Hugging Face transformers' format: `Qwen3MoeForCausalLM`."""
+"""Qwen3 with mixtures of experts: settings, flavors, and its format, `Qwen3MoeForCausalLM`.
+
+The flavors are as published (https://arxiv.org/abs/2505.09388, table 2). Attention is that of Qwen3
+(`torchtitan.models.qwen3`). A token has 8 of 128 experts, whose scores are renormalized, and there
+is no shared expert. Of 30B-A3B and 235B-A22B a token uses 3 and 22 billion parameters. `debugmodel`
+is small enough for a laptop and still has every part.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.config import RecipeError, show
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.hugging_face import args_in, config_of, decoder_format, inexpressible
-from torchtitan.models.qwen3.hugging_face import CONTEXT
-from torchtitan.models.qwen3_moe.settings import Qwen3MoeConfig
+from torchtitan.models.qwen3 import CONTEXT, flavor
+from torchtitan.models.sparse_decoder import SparseArgs, SparseConfig, sparse_decoder_spec
+
+
+class Qwen3MoeConfig(SparseConfig):
+    """Qwen3 with mixtures of experts in place of the feed-forward."""
+
+    theirs: ClassVar[Mapping[str, str]] = {
+        "n_experts": "num_experts",
+        "top_k": "num_experts_per_tok",
+        "expert_dim": "moe_intermediate_size",
+        "renormalize": "norm_topk_prob",
+        "dense_layers": "mlp_only_layers",
+    }
+
+    @property
+    def repository(self) -> str | None:
+        return "Qwen/Qwen3-30B-A3B-Base" if self.name == "qwen3_moe" else None
+
 
 FIXED = {"decoder_sparse_step": 1, "shared_expert_intermediate_size": None}
 """Options of the architecture with the only values supported here."""
@@ -65,4 +88,31 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
 
 HUGGING_FACE = decoder_format(
     architectures=["Qwen3MoeForCausalLM"], config=to_config, args=from_config
+)
+
+
+FLAVORS = {
+    "debugmodel": SparseArgs(
+        **vars(flavor(*(256, 6, 8, 768), n_kv_heads=4, head_dim=64, vocab_size=2048)),
+        n_experts=8,
+        top_k=2,
+        expert_dim=192,
+    ),
+    "30B-A3B": SparseArgs(
+        **vars(flavor(*(2048, 48, 32, 6144), n_kv_heads=4)), n_experts=128, top_k=8, expert_dim=768
+    ),
+    "235B-A22B": SparseArgs(
+        **vars(flavor(*(4096, 94, 64, 12_288), n_kv_heads=4)),
+        n_experts=128,
+        top_k=8,
+        expert_dim=1536,
+    ),
+}
+
+QWEN3_MOE = sparse_decoder_spec(
+    name="qwen3_moe",
+    flavors=FLAVORS,
+    settings=Qwen3MoeConfig,
+    formats={"hf": HUGGING_FACE},
+    open_vocabulary=("debugmodel",),
 )

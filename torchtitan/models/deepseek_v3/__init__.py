@@ -1,2 +1,0 @@
-"""DeepSeek-V3: its attention in `latent_attention`, its flavors in `spec`, its format in
-`hugging_face`."""

@@ -1,0 +1,225 @@
+"""Llama 3, 3.1 and 3.2 (text): settings, flavors, and its formats in transformers and of Meta.
+
+8B, 70B and 405B are Llama 3.1 (https://arxiv.org/abs/2407.21783, table 3), 1B and 3B are
+Llama 3.2; `debugmodel` is small enough for a laptop and still has every part.
+
+In transformers, `LlamaForCausalLM` is also Llama 2, SmolLM and TinyLlama. `MistralForCausalLM`
+differs from it only in that tokens may attend to a window.
+
+Meta publishes `params.json` and `consolidated.*.pth`, whose names and order of rows are ours.
+`params.json` has fewer facts than our arguments: not whether the output is tied to the embedding
+(Meta's files repeat the matrix either way), and only a flag for rotary scaling. So a model that is
+not a flavor of ours gets Meta's constants.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from torchtitan.config import RecipeError, show
+from torchtitan.models.decoder import DecoderArgs
+from torchtitan.models.decoder_settings import DecoderConfig
+from torchtitan.models.decoder_spec import decoder_spec
+from torchtitan.models.hugging_face import args_in, config_of, decoder_format, inexpressible
+from torchtitan.models.layers import RopeScaling
+from torchtitan.models.spec import WeightFormat
+
+
+class Llama3Config(DecoderConfig):
+    """Llama 3, 3.1 and 3.2: a decoder with rotary positions, grouped queries and SwiGLU."""
+
+    norm: Literal["rms", "none"] | None = None
+    """Norms of the residual stream, before attention, feed-forward and output. none: no norms
+    (default: the flavor's)."""
+
+    @property
+    def repository(self) -> str | None:
+        return "meta-llama/Llama-3.1-8B" if self.name == "llama3" else None
+
+
+LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
+FIXED = {"mlp_bias": False}
+"""Options of the architecture with the only values supported here."""
+
+
+def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
+    """Return the model's part of config.json.
+
+    Raises:
+        RecipeError: if it is a network without norms.
+    """
+    if problems := [*inexpressible(args, {"norm": "rms"}, LLAMA)]:
+        raise RecipeError(problems)
+    about = config_of(args, seq_len) | FIXED
+    if args.sliding_window:
+        mistral = {"architectures": [MISTRAL], "model_type": "mistral"}
+        return {**mistral, **about, "sliding_window": args.sliding_window}
+    return {"architectures": [LLAMA], "model_type": "llama", **about}
+
+
+def from_config(config: Mapping[str, Any]) -> DecoderArgs:
+    """Read arguments from config.json; absent keys have transformers' defaults."""
+    fixed: dict[str, Any] = FIXED | {"sliding_window": None}
+    if config.get("architectures") in (MISTRAL, [MISTRAL]):
+        fixed = FIXED
+        config = {"num_key_value_heads": 8, "sliding_window": 4096, **config}
+    window = None if "sliding_window" in fixed else config["sliding_window"]
+    args = args_in(config, Llama3Config, fixed, window=window, head_dim=config.get("head_dim"))
+    usual = replace(args, head_dim=None)
+    return usual if usual.head_size == args.head_size else args
+
+
+HUGGING_FACE = decoder_format(architectures=[LLAMA, MISTRAL], config=to_config, args=from_config)
+
+
+SIZES = ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of")
+META_SCALING = RopeScaling(factor=8.0)
+
+
+def ffn_dim(dim: int, multiplier: float, multiple_of: int) -> int:
+    """Return the width of the feed-forward, as Meta's code computes it."""
+    width = int(multiplier * int(2 * 4 * dim / 3))
+    return -(-width // multiple_of) * multiple_of
+
+
+def to_params(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
+    """Return the content of params.json for a network.
+
+    Meta rounds a width up to a multiple of `multiple_of`, which is the width itself here, so that
+    any width is possible.
+
+    Raises:
+        RecipeError: if it is a network that Meta's code cannot build.
+    """
+    if problems := [*inexpressible(args, {"norm": "rms"}, "Meta's Llama")]:
+        raise RecipeError(problems)
+    unknown = {
+        "sliding_window": args.sliding_window,
+        "head_dim": args.head_size * args.n_heads != args.dim and args.head_size,
+        "head_norms": args.head_norms,
+    }
+    if found := {key: value for key, value in unknown.items() if value}:
+        raise RecipeError(
+            f"{key}: got {show(value)}; Meta's params.json has no such size; use the format hf"
+            for key, value in found.items()
+        )
+    return {
+        "dim": args.dim,
+        "n_layers": args.n_layers,
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.n_kv_heads,
+        "vocab_size": args.vocab_size,
+        "multiple_of": args.ffn_dim,
+        "ffn_dim_multiplier": args.ffn_dim / int(2 * 4 * args.dim / 3),
+        "norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "use_scaled_rope": args.rope_scaling is not None,
+    }
+
+
+def from_params(params: Mapping[str, Any]) -> DecoderArgs:
+    """Read arguments from params.json."""
+    problems = [
+        f"{key}: got {show(params.get(key))}; wanted a number above 0"
+        for key in SIZES
+        if not isinstance(params.get(key), int) or params[key] < 1
+    ]
+    multiplier = params.get("ffn_dim_multiplier") or 1.0
+    if not isinstance(multiplier, int | float):
+        problems.append(f"ffn_dim_multiplier: got {show(multiplier)}; wanted a number")
+    if not isinstance(params.get("rope_theta"), int | float):
+        got = show(params.get("rope_theta"))
+        problems.append(f"rope_theta: got {got}; wanted the base of the rotary embedding")
+    for key in ("moe_args", "vision_chunk_size", "quantization_args", "lora_args"):
+        if params.get(key) not in (None, -1):
+            problems.append(f"{key}: not supported by llama3")
+    if problems:
+        raise RecipeError(problems)
+    args = DecoderArgs(
+        dim=params["dim"],
+        n_layers=params["n_layers"],
+        n_heads=params["n_heads"],
+        n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
+        ffn_dim=ffn_dim(params["dim"], multiplier, params["multiple_of"]),
+        vocab_size=params["vocab_size"],
+        norm_eps=params.get("norm_eps", 1e-5),
+        rope_theta=float(params["rope_theta"]),
+        rope_scaling=META_SCALING if params.get("use_scaled_rope") else None,
+    )
+    return Llama3Config.checked(args)
+
+
+META = WeightFormat(
+    config=to_params,
+    args=from_params,
+    name=str,
+    repeated=lambda args: {"output.weight": "tok_embeddings.weight"} if args.tied else {},
+    must_repeat=True,
+    computed=r"rope\.freqs",
+)
+
+
+VOCAB_SIZE = 128_256
+LLAMA_3_1 = RopeScaling(factor=8.0)
+LLAMA_3_2 = RopeScaling(factor=32.0)
+
+FLAVORS = {
+    "debugmodel": DecoderArgs(
+        dim=256, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=768, vocab_size=2048
+    ),
+    "1B": DecoderArgs(
+        dim=2048,
+        n_layers=16,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_dim=8192,
+        vocab_size=VOCAB_SIZE,
+        rope_scaling=LLAMA_3_2,
+        tied=True,
+    ),
+    "3B": DecoderArgs(
+        dim=3072,
+        n_layers=28,
+        n_heads=24,
+        n_kv_heads=8,
+        ffn_dim=8192,
+        vocab_size=VOCAB_SIZE,
+        rope_scaling=LLAMA_3_2,
+        tied=True,
+    ),
+    "8B": DecoderArgs(
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_dim=14336,
+        vocab_size=VOCAB_SIZE,
+        rope_scaling=LLAMA_3_1,
+    ),
+    "70B": DecoderArgs(
+        dim=8192,
+        n_layers=80,
+        n_heads=64,
+        n_kv_heads=8,
+        ffn_dim=28672,
+        vocab_size=VOCAB_SIZE,
+        rope_scaling=LLAMA_3_1,
+    ),
+    "405B": DecoderArgs(
+        dim=16384,
+        n_layers=126,
+        n_heads=128,
+        n_kv_heads=8,
+        ffn_dim=53248,
+        vocab_size=VOCAB_SIZE,
+        rope_scaling=LLAMA_3_1,
+    ),
+}
+
+LLAMA3 = decoder_spec(
+    name="llama3",
+    flavors=FLAVORS,
+    settings=Llama3Config,
+    formats={"hf": HUGGING_FACE, "meta": META},
+    open_vocabulary=("debugmodel",),
+)
