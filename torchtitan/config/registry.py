@@ -154,18 +154,15 @@ def _places(wing: str) -> Iterator[tuple[str, str, str]]:
             yield kind, name, place
 
 
-def check_protocol(value: object, protocol: type, what: str, optional: str = "") -> None:
+def check_protocol(value: object, protocol: type, what: str) -> None:
     """Refuse what an entry of a registry returned if it lacks parts of its protocol.
-
-    Args:
-        optional: part that it may lack.
 
     Raises:
         ConfigError: with their names.
     """
     wanted = {*protocol.__annotations__}
     wanted |= {name for name, part in vars(protocol).items() if isfunction(part)}
-    wanted -= {"__init__", "__subclasshook__", optional}  # every protocol has the first two
+    wanted -= {"__init__", "__subclasshook__"}  # every protocol has the first two
     if missing := sorted(name for name in wanted if not hasattr(value, name)):
         raise ConfigError(
             f"{what}: {type(value).__name__} has no {' and no '.join(missing)}; add what "

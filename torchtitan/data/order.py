@@ -44,19 +44,17 @@ class DocumentRange(NamedTuple):
 
 
 class Source(Protocol):
-    """Endless sequence of documents, assigned to lanes."""
+    """Endless sequence of documents, assigned to lanes.
+
+    It may also have a method `advice(lanes)`, which returns a warning about that number of lanes,
+    with a remedy, or None.
+    """
 
     identity: Identity
     """Settings that determine the sequence; a run can only resume on equal ones."""
 
     def epoch(self, position: Position) -> int:
         """Return the number of complete passes over the documents before `position`."""
-
-    def advice(self, lanes: int) -> str | None:
-        """Return a warning about this number of lanes, with a remedy; None if there is none.
-
-        Sources may lack this method.
-        """
 
     def read(
         self, starts: Mapping[int, Position | None], lanes: int

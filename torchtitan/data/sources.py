@@ -243,7 +243,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
     else:
         description = DATASETS[config.dataset]
         source = SOURCES[description.kind](description, config, tokenizer, seed)
-        check_protocol(source, Source, f"the source {description.kind}", optional="advice")
+        check_protocol(source, Source, f"the source {description.kind}")
     if config.validation_fraction and "validation_fraction" not in source.identity:
         raise ConfigError(f"data.validation_fraction: {NO_PART}")
     return source

@@ -344,7 +344,8 @@ class DataStream(BatchStream):
         each = self._ranks // self._groups
         self._peers = range(self._rank % each, self._ranks, each)
         self._lanes = self._global_batch if config.lanes == -1 else config.lanes
-        if hasattr(source, "advice") and (advice := source.advice(self._lanes)):
+        advice = getattr(source, "advice", lambda lanes: None)(self._lanes)
+        if advice is not None:
             logger.warning("data: %s", advice)
         if isinstance(source, ShuffledDocuments) and (part_of_all := source.part):
             use = "held out" if config.is_held_out else "trained on"

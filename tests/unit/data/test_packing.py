@@ -241,9 +241,6 @@ class Arrays:
     def epoch(self, position):
         return position.round
 
-    def advice(self, lanes):
-        return None
-
     def read(self, starts, lanes):
         endless = itertools.cycle(enumerate(self._contents))
         documents = (Document(Position(0, n), np.array(each)) for n, each in endless)
