@@ -1,8 +1,8 @@
 """Local copies of remote files, in a folder that all processes of a node share.
 
 A file is fetched when it is first needed, as a whole. It appears under its name only when it is
-complete and has the right size. When the copies would exceed the limit, the least recently used are
-deleted first. A process that still has one of them open can read it until it closes it.
+complete and has the right size. When the copies would exceed the limit, they are deleted in order of
+their last use. A process that still has one of them open can read it until it closes it.
 """
 
 import contextlib
@@ -207,7 +207,7 @@ def _delete_text(folder: Path) -> bool:
 
 
 def _trim(cache: Path, limit: int) -> None:
-    """Delete the copies of shards and text, the least recently used first, down to the limit."""
+    """Delete copies of shards and text in order of their last use, down to the limit."""
     found: list[tuple[int, int, Path]] = []
     for folder in (cache / "files", *cache.glob("text-*/")):
         copies = []
@@ -310,7 +310,7 @@ class FileCache:
             fetch(self.root / name, size, copy, lambda target: self._reserve(target, size))
 
     def _reserve(self, target: BinaryIO, size: int) -> None:
-        """Delete the least recently used copies if all, and a new one, would exceed the limit."""
+        """Delete copies in order of their last use if they would exceed the limit with this one."""
         with locked(self.cache / "files"):
             os.ftruncate(target.fileno(), size)  # so that other processes count it
             _trim(self.cache, self.limit)

@@ -197,8 +197,8 @@ class DataConfig(Config):
     """Folder for indices, tokenized text and copies of remote files, on a disk of each node.
     Default: .torchtitan next to the data; for URLs ~/.cache/torchtitan/data."""
     cache_limit: float = Field(256, gt=0)
-    """Limit of the copies of remote shards and text in data.cache, in GiB. The least recently
-    used are deleted first. It must hold two of data.shuffle_window."""
+    """Limit of the copies of remote shards and text in data.cache, in GiB. Copies are deleted in
+    order of their last use. It must hold two of data.shuffle_window."""
     shuffle_window: float | None = Field(None, gt=0)
     """Shuffle tokenized documents within windows of consecutive shards of about this size, in GiB,
     and the windows themselves. Default: 8 for URLs, so that shards are fetched once an epoch; all
