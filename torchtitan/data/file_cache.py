@@ -1,8 +1,8 @@
 """Local copies of remote files, in a folder that all processes of a node share.
 
 A file is fetched when it is first needed, as a whole. It appears under its name only when it is
-complete and has the right size. When the copies would exceed the limit, they are deleted in order of
-their last use. A process that still has one of them open can read it until it closes it.
+complete and has the right size. When the copies would exceed the limit, they are deleted in order
+of their last use. A process that still has one of them open can read it until it closes it.
 """
 
 import contextlib
