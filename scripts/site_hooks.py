@@ -25,13 +25,13 @@ sys.path.insert(0, str(ROOT))  # the code of this clone, whichever one is instal
 def added() -> dict[str, str]:
     """Return the place in the site of each file that is not in docs/."""
     results = (ROOT / "benchmarks/results").iterdir()
-    papers = (path.parent.name for path in (ROOT / "torchtitan/research").glob("*/README.md"))
+    papers = (path.stem for path in (ROOT / "torchtitan/research").glob("*.md"))
     pages = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
     pages["benchmarks/README.md"] = "benchmarks/index.md"
     for path in results:
         if path.suffix in (".md", ".svg"):
             pages[f"benchmarks/results/{path.name}"] = f"benchmarks/results/{path.name}"
-    return pages | {f"torchtitan/research/{name}/README.md": f"papers/{name}.md" for name in papers}
+    return pages | {f"torchtitan/research/{name}.md": f"papers/{name}.md" for name in papers}
 
 
 ADDED = added()

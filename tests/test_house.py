@@ -369,7 +369,7 @@ SYSTEMS = {
     name
     for entries in (import_module("torchtitan.research").ENTRIES if HAS_SYSTEMS else {}).values()
     for entry, place in entries.items()
-    for name in (entry, place.split(".")[0], place.split(":")[1])
+    for name in (entry, re.split("[.:]", place)[0], place.split(":")[1])
     if name.lower() not in WORDS
 }
 OLD_KEYS = "config/other_names.py"
@@ -377,7 +377,7 @@ OLD_KEYS = "config/other_names.py"
 
 
 def test_the_main_road_names_no_system_from_a_paper():
-    """So that each folder of research/ can be removed."""
+    """So that each system of research/ can be removed."""
     systems, found = re.compile(rf"(?i)\b({'|'.join(SYSTEMS)})\b"), []
     for path in main_road() if HAS_SYSTEMS else ():
         if place(path) != OLD_KEYS:

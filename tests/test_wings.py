@@ -6,6 +6,7 @@ has.
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -107,7 +108,8 @@ def copy_package(wings, folder, systems=(*SYSTEMS,)):
     """Copy the wings of the package, and link to the core."""
     package = folder / "torchtitan"
     package.mkdir()
-    left_out = shutil.ignore_patterns("__pycache__", *({*SYSTEMS} - {*systems}))
+    others = {*SYSTEMS} - {*systems}
+    left_out = shutil.ignore_patterns("__pycache__", *others, *(f"{name}.*" for name in others))
     for path in (ROOT / "torchtitan").iterdir():
         if path.name in wings:
             shutil.copytree(path, package / path.name, ignore=left_out)
@@ -157,8 +159,8 @@ def pytest_in(folder, *words):
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def test_every_folder_is_named():
-    folders = {place.split(".")[0] for kind in ENTRIES.values() for place in kind.values()}
+def test_every_system_is_named():
+    folders = {re.split("[.:]", place)[0] for kind in ENTRIES.values() for place in kind.values()}
     assert folders == {*SYSTEMS, "common"}
 
 
@@ -260,8 +262,8 @@ def test_a_wing_that_is_half_there_is_refused(mistake, tmp_path):
 @pytest.mark.parametrize("system", tiers(SYSTEMS, [], gate=["qsdp"]))
 def test_a_system_without_the_others(system, tmp_path):
     folder = copy_with(WINGS, tmp_path, {system})
-    there = {path.name for path in (folder / "torchtitan/research").iterdir() if path.is_dir()}
-    assert there - {"__pycache__"} == {system, "common"}
+    there = {path.stem for path in (folder / "torchtitan/research").iterdir()}
+    assert there - {"__init__", "__pycache__"} == {system, "common"}
     files = [f"tests/research/{name}" for name in SYSTEMS[system]]
     # Those of another system, and inductor's, are in the default run or in the gate by themselves.
     pytest_in(

@@ -26,7 +26,7 @@ from torchtitan.models.llama3 import LLAMA3
 from torchtitan.models.spec import build_empty, initialize
 from torchtitan.parallel import open_world
 from torchtitan.research.common.codec import Codec
-from torchtitan.research.hadamard_attention.hadamard import STEP, hadamard
+from torchtitan.research.hadamard_attention import STEP, hadamard
 from torchtitan.train import Trainer
 
 ROUNDS, STEPS, WARMUP = 5, 4, 3

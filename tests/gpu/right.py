@@ -22,7 +22,7 @@ from torchtitan.job import JobConfig
 from torchtitan.losses import AuxiliaryLossConfig
 from torchtitan.models.attention import causal_attention, dense_attention
 from torchtitan.research.common.codec import Codec, Form
-from torchtitan.research.hadamard_attention.low_precision_attention import LowPrecisionAttention
+from torchtitan.research.hadamard_attention import LowPrecisionAttention
 from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
 
 Sections = Mapping[str, dict[str, Any]]

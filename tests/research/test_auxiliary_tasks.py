@@ -14,7 +14,7 @@ from tests.unit.test_auxiliary import CHUNKED, IN_ONE, recipe
 from torchtitan.losses import MultiToken, ZLoss
 from torchtitan.models import MODELS
 from torchtitan.parallel import SHARDING
-from torchtitan.research.auxiliary_tasks.next_latent import HEAD, LatentPredictor, NextLatentLoss
+from torchtitan.research.auxiliary_tasks import HEAD, LatentPredictor, NextLatentLoss
 
 needs_simple_fsdp = pytest.mark.skipif("simple_fsdp" not in SHARDING, reason="it is not there")
 

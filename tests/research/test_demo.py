@@ -22,7 +22,7 @@ from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
 from torchtitan.logging import logger
 from torchtitan.parallel.replication import open_replicas
-from torchtitan.research.demo.demo import Demo, Random, Slicing, Striding, Tiles, _mixed
+from torchtitan.research.demo import Demo, Random, Slicing, Striding, Tiles, _mixed
 
 SHAPES = {"w": torch.Size([12, 40]), "b": torch.Size([30]), "none": torch.Size([0, 8])}
 UNIT = Unit("", SHAPES, torch.device("cpu"))

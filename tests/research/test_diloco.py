@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.research.few_bits import resumes_to_the_bit
 from torchtitan.comm import Unit
-from torchtitan.research.diloco.diloco import DiLoCo
+from torchtitan.research.diloco import DiLoCo
 
 SHAPES = {"w": torch.Size([6, 4]), "b": torch.Size([3])}
 ROUNDS = 4

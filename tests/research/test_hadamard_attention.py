@@ -12,11 +12,11 @@ from torchtitan import convert
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.spec import build_empty
-from torchtitan.research.hadamard_attention import hadamard as module
-from torchtitan.research.hadamard_attention.hadamard import hadamard
-from torchtitan.research.hadamard_attention.low_precision_attention import (
+from torchtitan.research import hadamard_attention as module
+from torchtitan.research.hadamard_attention import (
     LowPrecisionAttention,
     RoundedAttention,
+    hadamard,
     largest_elements,
     straight_through,
 )

@@ -30,7 +30,7 @@ from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.research.common.codec import Codec
-from torchtitan.research.loco.loco import LoCo, LoCoReplicas
+from torchtitan.research.loco import LoCo, LoCoReplicas
 
 LOCO = {"gradients": {"name": "loco", "bucket": 64}}
 

@@ -15,7 +15,7 @@ from tests.unit.optim import test_in_backward
 from torchtitan.checks import load_job
 from torchtitan.optim import Adam, AdamW, Optimizers
 from torchtitan.optim.optimizer_group import local
-from torchtitan.research.low_bit.low_bit import is_quantized
+from torchtitan.research.low_bit import is_quantized
 
 __all__ = ["uncompiled"]
 pytestmark = pytest.mark.usefixtures("uncompiled")

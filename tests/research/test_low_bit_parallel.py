@@ -20,7 +20,7 @@ from tests.training.test_optimizers import ALONE, FSDP, eager, handed_over, reci
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.optim.parameters import local
-from torchtitan.research.low_bit.low_bit import LowBitAdam
+from torchtitan.research.low_bit import LowBitAdam
 from torchtitan.tools.cli import main
 
 __all__ = ["uncompiled"]

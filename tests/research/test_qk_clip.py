@@ -18,9 +18,8 @@ from torchtitan.models.attention import SelfAttention, causal_attention, documen
 from torchtitan.optim import AdamW, Muon, name_parameters
 from torchtitan.parallel import SHARDING, Launch, open_world
 from torchtitan.parallel.context_pieces import Cut
-from torchtitan.research.qk_clip import attention_logits
-from torchtitan.research.qk_clip.attention_logits import attentions, largest_logits
-from torchtitan.research.qk_clip.scaling import QKClip
+from torchtitan.research import qk_clip
+from torchtitan.research.qk_clip import QKClip, attentions, largest_logits
 
 BATCH, HEADS, LENGTH, DIM = 3, 4, 24, 6
 
@@ -45,7 +44,7 @@ def dense(q, k, documents, window=0):
 @pytest.mark.parametrize("tile", [1, 500, 2**24])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_they_are_those_of_all_scores(tile, groups, monkeypatch):
-    monkeypatch.setattr(attention_logits, "TILE", tile)
+    monkeypatch.setattr(qk_clip, "TILE", tile)
     q, k, documents = inputs(groups)
     for of, window in itertools.product((None, documents), (0, 3)):
         found = largest_logits(q, k, of, "", "allgather", "headtail", window)

@@ -26,8 +26,7 @@ from tests.research.few_bits import (
 from tests.runs import each
 from tests.tiers import tiers
 from torchtitan.research.common.codec import Codec
-from torchtitan.research.qsdp.levels import learn
-from torchtitan.research.qsdp.qsdp import QSDPGradients, QSDPWeights
+from torchtitan.research.qsdp import QSDPGradients, QSDPWeights, learn
 
 QSDP = {way: {"name": "qsdp", "bucket": 64} for way in ("weights", "gradients")}
 LEARNED = {way: {**QSDP[way], "bits": 4, "levels": "learned", "learn_steps": 2} for way in QSDP}

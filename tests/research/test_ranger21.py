@@ -14,8 +14,7 @@ from torch import nn
 from tests.tiny import named
 from torchtitan.job import JobConfig
 from torchtitan.optim import AdamW, Optimizers
-from torchtitan.research.ranger21.ranger21 import Ranger21
-from torchtitan.research.ranger21.warmdown import Ranger21Schedule
+from torchtitan.research.ranger21 import Ranger21, Ranger21Schedule
 
 OFF = {
     "adaptive_clip": 0.0,

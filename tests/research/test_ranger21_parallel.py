@@ -12,7 +12,7 @@ from tests.research.layouts import ROTATED, SIMPLE, installed
 from tests.runs import compare, each, resumes, trace
 from tests.tiers import tiers
 from torchtitan.research.common.unit_sums import Reduction
-from torchtitan.research.ranger21.ranger21 import Ranger21Optimizer
+from torchtitan.research.ranger21 import Ranger21Optimizer
 
 RANGER = {"name": "Ranger21", "lr": 1e-3, "lookahead_steps": 2}
 """All on, with an average in 3 steps."""

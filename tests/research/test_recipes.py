@@ -130,38 +130,36 @@ def test_table_is_read_whole():
     assert all(case.lines for case in found)
 
 
-PAGES = sorted(Path(research.__file__).parent.glob("*/README.md"))
+PAGES = sorted(Path(research.__file__).parent.glob("*.md"))
 
 
 def code(name, page):
-    """A file that a page names: of its folder, or of one above."""
-    folder = page.parents[1]
-    places = (page.parent / name, folder / name, folder.parent / name)
+    """A file that a page names: of its system, of a folder in it, or of one above."""
+    places = [folder / name for folder in (page.with_suffix(""), *page.parents[:2])]
     found = [place for place in places if place.is_file()]
-    assert found, f"{page.parent.name}: {name}"
+    assert found, f"{page.stem}: {name}"
     return found[0].read_text()
 
 
-def test_every_folder_has_a_page():
-    systems = Path(research.__file__).parent.glob("*/__init__.py")
-    folders = {path.parent.name for path in systems} - {"common"}
-    assert {page.parent.name for page in PAGES} == folders
+def test_every_system_has_a_page():
+    systems = {path.stem for path in Path(research.__file__).parent.iterdir()}
+    assert {page.stem for page in PAGES} == systems - {"common", "__init__", "__pycache__"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_what_a_page_names_is_there(page):
     text = page.read_text()
     assert "https://arxiv.org/abs/" in text
-    recipe = f"train_configs/research/{page.parent.name}.toml"
+    recipe = f"train_configs/research/{page.stem}.toml"
     assert recipe in text
     assert (FOLDER.parents[1] / recipe).is_file()
     assert re.search("Not shown|Study and results: none|What differs", text)
-    assert "](../../../docs/" in text, "the page for users: what it does, when, limits, results"
+    assert "](../../docs/" in text, "the page for users: what it does, when, limits, results"
     for name in re.findall(r"`(tests/\S+\.py|train_configs/\S+\.toml|benchmarks/\S+)`", text):
         assert (FOLDER.parents[1] / name).is_file(), name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_equations_stand_next_to_lines_that_exist(page):
     """In the last cells of a table whose head says where: files, and names in them, or links."""
     named, source, is_there = 0, "", False
@@ -176,6 +174,6 @@ def test_equations_stand_next_to_lines_that_exist(page):
             if word.endswith(".py"):
                 continue
             for part in word.split("."):
-                assert re.search(rf"\b{part}\b", source), f"{page.parent.name}: {word}"
+                assert re.search(rf"\b{part}\b", source), f"{page.stem}: {word}"
             named += 1
     assert named >= 4

@@ -15,10 +15,13 @@ from torchtitan.config import ConfigError, Context
 from torchtitan.remote import POINTER
 from torchtitan.research.vit_mae.images import decoding
 from torchtitan.research.vit_mae.images.decoding import CorruptImage, decode
-from torchtitan.research.vit_mae.images.folders import ImageFolder
-from torchtitan.research.vit_mae.images.open_images import open_images, open_view
+from torchtitan.research.vit_mae.images.open_images import (
+    ImageFolder,
+    open_images,
+    open_view,
+    shards_at,
+)
 from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
-from torchtitan.research.vit_mae.images.tar_shards import shards_at
 
 PLAIN = ImagesConfig(crop="none", augment=False)
 

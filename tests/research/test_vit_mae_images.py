@@ -12,11 +12,9 @@ from torchtitan.data import DataConfig
 from torchtitan.data.order import Position
 from torchtitan.data.stream import DataStream, merge_states
 from torchtitan.research.vit_mae.images.decoding import CorruptImage
-from torchtitan.research.vit_mae.images.open_images import open_images, open_view
-from torchtitan.research.vit_mae.images.scenes import Scenes
+from torchtitan.research.vit_mae.images.open_images import Scenes, open_images, open_view
 from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
-from torchtitan.research.vit_mae.images.source import ImageView, ShuffledImages
-from torchtitan.research.vit_mae.images.views import view
+from torchtitan.research.vit_mae.images.source import ImageView, ShuffledImages, view
 from torchtitan.research.vit_mae.masked_autoencoder import MaskedImages, MaskedPatches
 from torchtitan.research.vit_mae.spec import FLAVORS
 

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from torchtitan.config import RecipeError, show
 from torchtitan.models.spec import WeightFormat
-from torchtitan.research.vit_mae.model import ViTMAEArgs, position_table
-from torchtitan.research.vit_mae.settings import ViTMAEConfig
+from torchtitan.research.vit_mae.model import ViTMAEArgs, ViTMAEConfig, position_table
 
 MODULES = {
     "embeddings.patch": "vit.embeddings.patch_embeddings.projection",

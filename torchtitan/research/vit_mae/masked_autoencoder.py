@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.data import DATASETS, DataConfig
@@ -23,7 +24,6 @@ from torchtitan.data.order import Document, Identity, Source
 from torchtitan.losses import at_least_float32, sum_over_ranks
 from torchtitan.models.settings import ModelConfig
 from torchtitan.research.vit_mae.images.open_images import IMAGES, check_images, open_images
-from torchtitan.research.vit_mae.images.picture import rows_of, visible
 from torchtitan.research.vit_mae.images.settings import images_of
 from torchtitan.research.vit_mae.images.source import ImageSample
 from torchtitan.research.vit_mae.model import (
@@ -35,6 +35,22 @@ from torchtitan.research.vit_mae.model import (
     unpatchify,
 )
 from torchtitan.tasks import LossFunction, Task
+
+GAP = 2
+"""Number of pixels between images."""
+
+
+def visible(images: Tensor) -> Tensor:
+    """Return the displayable bands of images (N, bands, H, W): the first three, or one as gray."""
+    shown = images[:, :3] if images.shape[1] >= 3 else images[:, :1].expand(-1, 3, -1, -1)
+    return shown.float().clamp(0, 1)
+
+
+def rows_of(rows: Sequence[Tensor]) -> Tensor:
+    """Stack rows of images, each (N, 3, H, W), vertically: (3, height, width) in 0..1."""
+    padded = [F.pad(row, (0, GAP, 0, GAP), value=1.0) for row in rows]
+    return torch.cat([torch.cat(list(row), 2) for row in padded], 1)[:, :-GAP, :-GAP]
+
 
 PICTURED = 8
 """Number of images in a picture."""

@@ -22,8 +22,7 @@ from torchtitan.models.spec import (
     TensorSplits,
 )
 from torchtitan.research.vit_mae.hugging_face import HUGGING_FACE
-from torchtitan.research.vit_mae.model import ViTMAE, ViTMAEArgs
-from torchtitan.research.vit_mae.settings import ViTMAEConfig
+from torchtitan.research.vit_mae.model import ViTMAE, ViTMAEArgs, ViTMAEConfig
 
 FLAVORS = {
     "debugmodel": ViTMAEArgs(

@@ -1,19 +1,335 @@
 """Opens the images that a recipe names, as a source that lanes can read.
 
 `IMAGES` maps the kind of a data set whose `content` is images to the function that opens it.
+
+A folder of files has a class for each subfolder, in the order of their names.
+
+Tar archives follow WebDataset's convention (https://github.com/webdataset/webdataset). Consecutive
+files that share a key, the path up to the first dot of the name, form a sample: `n01/0007.jpg` is
+an image, `n01/0007.cls` the number of its class. Nothing is unpacked. The headers are read once,
+when the shards are opened; images are then read at their offsets.
+
+Scenes are drawn, for experiments without a download. A scene is a figure on a ground. Both have the
+same stripes, vertical in the figure and horizontal in the ground, and the class is the shape of the
+figure. The phase of the stripes, their contrast and tint, and the position of the figure are drawn
+independently of the class. So the mean of a pixel is the same in all classes, and no patch alone
+reveals the class: only where stripes turn.
+
+Stripes repeat after `PERIOD` pixels, which divides the usual patches. So a hidden patch can be
+restored from visible ones, given whether it is inside the figure, which a masked autoencoder must
+learn.
 """
 
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from torchtitan.config import ConfigError, Context, RecipeError, local_path, show
+from torchtitan.data.discovery import fingerprint_files, walk
 from torchtitan.data.file_cache import reading
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
-from torchtitan.research.vit_mae.images.decoding import PHOTOGRAPHS, RASTERS
-from torchtitan.research.vit_mae.images.folders import ImageFolder
-from torchtitan.research.vit_mae.images.scenes import Scenes
-from torchtitan.research.vit_mae.images.settings import images_of
+from torchtitan.remote import refuse_pointer
+from torchtitan.research.vit_mae.images.decoding import (
+    PHOTOGRAPHS,
+    RASTERS,
+    SUFFIXES,
+    check_packages,
+    decode,
+)
+from torchtitan.research.vit_mae.images.settings import ImagesConfig, images_of
 from torchtitan.research.vit_mae.images.source import Images, ImageView, ShuffledImages
-from torchtitan.research.vit_mae.images.tar_shards import TarShards
+
+Array = npt.NDArray[np.float64]
+Figure = Callable[[Array, Array], npt.NDArray[np.bool_]]
+"""Function from columns and rows, both (H, W) in -0.5..0.5 from the center, to the inside."""
+
+TURN: Final = 2 * np.pi
+PERIOD: Final = 4
+"""Number of pixels after which stripes repeat."""
+MOVED: Final = 0.1
+"""Maximum distance of a figure from the center, as a fraction of the image."""
+SCENES: Final = 3
+"""Number that distinguishes the draws of scenes from others of the same seed."""
+
+FIGURES: Final[dict[str, Figure]] = {
+    "left": lambda x, y: x < 0,
+    "top": lambda x, y: y < 0,
+    "falling": lambda x, y: x > y,
+    "rising": lambda x, y: x < -y,
+    "disc": lambda x, y: np.hypot(x, y) < 0.4,
+    "cross": lambda x, y: np.minimum(abs(x), abs(y)) < 0.2,
+    "quarters": lambda x, y: (x < 0) ^ (y < 0),
+    "bars": lambda x, y: np.sin(2 * TURN * x) < 0,
+}
+
+
+class Scenes:
+    """Scenes by number; each is a function of (seed, number) alone."""
+
+    classes: Sequence[str] = tuple(FIGURES)
+    has_classes = True
+
+    def __init__(
+        self, *, seed: int = 0, size: int = 32, channels: int = 3, length: int = 50_000
+    ) -> None:
+        """
+        Args:
+            size: height and width in pixels.
+            length: number of scenes; a larger number adds scenes after the same ones.
+        """
+        self._seed, self._size, self._channels, self._length = seed, size, channels, length
+        self.fingerprint = f"scenes, version 2, {size} x {size} x {channels}, seed {seed}"
+
+    def __len__(self) -> int:
+        return self._length
+
+    def name(self, index: int) -> str:
+        """Return the name of a scene in messages."""
+        return f"scene {index}"
+
+    def label(self, index: int) -> int:
+        """Return the number of a scene's class, which is drawn first."""
+        return self._begin(index)[0]
+
+    def _begin(self, index: int) -> tuple[int, np.random.Generator]:
+        draw = np.random.default_rng([self._seed, index, 0, SCENES])
+        return int(draw.integers(len(FIGURES))), draw
+
+    def image(self, index: int) -> Tensor:
+        """Return a scene, (channels, size, size) float32 in 0..1."""
+        label, draw = self._begin(index)
+        column, row = np.meshgrid(*2 * [np.arange(self._size)])
+        right, down = draw.uniform(-MOVED, MOVED, size=2)
+        center = (self._size - 1) / 2
+        inside = FIGURES[self.classes[label]](
+            (column - center) / self._size - right, (row - center) / self._size - down
+        )
+        upright, level = draw.uniform(size=2)
+        turns = np.where(inside, column / PERIOD + upright, row / PERIOD + level)
+        light, tint = draw.uniform(-1, 1, size=(2, self._channels, 1, 1))
+        contrast = draw.uniform(0.25, 0.4) * (1 + 0.15 * tint)
+        image = 0.5 + 0.05 * light + contrast * np.sin(TURN * turns)
+        image += draw.normal(scale=0.03, size=image.shape)
+        return torch.from_numpy(np.clip(image, 0, 1).astype(np.float32))
+
+
+PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+LABEL = ".cls"
+
+
+class ShardEntry(NamedTuple):
+    """Sample of a shard, with the byte offsets of its parts."""
+
+    shard: int
+    key: str
+    suffix: str
+    begin: int
+    size: int
+    label: tuple[int, int] | None
+    """Offset and size of the file with its class."""
+
+
+class TarShards:
+    """Images in a tar file, or in those of a folder, by number: shard by shard."""
+
+    def __init__(self, path: Path, config: ImagesConfig, bands: int) -> None:
+        """
+        Args:
+            bands: number of bands to which a photograph is converted.
+
+        Raises:
+            ConfigError: if there are no shards, or one is empty, truncated or not tar.
+        """
+        self._config, self._bands = config, bands
+        root = path if path.is_dir() else path.parent
+        self._shards = shards_at(path)
+        self._entries = [
+            entry
+            for number, shard in enumerate(self._shards)
+            for entry in entries_of(shard, number)
+        ]
+        check_packages({entry.suffix for entry in self._entries})
+        self.fingerprint = fingerprint_files(self._shards, root)
+        labelled = [entry.label is not None for entry in self._entries]
+        if any(labelled) and not all(labelled):
+            where = self.name(labelled.index(False))
+            raise ConfigError(
+                f"{where}: it has no {LABEL}, but others have; give all of them one, or none"
+            )
+        self.has_classes = all(labelled)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def name(self, index: int) -> str:
+        entry = self._entries[index]
+        return f"{self._shards[entry.shard]}: {entry.key}{entry.suffix}"
+
+    def image(self, index: int) -> Tensor:
+        entry, name = self._entries[index], self.name(index)
+        content = self._read(entry.shard, entry.begin, entry.size)
+        return decode(content, entry.suffix, name, self._config, self._bands)
+
+    def label(self, index: int) -> int:
+        entry = self._entries[index]
+        assert entry.label is not None, "all have one"
+        text = self._read(entry.shard, *entry.label)
+        if not text.strip().isdigit():
+            shown = text[:20].decode(errors="replace")
+            raise ConfigError(
+                f"{self._shards[entry.shard]}: {entry.key}{LABEL}: got {shown!r}; wanted the "
+                "number of a class"
+            )
+        return int(text)
+
+    def _read(self, shard: int, begin: int, size: int) -> bytes:
+        path = self._shards[shard]
+        try:
+            with path.open("rb") as file:
+                file.seek(begin)
+                return file.read(size)
+        except OSError as error:
+            raise ConfigError(f"{path}: it cannot be read: {error.strerror}") from None
+
+
+def shards_at(path: Path) -> list[Path]:
+    """Return the tar files at a path, in the order of their names.
+
+    Raises:
+        ConfigError: if there are none, or they are compressed.
+    """
+    found = sorted(walk(path), key=Path.as_posix)
+    for file in found:
+        if file.name.lower().endswith(PACKED):
+            raise ConfigError(
+                f"{file}: a compressed archive can only be read from its start; unpack it to .tar"
+            )
+    shards = [file for file in found if file.suffix.lower() == ".tar"]
+    if not shards:
+        raise ConfigError(f"{path} has no shards (.tar)")
+    for file in shards:
+        refuse_pointer(file)
+    return shards
+
+
+def entries_of(path: Path, shard: int) -> Iterator[ShardEntry]:
+    """Yield the samples of a shard, in their order in it.
+
+    Raises:
+        ConfigError: if it is empty, truncated, or not tar; or a sample is invalid.
+    """
+    samples: dict[str, dict[str, tuple[int, int]]] = {}
+    last = None
+    for name, begin, size in _files(path):
+        folder, _, file = name.rpartition("/")
+        stem, _, rest = file.partition(".")
+        if not stem:
+            continue  # hidden
+        key = f"{folder}/{stem}" if folder else stem
+        if key != last and key in samples:
+            raise ConfigError(
+                f"{path}: the files of {key} are not adjacent; write the shard again with the "
+                "files of a sample together"
+            )
+        last = key
+        samples.setdefault(key, {})[f".{rest.lower()}"] = begin, size
+    if not samples:
+        raise ConfigError(f"{path}: the shard is empty")
+    for key, parts in samples.items():
+        images = [suffix for suffix in parts if suffix in SUFFIXES]
+        if len(images) != 1:
+            found = f"{len(images)} images" if images else f"no image, only {', '.join(parts)}"
+            raise ConfigError(f"{path}: {key} has {found}; wanted one image")
+        yield ShardEntry(shard, key, images[0], *parts[images[0]], parts.get(LABEL))
+
+
+def _files(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, offset and size of each file of an archive."""
+    length = path.stat().st_size
+    if not length:
+        raise ConfigError(f"{path}: the shard is empty")
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                if member.offset_data + member.size > length:
+                    raise ConfigError(f"{path}: it is truncated, within {member.name}")
+                if member.isfile():
+                    yield member.name.removeprefix("./"), member.offset_data, member.size
+    except tarfile.TarError as error:
+        raise ConfigError(f"{path}: not a complete tar archive: {error}") from None
+
+
+class ImageFolder:
+    """Images in a folder, by number, in the order of their names."""
+
+    def __init__(
+        self, root: Path, suffixes: Sequence[str], config: ImagesConfig, bands: int
+    ) -> None:
+        """
+        Args:
+            suffixes: suffixes of the files to read; others are ignored.
+            bands: number of bands to which a photograph is converted.
+
+        Raises:
+            ConfigError: if there are no images, or they do not all have a class.
+        """
+        if not root.is_dir():
+            raise ConfigError(f"{root} is a file; wanted a folder of images")
+        self._files = sorted(
+            (path.relative_to(root) for path in walk(root) if path.suffix.lower() in suffixes),
+            key=Path.as_posix,
+        )
+        if not self._files:
+            raise ConfigError(f"{root} has no images ({', '.join(suffixes)})")
+        self._root, self._config, self._bands = root, config, bands
+        self.classes = self._classes()
+        self.has_classes = bool(self.classes)
+        self._labels = {name: number for number, name in enumerate(self.classes)}
+        check_packages({path.suffix.lower() for path in self._files})
+        files = [root / path for path in self._files]
+        for file in files:
+            refuse_pointer(file)
+        self.fingerprint = fingerprint_files(files, root)
+
+    def _classes(self) -> Sequence[str]:
+        loose = [path for path in self._files if len(path.parts) == 1]
+        if len(loose) == len(self._files):
+            return ()
+        if loose:
+            raise ConfigError(
+                f"{self._root} has images both directly ({loose[0]}) and in subfolders, which "
+                "are classes; move all into subfolders, or none"
+            )
+        filled = {path.parts[0] for path in self._files}
+        folders = [each.name for each in self._root.iterdir() if each.is_dir()]
+        for name in sorted(folders):
+            if name not in filled and not name.startswith("."):
+                raise ConfigError(f"{self._root / name} is a class without images; remove it")
+        return sorted(filled)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def name(self, index: int) -> str:
+        return str(self._root / self._files[index])
+
+    def image(self, index: int) -> Tensor:
+        path, name = self._files[index], self.name(index)
+        try:
+            content = (self._root / path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{name}: it cannot be read: {error.strerror}") from None
+        return decode(content, path.suffix.lower(), name, self._config, self._bands)
+
+    def label(self, index: int) -> int:
+        return self._labels[self._files[index].parts[0]]
+
 
 HELD_OUT_SEED = 1
 """Seed of held-out scenes, which differ from those of any other seed."""

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field
 
 from torchtitan.config import Config, Context, Problem
-from torchtitan.data.settings import DataConfig
+from torchtitan.data.settings import DataConfig, Dataset
 
 
 class ImagesConfig(Config):
@@ -55,3 +55,27 @@ class ImageData(DataConfig):
 def images_of(config: DataConfig) -> ImagesConfig:
     """Return the section `[data.images]`, or its defaults if the section is not `ImageData`."""
     return config.images if isinstance(config, ImageData) else ImagesConfig()
+
+
+SCENES = Dataset("scenes", "figures with classes, drawn, no download", content="images", drawn=True)
+SCENES_VALIDATION = Dataset(
+    "scenes", "others like them, held out", split="validation", content="images", drawn=True
+)
+IMAGE_FOLDER = Dataset(
+    "image_folder",
+    "photographs under data.dataset_path; subfolders are classes",
+    content="images",
+    reads_path=True,
+)
+IMAGE_SHARDS = Dataset(
+    "image_shards",
+    "tar files under data.dataset_path, as WebDataset's",
+    content="images",
+    reads_path=True,
+)
+RASTERS = Dataset(
+    "rasters",
+    "npy and GeoTIFF files under data.dataset_path, of any number of bands",
+    content="images",
+    reads_path=True,
+)
