@@ -20,7 +20,7 @@ from tests.token_shards import build_stream
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.data import load_tokenizer
-from torchtitan.resilience.replica_groups.transport import transport
+from torchtitan.resilience.replica_groups.group import transport
 
 pytest.importorskip("torchft", reason='needs torchft: pip install "torchft>=0.2,<0.3"')
 RECIPE_OF_ALL = [

@@ -52,11 +52,10 @@ from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.profiling import Evidence, Profiler
 from torchtitan.provenance import about_run, record_data
 from torchtitan.resilience.divergence import Divergence
-from torchtitan.resilience.grace import outlook, planned_seconds
 from torchtitan.resilience.replica_groups import InMemoryState, ReplicaGroup
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard, add_up, meet
 from torchtitan.resilience.spikes import Guard
-from torchtitan.resilience.stop import StopSignal
+from torchtitan.resilience.stop import StopSignal, outlook, planned_seconds
 from torchtitan.step import Agreement, Batches, Flag, Hooks, StepOptimizers, UpdateGuard
 from torchtitan.tasks import Task, previewed
 from torchtitan.timeline import Timeline

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from torchtitan.config import ConfigError
-from torchtitan.resilience.grace import outlook, planned_seconds, read_grace
+from torchtitan.resilience.stop import outlook, planned_seconds, read_grace
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from torchtitan.inputs import require_recipe
 from torchtitan.job import JobConfig, ManifestSection
 from torchtitan.logging import logger
 from torchtitan.models.spec import count_parameters
-from torchtitan.resilience.grace import VARIABLE, planned_seconds
-from torchtitan.resilience.stop import DIVERGED, REQUEUE
+from torchtitan.resilience.stop import DIVERGED, REQUEUE, VARIABLE, planned_seconds
 from torchtitan.tools.options import Count, Output, Recipe, RecipeVerb, one_of, verb
 
 FOLDER = Path(__file__).with_name("manifests")

@@ -16,6 +16,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from torchtitan.logging import (
@@ -26,9 +29,23 @@ from torchtitan.logging import (
     make_progress,
     on_terminal,
 )
-from torchtitan.metrics.pictures import pixels, write_png
 from torchtitan.packages import install
 from torchtitan.timeline import Timeline
+
+
+def pixels(picture: Tensor) -> npt.NDArray[np.uint8]:
+    """Convert a picture (3, H, W) in 0..1 to (H, W, 3) in 0..255."""
+    whole = (picture * 255).round().to(torch.uint8)
+    return np.ascontiguousarray(whole.permute(1, 2, 0).cpu().numpy())
+
+
+def write_png(path: Path, picture: Tensor) -> None:
+    """Write a picture (3, H, W) in 0..1."""
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels(picture)).save(path)
+
 
 Value = float | int | str | None
 NOTABLE_WAIT = 10.0
