@@ -56,7 +56,13 @@ from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.provenance import to_toml, write_provenance
 from torchtitan.resilience.divergence import TrainingDiverged
-from torchtitan.resilience.stop import (DIVERGED, StopSignal, read_grace, status_of_stop, stop_without_launcher)
+from torchtitan.resilience.stop import (
+    DIVERGED,
+    StopSignal,
+    read_grace,
+    status_of_stop,
+    stop_without_launcher,
+)
 
 
 class Trainer:
