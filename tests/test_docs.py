@@ -56,6 +56,7 @@ from torchtitan.config.flags import all_sections
 from torchtitan.config.other_names import OLD_KEYS
 from torchtitan.job import JobConfig
 from torchtitan.tools import cli
+from torchtitan.tools.cli import act
 from torchtitan.torchtitan_keys import TABLE
 
 PAGES_AND_RESULTS = [*PAGES, *sorted((ROOT / "benchmarks").rglob("*.md"))]
@@ -434,8 +435,8 @@ def test_the_quickstart_has_the_lines_of_a_run_in_their_order(tmp_path):
     shown = text(ROOT / "docs/quickstart.md").partition("```text\n")[2].partition("```")[0]
     words = ["train", DEBUG_RECIPE, "--training.steps", "1", "--no-validation.enable"]
     words += ["--job.dump_folder", str(tmp_path)]
-    command = [sys.executable, "-m", "torchtitan", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = forked.run(lambda: act(words), ROOT)
+    assert done.status == 0, done.stderr
     beginnings = [line.split()[1] for line in done.stderr.splitlines() if line[2:3] == ":"]
     places = [beginnings.index(line.split()[0]) for line in shown.splitlines()]
     assert places == sorted(places)

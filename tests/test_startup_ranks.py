@@ -4,8 +4,8 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
+import warnings
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +13,11 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests import forked
+from torchtitan import train
+from torchtitan.metrics.startup import Startup
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "debug_model"
@@ -59,8 +64,6 @@ class Counts:
 @contextmanager
 def among_others(counts, ranks, sent):
     """Be a rank of many that do not exist; rank 0 keeps what it broadcasts for a later one."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     rank, found, replace = int(os.environ["RANK"]), counts.found, mock.patch.object
     start, group_of, reduce = dist.init_process_group, dist.new_group, dist.all_reduce
     kept = [] if rank == 0 else pickle.loads(sent.read_bytes())
@@ -116,9 +119,6 @@ def among_others(counts, ranks, sent):
 
 def take_part(words):
     """Start as one rank, print what it has done by the end of the first step, and exit."""
-    from torchtitan import train
-    from torchtitan.metrics.startup import Startup
-
     counts, dump = Counts(), Path(words[words.index("--job.dump_folder") + 1])
 
     def end(*_):
@@ -162,29 +162,30 @@ def count(sizes, folder):
         By size, and whether it is rank 0.
     """
     write_data(folder / "data")
-    started(["-m", "torchtitan.train", RECIPE, *words(1, folder / "saved", "auto")], 1, 0, steps=1)
+    started(train.main, [RECIPE, *words(1, folder / "saved", "auto")], 1, 0, steps=1)
     found = {}
     for ranks in sizes:
         dump = folder / str(ranks)
         leave_run(folder / "saved", dump, ranks)
         for rank in (0, ranks // 2):
-            said = started([__file__, *words(ranks, dump, "must")], ranks, rank, steps=3)
+            said = started(take_part, words(ranks, dump, "must"), ranks, rank, steps=3)
             found[ranks, rank == 0] = json.loads(said.splitlines()[-1])
     return found
 
 
-def started(command, ranks, rank, steps):
-    """Run Python as a rank of that many, and return what it printed."""
+def started(command, words, ranks, rank, steps):
+    """Run a command as a rank of that many, in a fork, and return what it printed."""
     place = {"RANK": rank, "WORLD_SIZE": ranks}
     place |= {"LOCAL_RANK": rank % LOCAL, "LOCAL_WORLD_SIZE": min(ranks, LOCAL)}
-    variables = {name: str(value) for name, value in place.items()} if ranks > 1 else {}
-    done = subprocess.run(
-        [sys.executable, *command, "--training.steps", str(steps)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+
+    def start():
+        warnings.simplefilter("ignore")  # of torch, about a group that is none
+        if ranks > 1:
+            os.environ.update({name: str(value) for name, value in place.items()})
+        return command([*words, "--training.steps", str(steps)])
+
+    done = forked.run(start, ROOT)
+    assert done.status == 0, done.stderr[-4000:]
     return done.stdout
 
 
@@ -215,7 +216,3 @@ def test_a_start_among_more_ranks_does_no_more(tmp_path):
         # Rank 0 gathers the positions in the data, and looks for notes of ranks that are no more.
         assert many["objects received"] - few["objects received"] == more
         assert many["entries of folders"] - few["entries of folders"] == more
-
-
-if __name__ == "__main__":
-    take_part(sys.argv[1:])

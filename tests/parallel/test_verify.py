@@ -11,6 +11,7 @@ import torch
 import torchtitan.tools.verify as tools_verify
 from tests import tiny
 from tests.recipes.test_recipes import main_road
+from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.models import MODELS
 from torchtitan.parallel import ParallelModel, tensor
@@ -134,8 +135,7 @@ def test_gradients_near_eps_are_allowed_what_adam_makes_of_their_rounding():
     assert not off.is_allowed
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("entries", [1024, 2048])
+@pytest.mark.parametrize("entries", tiers([1024, 2048], daily=[], slow=[1024]))
 def test_a_right_layout_with_small_gradients_passes(entries):
     """Some of half a million elements have a gradient of rounding, also with the recipe's eps."""
     assert main(["tokenizer", "train", "--vocab-size", str(entries), "--output", "own.json"]) == 0
