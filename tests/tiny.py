@@ -14,7 +14,7 @@ from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.deepseek_v3 import DEEPSEEK_V3
-from torchtitan.models.gpt_oss import GPT_OSS, OssArgs
+from torchtitan.models.gpt_oss import GPT_OSS, GptOssArgs
 from torchtitan.models.latent_attention import LatentArgs
 from torchtitan.models.layers import Yarn
 from torchtitan.models.llama3 import LLAMA3
@@ -118,7 +118,9 @@ OSS = {
     "swiglu_limit": 0.1,
     "rope_scaling": Yarn(factor=4.0, original_context=16, truncate=False),
 }
-OSSES = {name: OssArgs(**vars(args) | OSS) for name, args in FLAVORS.items() if args.n_layers > 1}
+OSSES = {
+    name: GptOssArgs(**vars(args) | OSS) for name, args in FLAVORS.items() if args.n_layers > 1
+}
 MODELS["tiny_oss"] = dataclasses.replace(GPT_OSS, name="tiny_oss", flavors=OSSES)
 
 

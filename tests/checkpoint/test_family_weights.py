@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.small_weights import SEQ_LEN, content, run, same, write_run
 from tests.unit.data.test_tokenizer import like_qwen
-from torchtitan.checkpoint.folder import look_at, read_state
-from torchtitan.checkpoint.storage import SavedTensors, StoredBlock, assemble, write_tensors
+from torchtitan.checkpoint.folder import read_state, read_verified_manifest
+from torchtitan.checkpoint.storage import SavedTensors, StoredBlock, join_pieces, write_tensors
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
@@ -268,7 +268,9 @@ def test_an_expert_that_is_doubled_is_found(made, tmp_path):
     tensors[name][6:] = tensors[name][:5]
     doubled = tmp_path / "doubled"
     doubled.mkdir()
-    write_tensors(doubled, tensors.items(), read_state(source, look_at(source)), 10**9)
+    write_tensors(
+        doubled, tensors.items(), read_state(source, read_verified_manifest(source)), 10**9
+    )
     problem = f"{doubled}: {name} has expert 0 again as expert 6, so another is missing"
     assert verify(doubled) == (False, [problem])
 
@@ -281,10 +283,10 @@ def test_an_expert_that_is_missing_is_found():
     def read(block, at, sizes):
         return whole[block.place : block.place + 1]
 
-    kept = assemble(whole.dtype, (0, 0, 0), (2, 3, 2), blocks, read, "w1")
+    kept = join_pieces(whole.dtype, (0, 0, 0), (2, 3, 2), blocks, read, "w1")
     assert torch.equal(kept, whole[:2])
     with pytest.raises(ConfigError, match="w1: damaged: 6 of 24 elements are in no file"):
-        assemble(whole.dtype, (0, 0, 0), (4, 3, 2), blocks, read, "w1")
+        join_pieces(whole.dtype, (0, 0, 0), (4, 3, 2), blocks, read, "w1")
 
 
 @pytest.mark.filterwarnings("default")

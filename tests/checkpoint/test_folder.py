@@ -154,7 +154,7 @@ def test_the_newest_checkpoint_is_that_of_the_last_step(tmp_path):
     for step in (100, 9, 20):
         (tmp_path / f"step-{step}").mkdir()
     assert list(saved_steps(tmp_path)) == [9, 20, 100]
-    disk.forget_old(tmp_path, newest=100, keep=2, every=0)
+    disk.delete_old_checkpoints(tmp_path, newest=100, keep=2, every=0)
     assert list(saved_steps(tmp_path)) == [20, 100]
 
 
@@ -485,8 +485,8 @@ def test_what_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch, caplog):
     for name in ("step-2", "step-4", "step-6.saving"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr("shutil.rmtree", refuse)
-    assert disk.sweep(tmp_path) == []
-    disk.forget_old(tmp_path, newest=4, keep=1, every=0)
+    assert disk.delete_unfinished(tmp_path) == []
+    disk.delete_old_checkpoints(tmp_path, newest=4, keep=1, every=0)
     assert len(caplog.messages) == 2
     assert "could not delete" in caplog.messages[0]
     assert "could not delete" in caplog.messages[1]

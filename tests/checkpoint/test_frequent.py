@@ -17,7 +17,7 @@ from tests.reliability.trials import at_call
 from tests.runs import losses, train
 from tests.tiers import tiers
 from torchtitan.checkpoint import saved_steps
-from torchtitan.checkpoint.folder import look_at, read_state, replace_state
+from torchtitan.checkpoint.folder import read_state, read_verified_manifest, replace_state
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.tiers import is_past
 from torchtitan.checkpoint.weights.opening import find
@@ -175,7 +175,7 @@ def test_lost_node_costs_the_steps_since_the_rare_checkpoint(lost, after_5, tmp_
 def test_a_rollback_that_one_node_recorded_costs_its_checkpoint(after_5, tmp_path, whole):
     copied(after_5, tmp_path)
     path = disk(tmp_path, 0) / "step-5"
-    replace_state(path, read_state(path, look_at(path)) | {"rollbacks": 1})
+    replace_state(path, read_state(path, read_verified_manifest(path)) | {"rollbacks": 1})
     ended = run(recipe(tmp_path), 0, 1)
     (line,) = (line for line in ended.said if "is lost" in line)
     assert "step-5 is lost: its state differs between nodes" in line

@@ -8,7 +8,7 @@ from tests.ranks import run_ranks
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
-from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, worked
+from torchtitan.metrics.stragglers import Straggler, StragglerWatch, busy_seconds, slowest
 from torchtitan.parallel import Launch, open_world
 from torchtitan.timeline import Spent
 from torchtitan.tools.verify.measure import RowSink
@@ -32,8 +32,8 @@ def test_stages_of_a_pipeline_have_different_work():
 
 
 def test_waiting_for_data_is_the_ranks_own():
-    assert worked("data", Spent(wall=2.0, busy=0.5)) == 2.0
-    assert worked("forward", Spent(wall=2.0, busy=0.5)) == 0.5
+    assert busy_seconds("data", Spent(wall=2.0, busy=0.5)) == 2.0
+    assert busy_seconds("forward", Spent(wall=2.0, busy=0.5)) == 0.5
 
 
 def test_a_straggler_is_told_of_once_until_it_catches_up():

@@ -46,7 +46,7 @@ from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.sinks import Metrics, Sink, Value
-from torchtitan.metrics.stragglers import WORK, Straggler, StragglerWatch, worked
+from torchtitan.metrics.stragglers import WORK, Straggler, StragglerWatch, busy_seconds
 from torchtitan.step import StepStatus
 from torchtitan.timeline import PHASES, Spent, Timeline
 
@@ -365,7 +365,7 @@ class Meter:
         }
         walls, busy = zip(
             *(
-                (each.wall / steps, worked(name, each) / steps)
+                (each.wall / steps, busy_seconds(name, each) / steps)
                 for name, each in zip(PHASES, in_phases, strict=True)
             ),
             strict=True,

@@ -42,7 +42,7 @@ class SpikesConfig(Config):
     the run ends."""
 
 
-class Usual(NamedTuple):
+class LossStats(NamedTuple):
     """Recent values of a quantity: their mean and deviation."""
 
     mean: float
@@ -99,7 +99,7 @@ def detect_spike(config: SpikesConfig, history: History, **values: float) -> Ski
     return None
 
 
-def spike(value: float, usual: Usual | None, sigma: float) -> str | None:
+def spike(value: float, usual: LossStats | None, sigma: float) -> str | None:
     """The reason why a value is a spike, if it is one."""
     if not math.isfinite(value):
         return "is not finite"
@@ -111,7 +111,7 @@ def spike(value: float, usual: Usual | None, sigma: float) -> str | None:
     return None
 
 
-def usual_of(past: list[float]) -> Usual:
+def usual_of(past: list[float]) -> LossStats:
     """Mean and standard deviation, added up without rounding."""
     mean = math.fsum(past) / len(past)
-    return Usual(mean, math.sqrt(math.fsum((x - mean) ** 2 for x in past) / len(past)))
+    return LossStats(mean, math.sqrt(math.fsum((x - mean) ** 2 for x in past) / len(past)))

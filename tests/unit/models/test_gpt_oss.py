@@ -18,7 +18,7 @@ from tests.unit.models.families import (
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
 from torchtitan.models.attention import causal_attention, dense_attention
-from torchtitan.models.gpt_oss import OssArgs
+from torchtitan.models.gpt_oss import GptOssArgs
 from torchtitan.models.layers import Yarn
 from torchtitan.tools.generate import cached
 
@@ -31,7 +31,7 @@ ROUTED = {"n_experts": 12, "top_k": 3, "expert_dim": 40, "ffn_dim": 40, "swiglu_
 # All three bands of pairs matter.
 YARN = Yarn(factor=4.0, original_context=16, beta_fast=4.0, beta_slow=0.5, truncate=False)
 FACTS = {"vocab_size": 128, "sliding_window": 9, "rope_theta": 100.0, "rope_scaling": YARN}
-ARGS = OssArgs(**SIZES, **ROUTED, **FACTS)
+ARGS = GptOssArgs(**SIZES, **ROUTED, **FACTS)
 
 
 def of_flavor(flavor):

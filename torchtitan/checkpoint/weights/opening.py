@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, is_dcp, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, state_of, translated
-from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
+from torchtitan.checkpoint.folder import read_state, read_verified_manifest, saved_steps
 from torchtitan.checkpoint.manifest import STATE_FILE, Damaged
 from torchtitan.checkpoint.storage import INDEX, SavedTensors, TensorSource
 from torchtitan.checkpoint.store import HISTORY, MANIFEST, NAME, OF_NODE
@@ -114,7 +114,7 @@ def find_format(folder: Path) -> str:
 def open_ours(folder: Path, model: str | None, flavor: str | None) -> Opened:
     """Open a checkpoint of ours, or the newest in a folder of them or of a run."""
     path = find(folder)[-1]
-    manifest = look_at(path)
+    manifest = read_verified_manifest(path)
     state = read_state(path, manifest)
     recipe, source = state["recipe"], Verified(path)
     network, extras = of_recipe(path, recipe, model, flavor), Extras.of_recipe(recipe)

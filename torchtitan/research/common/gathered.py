@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.parallel.settings import Precision
-from torchtitan.parallel.sharding import placement, read_by
+from torchtitan.parallel.sharding import map_parameter_reads, placement
 from torchtitan.torch_private.dtensor import data_parallel_over
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def apply(
             if parameter not in without:
                 module.register_parameter(name, laid_out(parameter, mesh))
     read = partial(gather, axes=axes, tensor_mesh=tensor_mesh, precision=precision)
-    read_by(model, read, without)
+    map_parameter_reads(model, read, without)
 
 
 def laid_out(parameter: nn.Parameter, mesh: DeviceMesh, dim: int = 0) -> nn.Parameter:
