@@ -8,15 +8,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from tests import layouts
-from tests.estimate import recorded
 from tests.layouts import RESHARD, case
+from tests.plan import recorded
 from tests.ranks import run_ranks
 from tests.runs import trace
 from torchtitan.comm import Communicator, PlainGather, PlainGradients, PlainReduce, PlainWeights
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.sharding import FullyShard
-from torchtitan.plan.link_traffic import link_traffic
+from torchtitan.plan.messages import link_traffic
 
 ALWAYS, NEVER = {RESHARD: "always"}, {RESHARD: "never"}
 STRATEGIES = {

@@ -25,7 +25,7 @@ from torchtitan.config.schema import descriptions, kind_of, places
 from torchtitan.convert import CONVERTERS
 from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
-from torchtitan.plan.planned_memory import memory
+from torchtitan.plan.fitting import memory
 from torchtitan.tools import commands
 from torchtitan.tools.cli import command, main, verbs
 from torchtitan.tools.commands import verb_of_help

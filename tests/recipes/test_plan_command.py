@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
+from torchtitan.plan.command import token_count
 from torchtitan.plan.hardware import hardware_names
-from torchtitan.plan.report.command import token_count
-from torchtitan.plan.report.plan_text import count, plan_text
+from torchtitan.plan.plan_report import count, plan_text
 from torchtitan.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +201,7 @@ def test_a_recipe_that_does_not_fit_is_an_answer(capsys):
 
 
 def test_nothing_fits_in_a_tiny_device(capsys, monkeypatch):
-    monkeypatch.setattr("torchtitan.plan.changes.MOST_TRIED", 0)
+    monkeypatch.setattr("torchtitan.plan.fitting.MOST_TRIED", 0)
     words = ("--training.seq_len", "64", "--job.hardware=")
     found = answer(capsys, *words, "--device-memory", "0.01")
     [rank] = found["memory"]["ranks"]
@@ -282,7 +282,7 @@ def test_a_file_of_hardware_that_is_wrong_is_refused(capsys, tmp_path):
 
 
 def test_a_flavor_too_large_for_any_layout_is_an_answer(capsys, monkeypatch):
-    monkeypatch.setattr("torchtitan.plan.changes.MOST_TRIED", 0)
+    monkeypatch.setattr("torchtitan.plan.fitting.MOST_TRIED", 0)
     words = ("--model.flavor", "8B", "--training.seq_len", "64", "--hardware", "a100-40")
     found = answer(capsys, *words)
     assert found["memory"]["fits"]["value"] is False

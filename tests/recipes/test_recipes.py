@@ -8,14 +8,14 @@ import pytest
 import tokenizers
 import torch
 
-from tests.estimate import recorded
+from tests.plan import recorded
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config.files import read_recipe
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import count_parameters
-from torchtitan.plan.link_traffic import messages_of
+from torchtitan.plan.messages import messages_of
 from torchtitan.tools.cli import main
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
@@ -75,7 +75,7 @@ def test_all_are_here():
 
 
 PLANNED = [path for path in RECIPES if path.stem == "llama3_8b" or "debug" in path.stem]
-"""The plans of the others wait for a release, and for tests/estimate/test_shipped_recipes.py."""
+"""The plans of the others wait for a release, and for tests/plan/test_shipped_recipes.py."""
 
 
 @pytest.mark.costs("the shapes of every network")

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests import layouts
-from tests.estimate import recorded
 from tests.layouts import FULL, case
 from tests.parallel.test_collectives import sends_what_is_planned
+from tests.plan import recorded
 from tests.ranks import run_ranks
 from tests.research.layouts import IN_PLACE, ROTATED
 from tests.runs import each, train

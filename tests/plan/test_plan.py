@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import layouts
-from tests.estimate import recorded
+from tests.plan import recorded
 from torchtitan.config import RecipeError
 from torchtitan.optim import Optimizers
 from torchtitan.parallel.schedules import SCHEDULES, order

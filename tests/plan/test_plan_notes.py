@@ -9,8 +9,7 @@ import pytest
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.plan.hardware import find_hardware
-from torchtitan.plan.plan import plan
-from torchtitan.plan.plan_notes import memory_notes, plan_notes
+from torchtitan.plan.plan import memory_notes, plan, plan_notes
 
 RECIPE = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 H100, A100 = find_hardware("h100"), find_hardware("a100-80")

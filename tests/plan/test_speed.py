@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed.tensor
 
-from tests.estimate import recorded
 from tests.layouts import LAYOUTS, case, schedule
+from tests.plan import recorded
 from tests.tiers import tiers
 from torchtitan.parallel.schedules import Action, timeline
 from torchtitan.parallel.stages import orders
@@ -15,7 +15,7 @@ from torchtitan.plan.device_streams import CONTENTION, DeviceStreams
 from torchtitan.plan.expansion import StepSegment
 from torchtitan.plan.fake_rank import RankRecording
 from torchtitan.plan.hardware import Link, find_hardware
-from torchtitan.plan.message_time import START, message_seconds
+from torchtitan.plan.messages import START, message_seconds
 from torchtitan.plan.recording import Kernel, Message, Recording
 from torchtitan.plan.speed import step_time
 

@@ -1,10 +1,24 @@
-"""Memory that torch's caching allocator reserves for a step, by replaying its allocations.
+"""Memory of a device in a step: what torch's caching allocator reserves, and what libraries take.
 
-The allocator rounds requests up, takes memory from the device in segments, splits them, and joins
-neighbors that are free; memory of one stream is not used by another (torch's documentation of
-`torch.cuda.memory`, and c10/cuda/CUDACachingAllocator.cpp). What it reserves exceeds what tensors
-use by the fragments that fit no request. Expandable segments, one for each stream, leave fewer of
-them: a request that fits no block extends the free end of the segment.
+Allocations are replayed. The allocator rounds requests up, takes memory from the device in
+segments, splits them, and joins neighbors that are free; memory of one stream is not used by
+another (torch's documentation of `torch.cuda.memory`, and c10/cuda/CUDACachingAllocator.cpp). What
+it reserves exceeds what tensors use by the fragments that fit no request. Expandable segments, one
+for each stream, leave fewer of them: a request that fits no block extends the free end of the
+segment.
+
+Outside of torch's allocator there are:
+
+- CUDA's context, with the kernels of torch and its libraries.
+- Buffers of NCCL. Each process group that sends has a communicator. An all-reduce takes 544 MB on
+  A100 with NVLink among 2 ranks, and 688 MB among more, which further nodes do not change
+  (NVIDIA/nccl#964, #986). Two ranks of a node that exchange messages have buffers for that in
+  addition: an all-to-all among 8 H100 takes 3.28 GB (NVIDIA/nccl#1685).
+- The symmetric memory of asynchronous tensor parallelism, as large as the largest shard that is
+  gathered, or two of the shards that are reduced (`torch.distributed._symmetric_memory`).
+
+Inside of it are cuBLAS's workspaces, one for each thread that computes products: that of the
+forward and that of the backward (torch's CublasHandlePool.cpp).
 """
 
 import bisect
@@ -13,9 +27,14 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from torchtitan.device import allocator_settings
+from torchtitan.comm import Operation
+from torchtitan.device import GIB, allocator_settings
+from torchtitan.job import JobConfig
 from torchtitan.plan.expansion import RankStep, StepSegment
+from torchtitan.plan.hardware import Hardware
+from torchtitan.plan.messages import messages_of
 from torchtitan.plan.recording import Change, Event
 
 MIB = 1024**2
@@ -28,6 +47,13 @@ ROUNDED = 2 * MIB
 """Unit of the segments of larger requests."""
 PAGE = 20 * MIB
 """Unit in which an expandable segment of large requests grows; of small ones: SMALL_SEGMENT."""
+PAIR_GIB: Final = 3.28e9 / 7 / GIB
+"""Memory of NCCL for the messages of two ranks of a node."""
+THREADS: Final = 2
+"""Threads that compute products."""
+WORKSPACE: Final = 32 * 1024**2
+SMALL_WORKSPACE: Final = 8320 * 1024
+"""Bytes of a workspace of cuBLAS: on Hopper and later, and before."""
 STEPS = 2
 """Steps that are replayed: the second meets the fragments of the first."""
 
@@ -305,3 +331,48 @@ class _Replay:
         if storage in alike:
             alike.remove(storage)
         self.allocator.release(block)
+
+
+def outside(
+    job: JobConfig, ranks: int, rank: int, step: RankStep, hardware: Hardware
+) -> dict[str, float]:
+    """Return the GiB outside of torch's allocator on the device of `rank`, by their use."""
+    found = {"context and kernels": hardware.outside_allocator_gib}
+    if hardware.device_type == "cpu":
+        return found
+    members, axes, sent = step.source.members, step.source.axes, {*messages_of(step)}
+    # Tokens and losses are summed, and steps agreed on, outside of the recording.
+    used = {each.group for each in sent} | {
+        name for name in members if axes[name] == "loss" or len(members[name]) == ranks
+    }
+    if count := sum(len(members[name]) > 1 for name in used):
+        pairs = {(each.group, each.operation) for each in sent}
+        near = (_near(rank, members[group], how, hardware) for group, how in pairs)
+        found["communicators"] = count * hardware.communicator_gib + sum(near) * PAIR_GIB
+    if job.parallelism.enable_async_tensor_parallel:
+        shards = (
+            each.bytes * (2 if each.operation == "reduce_scatter" else 1) / len(members[each.group])
+            for each in sent
+            if axes[each.group] == "tp"
+        )
+        found["symmetric memory"] = max(shards, default=0.0) / GIB
+    return found
+
+
+def workspaces(hardware: Hardware | None) -> list[int]:
+    """Return the sizes of cuBLAS's workspaces."""
+    is_old = hardware is not None and hardware.peaks.float8 is None
+    return [SMALL_WORKSPACE if is_old else WORKSPACE] * THREADS
+
+
+def _near(rank: int, members: Sequence[int], operation: Operation, hardware: Hardware) -> int:
+    """Return the number of ranks in the same node with which a rank exchanges messages."""
+    if operation == "send":
+        at = members.index(rank)
+        members = [members[at - 1], members[(at + 1) % len(members)]]
+    elif operation != "all_to_all":
+        return 0
+    return sum(
+        each // hardware.ranks_per_node == rank // hardware.ranks_per_node
+        for each in {*members} - {rank}
+    )

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from torchtitan.device import GIB
 from torchtitan.plan.plan import Plan, RankPlan
-from torchtitan.plan.report.plan_json import Json
-from torchtitan.plan.report.plan_text import kinds_of_memory, layout, parts_of_step, plan_text
+from torchtitan.plan.plan_report import Json, kinds_of_memory, layout, parts_of_step, plan_text
 from torchtitan.tools.page import (
     BarPart,
     Chart,

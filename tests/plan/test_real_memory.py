@@ -3,9 +3,9 @@
 import pytest
 
 from tests import layouts
-from tests.estimate import recorded
-from tests.estimate.real_memory import measured, planned
 from tests.layouts import EXPERT_PARALLEL, LAYOUTS, OSS, case
+from tests.plan import recorded
+from tests.plan.real_memory import measured, planned
 from tests.ranks import run_ranks
 from tests.research.layouts import LAYOUTS as SYSTEMS
 from tests.research.layouts import installed

@@ -1,6 +1,6 @@
 """The simulated allocator follows the rules that torch documents for its own."""
 
-from torchtitan.plan.allocator import MIB, CachingAllocator
+from torchtitan.plan.memory import MIB, CachingAllocator
 
 
 def test_requests_are_rounded_and_small_ones_share_a_segment():

@@ -29,7 +29,7 @@ def test_a_recipe_without_a_plan_is_told(monkeypatch, capsys):
     def refuse(*args, **settings):
         raise RecipeError(["this recipe cannot be planned yet: no"])
 
-    monkeypatch.setattr("torchtitan.plan.planned_memory.plan", refuse)
+    monkeypatch.setattr("torchtitan.plan.fitting.plan", refuse)
     words = ["check", "--training.steps", "10000"]
     assert main([*words, "--plan"]) == 0
     told = capsys.readouterr().out

@@ -3,9 +3,9 @@
 import pytest
 import torch.distributed.tensor  # noqa: F401  (its operators are recorded)
 
-from tests.estimate import recorded
 from tests.layouts import NO_SEQUENCE, ULYSSES, case
-from torchtitan.plan.link_traffic import LinkTraffic, link_traffic, nodes
+from tests.plan import recorded
+from torchtitan.plan.messages import LinkTraffic, link_traffic, nodes
 
 GATHERED, REDUCED = 188_800, 151_680
 """Bytes that FSDP sends over two ranks, which it does on ranks with parts of sequences, too."""

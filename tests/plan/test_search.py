@@ -9,6 +9,7 @@ import pytest
 from tests.tiers import tiers
 from torchtitan.checks import load_job, problems
 from torchtitan.config import PlannedWorld, RecipeError
+from torchtitan.plan import search_report
 from torchtitan.plan.hardware import find_hardware
 from torchtitan.plan.layout_costs import LayoutCosts
 from torchtitan.plan.layouts import (
@@ -26,7 +27,6 @@ from torchtitan.plan.layouts import (
     with_changes,
 )
 from torchtitan.plan.plan import Range, plan
-from torchtitan.plan.report import plan_search, timing
 from torchtitan.plan.search import (
     LEAST,
     Cost,
@@ -144,7 +144,7 @@ def test_a_search_shows_what_it_found_before_it_writes(monkeypatch, capsys, tmp_
 
     own = on_cpu(debug_job(2, "--compile.enable=false"), 2)
     monkeypatch.setattr("torchtitan.plan.search.plan", lambda *_: own)
-    monkeypatch.setattr("torchtitan.plan.report.command.write_best", fails)
+    monkeypatch.setattr("torchtitan.plan.command.write_best", fails)
     words = ("--world-size=2", "--compile.enable=false", "--search", "--seconds=0")
     with pytest.raises(OSError, match="no space"):
         main(["plan", RECIPE, *words, f"--output={tmp_path / 'best.toml'}"])
@@ -220,16 +220,16 @@ def test_reason_names_what_differs_most():
 
 @pytest.mark.slow
 def test_search_by_command_writes_a_valid_recipe_and_times_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(timing, "ROUNDS", 1)
-    monkeypatch.setattr(timing, "STEPS", 2)
+    monkeypatch.setattr(search_report, "ROUNDS", 1)
+    monkeypatch.setattr(search_report, "STEPS", 2)
     flags = ("--compile.enable=false", "--training.seq_len=64")
     job, output = debug_job(2, *flags), tmp_path / "deep" / "best.toml"
     planned = on_cpu(job, 2)
     words = (Path(RECIPE), planned, "cpu")
-    found = plan_search.search_layouts(*words, output, seconds=8.0, timed=2)
-    plan_search.write_best(found, *words)
+    found = search_report.search_layouts(*words, output, seconds=8.0, timed=2)
+    search_report.write_best(found, *words)
     assert found["planned"] >= len(found["layouts"]) >= 2
-    text = "\n".join(plan_search.search_text(found))
+    text = "\n".join(search_report.search_text(found))
     assert found["summary"] in text
     assert str(output) in text
     runs = [each["measured"] for each in found["layouts"][:2]]
@@ -267,24 +267,24 @@ def test_layouts_that_cannot_fit_are_refused_with_the_fix(tmp_path):
     small = find_hardware("cpu").model_copy(update={"memory_gib": 0.001})
     planned = plan(debug_job(2, "--compile.enable=false"), 2, small)
     with pytest.raises(RecipeError, match="use more ranks"):
-        plan_search.search_layouts(
+        search_report.search_layouts(
             *(Path(RECIPE), planned, "cpu", tmp_path / "best.toml"), seconds=0.0
         )
 
 
 def test_timing_needs_the_devices():
     with pytest.raises(RecipeError, match="64 ranks on h100 need as many devices"):
-        timing.require_devices(find_hardware("h100"), 64)
+        search_report.require_devices(find_hardware("h100"), 64)
     with pytest.raises(RecipeError, match="wanted at most 256 processes"):
-        timing.require_devices(find_hardware("cpu"), 1024)
-    timing.require_devices(find_hardware("cpu"), 4)
+        search_report.require_devices(find_hardware("cpu"), 1024)
+    search_report.require_devices(find_hardware("cpu"), 4)
 
 
 def test_a_run_that_failed_is_said_and_not_the_best():
     ran = {"tokens_per_second_per_device": 5.0, "status": "ran"}
     ran |= {"seconds_per_step": {"value": 1.0, "low": 0.9, "high": 1.1}}
     failed = {"status": "failed", "reasons": ["it ended"]}
-    assert timing.fastest_run([failed, ran]) == 1
-    assert timing.fastest_run([failed, failed]) == 0
-    assert timing.run_text(failed) == "timed: failed: it ended"
-    assert timing.run_text(ran) == "timed: 5 tokens/s/device, 1 s a step (0.9 to 1.1)"
+    assert search_report.fastest_run([failed, ran]) == 1
+    assert search_report.fastest_run([failed, failed]) == 0
+    assert search_report.run_text(failed) == "timed: failed: it ended"
+    assert search_report.run_text(ran) == "timed: 5 tokens/s/device, 1 s a step (0.9 to 1.1)"

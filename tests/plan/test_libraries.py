@@ -2,12 +2,11 @@
 
 import pytest
 
-from tests.estimate import recorded
 from tests.layouts import LAYOUTS
+from tests.plan import recorded
 from torchtitan.device import GIB
-from torchtitan.plan.allocator import reserved
 from torchtitan.plan.hardware import find_hardware
-from torchtitan.plan.libraries import PAIR_GIB, outside, workspaces
+from torchtitan.plan.memory import PAIR_GIB, outside, reserved, workspaces
 
 H100 = find_hardware("h100")
 

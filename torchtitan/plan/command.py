@@ -18,17 +18,21 @@ from torchtitan.config import PlannedWorld, RecipeError, find_recipe, print_mess
 from torchtitan.device import DeviceType
 from torchtitan.inputs import require_recipe
 from torchtitan.job import JobConfig
-from torchtitan.plan.changes import FittingChange, changes
+from torchtitan.plan.comparison import measured_rows, measured_text
+from torchtitan.plan.fitting import FittingChange, changes
 from torchtitan.plan.hardware import Hardware, find_hardware, hardware_names, hardware_of
 from torchtitan.plan.hardware.calibrate import calibrate
+from torchtitan.plan.page import plan_page
 from torchtitan.plan.plan import plan
-from torchtitan.plan.report.measured import measured_rows, measured_text
-from torchtitan.plan.report.plan_json import Json, plan_json
-from torchtitan.plan.report.plan_page import plan_page
-from torchtitan.plan.report.plan_search import SECONDS, search_layouts, search_text, write_best
-from torchtitan.plan.report.plan_text import plan_text
-from torchtitan.plan.report.timing import require_devices
+from torchtitan.plan.plan_report import Json, plan_json, plan_text
 from torchtitan.plan.search import LEAST
+from torchtitan.plan.search_report import (
+    SECONDS,
+    require_devices,
+    search_layouts,
+    search_text,
+    write_best,
+)
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tools.history import RunHistory
 from torchtitan.tools.options import (
