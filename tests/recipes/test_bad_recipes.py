@@ -162,16 +162,22 @@ def test_mistakes_of_an_extended_recipe_have_its_name():
     [
         (None, "x.toml: there is no such recipe; did you mean xy.toml?"),
         ("folder", "x.toml: is a folder; wanted a recipe, a file of TOML"),
+        ("link", "x.toml: is a link to gone.toml, where there is no file"),
+        ("pipe", "x.toml: is a pipe or a device; a recipe is read more than once, so write it to"),
         (b"[job]\ndescription = '\xe9t\xe9'\n", "x.toml:2: not UTF-8 text: got the byte 0xe9"),
         (b"\xff\xfe[\x00", "x.toml:1: not UTF-8 text: got the byte 0xff"),
         (b"\xef\xbb\xbf[job]\r\n\r\nname = 1\r\n", "x.toml:3: job.name: unknown key; allowed: "),
     ],
-    ids=["missing", "folder", "Latin-1", "UTF-16", "byte order mark and CRLF"],
+    ids=["missing", "folder", "link", "pipe", "Latin-1", "UTF-16", "byte order mark and CRLF"],
 )
 def test_files(content, line):
     Path("xy.toml").touch()
     if content == "folder":
         Path("x.toml").mkdir()
+    elif content == "link":
+        Path("x.toml").symlink_to("gone.toml")
+    elif content == "pipe":
+        os.mkfifo("x.toml")
     elif isinstance(content, bytes):
         Path("x.toml").write_bytes(content)
     said = lines_said("x.toml", [], None)

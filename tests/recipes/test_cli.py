@@ -37,6 +37,23 @@ Seeds = Annotated[list[int], typer.Option(parser=count, metavar="N...")]
 Vary = Annotated[list[str], typer.Option(metavar="KEY=A,B")]
 
 
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("/dev/full", "error: standard output cannot be written: No space left on device\n"),
+        ("", ""),
+    ],
+)
+def test_output_that_nobody_takes_is_no_traceback(output, said):
+    """A full disk is said; a reader that has read enough, as `| head`, is not."""
+    shell = (
+        f"exec 3>&1; {{ sleep 0.3; {sys.executable} -m torchtitan --version 2>&3; echo $? >&3; }}"
+    )
+    shell += f" > {output}" if output else " | true"
+    done = subprocess.run(["sh", "-c", shell], text=True, capture_output=True, check=False)
+    assert done.stdout == f"{said}1\n"
+
+
 def recipe(text):
     Path("r.toml").write_text(text, encoding="utf-8")
     return "r.toml"

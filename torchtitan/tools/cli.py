@@ -108,9 +108,27 @@ def act(argv: Sequence[str]) -> int:
     """Run a verb as the last act of this process; returns the exit status."""
     token = IS_LAST.set(True)
     try:
-        return run(argv)
+        status = run(argv)
+        sys.stdout.flush()
+        return status
+    except OSError as error:
+        if not drop_output():
+            raise
+        if not isinstance(error, BrokenPipeError):  # `| head` has read enough
+            print_error(f"standard output cannot be written: {error.strerror}")
+        return 1
     finally:
         IS_LAST.reset(token)
+
+
+def drop_output() -> bool:
+    """Drop what is written to standard output from now on; False if it takes another line."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,6 +1,5 @@
 """Make, index and verify shards of tokens; inspect the data of recipes and runs."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,7 +34,7 @@ from torchtitan.data.tokens.index_cache import (
     wrong_digests,
 )
 from torchtitan.data.tokens.tokenizing import SHARD_TOKENS, tokenize
-from torchtitan.logging import progress_bar
+from torchtitan.logging import progress_bar, tell
 from torchtitan.remote import RemotePath, location
 from torchtitan.tools.inspect import inspect_samples
 from torchtitan.tools.ledger import ledger
@@ -275,7 +274,7 @@ def tokenize_text(
             show_progress=True,
         )
     except KeyboardInterrupt:
-        print(f"stopped; the same command continues ({output})", file=sys.stderr)
+        tell(f"stopped; the same command continues ({output})")
         return 130
     shards = len(about.shards)
     print(
