@@ -46,6 +46,14 @@ def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
 
 
+@pytest.fixture
+def uncompiled():
+    """Nothing is compiled here, and in ranks that are forked."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
 @pytest.fixture(autouse=True)
 def clean_state(monkeypatch):
     """Seeds set, no launcher and no network in the environment; what is changed is put back."""

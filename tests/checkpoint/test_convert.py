@@ -436,7 +436,7 @@ def peaks(folder):
     for owner, name in [
         (Verified, "read"),
         (ForeignWeights, "read"),
-        (hugging_face_files, "save_file"),
+        (hugging_face_files, "write_file"),
         (torch, "save"),
     ]:
         watch(owner, name)

@@ -9,7 +9,7 @@ import pytest
 from tests import tiny
 from tests.layouts import ONE, case
 from tests.ranks import run_ranks
-from tests.runs import are_the_runs_of_one_rank, compare, on_one_rank, resumes, uncompiled
+from tests.runs import are_the_runs_of_one_rank, compare, on_one_rank, resumes
 from tests.tiers import tiers
 from tests.tiny import help_text
 from torchtitan.build import build
@@ -22,7 +22,6 @@ from torchtitan.optim import name_parameters
 from torchtitan.optim.grouping import describe_groups
 from torchtitan.parallel import Launch, open_world
 
-__all__ = ["uncompiled"]
 pytestmark = pytest.mark.usefixtures("uncompiled")
 OUTSIDE = "tests.normalized"
 """An optimizer outside the tree."""

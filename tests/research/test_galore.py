@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.runs import uncompiled
 from torchtitan.checks import load_job
 from torchtitan.config import Context
 from torchtitan.device import GIB
@@ -23,8 +22,6 @@ from torchtitan.plan.hardware import find_hardware
 from torchtitan.plan.plan import plan
 from torchtitan.research.galore.galore import GaLore, state_elements
 from torchtitan.research.galore.low_rank import Method, Projection, Reduced, complete, find_bases
-
-__all__ = ["uncompiled"]
 
 
 def decaying(rows, columns, seed=0, power=0.7):

@@ -14,7 +14,7 @@ from tests import tiny
 from tests.layouts import ONE, case
 from tests.ranks import run_ranks
 from tests.research.layouts import SIMPLE, installed
-from tests.runs import are_the_runs_of_one_rank, each, off, resumes, trace, uncompiled
+from tests.runs import are_the_runs_of_one_rank, each, off, resumes, trace
 from tests.tiers import tiers
 from torchtitan.optim import NamedParameter, Optimizers
 from torchtitan.optim.adam_and_sgd import STATE_DTYPES
@@ -23,7 +23,6 @@ from torchtitan.plan.recording import Kernel
 from torchtitan.research.galore.galore import GaLore
 from torchtitan.torch_private.dtensor import placed
 
-__all__ = ["uncompiled"]
 SPLIT = {
     "rows": ((4,), (Shard(0),)),
     "columns": ((4,), (Shard(1),)),

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from tests.recipes.test_bad_recipes import lacks
-from tests.runs import uncompiled
 from tests.tiny import named
 from tests.unit.optim import test_in_backward
 from torchtitan.checks import load_job
@@ -17,7 +16,6 @@ from torchtitan.optim import Adam, AdamW, Optimizers
 from torchtitan.optim.optimizer_group import local
 from torchtitan.research.low_bit import is_quantized
 
-__all__ = ["uncompiled"]
 pytestmark = pytest.mark.usefixtures("uncompiled")
 QUANTIZED = ["float8", "8bit", "4bit"]
 LOW = ["bfloat16", *QUANTIZED]

@@ -14,7 +14,7 @@ from tests.layouts import ONE, case
 from tests.parallel import test_optimizer_groups
 from tests.parallel.test_optimizers import SQUARE, job
 from tests.ranks import run_ranks
-from tests.runs import each, losses, off, trace, train, uncompiled
+from tests.runs import each, losses, off, trace, train
 from tests.tiers import tiers
 from tests.training.test_optimizers import ALONE, FSDP, eager, handed_over, recipe
 from torchtitan.checkpoint import saved_steps
@@ -23,7 +23,6 @@ from torchtitan.optim.parameters import local
 from torchtitan.research.low_bit import LowBitAdam
 from torchtitan.tools.cli import main
 
-__all__ = ["uncompiled"]
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
 # Parts that fall to each of four ranks are large enough for codes. One block, where stages do not
