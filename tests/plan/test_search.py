@@ -11,7 +11,6 @@ from torchtitan.checks import load_job, problems
 from torchtitan.config import PlannedWorld, RecipeError
 from torchtitan.plan import search_report
 from torchtitan.plan.hardware import find_hardware
-from torchtitan.plan.layout_costs import LayoutCosts
 from torchtitan.plan.layouts import (
     COPIES,
     CP,
@@ -22,6 +21,7 @@ from torchtitan.plan.layouts import (
     SCHEDULE,
     SIZE,
     TP,
+    LayoutCosts,
     layouts,
     own_layout,
     with_changes,

@@ -1,6 +1,6 @@
 """Search of the valid layouts of a recipe for the fastest that fits on given hardware.
 
-All layouts are enumerated, and `layout_costs` says about how long each takes and how much memory.
+All layouts are enumerated, and `LayoutCosts` says about how long each takes and how much memory.
 The layout of the recipe is planned first, then the others in the order of these costs, two at a
 time, and only plans are reported. A layout with the same kernels as a planned one is expected to
 exceed its costs as much. The search ends when no other layout is expected to be among the fastest
@@ -27,7 +27,6 @@ from torchtitan.checks import ELSEWHERE, is_error_of, problems
 from torchtitan.config import PlannedWorld
 from torchtitan.job import JobConfig
 from torchtitan.plan.hardware import Hardware
-from torchtitan.plan.layout_costs import LayoutCosts, sequences
 from torchtitan.plan.layouts import (
     CP,
     EP,
@@ -37,8 +36,10 @@ from torchtitan.plan.layouts import (
     RESHARD,
     TP,
     Changes,
+    LayoutCosts,
     layouts,
     own_layout,
+    sequences,
     with_changes,
 )
 from torchtitan.plan.plan import Plan, Range, plan
