@@ -249,6 +249,33 @@ def test_what_a_recipe_asks_of_the_scheduler(target, capsys, tmp_path):
         checked(text, target)
 
 
+@pytest.mark.parametrize(
+    "recipe", ["8b.toml", "日本.toml", f"{'x' * 70}.toml", "it's \\N.toml", ""]
+)
+@pytest.mark.parametrize("target", TEMPLATES)
+def test_any_recipe_and_any_line_of_a_shell(recipe, target, capsys, tmp_path, monkeypatch):
+    """A job has a name of Kubernetes, and no comment or operator hides what follows its line."""
+    monkeypatch.chdir(tmp_path)
+    if recipe:
+        Path(recipe).write_text(f'extends = "{ROOT / "train_configs/debug_model.toml"}"\n')
+    lines = ["module load cuda # 12", "export A=b;", " "]
+    words = [recipe, "--for", target, "--world-size", "8", "--hardware", "h100"]
+    words += ["--training.steps", "7", "--job.manifest.setup", *lines]
+    assert main(["manifest", *filter(None, words)]) == 0
+    text = capsys.readouterr().out
+    assert "None" not in text
+    if target == "slurm":
+        (tmp_path / "job.sh").write_text(text)
+        subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
+    elif target == "torchx":
+        ast.parse(text)
+    else:
+        name = checked(text, target)[-1].get("metadata", {"name": "run"})["name"]
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{,38}[a-z0-9])?", name)
+    shell = re.search("module load.*", text)[0]
+    assert "# 12' " in shell.replace("\\'", "'")
+
+
 def test_hardware_may_be_a_flag(capsys):
     words = ["manifest", "train_configs/debug_model.toml", "--world-size", "8", "--for", "slurm"]
     words += ["--job.hardware", ""]
@@ -256,8 +283,11 @@ def test_hardware_may_be_a_flag(capsys):
     told = capsys.readouterr().err
     assert "--hardware" in told
     assert "--devices-per-node" in told
-    assert main([*words, "--hardware", "h100"]) == 0
-    assert "--gpus-per-task=8" in capsys.readouterr().out
+    for hardware in ("h100", "torchtitan/plan/hardware/h100.toml"):
+        assert main([*words, "--hardware", hardware]) == 0
+        assert "--gpus-per-task=8" in capsys.readouterr().out
+    assert main([*words, "--hardware", hardware, "--for", "skypilot"]) == 0
+    assert 'accelerators: "H100:8"' in capsys.readouterr().out
 
 
 def test_a_grace_shorter_than_a_save_is_noted(capsys):

@@ -54,6 +54,21 @@ def test_output_that_nobody_takes_is_no_traceback(output, said):
     assert done.stdout == f"{said}1\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipes", "copy", "debug_model", "{}"],
+        ["migrate", "r.toml", "-o", "{}"],
+        ["tokenizer", "train", "--dataset", "r.toml", "--vocab-size", "300", "--output", "{}"],
+    ],
+)
+@pytest.mark.parametrize("output", ["r.toml/x", "/proc/x", "x" * 300])
+def test_a_file_that_cannot_be_written_is_named(words, output, capsys):
+    recipe("[training]\nsteps = 7\n")
+    assert main([word.format(output) for word in words]) == 2
+    assert f"error: {output}" in capsys.readouterr().err
+
+
 def recipe(text):
     Path("r.toml").write_text(text, encoding="utf-8")
     return "r.toml"

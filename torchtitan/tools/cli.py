@@ -161,6 +161,11 @@ def call(words: list[str]) -> int:
     except Unreachable as error:
         print_error(error)
         return 1
+    except OSError as error:
+        if words[:1] == ["train"] or not error.filename:  # a run may start again
+            raise
+        print_error(f"{error.filename}: {error.strerror}")
+        return 2
     return status or 0
 
 
