@@ -247,9 +247,9 @@ class ParquetDocuments:
                     metadata, schema = file.metadata, file.schema_arrow
             except (pyarrow.ArrowException, OSError) as error:
                 raise ConfigError(f"{path}: not a Parquet file: {error}") from None
-            if text_key not in schema.names:
-                names = ", ".join(schema.names)
-                raise ConfigError(f"{path}: no column {text_key!r} (data.text_key); it has {names}")
+            if (count := schema.names.count(text_key)) != 1:
+                many, names = f"{count} columns" if count else "no column", ", ".join(schema.names)
+                raise ConfigError(f"{path}: {many} {text_key!r} (data.text_key); it has {names}")
             kind = schema.field(text_key).type
             text = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if "string" not in str(text) or pyarrow.types.is_nested(text):
@@ -354,7 +354,7 @@ class NullText(ConfigError):
 def wrong_text(row: dict[str, Any], text_key: str, where: str = "") -> ConfigError:
     """Return the error for a row, found at `where`, whose text is absent or not a string."""
     if text_key not in row:
-        names = ", ".join(map(repr, row))
+        names = ", ".join(map(repr, row)) or "none"
         return ConfigError(f"{where}no key {text_key!r} (data.text_key); it has {names}")
     if row[text_key] is None:
         return NullText(f'{where}{text_key!r} is null; set data.null_text = "skip" to skip such')

@@ -263,7 +263,8 @@ class NextToken(Task):
             added = " and ".join(
                 name for name, has in zip(("BOS", "EOS"), found, strict=True) if has
             )
-            logger.info(
+            tell = logger.info if any(found) else logger.warning
+            tell(
                 "data: of BOS and EOS each document has %s, as its tokenizer says or both are "
                 "the same token; data.add_bos and data.add_eos change that",
                 added or "neither",

@@ -14,7 +14,7 @@ import typer
 from pydantic import ValidationError
 
 from torchtitan.config import ConfigError, allowed_names
-from torchtitan.data import DataConfig, load_tokenizer
+from torchtitan.data import DataConfig, check_local, load_tokenizer
 from torchtitan.data.file_cache import reading
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
@@ -263,9 +263,11 @@ def tokenize_text(
     }
     if document_bytes is not None:
         settings["document_bytes"] = document_bytes
+    config = DataConfig.model_validate(settings)
+    check_local(config)
     try:
         about = tokenize(
-            DataConfig.model_validate(settings),
+            config,
             load_tokenizer(tokenizer),
             output,
             processes=processes or all_cores(),

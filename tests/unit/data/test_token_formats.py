@@ -24,7 +24,7 @@ from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
 from torchtitan.data.tokens.index import TokenDocuments
 from torchtitan.data.tokens.index_cache import find_format, index_folder, open_tokens
 from torchtitan.data.tokens.mixed_sources import open_token_sources
-from torchtitan.remote import location
+from torchtitan.remote import POINTER, location
 from torchtitan.tools.cli import main
 from torchtitan.tools.data import differences
 
@@ -220,8 +220,9 @@ DAMAGE = [
     ("raw", "00000.npy", cut(0), "byte 0: it has no tokens"),
     ("raw", "00000.npy", cut(99), "byte 98: 99 bytes are no multiple of 2"),
     ("raw", "00000.csv.gz", cut(12), "1: wanted the start and end"),
+    ("raw", "00000.csv.gz", lambda content: POINTER + b"v1\n", "only the pointer of a file"),
     ("torchtitan", "index.json", cut(99), "not an index of tokens"),
-    ("torchtitan", "lengths.u32", cut(7), "truncated or missing"),
+    ("torchtitan", "lengths.u32", cut(7), "has 7 bytes of"),
 ]
 
 

@@ -286,6 +286,9 @@ def test_a_bos_that_there_is_not_matters_where_it_is_asked_for(tmp_path):
     [
         ("model", b"YQ== 0\n\x0a\x0esentencepiece\n", r"model:2: not a line of a tiktoken file"),
         ("model", b"", r"tokenizer\.model: a tiktoken file without any token"),
+        ("model", b"YQ== 0\nYg== 0\n", "its ranks are not 0, 1, 2"),
+        ("model", b"YQ== 0\nYg== -1\n", "its ranks are not 0, 1, 2"),
+        ("model", b"YQ== 0\n", "255 of the 256 bytes have no token"),
         ("json", b"[]", r"not a Hugging Face tokenizer\.json"),
         ("json", None, "cannot tell which token ends a document"),
     ],
