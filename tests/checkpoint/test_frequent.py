@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import layouts, tiny
+from tests import layouts
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.reliability.trials import at_call
@@ -313,39 +313,6 @@ def test_folder_that_all_share_is_one_node(tmp_path, whole):
     assert f"resumed from {folder}/step-4 at step 4" in ended.said
     assert losses(tmp_path / "run") == pytest.approx(losses(whole[0] / "run"), rel=1e-5)
     assert [path.parent.name for path in find(tmp_path / "run", True)][-1] == "often"
-
-
-REFUSED = {
-    "interval: wanted less than the 4 steps of checkpoint.interval, or 0": ({"interval": 4}, {}),
-    "folder: wanted neither checkpoint.folder, nor a folder inside it or around it": (
-        {"interval": 1, "folder": "checkpoint"},
-        {},
-    ),
-    "folder: wanted a folder on a disk, not a URL": (
-        {"interval": 1, "folder": "s3://bucket/often"},
-        {},
-    ),
-    "folder: wanted an absolute path, or the name of a folder inside job.dump_folder": (
-        {"interval": 1, "folder": "../often"},
-        {},
-    ),
-    "interval: it has no effect while checkpoint.enable is false": (
-        {"interval": 1},
-        {"enable": False},
-    ),
-    "keep_latest_k: it has no effect while checkpoint.frequent.interval is 0": (
-        {"keep_latest_k": 3},
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_refuses(message, tmp_path):
-    frequent, checkpoint = REFUSED[message]
-    keys = {"enable": True, "interval": 4, "frequent": frequent} | checkpoint
-    found = tiny.problems(tiny.job(tmp_path, checkpoint=keys))
-    assert f"checkpoint.frequent.{message}" in [f"{p.path}: {p.message}" for p in found]
 
 
 def full(function, path, *rest):

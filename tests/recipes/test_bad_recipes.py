@@ -38,40 +38,6 @@ ALLOWED = {
     "{FLOAT8}": listed(CONVERTERS["float8"].model_fields, f"{HELP} convert"),
     "{MXFP8}": listed(CONVERTERS["mxfp8"].model_fields, f"{HELP} convert"),
 }
-MANY = """
-[trainng]
-steps = 5
-
-[training]
-seq_len = "long"
-step = 10
-local_batch_size = 0
-
-[optimizer]
-name = "AdamM"
-
-[checkpoint]
-async_mode = "process"
-resume = "never"
-load_step = 3
-
-[parallelism]
-tensor_parallel_degree = 3
-data_parallel_shard_degree = 4
-"""
-MANY_MISTAKES = [
-    "many.toml:1: trainng: unknown section",
-    "many.toml:5: training.seq_len: got",
-    "many.toml:6: training.step: unknown key",
-    "many.toml:7: training.local_batch_size: got 0",
-    "many.toml:10: optimizer.name: got",
-    "many.toml:13: checkpoint.async_mode: got",
-    "many.toml:15: checkpoint.load_step: got 3",
-    "many.toml:18: parallelism.tensor_parallel_degree: got 3; it does not divide the 16 heads",
-    "many.toml:18: parallelism.tensor_parallel_degree: got 3; it does not divide the 8 key",
-    "many.toml:19: parallelism.data_parallel_shard_degree: got 4; the degrees multiply to 12",
-    "--compile.enable: got",
-]
 
 
 class Case(NamedTuple):
@@ -129,21 +95,6 @@ def test_table_is_read_whole():
     assert len(found) >= 60
     assert len({case.name for case in found}) == len(found)
     assert all(case.lines for case in found)
-
-
-def test_many_mistakes_come_together():
-    Path("many.toml").write_text(MANY.lstrip(), encoding="utf-8")
-    said = lines_said("many.toml", ["--compile.enable", "maybe"], 8)
-    for line, begins in zip(said, MANY_MISTAKES, strict=True):
-        assert line.startswith(begins)
-
-
-def test_a_wrong_value_is_not_followed_by_its_consequences():
-    recipe = '[training]\nglobal_batch_size = 12\nlocal_batch_size = "4"\n'
-    Path("bad.toml").write_text(recipe, encoding="utf-8")
-    said = lines_said("bad.toml", [], 3)  # with the default, 8, 12 would be no multiple
-    wanted = "wanted an integer >= 1"
-    assert said == [f'bad.toml:3: training.local_batch_size: got "4"; {wanted}']
 
 
 def test_mistakes_of_an_extended_recipe_have_its_name():
@@ -292,32 +243,6 @@ def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else():
     assert problem.path == "parallelism.enable_async_tensor_parallel"
     assert problem.message.startswith("SymmetricMemory does not support a CPU")
     assert lacks(job, "cuda") == []
-
-
-def test_a_misspelt_name_hides_no_other_mistake():
-    text = """\
-[model]
-name = "lama3"
-dim = "x"
-[optimizer]
-name = "adamw"
-weight_decay = "0.1"
-learning_rate = 3e-4
-[trainig]
-steps = 0
-[[convert]]
-name = "flot8"
-recipe = 5
-[lr_scheduler]
-name = "nothing like it"
-warmup_steps = "soon"
-end_of_it = 3
-"""
-    Path("r.toml").write_text(text, encoding="utf-8")
-    with pytest.raises(RecipeError) as error:
-        load_job("r.toml", [], 1, "cpu")
-    found = [int(line.split(":")[1]) for line in error.value.lines]
-    assert found == [2, 3, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16]
 
 
 def test_no_part_of_the_documents_is_held_out_by_zero():

@@ -17,6 +17,7 @@ import typer
 from typer.main import get_command
 
 from tests import forked, registries
+from tests.tables import table
 from torchtitan.checks import load_job
 from torchtitan.cluster import launcher
 from torchtitan.cluster.launcher import LaunchOptions
@@ -211,7 +212,7 @@ def test_things_are_counted_in_the_singular_too():
 
 
 def test_check_for_another_device(capsys):
-    path = recipe("[profiling]\nenable_memory_snapshot = true\n")
+    path = recipe("[profiling]\nenable_profiling = true\nenable_memory_snapshot = true\n")
     assert main(["check", path, "--device", "cuda"]) == 0
     assert main(["check", path, "--device", "cpu"]) == 2
     assert "on cpu" in capsys.readouterr().err
@@ -495,42 +496,10 @@ def test_completion(monkeypatch, capsys):
     Path("folder").mkdir()
     for name in ("folder/one.toml", "folder/two.toml", "folder/a.txt", "recipe.toml", "b.txt"):
         Path(name).touch()
-    for words, expected in [
-        ("ver", ["verify-parallelism", "verify-resume"]),
-        ("check --w", ["--world-size"]),
-        ("train --proc", ["--processes"]),
-        ("train --training.se", ["--training.seq_len"]),
-        ("verify-resume r.toml --data.shuf", ["--data.shuffle_window", "--data.shuffle"]),
-        ("migrate --data.shuf", []),
-        ("train r.toml --optimizer.name Mu", ["Muon"]),
-        ("train --optimizer.name = Mu", ["Muon"]),  # as bash divides --optimizer.name=Mu
-        ("train --model.name ll", ["llama3"]),
-        ("train --model.flavor 70", ["70B"]),
-        ("train --convert.0.name fl", ["float8"]),
-        ("train --activation_checkpoint.mode s", ["selective"]),
-        ("train --checkpoint.enable ", ["true", "false"]),
-        ("train --data.dataset python_stdlib_", ["python_stdlib_validation"]),
-        ("train --training.steps ", []),
-        ("train --log-level w", ["warning"]),
-        ("train --help lo", ["loss"]),
-        ("compare -h a", ["auxiliary_losses", "activation_checkpoint", "all"]),
-        ("--help opt", ["optimizer"]),
-        ("plot --help a", []),
-        ("check --device ", ["cpu", "cuda"]),
-        ("check --here ", ["folder/", "recipe.toml", *packaged_recipes()]),
-        ("recipes copy llama3_1", ["llama3_1b"]),
-        ("train llama3_8b_", ["llama3_8b_long"]),
-        ("checkpoint ", ["ls", "verify", "diff", "convert"]),
-        ("checkpoint convert --to h", ["hf"]),
-        ("train ", ["folder/", "recipe.toml", *packaged_recipes()]),
-        ("train rec", ["recipe.toml"]),
-        ("train fol", ["folder/one.toml", "folder/two.toml"]),
-        ("train folder/t", ["folder/two.toml"]),
-        ("train nowhere/", []),
-        ("compare recipe.toml fo", ["folder/one.toml", "folder/two.toml"]),
-        ("plot fol", []),  # the shell completes files
-    ]:
-        assert completed(f"torchtitan {words}", monkeypatch, capsys) == expected, words
+    for typed, expected in table(__file__, "completions.txt"):
+        words = f"torchtitan {typed.removesuffix('<TAB>')}"
+        names = expected.replace("{PACKAGED}", " ".join(packaged_recipes())).split()
+        assert completed(words, monkeypatch, capsys) == names, typed
 
 
 def test_completion_imports_no_torch(monkeypatch, capsys):

@@ -3,7 +3,6 @@
 import io
 import os
 import pickle
-from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -23,8 +22,6 @@ from torchtitan.resilience.replica_groups import FaultToleranceConfig, InMemoryS
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.torch_private.distributed import read_stream
 from torchtitan.train import Trainer
-
-Peer = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 
 
 def nobody(tensor, how):

@@ -8,67 +8,15 @@ import pytest
 import torch
 
 from tests import forked
+from tests.tables import table
 from torchtitan import device
 from torchtitan.checks import load_job
 from torchtitan.device import Device, peak_flops
 
-PEAKS = {
-    "NVIDIA A100-SXM4-40GB": 312,
-    "NVIDIA A100-SXM4-80GB": 312,
-    "A100-SXM4-40GB": 312,
-    "NVIDIA A100 80GB PCIe": 312,
-    "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A800-SXM4-80GB": 312,
-    "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H100 PCIe": 756,
-    "NVIDIA H100 NVL": 835,
-    "NVIDIA H200": 989,
-    "NVIDIA H200 NVL": 835,
-    "NVIDIA GH200 480GB": 989,
-    "NVIDIA GH200 144G HBM3e": 989,
-    "NVIDIA B200": 2250,
-    "NVIDIA GB200": 2500,
-    "NVIDIA L40S": 362,
-    "NVIDIA L40": 181,
-    "NVIDIA L4": 121,
-    "NVIDIA A10": 125,
-    "NVIDIA A30": 165,
-    "NVIDIA A40": 149.7,
-    "NVIDIA RTX A6000": 154.8,
-    "NVIDIA RTX 6000 Ada Generation": 364.2,
-    "NVIDIA GeForce RTX 4090": 165.2,
-    "NVIDIA GeForce RTX 3090": 71,
-    "AMD Instinct MI300X": 1307.4,
-    "AMD Instinct MI300X OAM": 1307.4,
-    "AMD Instinct MI325X": 1307.4,
-    "AMD Instinct MI250X / MI250": 191.5,
-}
-"""TFLOP/s in dense products of bfloat16, by the data sheets."""
-UNKNOWN = [
-    "",
-    "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
-    "NVIDIA A100-SXM-64GB",
-    "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
-    "NVIDIA H100 64GB HBM2",
-    "NVIDIA H20",
-    "NVIDIA A10G",
-    "NVIDIA A100X",
-    "NVIDIA L40G",
-    "NVIDIA GeForce RTX 4090 D",
-    "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce RTX 3090 Ti",
-    "nvidia l40s",
-    "Tesla V100-SXM2-32GB",
-    "AMD Instinct MI100",
-    "AMD Radeon Graphics",
-    "AMD EPYC 7763 64-Core Processor",
-]
-
 
 def test_known_devices_have_the_peak_of_their_data_sheet_and_others_none_rather_than_a_guess():
-    found = {name: peak_flops(name) for name in (*PEAKS, *UNKNOWN)}
-    expected = {name: tflops * 1e12 for name, tflops in PEAKS.items()}
-    assert found == expected | dict.fromkeys(UNKNOWN)
+    for peak, name in [("-", ""), *table(__file__, "devices.txt")]:
+        assert peak_flops(name) == (None if peak == "-" else float(peak) * 1e12), name
 
 
 def test_the_peak_depends_on_the_dtype():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.tiny import named
-from torchtitan.config import Context, PlannedWorld
 from torchtitan.device import Device
 from torchtitan.optim import AdamW, Optimizers
 from torchtitan.profiling import REQUEST_FILE, Evidence, Profiler, ProfilingConfig
@@ -287,33 +286,6 @@ def test_another_error_leaves_no_evidence(tmp_path):
     with pytest.raises(RuntimeError, match="lost"):
         fail_at_step(1, RuntimeError("lost"), ProfilingConfig(), tmp_path)
     assert written(tmp_path) == []
-
-
-def refused(config, device_type):
-    found = config.problems(Context(world=PlannedWorld(device_type=device_type)))
-    return [problem[:2] for problem in found]
-
-
-def test_check_accepts_the_defaults_and_all_on():
-    assert refused(ProfilingConfig(), "cpu") == []
-    all_on = ProfilingConfig(enable_profiling=True, enable_memory_snapshot=True)
-    assert refused(all_on, "cuda") == []
-
-
-def test_check_refuses_memory_snapshots_on_a_cpu():
-    [(key, message)] = refused(ProfilingConfig(enable_memory_snapshot=True), "cpu")
-    assert key == "enable_memory_snapshot"
-    assert message.startswith("torch records allocations on CUDA only")
-
-
-def test_check_refuses_a_cycle_too_short_for_its_trace():
-    config = ProfilingConfig(enable_profiling=True, profile_freq=3)
-    assert refused(config, "cuda") == [
-        (
-            "profile_freq",
-            "too few steps for profiler_warmup = 3 plus profiler_active = 1; use at least 4",
-        )
-    ]
 
 
 class Stub:

@@ -1,10 +1,12 @@
 """Sources of settings: which wins, how flags are read, what is inherited."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.tables import table
 from torchtitan.checks import load_job
 from torchtitan.config import Problem, RecipeError
 from torchtitan.convert import MXFP8, Float8
@@ -97,42 +99,9 @@ def test_every_boolean_switches_both_ways():
             assert value(key, f"--{key}") is True
 
 
-@pytest.mark.parametrize(
-    ("flags", "key", "expected"),
-    [
-        ("--training.steps 5", "training.steps", 5),
-        ("--training.steps=5", "training.steps", 5),
-        ("--training.steps=1e3", "training.steps", 1000),
-        ("--training.local-batch-size 5", "training.local_batch_size", 5),
-        ("--checkpoint.load_step -1", "checkpoint.load_step", -1),
-        ("--optimizer.lr 1", "optimizer.lr", 1.0),
-        ("--optimizer.lr 1e-3", "optimizer.lr", 1e-3),
-        ("--job.description 5", "job.description", "5"),
-        ("--job.description true", "job.description", "true"),
-        ("--job.description none", "job.description", "none"),
-        ("--job.description=", "job.description", ""),
-        ("--job.description=a=b", "job.description", "a=b"),
-        ("--lr_scheduler.total_steps none", "lr_scheduler.total_steps", None),
-        (f"--{OPTION} 3", OPTION, 3),
-        (f"--{OPTION} op", OPTION, "op"),
-        ("--compile.components model", "compile.components", ["model"]),
-        ("--compile.components loss model", "compile.components", ["loss", "model"]),
-        ("--compile.components loss,model", "compile.components", ["loss", "model"]),
-        ("--checkpoint.exclude_from_loading=", "checkpoint.exclude_from_loading", []),
-        # One, or a list.
-        ("--validation.dataset c4", "validation.dataset", "c4"),
-        ("--validation.dataset c4 text", "validation.dataset", ["c4", "text"]),
-        ("--validation.dataset c4,text", "validation.dataset", ["c4", "text"]),
-        # A name that begins like a negation.
-        ("--optimizer.no-weight-decay-on norms", "optimizer.no_weight_decay_on", ["norms"]),
-        # A key of the optimizer that another flag chooses.
-        ("--optimizer.momentum 1e-1 --optimizer.name SGD", "optimizer.momentum", 0.1),
-        # A key of an earlier version.
-        ("--parallelism.data_parallel_impl fsdp2", "sharding.name", "fsdp2"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "key", "expected"), table(__file__, "flags.txt"))
 def test_flags(flags, key, expected):
-    assert value(key, flags) == expected
+    assert value(key, flags) == json.loads(expected)
 
 
 def test_numbers_of_toml():

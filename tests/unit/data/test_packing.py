@@ -19,7 +19,7 @@ from tests.token_shards import (
     token_streams,
     write_shards,
 )
-from torchtitan.config import ConfigError, Context
+from torchtitan.config import ConfigError
 from torchtitan.data.lanes import ENDED
 from torchtitan.data.order import Document, Position
 from torchtitan.data.settings import DataConfig
@@ -188,14 +188,6 @@ def test_a_source_that_is_read_in_part_has_enough_rows(tmp_path):
     [shorter] = token_streams(config, 1, seq_len=5, steps=steps // 2 + left + 1)
     with pytest.raises(ConfigError, match="set repeat = true"):
         shorter.load_state_dict(saved([stream]))
-
-
-@pytest.mark.parametrize("dataset", ["python_stdlib", "synthetic"])
-def test_text_is_not_packed_while_training(dataset):
-    config = DataConfig(dataset=dataset, packing="best_fit")
-    [problem] = config.problems(Context())
-    assert problem.path == "packing"
-    assert "torchtitan data tokenize" in problem.message
 
 
 def test_text_files_are_not_packed_while_training(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from tests import token_shards
 from tests.object_store import ObjectStore
 from torchtitan import remote
-from torchtitan.config import ConfigError, Context, Unreachable
+from torchtitan.config import ConfigError, Unreachable
 from torchtitan.data import DataConfig, check_local, file_cache, open_source
 from torchtitan.data.file_cache import fetch_all
 from torchtitan.data.order import drawn_order
@@ -409,18 +409,6 @@ def write_text(folder, kind):
         file = folder / ("more" if number == 2 else "") / f"part-{number}{suffix}"
         token_shards.write_texts(file, [f"document {number}.{n}\n" for n in range(4)])
     return folder
-
-
-def test_settings_of_the_cache_are_checked():
-    def found(**values):
-        problems = DataConfig(**values).problems(Context())
-        return {problem.path: problem.message for problem in problems}
-
-    assert found(dataset="memory://bucket/tokens") == {}
-    assert "fsspec has no filesystem" in found(dataset="s4://bucket/tokens")["dataset"]
-    assert "it has no folder" in found(dataset="text", dataset_path="memory://")["dataset_path"]
-    assert "it is a URL" in found(cache="s3://bucket/cache")["cache"]
-    assert "cannot hold two" in found(cache_limit=8, shuffle_window=5)["cache_limit"]
 
 
 def test_an_index_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):

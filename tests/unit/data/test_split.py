@@ -149,18 +149,6 @@ def test_streams_cannot_be_divided(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--data.dataset c4", "documents of a stream, which are read in order, cannot be held out"),
-        ("--data.dataset synthetic", 'only text can be held out, and the data set "synthetic" has'),
-    ],
-)
-def test_what_has_no_documents_to_hold_out(words, message):
-    (line,) = refused(*words.split(), "--data.validation_fraction", "0.1")
-    assert f"data.validation_fraction: got 0.1; {message}" in line
-
-
 def refused(*flags):
     """What is wrong with some flags."""
     with pytest.raises(RecipeError) as error:
