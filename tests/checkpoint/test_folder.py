@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ import torch
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, train
+from tests.runs import listening, losses, rows, train
 from tests.tiers import tiers
 from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint import lock, saved_steps, saver
@@ -23,7 +22,6 @@ from torchtitan.checkpoint.settings import NOTHING_SAVED
 from torchtitan.checkpoint.store import Disk
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
-from torchtitan.logging import logger
 from torchtitan.tools.cli import main
 from torchtitan.train import choose
 
@@ -367,11 +365,7 @@ def choose_and_run(job):
 
 def train_and_listen(job):
     """The weights, and what was logged."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    said = listening()
     return train(job), said
 
 
@@ -505,19 +499,9 @@ def test_finished_run_has_nothing_to_do(finished):
     assert steps_in(finished) == [2, 4]
 
 
-def words_of_a_finished_run(job):
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    train(job)
-    return told
-
-
 def test_a_run_that_is_done_says_how_to_go_on(tmp_path):
     run(recipe(tmp_path, steps=2))
-    (told,) = run_ranks(words_of_a_finished_run, 1, recipe(tmp_path, steps=2))
+    ((_, told),) = run_ranks(train_and_listen, 1, recipe(tmp_path, steps=2))
     assert told[-1] == (
         "nothing to do: all 2 steps are done; to continue, increase training.steps; to start "
         "over, choose another job.dump_folder"

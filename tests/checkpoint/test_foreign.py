@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.small_weights import ARGS, FLAVORS, SPEC, run, same, saved, weights
+from tests.tables import table
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.checkpoint.weights.meta_files import MetaWeights
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
-
-Sizes = tuple[int, ...]
 
 
 @pytest.fixture(autouse=True)
@@ -164,32 +163,17 @@ def test_of_many_that_do_not_fit_the_number_is_told(tmp_path):
     assert told[-1] == f"  and {len(weights()) + 1 - 10} more"
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (
-            {"architectures": ["MixtralForCausalLM"]},
-            'architectures: got "MixtralForCausalLM"; the nearest is MistralForCausalLM; allowed: '
-            "LlamaForCausalLM, MistralForCausalLM; add a model for the weights of another network, "
-            "see docs/extending.md",
-        ),
-        (
-            {"architectures": None},
-            "architectures: got nothing; allowed: LlamaForCausalLM, MistralForCausalLM; add a "
-            "model for the weights of another network, see docs/extending.md",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            'rope_scaling: got "linear"; supported: "llama3", or none',
-        ),
-    ],
-    ids=str,
-)
-def test_another_architecture_is_refused(change, told, tmp_path):
+def with_config(tmp_path, change):
+    """A folder of Hugging Face whose config.json has other values."""
     folder = hugging_face(tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
-    assert open_hugging_face(folder, None) == [f"HERE/config.json: {told}"]
+    (folder / "config.json").write_text(json.dumps(config | json.loads(change)))
+    return folder
+
+
+@pytest.mark.parametrize(("change", "told"), table(__file__, "other_architectures.txt"))
+def test_another_architecture_is_refused(change, told, tmp_path):
+    assert open_hugging_face(with_config(tmp_path, change), None) == [f"HERE/config.json: {told}"]
 
 
 LLAMA3 = {
@@ -199,40 +183,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-TWICE = [
-    (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": LLAMA3},
-        ['rope_scaling.rope_type "llama3"', 'rope_parameters.rope_type "default"'],
-    ),
-    (
-        {"rope_parameters": LLAMA3 | {"factor": 4.0}, "rope_scaling": LLAMA3},
-        ["rope_scaling.factor 8.0", "rope_parameters.factor 4.0"],
-    ),
-    (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
-        ["rope_theta 500000.0", "rope_parameters.rope_theta 7.0"],
-    ),
-    (
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
-        | {"partial_rotary_factor": 1.0},
-        ["partial_rotary_factor 1.0", "rope_parameters.partial_rotary_factor 0.5"],
-    ),
-    (
-        {"rope_scaling": LLAMA3 | {"type": "yarn"}},
-        ['rope_scaling.rope_type "llama3"', 'rope_scaling.type "yarn"'],
-    ),
-    ({"torch_dtype": "float32", "dtype": "bfloat16"}, ['"float32"', '"bfloat16"']),
-    ({"model_type": "mistral"}, ['model_type "mistral"', '["LlamaForCausalLM"]']),
-    ({"head_dim": 16}, ["head_dim 16", "hidden_size / num_attention_heads 8"]),
-]
 
 
-@pytest.mark.parametrize(("change", "values"), TWICE, ids=str)
-def test_a_fact_with_two_values_is_refused_with_both(change, values, tmp_path):
-    folder = hugging_face(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
-    told = "\n".join(open_hugging_face(folder, None))
+@pytest.mark.parametrize("row", table(__file__, "two_values.txt"), ids=str)
+def test_a_fact_with_two_values_is_refused_with_both(row, tmp_path):
+    change, *values = row
+    told = "\n".join(open_hugging_face(with_config(tmp_path, change), None))
     assert all(value in told for value in values), told
 
 

@@ -1,7 +1,6 @@
 """Frequent checkpoints beside rare ones, in folders that each node has for itself."""
 
 import json
-import logging
 import shutil
 from typing import NamedTuple
 
@@ -14,14 +13,13 @@ from tests import layouts
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.reliability.trials import at_call
-from tests.runs import losses, train
+from tests.runs import listening, losses, train
 from tests.tiers import tiers
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.folder import read_state, read_verified_manifest, replace_state
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.tiers import is_past
 from torchtitan.checkpoint.weights.opening import find
-from torchtitan.logging import logger
 from torchtitan.tools.cli import main
 
 STEP = "torchtitan.train:Trainer.step"
@@ -56,17 +54,13 @@ def recipe(folder, /, layout="FSDP 2", mode="disabled", **keys):
 
 def on_nodes(job, disks, death=None):
     """Train on nodes whose disks are folders; `disks`: that of each rank, if there are several."""
-    rank, said = dist.get_rank(), list[str]()
+    rank, said = dist.get_rank(), listening()
     frequent = job.checkpoint.frequent
     folder = f"{frequent.folder}-{disks[rank]}" if disks else frequent.folder
     own = frequent.model_copy(update={"folder": folder})
     checkpoint = job.checkpoint.model_copy(update={"frequent": own})
     if death and rank in death.ranks:
         at_call(death.place, death.number)()
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     return Ended(train(job.model_copy(update={"checkpoint": checkpoint})), said)
 
 

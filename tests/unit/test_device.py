@@ -1,6 +1,7 @@
 """Devices: the table of peaks, and what a CPU answers."""
 
 import gc
+import json
 import os
 import weakref
 
@@ -71,32 +72,6 @@ def test_rng_state_comes_back():
     assert torch.equal(torch.rand(4), first)
 
 
-# What a machine of 8 GiB and 2 GiB of swap has of control groups, and what it may use of these.
-CONTROL_GROUPS = {
-    "none": ("", {}, 10.0),
-    "root": ("0::/\n", {"memory.max": 3, "memory.swap.max": 0}, 3.0),
-    "own": ("0::/jobs/7\n", {"memory.max": "max", "jobs/7/memory.max": 3}, 5.0),
-    "above": (
-        "0::/jobs/7\n",
-        {"jobs/memory.max": 3, "jobs/7/memory.max": 4, "jobs/7/memory.swap.max": 1},
-        4.0,
-    ),
-    "beside": ("0::/jobs/7\n", {"jobs/8/memory.max": 3}, 10.0),
-    "more than there is": ("0::/\n", {"memory.max": 64}, 10.0),
-    "a container, by the path outside": ("0::/docker/5\n", {"memory.max": 3}, 5.0),
-    "version 1": (
-        "5:cpu,cpuacct:/cpu\n4:memory:/jobs/7\n0::/\n",
-        {"memory/jobs/memory.limit_in_bytes": 3, "cpu/memory.limit_in_bytes": 1},
-        5.0,
-    ),
-    "version 1 with swap": (
-        "4:memory:/jobs\n",
-        {"memory/jobs/memory.limit_in_bytes": 3, "memory/memory.memsw.limit_in_bytes": 4},
-        4.0,
-    ),
-}
-
-
 @pytest.mark.parametrize(
     ("cpuinfo", "is_slow"),
     [
@@ -121,17 +96,17 @@ def test_bfloat16_on_a_cpu_without_it_is_noted(cpuinfo, is_slow, tmp_path, monke
 
 def test_the_limits_of_all_control_groups_hold(tmp_path, monkeypatch):
     monkeypatch.setattr(Device, "memory_capacity", lambda self: 8.0)
-    for case, (groups, limits, expected) in CONTROL_GROUPS.items():
-        proc, folder = tmp_path / case / "proc", tmp_path / case / "cgroup"
+    for case, (groups, limits, expected) in enumerate(table(__file__, "control_groups.txt")):
+        proc, folder = tmp_path / f"{case}/proc", tmp_path / f"{case}/cgroup"
         (proc / "self").mkdir(parents=True)
         (proc / "meminfo").write_text(f"SwapTotal: {2 * 2**20} kB\n")
-        (proc / "self/cgroup").write_text(groups)
-        for name, value in limits.items():
+        (proc / "self/cgroup").write_text(groups.strip("-"))
+        for name, value in json.loads(limits).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(f"{value if value == 'max' else value * 2**30}\n")
         monkeypatch.setattr(device, "PROC", proc)
         monkeypatch.setattr(device, "CGROUPS", folder)
-        assert Device("cpu").memory_limit() == expected, case
+        assert Device("cpu").memory_limit() == float(expected), (groups, limits)
 
 
 class Node:

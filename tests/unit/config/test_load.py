@@ -16,8 +16,6 @@ from torchtitan.provenance import to_toml
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
-OPTION = "activation_checkpoint.selective_ac_option"
-
 
 def write(name, text):
     Path(name).parent.mkdir(exist_ok=True)

@@ -447,7 +447,6 @@ def test_joined_samples_count_the_tokens_that_do_not_see_their_start(documents):
         assert sample.cut == (is_start.index(True) if any(is_start[:-1]) else 9)
 
 
-Length = tuple[int, int]
 lengths = st.lists(st.integers(0, 40), max_size=60)
 tries = settings(max_examples=150)
 

@@ -7,6 +7,7 @@ import logging
 import resource
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,17 @@ def write_jsonl(folder, written, start_step=0, rank=0):
     for step in written:
         sink.write(step, {"loss": float(step)})
     sink.close(SUMMARY)
+
+
+@contextmanager
+def files_of_at_most(size):
+    """As on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 SPEED, LEFT = "12,346 tok/s/device", "eta 1h02m"
@@ -390,20 +402,16 @@ def test_tensorboard_on_a_full_disk_says_so_and_does_not_hang(tmp_path, monkeypa
     monkeypatch.setattr(threading, "excepthook", lambda ended: None)
     sink = TensorBoard(SinkContext(tmp_path))
     sink.open(0)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
 
     def fill():
         for step in range(1000):
             sink.write(step, ROW)
 
-    try:
+    with files_of_at_most(1000):
         with pytest.raises(OSError, match="File too large"):
             fill()
         with pytest.raises(OSError, match="File too large"):
             sink.close(SUMMARY)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture
@@ -561,13 +569,9 @@ def test_jsonl_keeps_rows_that_the_disk_has_no_room_for(tmp_path, caplog):
     sink = Jsonl(SinkContext(tmp_path))
     sink.open(0)
     sink.write(1, ROW)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (sink.path.stat().st_size + 9, before[1]))
-    try:
+    with files_of_at_most(sink.path.stat().st_size + 9):
         sink.write(2, ROW)
         sink.write(3, ROW)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caplog.messages == 2 * [
         f"{sink.path}: File too large; unwritten rows are kept in memory"
     ]

@@ -1,7 +1,6 @@
 """Published models that are Llama's network in other sizes, by their config.json."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,6 @@ from torchtitan.models.spec import build_empty, count_parameters
 
 SPEC = MODELS["llama3"]
 HUGGING_FACE = SPEC.formats["hf"]
-Config = dict[str, Any]
 
 
 def llama(dim, ffn_dim, layers, heads, kv_heads, **more):
