@@ -69,7 +69,6 @@ def planned(job, ranks, rank):
 
 @contextmanager
 def counting_sends(sends):
-    """Note every message that this process sends meanwhile."""
     send = dist.ProcessGroup.send
 
     def noted(group, tensors, *rest):

@@ -1,6 +1,7 @@
 """Trains the tiny model, and reports what every layout must agree on.
 
-Several runs in one set of ranks cost much less than a set for each.
+Several runs in one set of ranks cost much less than a set for each. A machine on which scripts/gpu
+runs may lack pytest.
 """
 
 import json
@@ -183,7 +184,6 @@ def rows(folder):
 
 
 def losses(folder):
-    """Training loss by step."""
     return {row["step"]: row["loss"] for row in rows(folder) if "loss" in row}
 
 

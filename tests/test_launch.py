@@ -26,11 +26,8 @@ NUMBERS = itertools.count()
 TINY = ["--job.imports=tests.tiny", "--model.name=tiny", "--model.flavor=tiny"]
 TRAIN = [*OURS, "train", RECIPE]
 SMALL = [
-    "--training.local_batch_size=2",
-    "--training.seq_len=32",
-    "--metrics.log_freq=1",
-    "--validation.steps=1",
-    "--no-data.report_unigram_loss",
+    *("--training.local_batch_size=2", "--training.seq_len=32", "--metrics.log_freq=1"),
+    *("--validation.steps=1", "--no-data.report_unigram_loss"),
 ]
 
 

@@ -29,8 +29,6 @@ FLAGS = f"""--training.seq_len {SEQ_LEN} --training.local_batch_size 1
 
 
 class Counts:
-    """What a rank has done so far."""
-
     def __init__(self):
         self.found = Counter()
         self.paths = []
@@ -53,7 +51,6 @@ class Counts:
         sys.addaudithook(see)
 
     def result(self):
-        """Return the numbers, by name."""
         code = {str(getattr(m, "__file__", "")) for m in list(sys.modules.values())}
         apart = ("/proc", "/sys", "/dev", "__editable__", sys.prefix, sys.base_prefix)
         paths = [p for p in self.paths if p not in code and not p.startswith(apart)]
@@ -133,14 +130,12 @@ def take_part(words):
 
 
 def write_data(folder):
-    """Write documents, as JSON Lines."""
     folder.mkdir()
     lines = (json.dumps({"text": f"{n} " + "words " * 20}) for n in range(LINES))
     (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def words(ranks, dump, resume):
-    """Return the flags of a run."""
     shards = min(ranks, LOCAL)
     degrees = {"shard": shards, "replicate": ranks // shards}
     return [

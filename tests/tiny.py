@@ -41,16 +41,8 @@ SECTIONS = {
     "checkpoint": {"enable": False},
 }
 
-VIT_MAE = {
-    "name": "vit_mae",
-    "flavor": "debugmodel",
-    "dim": 32,
-    "n_layers": 3,
-    "ffn_dim": 64,
-    "image_size": 16,
-    "decoder_dim": 16,
-    "decoder_ffn_dim": 32,
-}
+VIT_MAE = {"name": "vit_mae", "flavor": "debugmodel", "dim": 32, "n_layers": 3, "ffn_dim": 64}
+VIT_MAE |= {"image_size": 16, "decoder_dim": 16, "decoder_ffn_dim": 32}
 """The section of a model of images."""
 
 FLAVORS = {

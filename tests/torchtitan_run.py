@@ -47,7 +47,6 @@ class TorchTitanRun:
         self.step = self.tokens = 0
 
     def train(self, steps):
-        """The losses of the next `steps` steps."""
         losses = []
         for _ in range(steps):
             batch = next(self.batches)

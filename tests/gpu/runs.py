@@ -12,14 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEBUG = ("train_configs/debug_model.toml",)
 SMALL = (
     *("--training.seq_len", "128", "--training.global_batch_size", "4"),
-    *(
-        "--validation.enable",
-        "false",
-        "--metrics.log_freq",
-        "1",
-        "--lr_scheduler.warmup_steps",
-        "2",
-    ),
+    *("--validation.enable", "false", "--metrics.log_freq", "1"),
+    *("--lr_scheduler.warmup_steps", "2"),
 )
 
 
@@ -144,11 +138,10 @@ CASES = {
 }
 
 
-def check(name, device):
+def check(name, device, backend):
     with TemporaryDirectory() as folder:
         return CASES[name](folder)
 
 
 def names(rehearsed):
-    """The cases."""
     return ["trains", "generates", "preflight"] if rehearsed else list(CASES)

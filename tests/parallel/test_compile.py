@@ -105,7 +105,6 @@ CASES = {
 @pytest.mark.gate
 @pytest.mark.parametrize("recompute", [{}, OPERATORS], ids=["", "operators recomputed"])
 def test_muon_is_compiled_with_the_rest(recompute):
-    """Its iteration."""
     muon_is_compiled_with_the_rest(recompute)
 
 
@@ -138,7 +137,6 @@ def test_it_is_the_same_run(name):
 
 
 def is_the_same_run(layout, graphs):
-    """In so many graphs."""
     job = recipe(layout, enable=True, backend="aot_eager")
     for found, lines in run_ranks(compiled, layout.ranks, job):
         compare(found, reference(**layout.model))

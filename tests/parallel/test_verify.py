@@ -126,11 +126,9 @@ def test_gradients_near_eps_are_allowed_what_adam_makes_of_their_rounding():
     updated = [before - 1e-3 * each / (each.abs() + eps) for each in (found, expected)]
     assert (updated[0] - updated[1]).abs().max() > WEIGHT
     off = difference("weight", "a", updated[0], updated[1], slack=slack.allowed("a"))
-    assert off is not None
     assert off.is_allowed
     updated[0][2] += 2 * WEIGHT
     off = difference("weight", "a", updated[0], updated[1], slack=slack.allowed("a"))
-    assert off is not None
     assert off.index == (2,)
     assert not off.is_allowed
 

@@ -20,20 +20,9 @@ from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import training
 
 FOLDER = Path(__file__).parents[2] / "train_configs/research"
-RANKS = {
-    "auxiliary_tasks": 1,
-    "demo": 2,
-    "diloco": 2,
-    "galore": 1,
-    "hadamard_attention": 1,
-    "loco": 2,
-    "low_bit": 1,
-    "qk_clip": 1,
-    "qsdp": 2,
-    "ranger21": 1,
-    "rtp": 2,
-    "simple_fsdp": 2,
-}
+RANKS = dict.fromkeys(("demo", "diloco", "loco", "qsdp", "rtp", "simple_fsdp"), 2)
+RANKS |= dict.fromkeys(("auxiliary_tasks", "galore", "hadamard_attention", "low_bit"), 1)
+RANKS |= dict.fromkeys(("qk_clip", "ranger21"), 1)
 """The ranks that each is run on here."""
 FULL_SIZE = {"galore_7b"}
 """Recipes that are too large to be run here; tests/research/test_galore.py plans it."""

@@ -113,19 +113,11 @@ def test_gradients_are_those_of_fsdp2_on_other_layouts(name):
 
 def saved_and_loaded(folder):
     """Train under FSDP2 and save; load under SimpleFSDP and train on; load under FSDP2 again."""
-    return [
-        train(
-            layouts.job(
-                case(shard=2, tp=2, sharding=simple),
-                "AdamW",
-                job={"dump_folder": folder},
-                training={"steps": steps},
-                checkpoint={"enable": True, "interval": 1},
-                model={"n_layers": 1},
-            )
-        )
-        for steps, simple in ((1, {}), (1, SIMPLE), (2, SIMPLE), (2, {}))
-    ]
+    found, small = [], {"n_layers": 1}
+    for steps, simple in ((1, {}), (1, SIMPLE), (2, SIMPLE), (2, {})):
+        layout = case(shard=2, tp=2, sharding=simple)
+        found.append(train(layouts.saving(layout, "AdamW", folder, steps, 1, model=small)))
+    return found
 
 
 @pytest.mark.gate
@@ -159,7 +151,6 @@ class Small(nn.Module):
 
 
 UNITS = (("first",), ("blocks.a",), ("blocks.b",), ("last",))
-Made = tuple[list[Tensor], dict[str, Tally], int]
 
 
 def made(freed, merging, megabytes, device_type="cpu", backend="inductor"):

@@ -47,8 +47,6 @@ def batch(images=2):
 @pytest.mark.parametrize("flavor", PUBLISHED)
 def test_the_encoder_has_the_published_number_of_parameters(flavor):
     model = build_empty(VIT_MAE.build, VIT_MAE.flavors[flavor], 1)
-    assert isinstance(model, ViTMAE)
-    assert model.embeddings is not None
     encoder = [
         weight.numel()
         for name, weight in model.named_parameters()
@@ -108,7 +106,6 @@ def test_the_loss_is_of_masked_patches_alone():
     # What is predicted of visible patches gets no gradient, whatever the last layer does there.
     every.retain_grad()
     MaskedAutoencoder.loss(take(every, hidden), found.targets).backward()
-    assert every.grad is not None
     assert take(every.grad, found.order[:, : ARGS.visible]).abs().max() == 0.0
     mean, deviation = normalized(found.targets).mean(-1), normalized(found.targets).std(-1)
     assert mean.abs().max() < 1e-5

@@ -14,11 +14,7 @@ from tests.wandb_files import WANDB_OFFLINE, ended, history_rows
 from torchtitan.data import DataConfig
 from torchtitan.job import JobConfig
 from torchtitan.models.settings import ModelConfig
-from torchtitan.research.vit_mae.masked_autoencoder import (
-    MaskedAutoencoder,
-    MaskedImages,
-    normalized,
-)
+from torchtitan.research.vit_mae.masked_autoencoder import MaskedAutoencoder, normalized
 
 MODEL = {**tiny.VIT_MAE, "n_layers": 2}
 
@@ -53,7 +49,6 @@ def test_what_is_restored_perfectly_is_the_input():
         data, seed=0, seq_len=1, local_batch_size=3, accumulation=1, rank=0, ranks=1
     )
     batch = next(stream)
-    assert isinstance(batch, MaskedImages)
     picture = task.picture(batch, normalized(batch.targets))
     assert picture.shape == (3, 3 * 16 + 2 * 2, 3 * 16 + 2 * 2)
     whole, seen, restored = (picture[:, 18 * row : 18 * row + 16] for row in range(3))
@@ -148,7 +143,6 @@ def skipping(folder, images, steps, threads, **parallelism):
 
 
 def counted(folder):
-    """What each step counted, and its loss."""
     found = [row for row in rows(folder) if "loss" in row]
     return [[row[key] for key in KEYS] for row in found], [row["loss"] for row in found]
 
