@@ -21,21 +21,14 @@ from torchtitan.plan.layouts import (
     SCHEDULE,
     SIZE,
     TP,
+    Cost,
     LayoutCosts,
     layouts,
     own_layout,
     with_changes,
 )
 from torchtitan.plan.plan import Range, plan
-from torchtitan.plan.search import (
-    LEAST,
-    Cost,
-    LayoutQueue,
-    PlannedLayout,
-    planned_recipe,
-    reason,
-    search,
-)
+from torchtitan.plan.search import LEAST, LayoutQueue, PlannedLayout, planned_recipe, reason, search
 from torchtitan.tools.cli import main
 
 RECIPE = "train_configs/debug_model.toml"

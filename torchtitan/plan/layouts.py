@@ -198,6 +198,15 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
+class Cost(NamedTuple):
+    """Approximate time and memory of a layout."""
+
+    seconds: float
+    room: float
+    """Share of the memory that a device has for the allocator."""
+    layout: Changes
+
+
 class LayoutCosts:
     """About the time and the memory of the layouts of a recipe.
 
@@ -225,6 +234,12 @@ class LayoutCosts:
         sides = sum(sum(s[-2:]) * (self.chosen if len(s) == 3 else 1) for s in matrices)
         is_compiled = job.compile.compiles("model")
         self.kept: float = sides * dtype.itemsize * (KEPT_COMPILED if is_compiled else KEPT)
+
+    def cost(self, layout: Changes) -> Cost:
+        """Return the time and the memory of a layout."""
+        room = self.room(layout)
+        share = self.gib(layout) / room if room > 0 else math.inf
+        return Cost(self.seconds(layout), share, layout)
 
     def seconds(self, layout: Changes) -> float:
         """Return about the time of a step."""
@@ -284,8 +299,8 @@ class LayoutCosts:
 
     def _whole(self, layout: Changes) -> float:
         """Return the number of parameters that a rank computes with."""
-        ep = layout.get(EP, 1)
-        return (self.parameters - self.of_experts * (1 - 1 / ep)) / layout[TP] / layout[PP]
+        elsewhere = self.of_experts * (1 - 1 / layout.get(EP, 1))
+        return float((self.parameters - elsewhere) / layout[TP] / layout[PP])
 
     def _imbalance(self, layout: Changes) -> float:
         """Return the work of the fullest stage, relative to the mean."""
@@ -293,7 +308,7 @@ class LayoutCosts:
             return 1.0
         # The output layer is about as much as a block, or more; the embedding is hardly any.
         parts, stages = self.layers + 1, layout[PP] * laps_of(layout)
-        return math.ceil(parts / stages) * stages / parts
+        return float(math.ceil(parts / stages) * stages / parts)
 
     def _bandwidth(self, ranks: int) -> float:
         """Return the bytes per second of the slowest link among neighboring ranks."""
