@@ -104,8 +104,7 @@ def test_files_have_the_mode_of_the_umask(umask, tmp_path):
 
 
 def test_dtype_is_that_asked_for(tmp_path):
-    source = saved(tmp_path / "ours")
-    folder = run(source, tmp_path / "hf", dtype="bfloat16")
+    folder = run(saved(tmp_path / "ours"), tmp_path / "hf", dtype="bfloat16")
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     back = run(folder, tmp_path / "back")
@@ -178,9 +177,8 @@ def test_tokenizer_goes_along_and_says_where_a_text_ends(tmp_path):
     text = "of some other words\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     own = Extras.of_recipe({"model.tokenizer_path": str(home)})
-    assert (
-        own.eos == tokenizer.eos_token_id == GenerationConfig.from_pretrained(folder).eos_token_id
-    )
+    generation = GenerationConfig.from_pretrained(folder)
+    assert own.eos == tokenizer.eos_token_id == generation.eos_token_id
     # And all the way round, by what a checkpoint of ours says of itself.
     again = run(run(folder, tmp_path / "back"), tmp_path / "again")
     names = {path.name for path in folder.iterdir()}
@@ -237,8 +235,7 @@ def test_weights_of_bytes_say_so_in_every_copy(tmp_path):
         run(folder, tmp_path / "back"),
         run(folder, tmp_path / "again", target_format="hf"),
     ):
-        stored = find_model(ModelLocation(path))
-        assert isinstance(stored.tokenizer, ByteTokenizer)
+        assert isinstance(find_model(ModelLocation(path)).tokenizer, ByteTokenizer)
 
 
 # --- what cannot be ---
@@ -271,9 +268,8 @@ def test_command_refuses_what_cannot_be(tmp_path, capsys):
     assert "found no weights; looked for manifest.json" in refused(capsys, empty, new)
     (empty / "params.json").touch()
     (empty / "model.safetensors").touch()
-    assert f"{empty}: it contains hf and meta\n  choose one with --from" in refused(
-        capsys, empty, new
-    )
+    both = f"{empty}: it contains hf and meta\n  choose one with --from"
+    assert both in refused(capsys, empty, new)
     assert "--model: got smal" not in refused(capsys, empty, new, "--from", "hf")
     said = refused(capsys, empty, new, "--from", "hf", "--model", "smal")
     assert said.startswith('--model: got "smal"\n  did you mean small?\n  allowed: llama3, ')
@@ -338,9 +334,8 @@ def test_weights_that_no_recipe_could_name_are_told_with_the_nearest_flavor(tmp_
     with pytest.raises(ConfigError) as error:
         run(folder, tmp_path / "new", model="small")
     assert "no flavor of small matches these weights" in str(error.value)
-    assert "The closest is plain, but ffn_dim is 80 instead of 64; rope_scaling is" in str(
-        error.value
-    )
+    closest = "The closest is plain, but ffn_dim is 80 instead of 64; rope_scaling is"
+    assert closest in str(error.value)
 
 
 def test_what_meta_cannot_say_is_told(tmp_path, caplog):
@@ -387,8 +382,7 @@ def test_what_fails_half_way_leaves_nothing(target, tmp_path, monkeypatch):
         with pytest.raises(OSError, match="the disk is gone"):
             convert(source, tmp_path / "new", options, {})
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-    new = run(source, tmp_path / "new", target_format=target)
-    assert not list(new.glob("*99*"))
+    assert not list(run(source, tmp_path / "new", target_format=target).glob("*99*"))
 
 
 @pytest.mark.parametrize(

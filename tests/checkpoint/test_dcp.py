@@ -132,8 +132,7 @@ def shard(path, blocks):
 def two_shards(folder):
     whole = torch.arange(20.0).view(5, 4)
     folder.mkdir(exist_ok=True)
-    top = whole[:3].clone()
-    shard(folder / "shard-1.safetensors", {"matrix": ((0, 0), top)})
+    shard(folder / "shard-1.safetensors", {"matrix": ((0, 0), whole[:3].clone())})
     shard(folder / "shard-2.safetensors", {"matrix": ((3, 0), whole[3:].clone())})
     return whole
 

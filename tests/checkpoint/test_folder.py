@@ -216,9 +216,8 @@ def test_a_change_of_the_next_learning_rate_is_told_in_a_line(finished):
     """By more steps, another schedule or optimizer; of a run that is resumed or branched."""
     same = recipe(finished)
     assert choose(same).rate == ""
-    sgd = recipe(
-        finished, steps=6, optimizer={"name": "SGD", "lr": 0.5}, checkpoint={"resume": "must"}
-    )
+    must = {"optimizer": {"name": "SGD", "lr": 0.5}, "checkpoint": {"resume": "must"}}
+    sgd = recipe(finished, steps=6, **must)
     anew = recipe(finished, steps=6, checkpoint={"exclude_from_loading": ["lr_scheduler"]})
     longer, cosine = (
         tiny.job(
@@ -306,8 +305,7 @@ def test_everything_of_another_run(tmp_path, saved):
 
 
 def state_of(folder, step):
-    text = (folder / f"checkpoint/step-{step}/train_state.json").read_text()
-    return json.loads(text)
+    return json.loads((folder / f"checkpoint/step-{step}/train_state.json").read_text())
 
 
 def test_parts_left_out_of_loading_start_afresh(finished):

@@ -199,8 +199,7 @@ def test_a_fact_that_is_in_two_places_may_be_equal(tmp_path):
     config |= {"rope_scaling": scaling, "rope_parameters": LLAMA3 | {"rope_theta": 500_000}}
     config |= {"dtype": "float32", "torch_dtype": "torch.float32"}
     (folder / "config.json").write_text(json.dumps(config))
-    source = HuggingFaceWeights(folder, [SPEC], "both")
-    assert same(everything(source), weights("both"))
+    assert same(everything(HuggingFaceWeights(folder, [SPEC], "both")), weights("both"))
 
 
 @pytest.mark.parametrize("kind", ["hf", "meta"])
@@ -313,11 +312,9 @@ def test_a_tied_matrix_may_be_repeated_but_not_differ(kind, tmp_path):
 def test_files_that_are_not_there_or_not_whole_are_named(tmp_path):
     folder = run(saved(tmp_path / "ours"), tmp_path / "hf", max_shard_size="200KB")
     path = sorted(folder.glob("model-*"))[1]
-    data = path.read_bytes()
-    path.write_bytes(data[:-1])
-    assert open_hugging_face(folder)[0].startswith(
-        f"HERE/{path.name}: not a complete safetensors file"
-    )
+    path.write_bytes(path.read_bytes()[:-1])
+    told = f"HERE/{path.name}: not a complete safetensors file"
+    assert open_hugging_face(folder)[0].startswith(told)
     path.unlink()
     (told,) = open_hugging_face(folder)
     assert told == f"HERE/{path.name}: there is no such file, but the index names it"
@@ -337,8 +334,7 @@ class Foreign:
 def test_files_of_meta_that_cannot_be_read_are_named(tmp_path):
     folder = meta(tmp_path, 2)
     second = sorted(folder.glob("*.pth"))[1]
-    whole = torch.load(second)
-    torch.save(whole | {"more": Foreign()}, second)
+    torch.save(torch.load(second) | {"more": Foreign()}, second)
     (told,) = open_meta(folder)
     assert told.startswith("HERE/consolidated.01.pth: it contains more than tensors")
     torch.save([1, 2], second)

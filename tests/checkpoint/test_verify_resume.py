@@ -207,9 +207,8 @@ def test_what_is_loaded_is_what_was_saved_on_any_layout(is_exact):
     whole = [[note(0, None), note(1), note(2)]]
     resumed = [[note(1, None, **off("model.a", 1e-9)), note(2)]]
     said = Resumption(whole, resumed, 1, is_exact).fault()
-    assert (
-        said == "step 1, as it was loaded: model.a[3] is 1, uninterrupted 1; 1 of 2 tensors differ"
-    )
+    found = "model.a[3] is 1, uninterrupted 1; 1 of 2 tensors differ"
+    assert said == f"step 1, as it was loaded: {found}"
     said = Resumption(whole, [[note(0, None), note(1), note(2)]], 1, is_exact).fault()
     assert said == "it resumes from step 0, but step 1 was saved"
 

@@ -146,8 +146,7 @@ def test_files(content, line):
 )
 def test_a_recipe_of_another_format(name, fix):
     Path(name).write_text("from torchtitan import x\n", encoding="utf-8")
-    said = lines_said(name, [], None)
-    assert said == [f"{name}: a recipe is a file of TOML; {fix}"]
+    assert lines_said(name, [], None) == [f"{name}: a recipe is a file of TOML; {fix}"]
 
 
 def test_recipes_that_extend_each_other():

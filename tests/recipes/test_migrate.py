@@ -351,9 +351,8 @@ def test_the_table_leads_to_settings_that_exist():
 
 def test_earlier_keys_of_ours_win_by_their_source():
     Path("base.toml").write_text("[compile]\nenable = true\n")
-    Path("mine.toml").write_text(
-        'extends = "base.toml"\n[parallelism]\ndata_parallel_impl = "fsdp2"\n'
-    )
+    mine = 'extends = "base.toml"\n[parallelism]\ndata_parallel_impl = "fsdp2"\n'
+    Path("mine.toml").write_text(mine)
     recipe = load_job("mine.toml", ["--metrics.precision_freq", "0"], None, "cpu")
     assert (recipe.config.sharding.name, recipe.config.compile.enable) == ("fsdp2", True)
     assert [line.split("; ")[0] for line in translations(recipe)] == [

@@ -298,5 +298,4 @@ def test_files_that_are_elsewhere_do_not_stop_it(verb, capsys, tmp_path):
     assert main([verb, str(recipe), *small]) == (2 if verb == "check" else 0)
     printed = capsys.readouterr()
     assert "llama3 debugmodel" in printed.out
-    missing = printed.err.count("there is no such file")
-    assert missing == (3 if verb == "check" else 0)
+    assert printed.err.count("there is no such file") == (3 if verb == "check" else 0)

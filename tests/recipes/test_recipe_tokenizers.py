@@ -83,7 +83,6 @@ def test_vocabulary_follows_the_tokenizer_where_the_flavor_leaves_it_open():
     for chosen in ("--model.vocab_size=2100", "--model.flavor=8B"):
         job, _ = read(f'[model]\ntokenizer_path = "{large}"\n', chosen)
         assert job.model_args().vocab_size == (128_256 if "8B" in chosen else 2100)
-    [problem] = problems_of_task(
-        read("", f"--model.tokenizer_path={large}", "--model.vocab_size=9")[0]
-    )
+    job, _ = read("", f"--model.tokenizer_path={large}", "--model.vocab_size=9")
+    [problem] = problems_of_task(job)
     assert "2256 tokens, but the model's vocabulary only 9" in problem.message

@@ -47,10 +47,8 @@ def documents_of(job):
         run = build(job, world, Observer(on_microbatch=functools.partial(texts, found=trained)))
         Trainer(run).train(start)
         run.batches.close()
-        validator = open_validator(build(job, world))
-        (opened,) = validator.open_streams.values()
-        stream = opened()
-        for batch in stream:
+        (opened,) = open_validator(build(job, world)).open_streams.values()
+        for batch in opened():
             texts(batch, validated)
             if not world.sum(batch.count(), over="data"):
                 break

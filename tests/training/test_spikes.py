@@ -398,8 +398,7 @@ def test_checkpoints_of_another_past_are_not_gone_back_to(tmp_path):
     every_second = {"enable": True, "interval": 2}
     run_ranks(train, 1, recipe(tmp_path, training={"steps": 8}, checkpoint=every_second), {})
     again = {"enable": True, "interval": 100, "load_step": 4}
-    job = recipe(tmp_path, training={"steps": 13}, checkpoint=again)
-    run_ranks(train, 1, job, BAD)
+    run_ranks(train, 1, recipe(tmp_path, training={"steps": 13}, checkpoint=again), BAD)
     assert [row["step"] for row in rows(tmp_path) if "event" in row] == [4]
     assert list(saved_steps(tmp_path / "checkpoint")) == [2, 4, 6, 8, 13]
 

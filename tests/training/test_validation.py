@@ -112,9 +112,8 @@ def test_several_data_sets_are_the_same_on_every_layout(two_ranks, tmp_path):
     names = files(folder)
     train(of_several(folder, "one"))
     [one] = validations(folder / "one")
-    assert set(one) == {"step", "time", *NAMES} | {
-        f"{key}/{name}" for key in NAMES for name in names
-    }
+    of_each = {f"{key}/{name}" for key in NAMES for name in names}
+    assert set(one) == {"step", "time", *NAMES, *of_each}
     # Each data set gave as many targets, so their mean is that over all targets.
     each = [one[f"validation_loss/{name}"] for name in names]
     assert one["validation_loss"] == pytest.approx(sum(each) / 2, rel=1e-6)

@@ -249,9 +249,8 @@ def test_when_memory_runs_out_what_was_held_is_written_and_the_error_goes_on(err
     model["large"](torch.ones(64)).sum().backward()
     optimizers.step()
     timeline = Timeline(Device("cpu"))
-    evidence = Evidence(
-        Device("cpu"), timeline, optimizers, {"training.local_batch_size": 8, "job.x": 1}
-    )
+    recipe = {"training.local_batch_size": 8, "job.x": 1}
+    evidence = Evidence(Device("cpu"), timeline, optimizers, recipe)
     profiler = Profiler(ProfilingConfig(), tmp_path, 2, Device("cpu"), timeline, evidence)
     with pytest.raises(type(error)) as raised:
         fail_in_backward(profiler, timeline, error)
@@ -310,7 +309,6 @@ def test_a_trace_on_cuda_comes_with_a_memory_snapshot(tmp_path, allocator, monke
         profiler.agree(1)
         for step in range(1, 5):
             profiler.step(step)
-    assert written(tmp_path) == [
-        "memory_snapshot/iteration_3_on_request/rank0_memory_snapshot.pickle"
-    ]
+    [snapshot] = written(tmp_path)
+    assert snapshot == "memory_snapshot/iteration_3_on_request/rank0_memory_snapshot.pickle"
     assert allocator == [("all", 100_000), "dump", None]

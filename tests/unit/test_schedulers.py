@@ -166,6 +166,5 @@ def test_two_nodes_of_kubeflow_meet_without_flags(tmp_path):
     first, second = node(0, 2, 2), node(1, 2, 2)
     assert "nodes: 2 (PET_NNODES)" in finish(first)
     assert "only used for static" not in finish(second)
-    again = finish(node(0, 1, 4))
-    assert "step-2" in again
+    assert "step-2" in finish(node(0, 1, 4))
     assert list(losses(tmp_path)) == [1, 2, 3, 4]

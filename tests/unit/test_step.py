@@ -50,8 +50,7 @@ class TwoRanks:
 
 
 def agreement(timeline, others, *votes):
-    world = TwoRanks(*others)
-    agree = Agreement(world, timeline)
+    agree = Agreement(TwoRanks(*others), timeline)
     agree.votes = votes
     return agree({"loss": TWO}, torch.tensor(0.5), torch.tensor(7))
 
@@ -69,9 +68,8 @@ def test_ranks_agree_on_the_highest(timeline):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_on_one_rank_is_infinite_on_all(timeline, bad):
     world = TwoRanks(3.0, 0.25, 7.0)
-    agreed = Agreement(world, timeline)(
-        {"loss": torch.tensor(bad)}, torch.tensor(bad), torch.tensor(7)
-    )
+    bad = torch.tensor(bad)
+    agreed = Agreement(world, timeline)({"loss": bad}, bad, torch.tensor(7))
     assert (agreed.highest_loss, agreed.highest_norm) == (math.inf, math.inf)
 
 

@@ -105,11 +105,8 @@ def test_flags(flags, key, expected):
 def test_numbers_of_toml():
     recipe = write("r.toml", "[optimizer]\nlr = 1\n[training]\nmax_norm = 2\nsteps = 1_000\n")
     config = read(recipe).config
-    assert (config.optimizer.lr, config.training.max_norm, config.training.steps) == (
-        1.0,
-        2.0,
-        1000,
-    )
+    lr, trained = config.optimizer.lr, config.training
+    assert (lr, trained.max_norm, trained.steps) == (1.0, 2.0, 1000)
     assert isinstance(config.training.max_norm, float)
 
 

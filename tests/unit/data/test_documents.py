@@ -125,8 +125,7 @@ def test_parquet_is_shuffled_inside_windows(tmp_path, monkeypatch):
     assert documents.windows == [0, 20, 40, 60, 80, 95]
     order = [int(index) for index in drawn_order(documents.windows, seed=0, epoch=0, shuffle=True)]
     assert sorted(order) == list(range(95)) != order
-    changes = sum(a // 20 != b // 20 for a, b in itertools.pairwise(order))
-    assert changes == 4
+    assert sum(a // 20 != b // 20 for a, b in itertools.pairwise(order)) == 4
     assert [documents[index] for index in order] == [str(index) for index in order]
 
 

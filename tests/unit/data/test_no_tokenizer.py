@@ -37,8 +37,7 @@ def test_tokens_train_without_a_tokenizer(tmp_path, capsys):
     job = recipe(tmp_path, checkpoint={"enable": True, "interval": 3}, **run)
     assert not list(problems_of_task(job))
     train(job)
-    found = rows(tmp_path / "run")
-    [validated] = [row for row in found if "validation_loss" in row]
+    [validated] = [row for row in rows(tmp_path / "run") if "validation_loss" in row]
     assert validated["validation_bits_per_byte"] is None
     assert main(["generate", str(tmp_path / "run"), "--prompt", "a"]) == 2
     assert "does not record its tokenizer" in capsys.readouterr().err

@@ -116,8 +116,7 @@ def test_each_request_is_made_once(own_store, tmp_path):
 
 def test_order_does_not_depend_on_the_limit_of_the_cache(own_store, tmp_path):
     small = opened(own_store, tmp_path / "a")
-    large = opened(own_store, tmp_path / "b", cache_limit=100.0)
-    assert small.windows == large.windows
+    assert small.windows == opened(own_store, tmp_path / "b", cache_limit=100.0).windows
     with pytest.raises(ConfigError, match=r"cannot hold two windows .* lower data.shuffle_window"):
         opened(own_store, tmp_path / "c", cache_limit=1.9 * WINDOW)
     with pytest.raises(ConfigError, match="a window has at least one shard"):
@@ -274,9 +273,8 @@ def test_shards_of_other_software_are_read_from_a_store(name, tmp_path):
 
 def test_a_run_reads_the_same_samples_from_a_store_and_a_disk(tmp_path):
     local = token_shards.write_shards(tmp_path / "web", token_shards.drawn_documents(100), 8)
-    config = DataConfig(
-        dataset=str(upload(local)), cache=str(tmp_path / "cache"), shuffle_window=1e-6
-    )
+    there = {"dataset": str(upload(local)), "cache": str(tmp_path / "cache")}
+    config = DataConfig(**there, shuffle_window=1e-6)
     on_disk = config.model_copy(update={"dataset": str(local)})
     (stream,) = token_shards.token_streams(config, 1)
     samples = token_shards.rows([stream], 60)

@@ -129,8 +129,7 @@ def test_devices_are_those_of_all_replica_groups():
 
 
 def test_mfu_is_none_where_the_peak_is_unknown():
-    kept = ran([1], peak_flops=None)
-    assert kept.rows[0][1]["mfu"] is None
+    assert ran([1], peak_flops=None).rows[0][1]["mfu"] is None
 
 
 def test_tokens_and_skipped_add_up_between_rows():
@@ -149,8 +148,7 @@ def test_tokens_and_skipped_add_up_between_rows():
 
 
 def test_loss_is_that_of_the_row_s_step():
-    kept = ran(range(1, 11))
-    assert [row["loss"] for _, row in kept.rows] == [10.0, 1.0]
+    assert [row["loss"] for _, row in ran(range(1, 11)).rows] == [10.0, 1.0]
 
 
 def test_a_value_not_recorded_again_is_not_repeated():
@@ -278,11 +276,9 @@ def test_shares_are_those_of_all_ranks_since_the_last_row():
 
 
 def test_memory_is_a_share_of_the_device():
-    kept = ran([1])
-    row = kept.rows[0][1]
-    assert row["memory_pct"] == pytest.approx(
-        100 * row["memory_gib"] / Device("cpu").memory_capacity()
-    )
+    row = ran([1]).rows[0][1]
+    whole = Device("cpu").memory_capacity()
+    assert row["memory_pct"] == pytest.approx(100 * row["memory_gib"] / whole)
 
 
 def test_log_writes_a_row_of_its_own_at_once():
@@ -509,11 +505,9 @@ def test_the_hash_of_the_data_is_summed_over_ranks_to_the_bit():
 
 
 def test_the_hash_of_the_data_is_null_where_a_rank_does_not_know_it():
-    kept = ran([1], data=lambda: (8, None))
-    assert kept.rows[0][1]["data_hash"] is None
+    assert ran([1], data=lambda: (8, None)).rows[0][1]["data_hash"] is None
     assert "samples" not in _row_without_data()
 
 
 def _row_without_data():
-    kept = ran([1])
-    return kept.rows[0][1]
+    return ran([1]).rows[0][1]

@@ -279,9 +279,8 @@ def test_jsonl_of_a_fresh_run_sets_older_files_aside(tmp_path, caplog):
     assert steps(tmp_path / "metrics.2.jsonl") == [2]
     assert steps(tmp_path / "metrics.jsonl") == [3]
     assert len(caplog.messages) == 2
-    assert caplog.messages[1].endswith(
-        "metrics.jsonl: an earlier run's file, renamed metrics.2.jsonl"
-    )
+    told = "metrics.jsonl: an earlier run's file, renamed metrics.2.jsonl"
+    assert caplog.messages[1].endswith(told)
 
 
 def test_jsonl_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path, caplog):
@@ -450,10 +449,8 @@ def test_wandb_writes_an_offline_run(tmp_path, offline, monkeypatch):
     # Everything is drawn over the step.
     [path] = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
     metrics = [record.metric for record in ended(path) if record.HasField("metric")]
-    assert [(m.name or m.glob_name, m.step_metric) for m in metrics] == [
-        ("step", ""),
-        ("*", "step"),
-    ]
+    names = [(m.name or m.glob_name, m.step_metric) for m in metrics]
+    assert names == [("step", ""), ("*", "step")]
 
 
 def test_wandb_that_is_resumed_goes_on_with_the_same_run(tmp_path, offline):
@@ -572,9 +569,8 @@ def test_jsonl_keeps_rows_that_the_disk_has_no_room_for(tmp_path, caplog):
     with files_of_at_most(sink.path.stat().st_size + 9):
         sink.write(2, ROW)
         sink.write(3, ROW)
-    assert caplog.messages == 2 * [
-        f"{sink.path}: File too large; unwritten rows are kept in memory"
-    ]
+    told = f"{sink.path}: File too large; unwritten rows are kept in memory"
+    assert caplog.messages == [told, told]
     sink.write(4, ROW)
     assert steps(sink.path) == [1, 2, 3, 4]
     sink.close(SUMMARY)

@@ -183,9 +183,8 @@ MODEL = {"name": "deepseek_v3", "flavor": "debugmodel"}
 
 
 def test_keys_change_sizes_and_scaling():
-    args = tiny.job(
-        model=MODEL | {"n_heads": 4, "rope_scaling": 8, "rope_mscale": 0.5}
-    ).model_args()
+    keys = {"n_heads": 4, "rope_scaling": 8, "rope_mscale": 0.5}
+    args = tiny.job(model=MODEL | keys).model_args()
     assert (args.n_heads, args.n_kv_heads) == (4, 4)
     assert args.rope_scaling == Yarn(factor=8.0, mscale=0.5, mscale_all_dim=1.0)
 

@@ -112,10 +112,8 @@ def test_defaults_of_mistral_are_those_of_transformers():
     absent = {k: v for k, v in config.items() if k not in ("sliding_window", "num_key_value_heads")}
     args, theirs = HUGGING_FACE.args(absent), MistralConfig()
     assert (args.sliding_window, args.n_kv_heads) == (4096, 8)
-    assert (args.sliding_window, args.n_kv_heads) == (
-        theirs.sliding_window,
-        theirs.num_key_value_heads,
-    )
+    assert args.sliding_window == theirs.sliding_window
+    assert args.n_kv_heads == theirs.num_key_value_heads
 
 
 LLAMA_2, MISTRAL = PUBLISHED["Llama-2-7b"][0], PUBLISHED["Mistral-7B-v0.1"][0]

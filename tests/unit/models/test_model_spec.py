@@ -56,8 +56,7 @@ TOY = ModelSpec(
 
 @pytest.mark.parametrize(("name", "flavor"), [("llama3", "debugmodel"), ("toy", "small")])
 def test_a_model_is_built_started_and_trained_from_its_spec_alone(name, flavor):
-    models = {**MODELS, "toy": TOY}
-    spec, seq_len = models[name], 16
+    spec, seq_len = {**MODELS, "toy": TOY}[name], 16
     args = spec.flavors[flavor]
 
     with torch.device("meta"):

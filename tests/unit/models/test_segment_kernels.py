@@ -124,8 +124,7 @@ def test_packed_segments_equal_dense_attention(name):
 def random_segments(rng):
     segments = []
     for row in range(BATCH):
-        cuts = sorted(rng.sample(range(QUERIES + 1), 4))
-        for queries in itertools.pairwise(cuts):
+        for queries in itertools.pairwise(sorted(rng.sample(range(QUERIES + 1), 4))):
             first, last = sorted(rng.sample(range(KEYS + 1), 2))
             window = rng.choice((0, rng.randint(1, 60)))
             shift = rng.randint(-30, 50)

@@ -29,8 +29,7 @@ SHAPES = [(8, 8), (6, 20), (20, 6), (1, 5)]
 @pytest.mark.parametrize("steps", [1, 5])
 def test_newton_schulz_maps_the_singular_values_by_the_quintic(shape, steps):
     """The oracle knows singular values and a polynomial, and no product of matrices."""
-    generator = np.random.default_rng(0)
-    matrices = generator.normal(size=(3, *shape))
+    matrices = np.random.default_rng(0).normal(size=(3, *shape))
     left, values, right = np.linalg.svd(matrices, full_matrices=False)
     values /= np.sqrt((values**2).sum(-1, keepdims=True))
     for _ in range(steps):

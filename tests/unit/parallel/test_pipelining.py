@@ -26,9 +26,8 @@ def found(
     **keys,
 ):
     """The problems, each as one line, without the names of the sections."""
-    config = ParallelismConfig(
-        pipeline_parallel_degree=pp, pipeline_parallel_schedule=schedule, **keys
-    )
+    pipeline = {"pipeline_parallel_degree": pp, "pipeline_parallel_schedule": schedule}
+    config = ParallelismConfig(**pipeline, **keys)
     planned = pipelining.Planned(
         config,
         LLAMA3,

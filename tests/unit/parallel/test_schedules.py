@@ -84,8 +84,7 @@ def test_bubble_is_that_of_the_textbook(pp, microbatches):
     for laps in (2, 3):
         expected = (pp - 1) / (laps * microbatches + pp - 1)
         for name in ("Interleaved1F1B", "LoopedBFS"):
-            found = wasted(name, laps * pp, pp, microbatches)
-            assert found == pytest.approx(expected)
+            assert wasted(name, laps * pp, pp, microbatches) == pytest.approx(expected)
 
 
 def test_zero_bubble_wastes_less_still():
