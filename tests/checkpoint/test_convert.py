@@ -502,29 +502,9 @@ def test_a_recipe_of_torchtitan_starts_from_the_weights_beside_its_tokenizer(tmp
     whole = trained(tiny.job(tmp_path / "a", training={"steps": 2}, checkpoint=saves))
     exported = tmp_path / "a/checkpoint/step-2-hf"
     train_bpe(["a b"], 270, exported / "tokenizer.json")
+    text = Path(__file__).with_name("theirs.toml").read_text()
     theirs = tmp_path / "theirs.toml"
-    theirs.write_text(
-        f"""
-[model]
-name = "tiny"
-flavor = "tiny"
-hf_assets_path = "{exported}"
-[training]
-dataset = "python_stdlib"
-steps = 1
-seq_len = 32
-local_batch_size = 2
-mixed_precision_param = "float32"
-[optimizer]
-lr = 1e-30
-weight_decay = 0.0
-[activation_checkpoint]
-mode = "none"
-[checkpoint]
-enable = true
-initial_load_in_hf = true
-"""
-    )
+    theirs.write_text(text.replace("WEIGHTS", str(exported)))
     ours = str(tmp_path / "ours.toml")
     assert main(["migrate", str(theirs), "-o", ours]) == 0
     job = load_job(ours, [f"--job.dump_folder={tmp_path / 'b'}"], 1, "cpu").config

@@ -1,6 +1,7 @@
 """Llama's network in other sizes: from transformers, through a run, and back to transformers."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -87,50 +88,16 @@ def test_a_recipe_with_the_section_trains_from_the_weights(tmp_path, capsys, mon
     ours = convert(source, tmp_path / "ours")
     section = (ours / "model_section.toml").read_text()
     assert capsys.readouterr().out == section
-    assert (
-        section
-        == f"""[model]
-name = "llama3"
-flavor = "debugmodel"
-dim = 48
-n_layers = 2
-n_heads = 6
-n_kv_heads = 3
-ffn_dim = 96
-vocab_size = 300
-norm_eps = 1e-06
-rope_theta = 10000.0
-sliding_window = 10
-tokenizer_path = "{source}"
-"""
-    )
+    expected = Path(__file__).with_name("model_section.toml").read_text()
+    assert section == expected.replace("SOURCE", str(source))
     assert main(["checkpoint", "verify", str(ours)]) == 0
     text = tmp_path / "texts.txt"
     text.write_text("a text of some words, and of other words too\n" * 200)
+    shutil.copy(Path(__file__).with_name("from_weights.toml"), tmp_path)
     for name, path in (("checkpoint", ours), ("folder", source)):
-        recipe = tmp_path / f"{name}.toml"
-        recipe.write_text(
-            f"""extends = "ours/model_section.toml"
-[job]
-dump_folder = "{tmp_path / name}"
-[data]
-dataset = "{text}"
-[training]
-steps = 1
-seq_len = 32
-local_batch_size = 2
-mixed_precision_param = "float32"
-[optimizer]
-name = "SGD"
-lr = 1e-30
-weight_decay = 0.0
-[checkpoint]
-enable = true
-initial_load_path = "{path}"
-last_save_in_hf = true
-"""
-        )
-        assert main(["train", str(recipe)]) == 0
+        words = [f"--job.dump_folder={tmp_path / name}", f"--data.dataset={text}"]
+        words += [f"--checkpoint.initial_load_path={path}"]
+        assert main(["train", str(tmp_path / "from_weights.toml"), *words]) == 0
         exported = load_file(tmp_path / name / "checkpoint/step-1-hf/model.safetensors")
         wanted = load_file(source / "model.safetensors")
         assert exported.keys() == wanted.keys()

@@ -4,6 +4,7 @@ Ranks are forked, so a fault that is put into this process is in them too.
 """
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,25 +21,10 @@ from torchtitan.tools.verify import measure
 from torchtitan.tools.verify.measure import Step, TensorDifference
 from torchtitan.tools.verify.report import Resumption
 
-TINY = """
-[model]
-name = "tiny"
-flavor = "tiny"
-[training]
-local_batch_size = 4
-seq_len = 32
-[optimizer]
-lr = 1e-3
-[checkpoint]
-enable = true
-interval = 100
-async_mode = "async"
-"""
-
 
 @pytest.fixture(autouse=True)
 def in_folder_with_a_recipe(in_empty_folder):
-    Path("r.toml").write_text(TINY, encoding="utf-8")
+    shutil.copy(Path(__file__).with_name("tiny.toml"), "r.toml")
 
 
 def verify(*words):

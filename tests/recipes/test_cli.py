@@ -274,20 +274,8 @@ def test_only_check_takes_settings(capsys):
 
 
 def test_what_the_command_line_does_not_know(capsys):
-    for words, message in [
-        (["chekc"], "No such command 'chekc'\n  Did you mean 'check'"),
-        (["checkpoint", "verfy", "x"], "No such command 'verfy'\n  Did you mean 'verify'?"),
-        # In the words of the launcher, which reads the flags of a recipe, too.
-        (["check", "r.toml", "--world-sise", "2"], "there is no --world-sise\n  did you mean --w"),
-        (["migrate", "r.toml", "--outptu", "x"], "No such option: --outptu (Possible "),
-        (
-            ["check", "r.toml", "--device", "cdua"],
-            "--device: got cdua\n  did you mean cuda?\n  allowed: cpu, cuda",
-        ),
-        (["plot"], "Missing argument"),
-        (["evaluate"], "Missing argument"),
-        (["compare", "--rounds"], "Option '--rounds' requires an argument."),
-    ]:
+    for typed, message in table(__file__, "bad_commands.txt"):
+        words = typed.split()
         assert main(words) == 2, words
         printed = capsys.readouterr()
         assert message in printed.err

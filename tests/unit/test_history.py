@@ -71,5 +71,5 @@ def test_a_damaged_recipe_is_refused(tmp_path):
 def test_a_damaged_environment_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "environment.json").write_text('{"time": "20')
-    with pytest.raises(ConfigError, match="environment.json: damaged: "):
+    with pytest.raises(ConfigError, match=r"environment\.json: damaged: "):
         print(RunHistory.open(tmp_path).device)

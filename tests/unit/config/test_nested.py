@@ -82,22 +82,7 @@ class Root(Config):
     communication: Communication = Communication()
 
 
-MUON = """
-[optimizer]
-name = "Muon"
-adamw = { lr = 0.5 }
-[[optimizer.groups]]
-match = "norm"
-lr_factor = 2
-[[optimizer.groups]]
-match = "head"
-betas = [0.9, 0.95]
-[communication.weights]
-name = "quantized"
-bits = 4
-[[communication.steps]]
-name = "plain"
-"""
+MUON = Path(__file__).with_name("nested.toml").read_text(encoding="utf-8")
 MADE = Root(
     optimizer=Muon(
         adamw=Rest(lr=0.5),
