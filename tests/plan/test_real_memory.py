@@ -25,37 +25,23 @@ CASES = {
 CASES["FSDP 2, one block"] = case(shard=2).of(n_layers=1)
 
 
+OF_OSS = {
+    f"{name}, biases and sinks": LAYOUTS[name].of(**OSS)
+    for name in ("FSDP 2, accumulating 4", "TP 2")
+}
+CASES |= OF_OSS | {"EP 2 of 4": EXPERT_PARALLEL["EP 2 of 4"]}
 GATE = ("FSDP 2, accumulating 4", "HSDP 2 x 2", "TP 2, neither", "CP 2, ring")
-GATE += ("PP 2, Interleaved1F1B",)
+GATE += ("PP 2, Interleaved1F1B", "FSDP 2, accumulating 4, biases and sinks")
 
 
 @pytest.mark.parametrize("name", tiers(CASES, ["FSDP 2, one block"], gate=GATE))
 def test_planned_memory_is_that_of_a_real_step(name):
+    """Choices of experts are not balanced, so ranks have more or less than planned."""
     layout = CASES[name]
     job = layouts.job(layout, "AdamW", training={"steps": 4})
     for rank, real in enumerate(run_ranks(measured, layout.ranks, job)):
         plan = planned(job, layout.ranks, rank)
-        assert plan.bytes == pytest.approx(real.bytes, rel=0.02)
-        assert plan.moment == real.moment
-
-
-@pytest.mark.parametrize("name", tiers(["FSDP 2, accumulating 4", "TP 2"], [], ["TP 2"]))
-def test_planned_memory_of_biases_and_sinks_is_that_of_a_real_step(name):
-    job = layouts.job(LAYOUTS[name].of(**OSS), "AdamW", training={"steps": 4})
-    for rank, real in enumerate(run_ranks(measured, LAYOUTS[name].ranks, job)):
-        plan = planned(job, LAYOUTS[name].ranks, rank)
-        assert plan.bytes == pytest.approx(real.bytes, rel=0.02)
-        assert plan.moment == real.moment
-
-
-@pytest.mark.slow
-def test_planned_memory_of_experts_apart_is_that_of_balance():
-    """Choices are not balanced, so ranks have more or less than planned."""
-    layout = EXPERT_PARALLEL["EP 2 of 4"]
-    job = layouts.job(layout, "AdamW", training={"steps": 4})
-    for rank, real in enumerate(run_ranks(measured, layout.ranks, job)):
-        plan = planned(job, layout.ranks, rank)
-        assert plan.bytes == pytest.approx(real.bytes, rel=0.06)
+        assert plan.bytes == pytest.approx(real.bytes, rel=0.06 if name == "EP 2 of 4" else 0.02)
         assert plan.moment == real.moment
 
 

@@ -65,17 +65,14 @@ def test_experts_are_on_numbers_of_ranks_that_divide_them_and_the_shards():
     assert EP not in next(layouts(debug_job(2), 2, 8))
 
 
-def test_matrices_are_not_split_over_nodes():
+def test_layouts_split_no_matrix_over_nodes_and_keep_the_batch():
     job = debug_job(8)
-    assert {each[TP] for each in layouts(job, 8, 2)} <= {1, 2}
-
-
-def test_batch_is_that_of_the_recipe():
-    job = debug_job(4)
-    batch = job.global_batch(job.degrees(4))
-    for layout in layouts(job, 4, 8):
+    found = [*layouts(job, 8, 2)]
+    assert {each[TP] for each in found} <= {1, 2}
+    batch = job.global_batch(job.degrees(8))
+    for layout in found:
         changed = with_changes(job, layout)
-        assert changed.global_batch(changed.degrees(4)) == batch
+        assert changed.global_batch(changed.degrees(8)) == batch
 
 
 def on_cpu(job, ranks):

@@ -202,15 +202,9 @@ def test_faster_links_are_never_slower():
     seconds = []
     for bandwidth in (0.1, 1, 10, 100, 1000):
         link = Link(bandwidth=bandwidth, latency=5)
-        faster = hardware.model_copy(
-            update={
-                "node": link,
-                "network": link,
-                "host_us": 0.01,
-                "dispatch_us": 0.01,
-                "ranks_per_node": 4,
-            }
-        )
+        host = dict.fromkeys(("host_us", "dispatch_us"), 0.01)
+        links = {"node": link, "network": link, "ranks_per_node": 4}
+        faster = hardware.model_copy(update=host | links)
         seconds.append(step_time(job, 8, step, faster).seconds)
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > 1.5 * seconds[-1]
