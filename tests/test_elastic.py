@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from tests import launched
 from tests.launched import OURS
-from tests.ranks import free_port, run_ranks
+from tests.ranks import descendants, free_port, run_ranks
 from tests.runs import losses, rows, train
 from tests.test_launch import RECIPE, ROOT, SMALL, environment, wait_for_step
 from torchtitan import train as entry
@@ -59,8 +59,7 @@ def started(words, log, before=lambda: None, **variables):
 
 def kill(process):
     """As a machine does that loses its power: the launcher and its ranks, which have groups."""
-    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
-    for pid in (process.pid, *map(int, found.stdout.split())):
+    for pid in (process.pid, *descendants(process.pid)):
         os.kill(pid, signal.SIGKILL)
     process.wait()
 
@@ -105,6 +104,7 @@ def test_killed_rank_is_started_again_from_the_checkpoint(tmp_path):
         (signal.SIGUSR1, [], 75, "SIGUSR1: finishing this step"),
         (signal.SIGTERM, [], 75, "SIGTERM: finishing this step"),
         (signal.SIGINT, [], 0, "SIGINT: finishing this step"),
+        (signal.SIGHUP, [], 75, "SIGHUP: finishing this step"),
         (signal.SIGUSR1, ["--training.steps=3"], 0, "finished at step 3"),
         (signal.SIGTERM, ["--no-checkpoint.enable"], 1, "stopped at step 3 of 100, and nothing is"),
     ],

@@ -7,7 +7,7 @@ import shutil
 import sys
 import warnings
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -104,13 +104,14 @@ def among_others(counts, ranks, sent):
             found["their bytes"] += tensor.nbytes
         return reduce(tensor, *args, **settings)
 
-    with ExitStack() as opened:
-        opened.enter_context(replace(dist, "init_process_group", join))
-        opened.enter_context(replace(dist, "new_group", make))
-        opened.enter_context(replace(dist, "all_reduce", all_reduce))
-        opened.enter_context(replace(dist, "all_gather_object", all_gather))
-        opened.enter_context(replace(dist, "gather_object", gather))
-        opened.enter_context(replace(dist, "broadcast_object_list", broadcast))
+    with (
+        replace(dist, "init_process_group", join),
+        replace(dist, "new_group", make),
+        replace(dist, "all_reduce", all_reduce),
+        replace(dist, "all_gather_object", all_gather),
+        replace(dist, "gather_object", gather),
+        replace(dist, "broadcast_object_list", broadcast),
+    ):
         yield
 
 
@@ -142,11 +143,7 @@ def words(ranks, dump, resume):
         *(*FLAGS, "--data.dataset_path", str(dump.parent / "data"), "--data.lanes", str(LANES)),
         *("--training.global_batch_size", str(ranks), "--job.dump_folder", str(dump)),
         *("--checkpoint.resume", resume),
-        *(
-            w
-            for k, n in degrees.items()
-            for w in (f"--parallelism.data_parallel_{k}_degree", str(n))
-        ),
+        *(f"--parallelism.data_parallel_{kind}_degree={n}" for kind, n in degrees.items()),
     ]
 
 

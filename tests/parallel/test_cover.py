@@ -16,6 +16,12 @@ FILE = Path(__file__).with_name("cover.json")
 MOST_RANKS = 4
 
 PLAIN = Case()
+
+
+def parallel(keys, **degrees):
+    return Case(**degrees, sections={"parallelism": keys})
+
+
 DENSE = ("Llama", "Llama, window", "Qwen3", "Qwen3, tied")
 FACTORS = {
     "family": {
@@ -36,31 +42,29 @@ FACTORS = {
     },
     "shard": {"FSDP 2": Case(shard=2)},
     "reshard": {
-        "always reshard": Case(sections={"parallelism": {layouts.RESHARD: "always"}}),
-        "never reshard": Case(sections={"parallelism": {layouts.RESHARD: "never"}}),
+        "always reshard": parallel({layouts.RESHARD: "always"}),
+        "never reshard": parallel({layouts.RESHARD: "never"}),
         "gradients kept whole": Case(sections={"sharding": layouts.WHOLE}),
     },
-    "experts": {"EP 2": Case(sections={"parallelism": {"expert_parallel_degree": 2}})},
+    "experts": {"EP 2": parallel({"expert_parallel_degree": 2})},
     "context": {
-        "CP 2, ring": Case(cp=2, sections={"parallelism": layouts.RING}),
+        "CP 2, ring": parallel(layouts.RING, cp=2),
         "CP 2, all-gather": Case(cp=2),
-        "CP 2, Ulysses": Case(cp=2, sections={"parallelism": layouts.ULYSSES}),
+        "CP 2, Ulysses": parallel(layouts.ULYSSES, cp=2),
     },
     "balance": {
-        "unbalanced": Case(sections={"parallelism": layouts.UNBALANCED}),
-        "balanced by documents": Case(
-            sections={"parallelism": {"context_parallel_load_balancer": "documents"}}
-        ),
+        "unbalanced": parallel(layouts.UNBALANCED),
+        "balanced by documents": parallel({"context_parallel_load_balancer": "documents"}),
     },
     "tensor": {
         "TP 2": Case(tp=2),
-        "TP 2, no sequence parallelism": Case(tp=2, sections={"parallelism": layouts.NO_SEQUENCE}),
+        "TP 2, no sequence parallelism": parallel(layouts.NO_SEQUENCE, tp=2),
     },
-    "tensor loss": {"no loss parallelism": Case(sections={"parallelism": layouts.NO_LOSS})},
+    "tensor loss": {"no loss parallelism": parallel(layouts.NO_LOSS)},
     "pipeline": {
         "PP 2, 1F1B": Case(pp=2),
-        "PP 2, Interleaved1F1B": Case(pp=2, sections={"parallelism": layouts.INTERLEAVED}),
-        "PP 2, ZBVZeroBubble": Case(pp=2, sections={"parallelism": layouts.ZBV}),
+        "PP 2, Interleaved1F1B": parallel(layouts.INTERLEAVED, pp=2),
+        "PP 2, ZBVZeroBubble": parallel(layouts.ZBV, pp=2),
     },
     "recompute": {
         "full recomputation": Case(sections={"activation_checkpoint": layouts.FULL}),
@@ -187,7 +191,7 @@ COVER = cover()
 @pytest.mark.costs("ranks")
 @pytest.mark.parametrize("name", COVER)
 def test_layout_trains_the_same_run_as_one_rank(name):
-    test_parity.is_the_run_of_one_rank(COVER[name], "cpu")
+    test_parity.is_the_run_of_one_rank(COVER[name], "cpu", steps=2)
 
 
 def test_no_pair_of_settings_is_missing():

@@ -250,12 +250,8 @@ def test_what_is_not_there_is_replaced():
 
 def test_what_a_flag_says_stays():
     Path("r.toml").write_text("[training]\nsteps = 50\n")
-    flags = [
-        "--training.seq_len=128",
-        "--training.steps=3",
-        "--parallelism.tensor_parallel_degree=4",
-    ]
-    checked = shrunk(Path("r.toml"), *flags)
+    flags = ("--training.seq_len=128", "--training.steps=3")
+    checked = shrunk(Path("r.toml"), *flags, "--parallelism.tensor_parallel_degree=4")
     assert checked.job.training.seq_len == 128
     assert checked.job.training.steps == 3
     assert checked.job.degrees(checked.ranks).tp == 4

@@ -149,8 +149,6 @@ COMPILED = """
 import torch
 from torch import nn
 from tests.tiny import named
-from tests.recipes.test_bad_recipes import lacks
-from tests.unit.optim import test_in_backward
 from torchtitan.optim import AdamW, Optimizers
 
 found = []

@@ -20,18 +20,13 @@ MODEL = {**tiny.VIT_MAE, "n_layers": 2}
 
 
 def job(folder, picture=True, **parallelism):
+    validation = {"enable": True, "dataset": "scenes_validation", "freq": 1, "steps": 1}
     return tiny.job(
         folder,
         model=MODEL,
         data={"dataset": "scenes"},
         training={"steps": 2, "local_batch_size": 4, "global_batch_size": 8},
-        validation={
-            "enable": True,
-            "dataset": "scenes_validation",
-            "freq": 1,
-            "steps": 1,
-            "picture": picture,
-        },
+        validation={**validation, "picture": picture},
         metrics={"enable_tensorboard": True},
         parallelism=parallelism,
     )
