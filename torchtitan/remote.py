@@ -108,7 +108,7 @@ def pointer_at(path: Path, content: bytes | memoryview | None = None) -> str | N
 
 def dangling(path: Path | str) -> str | None:
     """Return the error for a link that leads nowhere; None for anything else."""
-    if not os.path.islink(path) or os.path.exists(path):
+    if isinstance(path, RemotePath) or not os.path.islink(path) or os.path.exists(path):
         return None
     where = os.readlink(path)
     return (

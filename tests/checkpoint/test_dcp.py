@@ -160,6 +160,10 @@ def test_safetensors_of_which_a_block_is_missing_are_refused(tmp_path):
         (lambda data: data.replace(b'{"__', b"{[__"), "its header is invalid"),
         (lambda data: data.replace(b"[3,4]", b"[9,4]"), "its header is invalid"),
         (lambda data: data.replace(b"[0,48]", b'[0,"]'), "its header is invalid"),
+        (
+            lambda data: (8 + 9**5).to_bytes(8, "little") + b"[" * (8 + 9**5),
+            "its header is invalid",
+        ),
         (lambda data: data.replace(b'"F32"', b'"F99"'), "matrix: dtype F99 is not supported"),
     ],
 )

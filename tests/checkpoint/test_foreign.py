@@ -226,9 +226,10 @@ def test_prefixes_of_wrappers_are_left_out_and_said(prefix, kind, tmp_path, capl
 def test_weights_that_are_there_twice_are_refused_or_said(tmp_path, caplog):
     folder = hugging_face(tmp_path)
     whole = load(folder / "model.safetensors")
-    (folder / "pytorch_model.bin").write_bytes(b"not read")
+    for name in ("pytorch_model.bin", "adapter_model.safetensors"):
+        (folder / name).write_bytes(b"not read")
     assert same(everything(HuggingFaceWeights(folder, [SPEC], "plain")), weights("plain"))
-    assert "not read, as in transformers: pytorch_model.bin" in caplog.text
+    assert "not read: adapter_model.safetensors, pytorch_model.bin" in caplog.text
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     first, *rest = whole
     save_file(whole, folder / shards[0])
@@ -246,6 +247,29 @@ def test_weights_that_are_there_twice_are_refused_or_said(tmp_path, caplog):
     [told] = open_hugging_face(folder)
     assert f"_orig_mod.{first}" in told
     assert f"are both {first}; remove one" in told
+
+
+def test_weights_that_are_elsewhere_are_explained(tmp_path):
+    folder = hugging_face(tmp_path)
+    path = folder / "model.safetensors"
+    path.rename(folder / "weights.safetensors")
+    assert "there is only weights.safetensors" in open_hugging_face(folder)[0]
+    path.symlink_to("/nowhere/blob")
+    assert "model.safetensors: it is a link to /nowhere/blob, which" in open_hugging_face(folder)[0]
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert "it has no weight_map" in open_hugging_face(folder)[0]
+
+
+def test_tensors_in_the_same_bytes_are_refused(tmp_path):
+    path = hugging_face(tmp_path) / "model.safetensors"
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:size])
+    place = header["model.norm.weight"]
+    place["data_offsets"] = [0, place["data_offsets"][1] - place["data_offsets"][0]]
+    written = json.dumps(header).encode()
+    path.write_bytes(len(written).to_bytes(8, "little") + written + content[size:])
+    assert "model.norm.weight and " in "".join(open_hugging_face(path.parent))
 
 
 def test_both_sides_of_a_difference_of_names_are_shown(tmp_path):

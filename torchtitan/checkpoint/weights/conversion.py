@@ -199,7 +199,10 @@ def complete_or_absent(destination: Path) -> Iterator[Path]:
         return
     saving = destination.with_name(f"{destination.name}.saving")
     shutil.rmtree(saving, ignore_errors=True)
-    saving.mkdir(parents=True)
+    try:
+        saving.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{destination}: cannot be written: {error.strerror}") from None
     try:
         yield saving
         for path in saving.iterdir():

@@ -106,6 +106,11 @@ def find_format(folder: Path) -> str:
     if len(found) > 1:
         raise ConfigError(f"{folder}: it contains {' and '.join(found)}; choose one with --from")
     if not found:
+        if pickled := next(folder.glob("*.bin"), None):
+            raise ConfigError(
+                f"{pickled}: pickled weights are not read; write them as safetensors with "
+                "transformers: from_pretrained(...), then save_pretrained(...)"
+            )
         signs = ", ".join(sign for signs in SIGNS.values() for sign in signs)
         raise ConfigError(f"{folder}: found no weights; looked for {signs}")
     return found[0]
