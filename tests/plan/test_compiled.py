@@ -142,11 +142,18 @@ def kernels(step):
     return Counter(kernel.name for part in step.segments for kernel in part.kernels)
 
 
-@pytest.mark.parametrize("granularity", tiers(["block", "model"], [], ["model"]))
-def test_repeated_blocks_stand_for_those_that_were_not_compiled(granularity):
+COMPILED = {
+    "blocks": {},
+    "the model": {"granularity": "model"},
+    "the model, planned as it is not compiled": {"granularity": "model", "backend": "aot_eager"},
+}
+
+
+@pytest.mark.parametrize("name", tiers(COMPILED, [[*COMPILED][-1]], ["the model"]))
+def test_repeated_blocks_stand_for_those_that_were_not_compiled(name):
     sections = {
         "model": {"name": "tiny", "flavor": "deep", "n_layers": 9},
-        "compile": COMPILE | {"granularity": granularity},
+        "compile": COMPILE | COMPILED[name],
         "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
     }
     short, whole = (expand(recorded(shorten=each, **sections), 1) for each in (True, False))

@@ -275,7 +275,8 @@ def _lay_out(
     model = parallelize(pruned, spec, args, layout, world, timeline, plan=kept)
     has_loss = plan.ranks[-1] == world.stage_rank
     last = [*blocks][-1:] if has_loss else []
-    in_one = layout.compile.compiles("model") and layout.compile.granularity == "model"
+    is_traced = layout.compile.compiles("model") and layout.compile.backend == "inductor"
+    in_one = is_traced and layout.compile.granularity == "model"
     for part in model.parts:
         extra = {*spec.auxiliary_blocks(part)}
         for name, block in spec.all_blocks(part).items():
