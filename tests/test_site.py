@@ -146,10 +146,12 @@ def test_table_of_sizes_is_as_computed():
 
 
 @pytest.mark.gate
-def test_every_verb_and_module_is_listed(site):
+def test_verbs_modules_and_names_of_files_are_shown(site):
     commands = (site / "commands/index.html").read_text(encoding="utf-8")
     for name in (verb for group in verbs().values() for verb in group):
         assert f'id="torchtitan-{name}"' in commands
+    text = (site / "extending/index.html").read_text(encoding="utf-8")
+    assert '<span class="filename">my_parts/model.py</span>' in text
     text = (site / "modules/index.html").read_text(encoding="utf-8")
     package = ROOT / "torchtitan"
     for path in package.rglob("*.py"):
