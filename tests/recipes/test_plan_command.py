@@ -6,11 +6,13 @@ import math
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
 from tests.compare.browser import CHROMIUM, TEXT_CONTRAST, opened_browser
 from tests.tables import table
+from torchtitan.logging import logger
 from torchtitan.plan.command import token_count
 from torchtitan.plan.hardware import hardware_names
 from torchtitan.plan.plan_report import count, plan_text
@@ -57,7 +59,11 @@ def planned(tmp_path_factory):
     page = tmp_path_factory.mktemp("plan") / "plan.html"
     words = [*PIPELINE, "--hardware", "h100", "--json", "--html", str(page), "--tokens", "2M"]
     words += ["--checkpoint.enable", "true", "--checkpoint.interval", "7"]
-    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()) as said:
+    with (
+        mock.patch.multiple(logger, handlers=[], propagate=logger.propagate),
+        redirect_stdout(io.StringIO()) as printed,
+        redirect_stderr(io.StringIO()) as said,
+    ):
         assert main(["plan", RECIPE, *words]) == 0
     return Planned(json.loads(printed.getvalue()), page.read_text(), said.getvalue())
 
