@@ -71,7 +71,7 @@ def open_text(dataset, config, tokenizer, seed):
     return ShuffledDocuments("text of the tests", documents, seed=seed, shuffle=config.shuffle)
 
 
-SOURCES["python_stdlib"] = open_text
+SOURCES._entries["python_stdlib"] = open_text
 # Known by name in every process that imports this, as a model outside the tree would be.
 MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=FLAVORS)
 # Norms in heads that are wider than dim / heads.

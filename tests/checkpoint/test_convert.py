@@ -72,7 +72,7 @@ def test_there_and_back_is_the_same_to_the_bit(other, flavor, tmp_path):
 
 def test_from_one_to_the_other_needs_no_flavor(tmp_path, monkeypatch):
     source = saved(tmp_path / "ours", "plain")
-    monkeypatch.setitem(MODELS, "small", dataclasses.replace(SPEC, flavors={}))
+    monkeypatch.setitem(MODELS._entries, "small", dataclasses.replace(SPEC, flavors={}))
     monkeypatch.setattr(opening, "of_recipe", lambda *_: Network(SPEC, ARGS))
     away = run(source, tmp_path / "hf", target_format="hf")
     meta = run(away, tmp_path / "meta", target_format="meta")
@@ -290,7 +290,7 @@ def test_command_refuses_what_cannot_be(tmp_path, capsys):
 
 def test_models_from_outside_are_imported(tmp_path, monkeypatch):
     folder = run(saved(tmp_path / "ours"), tmp_path / "hf")
-    monkeypatch.delitem(MODELS, "small")
+    monkeypatch.delitem(MODELS._entries, "small")
     (tmp_path / "small_outside.py").write_text(
         "from tests.small_weights import SPEC\n"
         "from torchtitan.models import MODELS\n"
@@ -317,7 +317,7 @@ def test_numbers_that_a_dtype_cannot_hold_are_told(tmp_path):
 def test_weights_of_no_flavor_are_those_of_one_with_other_sizes(tmp_path, monkeypatch):
     folder = run(saved(tmp_path / "ours", "scaled"), tmp_path / "hf")
     without = {name: args for name, args in FLAVORS.items() if name != "scaled"}
-    monkeypatch.setitem(MODELS, "small", dataclasses.replace(SPEC, flavors=without))
+    monkeypatch.setitem(MODELS._entries, "small", dataclasses.replace(SPEC, flavors=without))
     back = run(folder, tmp_path / "back", model="small")
     recipe = read_state(back, read_manifest(back))["recipe"]
     assert recipe["model.flavor"] == "plain"
@@ -330,7 +330,7 @@ def test_weights_that_no_recipe_could_name_are_told_with_the_nearest_flavor(tmp_
     folder = run(saved(tmp_path / "ours", "scaled"), tmp_path / "hf")
     without = {name: args for name, args in FLAVORS.items() if name != "scaled"}
     small = dataclasses.replace(SPEC, flavors=without, settings=TextConfig)
-    monkeypatch.setitem(MODELS, "small", small)
+    monkeypatch.setitem(MODELS._entries, "small", small)
     with pytest.raises(ConfigError) as error:
         run(folder, tmp_path / "new", model="small")
     assert "no flavor of small matches these weights" in str(error.value)
@@ -434,7 +434,7 @@ def peaks(folder):
         (torch, "save"),
     ]:
         watch(owner, name)
-    MODELS["small"] = dataclasses.replace(SPEC, flavors={"long": LONG})
+    MODELS._entries["small"] = dataclasses.replace(SPEC, flavors={"long": LONG})
 
     def grown(source, target, size="4MB", **options):
         seen[:] = [before := anonymous()]

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.config import ConfigError, Registry, allowed_names, check_protocol
+from torchtitan.config import ConfigError, Registry, allowed_names, lacks
 from torchtitan.data.discovery import fingerprint_files
 from torchtitan.data.file_cache import OPEN_FILES, cache_folder, content_of, locked, open_file
 from torchtitan.logging import logger
@@ -434,7 +434,8 @@ def open_documents(
     if "cache" in inspect.signature(opened).parameters:
         opened = functools.partial(opened, cache=cache)
     documents = opened(files, root, text_key, document_bytes)
-    check_protocol(documents, Documents, f"the format {kind}")
+    if lacking := lacks(documents, Documents):
+        raise ConfigError(f"the format {kind}: {type(documents).__name__} {lacking}")
     if not len(documents):
         raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
     return documents

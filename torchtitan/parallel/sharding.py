@@ -1,6 +1,7 @@
 """Shardings, which split the parameters of a model among ranks; FSDP 2 is that of the core."""
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,9 +117,9 @@ class ShardingConfig(Config):
         compilation: by key, the value and the reason."""
         return {}
 
+    @abstractmethod
     def open(self, target: ShardingTarget) -> Sharding:
         """Return the sharding for `target`."""
-        raise NotImplementedError
 
     @property
     def neighbors(self) -> int:

@@ -203,6 +203,7 @@ def test_imports_may_add_names(tmp_path, monkeypatch):
         "class Mine(OptimizerConfig):\n"
         "    name: Literal['Mine'] = Field('Mine', description='.')\n"
         "    warmth: int = Field(1, description='.')\n"
+        "    def build(self, groups): ...\n"
         "OPTIMIZERS['Mine'] = Mine\n",
     )
     flags = "--optimizer.name Mine --optimizer.warmth 7"

@@ -168,7 +168,7 @@ def test_a_format_from_elsewhere_says_how_many_documents_a_file_has(tmp_path, mo
     (tmp_path / "a.par").touch()
     with pytest.raises(ConfigError, match=r"files of kind paragraphs have no `counts`"):
         read(config(tmp_path))
-    monkeypatch.setitem(FORMATS, "paragraphs", lambda *_: Mapped(["a", "b"]))
+    monkeypatch.setitem(FORMATS._entries, "paragraphs", lambda *_: Mapped(["a", "b"]))
     with pytest.raises(ConfigError, match=r"`counts` .*; wanted a list of pairs: the name of"):
         read(config(tmp_path))
 

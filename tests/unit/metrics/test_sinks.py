@@ -16,7 +16,7 @@ from tests.wandb_files import WANDB_OFFLINE, ended, offline_runs
 from torchtitan.config import Context
 from torchtitan.device import Device
 from torchtitan.logging import QUIET_SECONDS
-from torchtitan.metrics import SINKS, Meter, MetricsConfig, SinkContext, build_sinks
+from torchtitan.metrics import Meter, MetricsConfig, SinkContext, build_sinks
 from torchtitan.metrics.sinks import Console, Jsonl, TensorBoard, WandB, row_line, summary_text
 
 ROW = {
@@ -512,14 +512,6 @@ def test_sinks_of_other_ranks_are_a_file_or_none(tmp_path):
     assert build_sinks(everything, context) == []
     [sink] = build_sinks(MetricsConfig(save_for_all_ranks=True), context)
     assert sink.path == tmp_path / "metrics.rank2.jsonl"
-
-
-def test_a_sink_added_to_the_registry_is_used(tmp_path, monkeypatch):
-    class Ours(Jsonl):
-        pass
-
-    monkeypatch.setitem(SINKS, "ours", Ours)
-    assert Ours in [type(s) for s in build_sinks(MetricsConfig(), SinkContext(tmp_path))]
 
 
 def missing(config):
