@@ -269,6 +269,7 @@ class DataConfig(Config):
         return [
             (f"sources.{number}.{'path' if source.path else 'dataset'}", self.section_for(source))
             for number, source in enumerate(self.sources)
+            if source.path or source.dataset
         ]
 
     def section_for(self, source: SourceConfig) -> Self:

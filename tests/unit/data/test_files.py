@@ -387,6 +387,10 @@ def test_a_path_that_is_not_there_is_explained(tmp_path):
         assert message in problem.message
 
 
+def test_a_source_without_a_path_has_no_files():
+    assert DataConfig.model_validate({"sources": [{"weight": 1}]}).sections() == []
+
+
 def test_no_error_of_the_disk_is_a_traceback(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "a.jsonl", TWELVE)
     opened = np.memmap
