@@ -38,8 +38,8 @@ CACHE_LIMIT = 256.0
 OPEN_FILES = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 """Maximum number of data files that a process keeps open."""
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-UNWRITABLE += (errno.EEXIST, errno.ENOENT, errno.ENOTDIR)
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+UNWRITABLE |= {errno.EEXIST, errno.ENOENT, errno.ENOTDIR}
 """Errors of a disk that is full, or must not be written, or of a path that can be no folder."""
 DIGESTS, DIGESTED = 5, 2**14
 """Number and bytes of the blocks of a file that stand for its content, the first and last among

@@ -138,8 +138,8 @@ def _named_files(folder: Path) -> list[str]:
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
             lost = dangling(folder / SINGLE) or dangling(folder / INDEX)
-            there = sorted(path.name for path in folder.glob("*.safetensors"))
-            only = f"; there is only {shorten(', '.join(there))}" if there else ""
+            others = sorted(path.name for path in folder.glob("*.safetensors"))
+            only = f"; there is only {shorten(', '.join(others))}" if others else ""
             raise ConfigError(lost or f"{folder}: there is neither {INDEX} nor {SINGLE}{only}")
         return [SINGLE]
     weight_map = read_config(folder / INDEX).get("weight_map")
