@@ -234,19 +234,19 @@ def expert_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
         yield Problem(EXPERTS, f"{model.title} has no experts; use 1", ("model",))
         return
     shared = job.degrees(world.ranks).fsdp
-    if experts.count % degree:
-        use = f"use {divisors(experts.count)}"
-        message = f"it does not divide the {experts.count} experts of {model.title}; {use}"
+    if experts.number % degree:
+        use = f"use {divisors(experts.number)}"
+        message = f"it does not divide the {experts.number} experts of {model.title}; {use}"
         yield Problem(EXPERTS, message, ("model",))
     elif shared > 0 and shared % degree:
-        fits = (n for n in range(1, shared + 1) if shared % n == experts.count % n == 0)
+        fits = (n for n in range(1, shared + 1) if shared % n == experts.number % n == 0)
         message = (
             f"it does not divide the {shared} ranks of data_parallel_shard_degree x "
             f"context_parallel_degree; use {alternatives(fits)}"
         )
         yield Problem(EXPERTS, message, DEGREES)
     elif shared > 0:
-        yield from _split_further(model, experts.count // degree, shared // degree, degree)
+        yield from _split_further(model, experts.number // degree, shared // degree, degree)
     if not job.sharding.places_experts:
         message = f'sharding.name = "{job.sharding.name}" has no expert parallelism; use 1, or '
         yield Problem(EXPERTS, f'{message}"fsdp2" there', ("sharding.name",))

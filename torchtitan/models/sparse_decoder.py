@@ -186,7 +186,7 @@ def sparse_shrink(args: Any, needed: MinShape) -> Any:
     return replace(small, **widths, **fewer, dense_layers=dense_layers)  # type: ignore[call-arg]
 
 
-def experts(args: SparseArgs) -> ExpertShape:
+def experts(args: Any) -> ExpertShape:
     """Return the experts of each block that has them."""
     return ExpertShape(args.n_experts, args.top_k, args.router_bias, args.load_balance)
 

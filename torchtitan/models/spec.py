@@ -124,7 +124,7 @@ class AttentionShape(NamedTuple):
 class ExpertShape(NamedTuple):
     """Experts of the blocks that have them."""
 
-    count: int
+    number: int
     chosen: int
     """Number of experts of a token."""
     has_bias: bool = False

@@ -146,7 +146,7 @@ def layouts(job: JobConfig, ranks: int, ranks_per_node: int) -> Iterator[Changes
 def expert_count(job: JobConfig) -> int:
     """Return the number of experts of a block; 0: there are none."""
     experts = MODELS[job.model.name].experts(job.model_args())
-    return experts.count if experts else 0
+    return experts.number if experts else 0
 
 
 def _experts(job: JobConfig, shards: int) -> list[dict[str, int]]:
