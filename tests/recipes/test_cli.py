@@ -1,5 +1,6 @@
 """The verbs of the `torchtitan` command, the schema for editors, and the reference page."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -28,7 +29,7 @@ from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.plan.fitting import memory
 from torchtitan.tools import commands
-from torchtitan.tools.cli import command, main, verbs
+from torchtitan.tools.cli import act, command, main, verbs
 from torchtitan.tools.commands import verb_of_help
 from torchtitan.tools.options import RecipeVerb, Verb, count, verb
 
@@ -53,6 +54,19 @@ def test_output_that_nobody_takes_is_no_traceback(output, said):
     shell += f" > {output}" if output else " | true"
     done = subprocess.run(["sh", "-c", shell], text=True, capture_output=True, check=False)
     assert done.stdout == f"{said}1\n"
+
+
+def test_a_full_disk_is_said(monkeypatch, capsys):
+    """A run leaves a traceback, as it may start again."""
+
+    def fill(words):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torchtitan.tools.cli.run", fill)
+    assert act(["plot", "r"]) == 1
+    assert capsys.readouterr().err == "error: a file cannot be written: No space left on device\n"
+    with pytest.raises(OSError):
+        act(["train", "r.toml"])
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def train_bpe(
     tokenizer.train_from_iterator(texts, trainer)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
-    tokenizer.save(str(unfinished))
+    unfinished.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     unfinished.replace(path)
 
 

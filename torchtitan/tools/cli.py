@@ -5,6 +5,7 @@ its options. It is imported when it is called: `--help` and the completion of a 
 reference instead.
 """
 
+import errno
 import gc
 import os
 import sys
@@ -112,10 +113,12 @@ def act(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return status
     except OSError as error:
-        if not drop_output():
+        what = "standard output" if drop_output() else "a file"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and argv[:1] != ["train"]
+        if what == "a file" and not is_full:
             raise
         if not isinstance(error, BrokenPipeError):  # `| head` has read enough
-            print_error(f"standard output cannot be written: {error.strerror}")
+            print_error(f"{what} cannot be written: {error.strerror}")
         return 1
     finally:
         IS_LAST.reset(token)
