@@ -281,6 +281,17 @@ def test_rich_gets_text_in_one_place():
     assert found == []
 
 
+def test_arguments_are_written_one_by_one():
+    found = [
+        f"{place(path)}:{node.lineno}: {ast.unparse(node)}"
+        for path in MODULES
+        for node in of_type(path, ast.Starred)
+        if isinstance(node.value, ast.Tuple)
+        and any(node in call.args for call in of_type(path, ast.Call))
+    ]
+    assert found == []
+
+
 @pytest.mark.costs("parses every module")
 def test_text_files_have_an_encoding():
     found = []

@@ -544,8 +544,10 @@ def build_on_meta(job: JobConfig, world: World, timeline: Timeline) -> ParallelM
     )
     shape = spec.attention(args)
     if mask := attention.describe(
-        *(shape.window_in(layout.seq_len) if shape else 0, world.device.type),
-        *(layout.precision.compute, shape.head_dim if shape else 0),
+        shape.window_in(layout.seq_len) if shape else 0,
+        world.device.type,
+        layout.precision.compute,
+        shape.head_dim if shape else 0,
         separates_documents=job.model.separates_documents,
         is_mixed=shape is not None and shape.is_mixed,
         has_sinks=shape is not None and shape.has_sinks,

@@ -243,7 +243,9 @@ def _acquire(dump_folder: Path, key: str) -> FileIO:
                 minutes = ENDING_SECONDS / 60
                 logger.info(
                     "waiting up to %.0f minutes for the run in %s (%s)",
-                    *(minutes, dump_folder, holder),
+                    minutes,
+                    dump_folder,
+                    holder,
                 )
         else:
             with suppress(FileNotFoundError):

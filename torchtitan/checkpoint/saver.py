@@ -282,7 +282,11 @@ class Saver:
                 delay = RETRY_SECONDS * 2 ** (attempt - 1)
                 logger.warning(
                     "%s: attempt %d of %d failed (%s); retrying in %g s",
-                    *(file, attempt, self.config.save_attempts, error.strerror or error, delay),
+                    file,
+                    attempt,
+                    self.config.save_attempts,
+                    error.strerror or error,
+                    delay,
                 )
                 time.sleep(delay)
         return write_file(file, pieces)
@@ -346,7 +350,9 @@ class Saver:
         last = f"step-{self.saved_step}" if self.saved_step else "none"
         logger.error(
             "step %d could NOT be saved: %s. Training continues; the last checkpoint is %s",
-            *(step, "; ".join(dict.fromkeys(problems)), last),
+            step,
+            "; ".join(dict.fromkeys(problems)),
+            last,
         )
 
     def _delete_old_checkpoints(self, check: Check) -> None:

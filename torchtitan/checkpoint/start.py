@@ -239,8 +239,13 @@ class ResumePolicy(NamedTuple):
             ConfigError: if resuming or starting afresh would surprise the user.
         """
         own = choose_own(
-            *(self.config, self.dump_folder, self.recipe, self.same_run, damaged or {}),
-            *(frequent, self.rate_change),
+            self.config,
+            self.dump_folder,
+            self.recipe,
+            self.same_run,
+            damaged or {},
+            frequent,
+            self.rate_change,
         )
         try:
             return own or self.initial()

@@ -138,7 +138,8 @@ def manifest(
         logger.warning(
             "--grace-seconds: %d s is less than a save is expected to take, %.3g s; a run that is "
             "killed during one resumes from the checkpoint before",
-            *(grace_seconds, planned),
+            grace_seconds,
+            planned,
         )
     dataset = job.data.dataset_path or ""
     submission = Submission(

@@ -306,7 +306,11 @@ class Meter:
             logger.warning(
                 "step %d: rank %d is slow: in %s it works %.3g s a step longer than the median "
                 "rank, %.0f%% of a step",
-                *(self._step, late.rank, late.phase, late.seconds, late.percent),
+                self._step,
+                late.rank,
+                late.phase,
+                late.seconds,
+                late.percent,
             )
         self.event(self._step, "straggler", **late._asdict())
 

@@ -459,5 +459,7 @@ def _warn_looped_once(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     logger.info(
         "experts: torch %s has no grouped product for %s matrices in %s, so experts are computed "
         "one after the other",
-        *(torch.__version__, " x ".join(map(str, sizes)), str(dtype).removeprefix("torch.")),
+        torch.__version__,
+        " x ".join(map(str, sizes)),
+        str(dtype).removeprefix("torch."),
     )

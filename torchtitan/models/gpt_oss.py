@@ -76,7 +76,11 @@ class OssBlock(SparseBlock):
     def __init__(self, args: GptOssArgs, rope: RotaryEmbedding) -> None:
         super().__init__(args, rope)
         self.attention = Attention(
-            *(args.dim, args.n_heads, args.n_kv_heads, args.head_size, rope),
+            args.dim,
+            args.n_heads,
+            args.n_kv_heads,
+            args.head_size,
+            rope,
             window=args.sliding_window,
             bias=True,
             has_sinks=True,

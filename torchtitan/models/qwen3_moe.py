@@ -94,19 +94,16 @@ HUGGING_FACE = decoder_format(
 
 FLAVORS = {
     "debugmodel": SparseArgs(
-        **vars(flavor(*(256, 6, 8, 768), n_kv_heads=4, head_dim=64, vocab_size=2048)),
+        **vars(flavor(256, 6, 8, 768, n_kv_heads=4, head_dim=64, vocab_size=2048)),
         n_experts=8,
         top_k=2,
         expert_dim=192,
     ),
     "30B-A3B": SparseArgs(
-        **vars(flavor(*(2048, 48, 32, 6144), n_kv_heads=4)), n_experts=128, top_k=8, expert_dim=768
+        **vars(flavor(2048, 48, 32, 6144, n_kv_heads=4)), n_experts=128, top_k=8, expert_dim=768
     ),
     "235B-A22B": SparseArgs(
-        **vars(flavor(*(4096, 94, 64, 12_288), n_kv_heads=4)),
-        n_experts=128,
-        top_k=8,
-        expert_dim=1536,
+        **vars(flavor(4096, 94, 64, 12_288, n_kv_heads=4)), n_experts=128, top_k=8, expert_dim=1536
     ),
 }
 

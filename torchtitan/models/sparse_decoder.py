@@ -79,7 +79,10 @@ class SparseBlock(TransformerBlock):
         if args.n_experts:
             del self.feed_forward
             self.mixture = MixtureOfExperts(
-                *(args.dim, args.n_experts, args.expert_dim, args.routing),
+                args.dim,
+                args.n_experts,
+                args.expert_dim,
+                args.routing,
                 shared_dim=args.shared_dim,
                 form=args.expert_form,
             )

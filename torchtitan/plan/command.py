@@ -1,4 +1,4 @@
-"""Predict memory and speed of a recipe on a cluster, without its devices.
+"""Predict a recipe's memory and speed on hardware that you do not have.
 
 For the folder of a run, show what it measured, too.
 """

@@ -74,8 +74,11 @@ class Guard:
         status.is_skipped, status.notes = True, skip.row
         logger.warning(
             "step %d: loss %g, gradient norm %g: %s; the update is %s",
-            *(self.state.step + 1, status.losses["loss"].item(), status.grad_norm.item()),
-            *(skip.why, self.update_is),
+            self.state.step + 1,
+            status.losses["loss"].item(),
+            status.grad_norm.item(),
+            skip.why,
+            self.update_is,
         )
         return False
 

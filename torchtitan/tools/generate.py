@@ -63,7 +63,8 @@ def generate(
     temperature: Annotated[
         float,
         Text(
-            *("X", "Divisor of the logits; 0: always take the most likely token (default: 1)."),
+            "X",
+            "Divisor of the logits; 0: always take the most likely token (default: 1).",
             parser=TEMPERATURE,
         ),
     ] = 1.0,
@@ -73,7 +74,8 @@ def generate(
     top_p: Annotated[
         float,
         Text(
-            *("X", "Sample from the most likely tokens with this total probability (default: 1)."),
+            "X",
+            "Sample from the most likely tokens with this total probability (default: 1).",
             parser=SHARE,
         ),
     ] = 1.0,

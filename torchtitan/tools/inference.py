@@ -261,7 +261,8 @@ class InferenceModel:
             logger.warning(
                 "the model was trained on sequences of %d tokens, but these have up to %d: it has "
                 "not seen the positions beyond",
-                *(stored.seq_len, length),
+                stored.seq_len,
+                length,
             )
         self.stored, self.length = stored, length
         self.vocabulary = stored.tokenizer.vocab_size

@@ -88,7 +88,9 @@ def segments_forward(
     for tile, bias in _tiles(segments, q):
         row, queries, keys = tile.row, slice(*tile.queries), slice(*tile.keys)
         of_tile, lse_of_tile = attention_forward(
-            *(q[row, None, :, queries], k[row, None, :, keys], v[row, None, :, keys]),
+            q[row, None, :, queries],
+            k[row, None, :, keys],
+            v[row, None, :, keys],
             causal=tile.is_causal,
             bias=bias,
         )
@@ -118,9 +120,12 @@ def segments_backward(
     for tile, bias in _tiles(segments, q):
         row, queries, keys = tile.row, slice(*tile.queries), slice(*tile.keys)
         of_q, of_k, of_v = attention_backward(
-            *(grad_out[row, None, :, queries], q[row, None, :, queries]),
-            *(k[row, None, :, keys], v[row, None, :, keys]),
-            *(out[row, None, :, queries], lse[row, None, :, queries]),
+            grad_out[row, None, :, queries],
+            q[row, None, :, queries],
+            k[row, None, :, keys],
+            v[row, None, :, keys],
+            out[row, None, :, queries],
+            lse[row, None, :, queries],
             causal=tile.is_causal,
             bias=bias,
         )
@@ -297,8 +302,11 @@ def _packed_backward(
     for layout in varlen_layouts(segments, rows, q.shape[2], k.shape[2], q.device):
         chosen = layout.queries.places
         shares = flash_backward(
-            *(_flat(grad_out, layout.queries), _flat(q, layout.queries)),
-            *(_flat(k, layout.keys), _flat(v, layout.keys), _flat(out, layout.queries)),
+            _flat(grad_out, layout.queries),
+            _flat(q, layout.queries),
+            _flat(k, layout.keys),
+            _flat(v, layout.keys),
+            _flat(out, layout.queries),
             flat_lse if chosen is None else flat_lse[:, chosen],
             layout,
         )
@@ -327,7 +335,7 @@ def _add(total: Tensor | None, share: Tensor, whole: Tensor, packed: PackedRows)
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, layout: VarlenLayout) -> tuple[Tensor, Tensor]:
     """Compute attention of packed queries (tokens, H, E); log-sum-exp (H, tokens) in float32."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, *_arguments(layout)), return_debug_mask=False, **_band(layout)
+        q, k, v, *_arguments(layout), return_debug_mask=False, **_band(layout)
     )
     return out, lse
 
@@ -344,8 +352,15 @@ def flash_backward(
     """Compute the gradients of q, k and v in `flash_forward`."""
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # without effect
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-        *(grad_out, q, k, v, out, lse.contiguous(), *_arguments(layout)),
-        *(random_state, torch.empty(0, device=q.device)),
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        *_arguments(layout),
+        random_state,
+        torch.empty(0, device=q.device),
         **_band(layout),
     )
     return grad_q, grad_k, grad_v

@@ -192,7 +192,8 @@ def complete_or_absent(destination: Path) -> Iterator[Path]:
         with TemporaryDirectory() as spool:
             logger.info(
                 "%s: first written to %s, which needs room for all of it; TMPDIR sets the place",
-                *(destination, spool),
+                destination,
+                spool,
             )
             yield Path(spool)
             upload(Path(spool), destination)

@@ -129,7 +129,9 @@ def _file_names(folder: Path) -> list[str]:
     if others := sorted(filter(other.fullmatch, there.difference(names))):
         logger.warning(
             "%s: weights are read from %s; not read: %s",
-            *(folder, names[0] if len(names) == 1 else INDEX, shorten(", ".join(others))),
+            folder,
+            names[0] if len(names) == 1 else INDEX,
+            shorten(", ".join(others)),
         )
     return names
 

@@ -156,7 +156,9 @@ def open_dcp(folder: Path, model: str | None, flavor: str | None) -> Opened:
         logger.warning(
             "%s: its shapes match %s, from which settings that do not affect shapes, such as "
             "heads and RoPE, are taken too. If its recipe sets other values: %s",
-            *(path, opened.network, command),
+            path,
+            opened.network,
+            command,
         )
     return opened
 

@@ -71,7 +71,9 @@ def gather(
         local = copy.to_local(grad_placements=[Partial()])
     whole = (
         DTensor.from_local(
-            *(local, parts, [split]),
+            local,
+            parts,
+            [split],
             run_check=False,
             # A dim that is split twice is evenly divisible, so that its shape follows.
             shape=None if is_split_again else parameter.shape,
@@ -87,7 +89,9 @@ def gather(
     if not is_split_again:
         return whole
     return DTensor.from_local(
-        *(whole, tensor_mesh, parameter.placements[-1:]),
+        whole,
+        tensor_mesh,
+        parameter.placements[-1:],
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),
