@@ -219,7 +219,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     config = {**DEFAULTS, **config}
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config["rope_scaling"] = SCALING
-    usual = kinds(config["num_hidden_layers"], True)
+    usual = kinds(config["num_hidden_layers"] or 0, True)
     found = config.pop("layer_types", None) or usual
     if found not in (usual, kinds(len(usual), False)):
         message = f"layer_types: got {show(found)}; wanted sliding_attention in every second block"

@@ -207,6 +207,9 @@ def args_in(
     if not isinstance(kinds, list) or any(each != kind for each in kinds):
         got = " and ".join(dict.fromkeys(map(show, kinds))) if isinstance(kinds, list) else kinds
         problems.append(f"{layers_key}: got {got} blocks; wanted {kind} in all")
+    elif config.get(layers_key) == kinds and len(kinds) != config.get("num_hidden_layers"):
+        got = f"num_hidden_layers {config.get('num_hidden_layers')}"
+        problems.append(f"{got} and layer_types of {len(kinds)} blocks; make them equal")
     if window == 0:  # of no token at all, where 0 here is no window
         problems.append("sliding_window: got 0; wanted at least 1, or null for no window")
     theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
@@ -272,15 +275,12 @@ def agreed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
-    """Find facts that are not of their type, or contradict the number of blocks."""
-    layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
-    for key in {*SIZES.values()} & config.keys():
-        if not isinstance(config[key], int):
-            yield f"{key}: got {show(config[key])}; wanted a number"
-    if isinstance(layers, int) and layers > MAX_LAYERS:
+    """Find facts that are not of their type."""
+    layers = config.get("num_hidden_layers")
+    if layers is not None and not isinstance(layers, int):
+        yield f"num_hidden_layers: got {show(layers)}; wanted a number"
+    elif layers is not None and layers > MAX_LAYERS:
         yield f"num_hidden_layers: got {layers}; wanted at most {MAX_LAYERS:,}"
-    elif isinstance(kinds, list) and isinstance(layers, int) and len(kinds) != layers:
-        yield f"num_hidden_layers {layers} and layer_types of {len(kinds)} blocks; make them equal"
     if not isinstance(uses := config.get("use_sliding_window"), bool | None):
         yield f"use_sliding_window: got {show(uses)}; wanted true or false"
     context = config.get("max_position_embeddings")

@@ -69,6 +69,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
     config = {"num_key_value_heads": 4, **config}
     dim, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    width = dim // heads if isinstance(dim, int) and isinstance(heads, int) and heads else None
     dense = config.get("mlp_only_layers") or []
     if dense != list(range(len(dense))):
         raise RecipeError([f"mlp_only_layers: got {show(dense)}; wanted the first blocks, or none"])
@@ -77,7 +78,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
         Qwen3MoeConfig,
         FIXED,
         window=config.get("sliding_window", 4096) if config.get("use_sliding_window") else None,
-        head_dim=config.get("head_dim") or (dim // heads if dim and heads else None),
+        head_dim=config.get("head_dim") or width,
         head_norms=True,
         n_experts=next((config[key] for key in EXPERTS if key in config), 128),
         top_k=config.get("num_experts_per_tok", 8),
