@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from tests import layouts  # noqa: E402
-from tests.estimate.real_memory import Peak, measured, planned  # noqa: E402
 from tests.parallel import test_muon  # noqa: E402
+from tests.plan.real_memory import Peak, measured, planned  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.research import layouts as of_systems  # noqa: E402
 from tests.research import (  # noqa: E402

@@ -36,7 +36,12 @@ def added() -> dict[str, str]:
 
 ADDED = added()
 LESS_SEARCHED = ("papers/", "benchmarks/", "changelog", "contributing", "modules", "api")
-MORE_SEARCHED = ("troubleshooting", "glossary", "quickstart", "layouts")
+MORE_SEARCHED = (
+    *("troubleshooting", "glossary", "quickstart", "layouts"),
+    *("checkpoint", "precision", "data.md"),
+)
+FILE = re.compile(r"<!-- file: (\S+) -->\n```(\w+)")
+"""The name of a file, above the block with its text."""
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -47,7 +52,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
-    """Fill in what is computed, and point links to where the site has their files."""
+    """Fill in what is computed, name files, and point links to where the site has theirs."""
+    markdown = FILE.sub(r'```\2 title="\1"', markdown)
     if page.file.src_uri == "commands.md":
         markdown += "\n\n" + "\n".join(help_of_verbs())
     if page.file.src_uri == "modules.md":

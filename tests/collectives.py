@@ -9,11 +9,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from tests.estimate import recorded as recordings
+from tests.plan import recorded as recordings
 from torchtitan.device import Device
 from torchtitan.flight_recorder import recorded
 from torchtitan.logging import logger
-from torchtitan.plan.link_traffic import messages_of
+from torchtitan.plan.messages import messages_of
 from torchtitan.tools.verify.measure import training
 
 SINGLE_NUMBERS = 6
@@ -69,7 +69,6 @@ def planned(job, ranks, rank):
 
 @contextmanager
 def counting_sends(sends):
-    """Note every message that this process sends meanwhile."""
     send = dist.ProcessGroup.send
 
     def noted(group, tensors, *rest):

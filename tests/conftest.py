@@ -46,14 +46,6 @@ def in_empty_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
 
 
-@pytest.fixture
-def uncompiled():
-    """Nothing is compiled here, and in ranks that are forked."""
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
-
-
 @pytest.fixture(autouse=True)
 def clean_state(monkeypatch):
     """Seeds set, no launcher and no network in the environment; what is changed is put back."""
@@ -82,6 +74,14 @@ def no_plan(monkeypatch):
         raise RecipeError(["planning is left out in this test"])
 
     monkeypatch.setattr("torchtitan.plan.comparison.plan_on", refuse)
+
+
+@pytest.fixture
+def uncompiled():
+    """Nothing is compiled here, and in ranks that are forked."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
 
 
 def pytest_collection_finish():

@@ -108,12 +108,8 @@ CASES = {
 """The writer of each case; its name starts with that of our format."""
 
 
-LIBRARIES = {
-    "megatron": "megatron",
-    "mds": "streaming",
-    "datatrove": "datatrove",
-    "litdata": "litdata",
-}
+LIBRARIES = {"megatron": "megatron", "mds": "streaming", "datatrove": "datatrove"}
+LIBRARIES |= {"litdata": "litdata"}
 
 
 def write(format, folder, count):

@@ -284,6 +284,12 @@ LAYOUTS = {
     "HSDP 2 x 2 x PP 2": case(2, replicate=2, shard=2),
     "CP 2 x TP 2 x PP 2, documents": case(2, cp=2, tp=2, documents=True),
 }
+
+
+def named(*names):
+    return {name: LAYOUTS[name] for name in names}
+
+
 if keeps_nodes_of_functions():  # else the recipe is refused
     LAYOUTS["PP 2, ZBVZeroBubble, loss in chunks"] = schedule("ZBVZeroBubble", chunk=100)
     LAYOUTS["PP 2, ZBVZeroBubble, z-loss in chunks"] = schedule(
@@ -484,6 +490,22 @@ def job(layout, optimizer, **sections):
     recipe = tiny.job(folder, **layout.recipe(optimizer=optimizers, training=training, **sections))
     added = {"convert": layout.convert, "auxiliary_losses": layout.auxiliary}
     return recipe.model_copy(update=added)
+
+
+def saving(layout, optimizer, folder, steps, interval=2, **sections):
+    """The same with so many steps, saved in `folder` after every `interval` of them."""
+    checkpoint = {"enable": True, "interval": interval} | sections.pop("checkpoint", {})
+    own = {"training": {"steps": steps}, "job": {"dump_folder": str(folder)}}
+    return job(layout, optimizer, checkpoint=checkpoint, **own, **sections)
+
+
+def resumed(steps, total=4, interval=2):
+    """Sections of a run of so many steps, saved at intervals, on its way to `total` steps."""
+    return {
+        "training": {"steps": steps},
+        "lr_scheduler": {"total_steps": total},
+        "checkpoint": {"enable": True, "interval": interval},
+    }
 
 
 def compared_by(layout):

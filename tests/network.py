@@ -93,7 +93,6 @@ class Network:
 
 
 def run(*command):
-    """Run a command that has to succeed."""
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 

@@ -16,8 +16,6 @@ class ClientError(Exception):
 
 
 class ObjectStore(MemoryFileSystem):
-    """In the memory of this process."""
-
     protocol = "store"
     store: dict[str, Any] = {}  # noqa: RUF012
     pseudo_dirs = [""]  # noqa: RUF012

@@ -26,9 +26,7 @@ def code_of_meta():
             super().__init__(rows, dim)
 
     contents = {
-        "fairscale": {},
-        "fairscale.nn": {},
-        "fairscale.nn.model_parallel": {},
+        **{key: {} for key in ("fairscale", "fairscale.nn", "fairscale.nn.model_parallel")},
         "fairscale.nn.model_parallel.initialize": {"get_model_parallel_world_size": lambda: 1},
         "fairscale.nn.model_parallel.layers": {
             "ColumnParallelLinear": Plain,

@@ -5,12 +5,20 @@ import signal
 import socket
 import time
 from pathlib import Path
+from unittest import SkipTest
+
+import torch
 
 from torchtitan import local_ranks
 
 
 def run_ranks(function, world, *args, device="cpu"):
-    """`function(*args)` on `world` ranks with a process group; the results in rank order."""
+    """`function(*args)` on `world` ranks with a process group; the results in rank order.
+
+    The test is skipped where there are fewer GPUs than it wants.
+    """
+    if device == "cuda" and torch.cuda.device_count() < world:
+        raise SkipTest(f"needs {world} GPUs")
     try:
         return local_ranks.run_ranks(function, world, *args, device=device)
     except local_ranks.RanksFailed as error:

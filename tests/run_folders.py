@@ -7,7 +7,6 @@ import time
 
 
 def write_run(folder, rows, recipe="", environment=None):
-    """A dump folder with these rows."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if recipe:
@@ -18,14 +17,12 @@ def write_run(folder, rows, recipe="", environment=None):
 
 
 def row(step, **values):
-    """A report."""
     known = {"loss": 2.0, "tps": 100.0, "mfu": None, "step_time": 1.0, "memory_gib": 1.0}
     known |= {"memory_pct": 10.0, "tokens": 1000 * step, "skipped": 0, "time/forward": 1.0}
     return {"step": step, "time": 100.0 + step, **known, **values}
 
 
 def note(folder, rank, state, step, pid=None):
-    """What a rank notes at each step."""
     (folder / "comm_traces").mkdir(parents=True, exist_ok=True)
     known = {"state": state, "step": step, "world_size": 2, "time": time.time()}
     known |= {"pid": pid or os.getpid(), "host": socket.gethostname()}
@@ -33,12 +30,10 @@ def note(folder, rank, state, step, pid=None):
 
 
 def log(folder, rank, *events):
-    """The event log of a rank."""
     (folder / "events").mkdir(parents=True, exist_ok=True)
     path = folder / f"events/rank{rank}.jsonl"
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 def steps(step, busy, wall=None):
-    """The event of a rank's report of one step."""
     return {"step": step, "event": "steps", "steps": 1, "wall": wall or busy, "busy": busy}

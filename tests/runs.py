@@ -1,12 +1,14 @@
 """Trains the tiny model, and reports what every layout must agree on.
 
-Several runs in one set of ranks cost much less than a set for each.
+Several runs in one set of ranks cost much less than a set for each. A machine on which scripts/gpu
+runs may lack pytest.
 """
 
 import json
+import logging
 import shutil
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from tests.ranks import run_ranks
 from torchtitan.build import build, resume_policy
 from torchtitan.checkpoint import choose_together
 from torchtitan.device import Device
+from torchtitan.logging import logger
 from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.tools.verify.measure import training
@@ -144,10 +147,25 @@ def compare_converted(found, expected, where, allowed=1e-5):
             assert off <= 0.05 * learned + 1e-9, f"{where}, step {step + 1}: {name} is off by {off}"
 
 
+@contextmanager
+def world_of(job):
+    """The world of a job, of which this is a rank on a CPU."""
+    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+        yield world
+
+
+def listening():
+    """What this rank logs from now on, line by line."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return said
+
+
 def train(job, look=weights):
     """Train as the entry point does, resuming if the recipe says so; the weights at the end."""
-    launch = Launch.read()
-    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         start = choose_together(resume_policy(job), world)
         run = build(job.with_batch(world.degrees, start.global_batch), world)
         with closing(run.batches):
@@ -166,7 +184,6 @@ def rows(folder):
 
 
 def losses(folder):
-    """Training loss by step."""
     return {row["step"]: row["loss"] for row in rows(folder) if "loss" in row}
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 
 import torch
-from torch import Tensor
 
 from tests import tiny
 from torchtitan.checkpoint.storage import SavedTensors, write_tensors
@@ -26,7 +25,6 @@ FLAVORS = {
 IN_META = [flavor for flavor in FLAVORS if flavor != "window"]
 """The flavors that Meta's format can express."""
 SPEC = dataclasses.replace(MODELS["llama3"], name="small", flavors=FLAVORS)
-Weights = dict[str, Tensor]
 
 
 def network(flavor="plain"):
@@ -53,7 +51,6 @@ def write_run(folder, name, sizes, network):
 
 
 def saved(folder, flavor="plain", recipe=None):
-    """A checkpoint of ours."""
     folder.mkdir(parents=True)
     named = {"model.name": "small", "model.flavor": flavor, "training.seq_len": SEQ_LEN}
     about = {"recipe": {**named, **(recipe or {})}}
@@ -62,7 +59,6 @@ def saved(folder, flavor="plain", recipe=None):
 
 
 def content(folder):
-    """What a checkpoint of ours holds."""
     tensors = SavedTensors(folder)
     return {name: tensors.read(name) for name in tensors.shapes()}
 

@@ -40,18 +40,14 @@ def read_torchx(text):
         runner.dryrun(component["train"](), "local_cwd")
 
 
-READERS = {
-    "kubeflow": read_kubernetes,
-    "jobset": read_kubernetes,
-    "skypilot": read_skypilot,
-    "torchx": read_torchx,
+TARGETS = {
+    "kubeflow": (read_kubernetes, "kubeflow_trainer_api"),
+    "jobset": (read_kubernetes, "kubeflow_trainer_api"),
+    "skypilot": (read_skypilot, "sky"),
+    "torchx": (read_torchx, "torchx"),
 }
-PACKAGES = {
-    "kubeflow": "kubeflow_trainer_api",
-    "jobset": "kubeflow_trainer_api",
-    "skypilot": "sky",
-    "torchx": "torchx",
-}
+"""The reader of each, and the package that it imports."""
 
 if __name__ == "__main__":
-    READERS[sys.argv[1]](Path(sys.argv[2]).read_text(encoding="utf-8"))
+    read, _ = TARGETS[sys.argv[1]]
+    read(Path(sys.argv[2]).read_text(encoding="utf-8"))

@@ -13,21 +13,20 @@ ROOT = Path(__file__).parent.parent
 RESULTS = sorted((ROOT / "benchmarks/results").glob("overhead_*.json"))
 
 
+def written_by(script, folder, *words):
+    """What a benchmark writes, on one thread."""
+    output = folder / "output"
+    command = [sys.executable, f"benchmarks/{script}.py", *words, "--output", output]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    return output.read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_overhead(ranks, tmp_path):
-    output = tmp_path / "result.json"
     small = ["--blocks", "2", "--steps", "1", "--warmup", "0", "--starts", "2"]
-    command = [sys.executable, "benchmarks/overhead.py", "--ranks", str(ranks), *small]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*command, "--output", str(output)],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-        capture_output=True,
-    )
-    result = json.loads(output.read_text())
+    result = json.loads(written_by("overhead", tmp_path, "--ranks", str(ranks), *small))
     assert result["ratio"]["median"] > 0
     assert result["tokens_per_step"] == 2048
     assert ("memory_gib" in result) == (ranks == 1)
@@ -35,11 +34,8 @@ def test_overhead(ranks, tmp_path):
 
 @pytest.mark.slow
 def test_cost_of_reporting(tmp_path):
-    output = tmp_path / "result.json"
-    small = ["--metrics", "--blocks", "2", "--steps", "1", "--output", str(output)]
-    command = [sys.executable, "benchmarks/overhead.py", *small]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    result = json.loads(output.read_text())
+    small = ["--metrics", "--blocks", "2", "--steps", "1"]
+    result = json.loads(written_by("overhead", tmp_path, *small))
     assert result["ratio"]["median"] > 0
     assert result["percent_of_step"]["median"] > 0
     assert set(result["milliseconds_a_step"]) == {"calls", "calls, wall", "threads", "processes"}
@@ -51,23 +47,21 @@ def test_results_say_how_they_were_made(path):
     assert result.keys() >= {"command", "device", "torch", "python", "date", "ratio"}
 
 
+def spread(found, digits):
+    """A median and its quartiles, as the page has them."""
+    low, middle, high = (f"{found[k]:.{digits}f}" for k in ("quartile_1", "median", "quartile_3"))
+    return middle, f"({low} to {high})"
+
+
 def test_page_quotes_the_results():
     page = (ROOT / "benchmarks/README.md").read_text()
     assert len(RESULTS) == 3
     for path in RESULTS:
-        ratio = json.loads(path.read_text())["ratio"]
-        low, middle, high = (f"{ratio[k]:.3f}" for k in ("quartile_1", "median", "quartile_3"))
-        assert f"{middle} ({low} to {high})" in page
+        assert " ".join(spread(json.loads(path.read_text())["ratio"], 3)) in page
     reporting = json.loads((ROOT / "benchmarks/results/overhead_metrics.json").read_text())
-    low, middle, high = (
-        f"{reporting['percent_of_step'][k]:.2f}" for k in ("quartile_1", "median", "quartile_3")
-    )
-    assert f"{middle} % ({low} to {high})" in page
+    assert " % ".join(spread(reporting["percent_of_step"], 2)) in page
     for kind, milliseconds in reporting["milliseconds_a_step"].items():
-        low, middle, high = (
-            f"{milliseconds[k]:.2f}" for k in ("quartile_1", "median", "quartile_3")
-        )
-        assert f"| {kind} | {middle} ({low} to {high}) |" in page
+        assert f"| {kind} | {' '.join(spread(milliseconds, 2))} |" in page
     profile = json.loads((ROOT / "benchmarks/results/profile_cpu_1_rank.json").read_text())
     for part, milliseconds in profile["milliseconds_of_our_step"].items():
         assert f"| {part} | {milliseconds:.2f} |" in page
@@ -151,11 +145,8 @@ def test_the_page_of_gpus_quotes_its_results():
 @pytest.mark.slow
 def test_memory_of_documents_is_linear(tmp_path):
     """As it is without a mask; with a dense mask it is quadratic."""
-    output = tmp_path / "page.md"
-    small = ["--lengths", "1024", "--counted", "2048", "4096", "--rounds", "2", "--output", output]
-    command = [sys.executable, "benchmarks/document_attention.py", *small]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    text = output.read_text()
+    small = ["--lengths", "1024", "--counted", "2048", "4096", "--rounds", "2"]
+    text = written_by("document_attention", tmp_path, *small)
     assert text.count("| 1,024 |") == 10
     assert re.search(
         r"^\| 1,024 \| causal \| .+ \| 1\.000 \(1\.000 to 1\.000\) \| 1\.000 \|$", text, re.M
@@ -171,11 +162,7 @@ def test_memory_of_documents_is_linear(tmp_path):
 
 @pytest.mark.slow
 def test_saving_and_loading(tmp_path):
-    output = tmp_path / "page.md"
-    command = [sys.executable, "benchmarks/checkpoint.py", "--quick", "--output", str(output)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
-    page = output.read_text()
+    page = written_by("checkpoint", tmp_path, "--quick")
     for name in ("dcp.save", "ours, with hashes", "ours, verified", "resumed: verify and load"):
         assert re.search(rf"^\| {name}.*\| \d+\.?\d* \(", page, re.MULTILINE), name
     kept = (ROOT / "benchmarks/results/checkpoint.md").read_text()
@@ -184,14 +171,8 @@ def test_saving_and_loading(tmp_path):
 
 @pytest.mark.slow
 def test_speed_and_memory_of_data(tmp_path):
-    output = tmp_path / "page.md"
     parts = ["loading", "starts", "resume", "memory"]
-    command = ["benchmarks/data.py", "--quick", "--output", output, "--parts", *parts]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, check=True, capture_output=True
-    )
-    page = output.read_text()
+    page = written_by("data", tmp_path, "--quick", "--parts", *parts)
     assert [count for count, *_ in rows(page)] == ["1,000", "10,000"]
     assert re.search(r"sample 0: [\d.]+ \(.+\); sample 1,000: [\d.]+ \(", page)
     assert re.search(r"Of 1 shard: [\d.]+ \(.+\); of 3 shards: [\d.]+ \(", page)

@@ -77,8 +77,6 @@ SHORT = {"--training.seq_len": "32"}
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
-
     page: Path
     line: int
     language: str

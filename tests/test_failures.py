@@ -15,11 +15,8 @@ from torchtitan.flight_recorder import read_traces
 from torchtitan.tools.cli import main
 
 TINY = [
-    "--job.imports=tests.tiny,tests.faults",
-    "--model.name=tiny",
-    "--model.flavor=tiny",
-    "--training.steps=1000",
-    "--comm.train_timeout_seconds=3",
+    *("--job.imports=tests.tiny,tests.faults", "--model.name=tiny", "--model.flavor=tiny"),
+    *("--training.steps=1000", "--comm.train_timeout_seconds=3"),
     # Fewer than a step has, so that the report comes from a ring that has gone round.
     "--comm.trace_buf_size=8",
 ]

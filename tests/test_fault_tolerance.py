@@ -24,27 +24,14 @@ from torchtitan.resilience.replica_groups.group import transport
 
 pytest.importorskip("torchft", reason='needs torchft: pip install "torchft>=0.2,<0.3"')
 RECIPE_OF_ALL = [
-    "--model.name=tiny",
-    "--model.flavor=tiny",
-    "--training.local_batch_size=2",
-    "--training.global_batch_size=8",
-    "--training.seq_len=32",
-    "--training.mixed_precision_param=float32",
-    "--training.gc_freq=2",
-    "--activation_checkpoint.mode=none",
-    "--lr_scheduler.warmup_steps=2",
-    "--no-data.report_unigram_loss",
-    "--no-validation.enable",
-    "--metrics.log_freq=1",
-    "--checkpoint.enable",
-    "--checkpoint.interval=1000",
+    *("--model.name=tiny", "--model.flavor=tiny", "--training.mixed_precision_param=float32"),
+    *("--training.local_batch_size=2", "--training.global_batch_size=8", "--training.seq_len=32"),
+    *("--training.gc_freq=2", "--activation_checkpoint.mode=none", "--metrics.log_freq=1"),
+    *("--lr_scheduler.warmup_steps=2", "--no-data.report_unigram_loss", "--no-validation.enable"),
+    *("--checkpoint.enable", "--checkpoint.interval=1000"),
 ]
-FLAGS = [
-    "--job.imports=tests.tiny,tests.meeting",
-    *RECIPE_OF_ALL,
-    "--fault_tolerance.enable",
-    "--fault_tolerance.group_size=2",
-]
+OF_GROUPS = ["--fault_tolerance.enable", "--fault_tolerance.group_size=2"]
+FLAGS = ["--job.imports=tests.tiny,tests.meeting", *RECIPE_OF_ALL, *OF_GROUPS]
 
 
 @pytest.fixture

@@ -35,20 +35,20 @@ EACH_STAGE = [*QUICK, "trains", "toy: eager", "refresh of 4,096", "405B, TP"]
 
 
 @pytest.mark.parametrize(
-    ("cases", "counts"),
+    ("cases", "workers", "counts"),
     [
         pytest.param(
-            *(QUICK, {"right": 2, "ranks": 1, "fast": 2, "systems": 1}), marks=pytest.mark.gate
+            *(QUICK, 1, {"right": 2, "ranks": 1, "fast": 2, "systems": 1}), marks=pytest.mark.gate
         ),
         pytest.param(
-            *(EACH_STAGE, {"right": 2, "ranks": 1, "fast": 3, "many": 1, "systems": 2}),
+            *(EACH_STAGE, 2, {"right": 2, "ranks": 1, "fast": 3, "many": 1, "systems": 2}),
             marks=pytest.mark.slow,
         ),
     ],
     ids=["quick", "each stage"],
 )
-def test_cases_are_rehearsed_with_few_packages(cases, counts, tmp_path):
-    done = gpu(tmp_path, "--rehearse", "--workers", "2", "--only", *cases)
+def test_cases_are_rehearsed_with_few_packages(cases, workers, counts, tmp_path):
+    done = gpu(tmp_path, "--rehearse", "--workers", str(workers), "--only", *cases)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "page.md").read_text()
     for stage, count in counts.items():
@@ -73,15 +73,20 @@ def test_without_a_device_it_says_so(tmp_path, monkeypatch):
     assert "there is no CUDA device here; --rehearse" in done.stderr
 
 
+def written(folder, stage, rows):
+    """The page of a folder with these results of a stage."""
+    (folder / f"{stage}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (folder / "environment.json").write_text(json.dumps({"device": "D", "command": "c"}))
+    return page.write(folder)
+
+
 def test_a_later_result_replaces_an_earlier_one(tmp_path):
     """And a figure of a table is that of the file."""
     row = {"case": "8B: compiled", "seconds": 1.0, "traceback": "", "error": None}
-    figures = {"tokens/s": 100.0, "quartiles": [90.0, 110.0], "GiB": 1.0, "warm-up s": 2.0}
-    later = {**figures, "tokens/s": 200.0, "TFLOP/s": 3.0}
-    rows = [row | {"error": "RuntimeError: x", "figures": {}}, row | {"figures": later}]
-    (tmp_path / "fast.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    (tmp_path / "environment.json").write_text(json.dumps({"device": "D", "command": "c"}))
-    text = page.write(tmp_path)
+    figures = {"tokens/s": 200.0, "quartiles": [90.0, 110.0], "GiB": 1.0, "warm-up s": 2.0}
+    later = row | {"figures": {**figures, "TFLOP/s": 3.0}}
+    rows = [row | {"error": "RuntimeError: x", "figures": {}}, later]
+    text = written(tmp_path, "fast", rows)
     assert "| fast | 1 | 0 | 0 |" in text
     assert "| compiled | 200 (90 to 110) | 1.000 |" in text
     assert "RuntimeError" not in text
@@ -89,16 +94,11 @@ def test_a_later_result_replaces_an_earlier_one(tmp_path):
 
 def test_systems_have_tables(tmp_path):
     """A rank that ran out of memory is in them, as is what is planned of it."""
+    card = {"GiB": 20.0, "allowed GiB": 23.1, "ms": 900.0, "refresh s": 12.0}
     figures = {
         "8B: RTP": {"ranks": 8, "GiB": 20.0, "planned GiB": 19.0, "ms": 10, "spread": [9, 12]},
         "8B: FSDP 1, full shard": {"out of memory": "CUDA", "planned GiB": 130.0},
-        "7B in 24 GB: GaLore": {
-            "GiB": 20.0,
-            "allowed GiB": 23.1,
-            "ms": 900.0,
-            "refresh s": 12.0,
-            "losses": [10.5, 9.25],
-        },
+        "7B in 24 GB: GaLore": {**card, "losses": [10.5, 9.25]},
         "7B in 24 GB: AdamW": {"out of memory": "CUDA"},
         "refresh of 8 x 8": {"methods": {"exact": {"ms": [1.0, 0.5, 2.0], "energy": 0.9}}},
         "ViT-MAE 3b: drawn": {"images/s": 100.5, "images": 32, "GiB": 50.0},
@@ -108,9 +108,7 @@ def test_systems_have_tables(tmp_path):
         {"case": case, "error": None, "figures": found, "seconds": 1.0}
         for case, found in figures.items()
     ]
-    (tmp_path / "systems.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    (tmp_path / "environment.json").write_text(json.dumps({"device": "D", "command": "c"}))
-    text = page.write(tmp_path)
+    text = written(tmp_path, "systems", rows)
     for line in (
         "| RTP | 8 | 20.0 | 19.0 | -5.0% | 10 (9 to 12) |",
         "| FSDP 1, full shard | - | out of memory | 130.0 | - | - |",

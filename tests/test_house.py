@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from importlib import import_module
-from typing import TypeVar
 
 import pytest
 
@@ -45,7 +44,6 @@ LAYERS = [
     ["config", "device", "digest", "torch_private", "local_ranks", "packages"],
     ["logging"],
 ]
-Node = TypeVar("Node", bound=ast.AST)
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = [
     *("datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich", "torchao"),
@@ -217,12 +215,8 @@ def loaded(tmp_path_factory):
     words = [f"{PACKAGE.parent}/train_configs/debug_model.toml", "--training.steps", "1"]
     words += [f"--job.dump_folder={tmp_path_factory.mktemp('run')}", "--training.seq_len=32"]
     words += ["--no-validation.enable", "--no-checkpoint.enable"]
-    command = [
-        sys.executable,
-        "-c",
-        IMPORTS.replace("VERBS", ", ".join(modules_of_verbs())),
-        *words,
-    ]
+    imports = IMPORTS.replace("VERBS", ", ".join(modules_of_verbs()))
+    command = [sys.executable, "-c", imports, *words]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return {stage: set(names) for stage, names in json.loads(printed.splitlines()[-1]).items()}
 
@@ -270,16 +264,8 @@ def test_nothing_depends_on_what_python_drops():
     assert found == []
 
 
-MARKUP = {
-    "Console",
-    "Progress",
-    "TextColumn",
-    "Status",
-    "Spinner",
-    "from_markup",
-    "render",
-    "track",
-}
+MARKUP = {"Console", "Progress", "TextColumn", "Status", "Spinner", "from_markup"}
+MARKUP |= {"render", "track"}
 
 
 @pytest.mark.costs("parses every module")
@@ -291,6 +277,17 @@ def test_rich_gets_text_in_one_place():
         if "rich" in text(path) and place(path) != "logging.py"
         for node in of_type(path, ast.Call)
         if last_name(node.func) in MARKUP
+    ]
+    assert found == []
+
+
+def test_arguments_are_written_one_by_one():
+    found = [
+        f"{place(path)}:{node.lineno}: {ast.unparse(node)}"
+        for path in MODULES
+        for node in of_type(path, ast.Starred)
+        if isinstance(node.value, ast.Tuple)
+        and any(node in call.args for call in of_type(path, ast.Call))
     ]
     assert found == []
 

@@ -13,12 +13,13 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.submission import PACKAGES
+from tests.submission import TARGETS
 from torchtitan.cluster.manifest import TEMPLATES, split, yaml_text
 from torchtitan.cluster.schedulers import fill
 from torchtitan.tools.cli import main
 
 ROOT = Path(__file__).parent.parent
+RECIPE = "train_configs/llama3_70b.toml"
 TWELVE = ["--training.global_batch_size", "12"]
 LANGUAGES = {"slurm": "text", "torchx": "text"}
 """Of the blocks in docs/clusters that are no YAML."""
@@ -42,8 +43,7 @@ SBATCH = {
 
 
 def written(capsys, target, *words):
-    recipe = "train_configs/llama3_70b.toml"
-    assert main(["manifest", recipe, "--for", target, *words]) == 0
+    assert main(["manifest", RECIPE, "--for", target, *words]) == 0
     return capsys.readouterr().out
 
 
@@ -76,8 +76,7 @@ def is_right_jobset(spec):
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     shell, option, line = container["command"]
     assert (shell, option) == ("sh", "-c")
-    recipe = "train_configs/llama3_70b.toml"
-    assert line == f"torchtitan preflight {recipe} && exec torchtitan train {recipe}"
+    assert line == f"torchtitan preflight {RECIPE} && exec torchtitan train {RECIPE}"
     mounted = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
     assert mounted == {"shm": "/dev/shm", "work": "/work"}
     assert {each["name"] for each in pod["volumes"]} == set(mounted)
@@ -99,10 +98,11 @@ HARM = {
 @pytest.mark.parametrize("target", HARM)
 def test_the_software_itself_reads_it(target, capsys, tmp_path):
     python = os.environ.get("TORCHTITAN_ORACLES", sys.executable)
-    look = f"import {PACKAGES[target]}"
+    _, package = TARGETS[target]
+    look = f"import {package}"
     if subprocess.run([python, "-c", look], capture_output=True, check=False).returncode:
         pytest.skip(
-            f"{PACKAGES[target]} is not installed; TORCHTITAN_ORACLES may name the Python of an "
+            f"{package} is not installed; TORCHTITAN_ORACLES may name the Python of an "
             "environment that has it"
         )
     file = tmp_path / "job.py"
@@ -157,7 +157,7 @@ def test_skypilot(capsys):
     }
     folder, *commands = task["run"].splitlines()
     assert folder == "cd /work"
-    given = ["train_configs/llama3_70b.toml", *words]
+    given = [RECIPE, *words]
     assert shlex.split("\n".join(commands)) == [
         *("torchtitan", "preflight", *given, "&&"),
         *("torchtitan", "train", *given),
@@ -232,13 +232,12 @@ WHERE = {
 @pytest.mark.parametrize("target", TEMPLATES)
 def test_what_a_recipe_asks_of_the_scheduler(target, capsys, tmp_path):
     words = [word for key, value in ASKED.items() for word in (f"--job.manifest.{key}", value)]
-    recipe = "train_configs/llama3_70b.toml"
-    assert main(["manifest", recipe, "--for", target, *words, "--training.steps", "7"]) == 0
+    assert main(["manifest", RECIPE, "--for", target, *words, "--training.steps", "7"]) == 0
     text, notes = capsys.readouterr()
     for part in WHERE[target]:
         assert part in text
     # The run is not told, and the user is told of what the scheduler does not take.
-    assert f"torchtitan train {recipe} --training.steps 7" in text
+    assert f"torchtitan train {RECIPE} --training.steps 7" in text
     assert "job.manifest" not in text
     left_out = ASKED.keys() - WHERE[target].values()
     assert {key for key in ASKED if key in notes} == left_out
@@ -249,6 +248,33 @@ def test_what_a_recipe_asks_of_the_scheduler(target, capsys, tmp_path):
         checked(text, target)
 
 
+@pytest.mark.parametrize(
+    "recipe", ["8b.toml", "日本.toml", f"{'x' * 70}.toml", "it's \\N.toml", ""]
+)
+@pytest.mark.parametrize("target", TEMPLATES)
+def test_any_recipe_and_any_line_of_a_shell(recipe, target, capsys, tmp_path, monkeypatch):
+    """A job has a name of Kubernetes, and no comment or operator hides what follows its line."""
+    monkeypatch.chdir(tmp_path)
+    if recipe:
+        Path(recipe).write_text(f'extends = "{ROOT / "train_configs/debug_model.toml"}"\n')
+    lines = ["module load cuda # 12", "export A=b;", " "]
+    words = [recipe, "--for", target, "--world-size", "8", "--hardware", "h100"]
+    words += ["--training.steps", "7", "--job.manifest.setup", *lines]
+    assert main(["manifest", *filter(None, words)]) == 0
+    text = capsys.readouterr().out
+    assert "None" not in text
+    if target == "slurm":
+        (tmp_path / "job.sh").write_text(text)
+        subprocess.run(["bash", "-n", tmp_path / "job.sh"], check=True)
+    elif target == "torchx":
+        ast.parse(text)
+    else:
+        name = checked(text, target)[-1].get("metadata", {"name": "run"})["name"]
+        assert re.fullmatch(r"[a-z]([-a-z0-9]{,38}[a-z0-9])?", name)
+    shell = re.search("module load.*", text)[0]
+    assert "# 12' " in shell.replace("\\'", "'")
+
+
 def test_hardware_may_be_a_flag(capsys):
     words = ["manifest", "train_configs/debug_model.toml", "--world-size", "8", "--for", "slurm"]
     words += ["--job.hardware", ""]
@@ -256,13 +282,16 @@ def test_hardware_may_be_a_flag(capsys):
     told = capsys.readouterr().err
     assert "--hardware" in told
     assert "--devices-per-node" in told
-    assert main([*words, "--hardware", "h100"]) == 0
-    assert "--gpus-per-task=8" in capsys.readouterr().out
+    for hardware in ("h100", "torchtitan/plan/hardware/h100.toml"):
+        assert main([*words, "--hardware", hardware]) == 0
+        assert "--gpus-per-task=8" in capsys.readouterr().out
+    assert main([*words, "--hardware", hardware, "--for", "skypilot"]) == 0
+    assert 'accelerators: "H100:8"' in capsys.readouterr().out
 
 
 def test_a_grace_shorter_than_a_save_is_noted(capsys):
     for seconds, is_short in (("26", True), ("27", False)):
-        words = ["train_configs/llama3_70b.toml", "--for", "jobset", "--grace-seconds", seconds]
+        words = [RECIPE, "--for", "jobset", "--grace-seconds", seconds]
         assert main(["manifest", *words]) == 0
         printed = capsys.readouterr()
         assert f"terminationGracePeriodSeconds: {seconds}\n" in printed.out
@@ -297,10 +326,9 @@ def test_torchx(capsys):
     ]
     given = {word.arg: ast.unparse(word.value) for word in role.keywords}
     assert given["num_replicas"] == "32"
-    recipe = "train_configs/llama3_70b.toml"
     assert ast.literal_eval(given["entrypoint"]) == "sh"
     assert ast.literal_eval(given["args"]) == [
-        *("-c", f"torchtitan preflight {recipe} && exec torchtitan train {recipe}")
+        *("-c", f"torchtitan preflight {RECIPE} && exec torchtitan train {RECIPE}")
     ]
     set_there = ast.literal_eval(given["env"]) | {"TORCHX_RANK0_HOST": "first"}
     options, _ = fill({}, set_there, lambda: 1)
@@ -314,7 +342,7 @@ def test_without_a_preflight(capsys):
         assert "preflight" not in text
         assert "&&" not in text
     [task] = checked(written(capsys, "skypilot", "--no-preflight"), "skypilot")
-    assert task["run"] == "cd /work\ntorchtitan train train_configs/llama3_70b.toml\n"
+    assert task["run"] == f"cd /work\ntorchtitan train {RECIPE}\n"
 
 
 def test_a_recipe_of_a_laptop_asks_for_no_devices(capsys):

@@ -29,11 +29,9 @@ class Trial:
 
     @property
     def run(self):
-        """The folder of the run, which both nodes see."""
         return self.folder / "run"
 
     def start(self, node):
-        """Start the launcher of a node."""
         steps = f"--training.steps={self.steps}"
         words = command(self.run, steps, SAVES, *TIMEOUTS, processes="1", **self.options)
         process = started(self.net.on(node, words), self.log_file(node), FAULT=self.fault)
@@ -43,11 +41,9 @@ class Trial:
         return self.folder / f"{node}.log"
 
     def log(self, node):
-        """What a node said."""
         return self.log_file(node).read_text()
 
     def wait_for(self, what):
-        """Until it is so, while all nodes are alive."""
         while not what():
             for number, node in self.nodes.items():
                 assert node.poll() is None, self.log(number)
@@ -60,7 +56,6 @@ class Trial:
         self.wait_for(lambda: [note["step"] > last + steps for note in notes(self.run)] == enough)
 
     def finish(self):
-        """Both end well, with the losses of a run that nothing happened to."""
         (self.run / "hurry").touch()
         for number, node in self.nodes.items():
             assert node.wait(timeout=600) == 0, self.log(number)
@@ -92,7 +87,6 @@ CUTS = {
 
 
 def healed(trial, ranks=2):
-    """It trains again, and ends well."""
     trial.wait_for_steps(1, ranks)
     trial.finish()
 

@@ -13,10 +13,10 @@ from tests.test_docs import prose
 from torchtitan.checks import load_job
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.plan import device_streams, libraries, search
+from torchtitan.plan import device_streams, search, search_report
+from torchtitan.plan import memory as plan_memory
 from torchtitan.plan import plan as plans
 from torchtitan.plan.hardware import find_hardware
-from torchtitan.plan.report import plan_search
 
 PAGES = {name: ROOT / name for name in ("README.md", "docs/plan.md")}
 NUMBER = r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?!\w)"
@@ -54,12 +54,12 @@ def stated(page):
         yield f"trained: {steps} steps"
         return
     device = find_hardware("h100")
-    yield f"({device.communicator_gib:g} GiB, and {libraries.PAIR_GIB:.2f} GiB for each rank"
+    yield f"({device.communicator_gib:g} GiB, and {plan_memory.PAIR_GIB:.2f} GiB for each rank"
     yield "an MFU above 1"
     yield f"take {device_streams.CONTENTION:g} times as long"
     yield f"at least {search.LEAST} layouts"
     yield f"the best {search.TOP}, or after"
-    yield f"({plan_search.SECONDS:g} by default)"
+    yield f"({search_report.SECONDS:g} by default)"
     results = (ROOT / "benchmarks/results/plan_accuracy.md").read_text()
     yield re.findall(r"^median absolute error: .*$", results, re.MULTILINE)[0]
     memory, time = (

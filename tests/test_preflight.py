@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from torchtitan.tools.cli import main
 LOOSE = 0.001
 """Least rate at which a rank that is slow only by chance is not a fault."""
 PORTS = iter(range(11_000 + os.getpid() % 5000, 20_000))
-Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def a_second(act, device):

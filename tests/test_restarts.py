@@ -20,56 +20,35 @@ from tests.test_launch import wait_for_step
 from tests.tiers import tiers
 from torchtitan.checkpoint import saved_steps
 
+COUNTS = "PET_NNODES={nodes} PET_NODE_RANK={node} PET_NPROC_PER_NODE=1 "
+MASTER = "PET_MASTER_ADDR=127.0.0.1 PET_MASTER_PORT={port} "
 STUBS = {
-    "Kubeflow": lambda node, nodes, port: {
-        "PET_NNODES": nodes,
-        "PET_NODE_RANK": node,
-        "PET_NPROC_PER_NODE": 1,
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": port,
-    },
-    "SkyPilot": lambda node, nodes, port: {
-        "SKYPILOT_NUM_NODES": nodes,
-        "SKYPILOT_NODE_RANK": node,
-        "SKYPILOT_NUM_GPUS_PER_NODE": 1,
-        "SKYPILOT_NODE_IPS": "\n".join(["127.0.0.1"] * nodes),
-        "PET_MASTER_ADDR": "127.0.0.1",  # for a port of its own
-        "PET_MASTER_PORT": port,
-    },
-    "Slurm": lambda node, nodes, port: {
-        "SLURM_JOB_ID": port,
-        "SLURM_STEP_ID": 0,
-        "SLURM_JOB_NUM_NODES": nodes,
-        "SLURM_NODEID": node,
-        "SLURM_GPUS_ON_NODE": 1,
-        "SLURM_STEP_TASKS_PER_NODE": f"1(x{nodes})",
-        "SLURM_JOB_NODELIST": "127.0.0.1",
-    },
-    "TorchX": lambda node, nodes, port: {
-        "TORCHX_RANK0_HOST": "127.0.0.1",
-        "PET_NNODES": nodes,
-        "PET_NPROC_PER_NODE": 1,
-        "PET_NODE_RANK": node,
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": port,
-    },
+    "Kubeflow": COUNTS + MASTER,
+    "SkyPilot": MASTER  # for a port of its own
+    + "SKYPILOT_NUM_NODES={nodes} SKYPILOT_NODE_RANK={node} SKYPILOT_NUM_GPUS_PER_NODE=1 "
+    "SKYPILOT_NODE_IPS={addresses}",
+    "Slurm": "SLURM_JOB_ID={port} SLURM_STEP_ID=0 SLURM_JOB_NUM_NODES={nodes} SLURM_NODEID={node} "
+    "SLURM_GPUS_ON_NODE=1 SLURM_STEP_TASKS_PER_NODE=1(x{nodes}) SLURM_JOB_NODELIST=127.0.0.1",
+    "TorchX": COUNTS + MASTER + "TORCHX_RANK0_HOST=127.0.0.1",
 }
 """Variables that a scheduler sets for a node of several, with one process each."""
 PORTS = iter(range(21_000 + os.getpid() % 5000, 30_000))
 
 
+def variables(scheduler, node, nodes, port):
+    addresses = "\n".join(["127.0.0.1"] * nodes)
+    text = STUBS[scheduler].format(node=node, nodes=nodes, port=port, addresses=addresses)
+    return dict(word.split("=") for word in text.strip(" ").split(" "))
+
+
 def nodes_of(scheduler, nodes, words, folder, stack, fault):
     """Start the same command on each node of a scheduler."""
-    port = next(PORTS)
-    variables = (STUBS[scheduler](node, nodes, port) for node in range(nodes))
-    return [
-        stack.enter_context(
-            started(
-                words, folder / f"log{node}", FAULT=fault, **{k: str(v) for k, v in own.items()}
-            )
-        )
-        for node, own in enumerate(variables)
-    ]
+    port, found = next(PORTS), []
+    for node in range(nodes):
+        own = variables(scheduler, node, nodes, port)
+        started_one = started(words, folder / f"log{node}", FAULT=fault, **own)
+        found.append(stack.enter_context(started_one))
+    return found
 
 
 @pytest.mark.parametrize("scheduler", tiers(STUBS, [], gate=["Kubeflow"]))
@@ -110,10 +89,10 @@ def test_nodes_resume_from_their_own_disks(tmp_path):
         """Start both nodes, each of which has another disk at the same path."""
         found = []
         for node in range(2):
-            (own := tmp_path / f"disk{node}").mkdir(exist_ok=True)
-            mount = partial(launched.mount, "--bind", own, shared)
-            variables = {k: str(v) for k, v in STUBS["Kubeflow"](node, 2, port).items()}
-            one = started(words, logs[node], mount, FAULT=fault, **variables)
+            (disk := tmp_path / f"disk{node}").mkdir(exist_ok=True)
+            mount = partial(launched.mount, "--bind", disk, shared)
+            own = variables("Kubeflow", node, 2, port)
+            one = started(words, logs[node], mount, FAULT=fault, **own)
             found.append(stack.enter_context(one))
         return found
 
@@ -147,14 +126,17 @@ def test_launcher_as_first_process_forwards_signals_and_reaps(tmp_path):
         wait_for_step(folder, 3, outer)
         launcher, *ranks = descendants(outer.pid)
         assert Path(f"/proc/{launcher}/status").read_text().split("NSpid:")[1].split()[1] == "1"
-        # A child of a rank that ends before it becomes a child of the first process.
-        orphan = "import os, time; os.fork() or (time.sleep(1), os._exit(0))"
+        # A child of a rank that ends before it becomes a child of the first process. It has the
+        # output that is waited for, so that it has ended after `run`.
+        orphan = (
+            "import os, time\nparent = os.getpid()\nif not os.fork():\n"
+            "    while os.getppid() == parent:\n        time.sleep(0.01)\n    os._exit(0)"
+        )
         enter = ["nsenter", "-t", str(launcher), "-p", sys.executable, "-c", orphan]
-        subprocess.run(enter, check=True)
+        subprocess.run(enter, check=True, stdout=subprocess.PIPE)
         until = time.monotonic() + 20
-        time.sleep(1.5)
         while zombies(launcher) and time.monotonic() < until:
-            time.sleep(0.5)
+            time.sleep(0.05)
         left = zombies(launcher)
         os.kill(launcher, signal.SIGTERM)
         assert outer.wait(timeout=100) == 75, (tmp_path / "log").read_text()

@@ -7,7 +7,7 @@ import shutil
 import sys
 import warnings
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -29,8 +29,6 @@ FLAGS = f"""--training.seq_len {SEQ_LEN} --training.local_batch_size 1
 
 
 class Counts:
-    """What a rank has done so far."""
-
     def __init__(self):
         self.found = Counter()
         self.paths = []
@@ -53,7 +51,6 @@ class Counts:
         sys.addaudithook(see)
 
     def result(self):
-        """Return the numbers, by name."""
         code = {str(getattr(m, "__file__", "")) for m in list(sys.modules.values())}
         apart = ("/proc", "/sys", "/dev", "__editable__", sys.prefix, sys.base_prefix)
         paths = [p for p in self.paths if p not in code and not p.startswith(apart)]
@@ -107,13 +104,14 @@ def among_others(counts, ranks, sent):
             found["their bytes"] += tensor.nbytes
         return reduce(tensor, *args, **settings)
 
-    with ExitStack() as opened:
-        opened.enter_context(replace(dist, "init_process_group", join))
-        opened.enter_context(replace(dist, "new_group", make))
-        opened.enter_context(replace(dist, "all_reduce", all_reduce))
-        opened.enter_context(replace(dist, "all_gather_object", all_gather))
-        opened.enter_context(replace(dist, "gather_object", gather))
-        opened.enter_context(replace(dist, "broadcast_object_list", broadcast))
+    with (
+        replace(dist, "init_process_group", join),
+        replace(dist, "new_group", make),
+        replace(dist, "all_reduce", all_reduce),
+        replace(dist, "all_gather_object", all_gather),
+        replace(dist, "gather_object", gather),
+        replace(dist, "broadcast_object_list", broadcast),
+    ):
         yield
 
 
@@ -133,25 +131,19 @@ def take_part(words):
 
 
 def write_data(folder):
-    """Write documents, as JSON Lines."""
     folder.mkdir()
     lines = (json.dumps({"text": f"{n} " + "words " * 20}) for n in range(LINES))
     (folder / "text.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def words(ranks, dump, resume):
-    """Return the flags of a run."""
     shards = min(ranks, LOCAL)
     degrees = {"shard": shards, "replicate": ranks // shards}
     return [
         *(*FLAGS, "--data.dataset_path", str(dump.parent / "data"), "--data.lanes", str(LANES)),
         *("--training.global_batch_size", str(ranks), "--job.dump_folder", str(dump)),
         *("--checkpoint.resume", resume),
-        *(
-            w
-            for k, n in degrees.items()
-            for w in (f"--parallelism.data_parallel_{k}_degree", str(n))
-        ),
+        *(f"--parallelism.data_parallel_{kind}_degree={n}" for kind, n in degrees.items()),
     ]
 
 

@@ -20,43 +20,15 @@ from torchtitan.config.registry import WINGS
 from torchtitan.research import ENTRIES
 
 ROOT = Path(__file__).parent.parent
-SYSTEMS = {
-    "auxiliary_tasks": ["test_auxiliary_tasks.py"],
-    "demo": ["test_demo.py"],
-    "diloco": ["test_diloco.py"],
-    "galore": ["test_galore.py", "test_galore_parallel.py"],
-    "hadamard_attention": ["test_hadamard_attention.py"],
-    "loco": ["test_loco.py", "test_codec.py"],
-    "low_bit": ["test_low_bit.py", "test_low_bit_parallel.py"],
-    "qk_clip": ["test_qk_clip.py", "test_qk_clip_parallel.py"],
-    "qsdp": ["test_qsdp.py", "test_codec.py"],
-    "ranger21": ["test_ranger21.py", "test_ranger21_parallel.py"],
-    "rtp": ["test_rtp.py"],
-    "simple_fsdp": ["test_simple_fsdp.py"],
-    "vit_mae": ["test_vit_mae.py", "test_vit_mae_recipes.py", "test_vit_mae_settings.py"],
-}
-"""The tests of each, in tests/research."""
+RESEARCH = ROOT / "torchtitan/research"
+SYSTEMS = sorted({path.stem for path in RESEARCH.iterdir()} - {"__init__", "__pycache__", "common"})
+SHARED = [f"tests/research/test_{name}.py" for name in ("codec", "layouts", "recipes")]
+"""Tests of research that fit the systems that are there."""
 ALONE = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if getattr(f, "__name__", "") != "_EditableFinder"]
 """
 """Run by every Python of a copy: an editable install would find what the copy does not have."""
-QUICK = {
-    "auxiliary_tasks": "by_hand or takes_a_head or refused",
-    "demo": "scipy or divisor or turn or mean_over",
-    "diloco": "nesterov",
-    "galore": "numpy or formula or refused",
-    "hadamard_attention": "refused or rotation_alone or formats",
-    "loco": "errors_of_loco or are_noted",
-    "low_bit": "to_the_bit and 4bit or left_as or bytes_of",
-    "qk_clip": "all_scores or scaled_down or refused or has_the",
-    "qsdp": "same_weights or in_the_mean",
-    "ranger21": "schedule or adamw",
-    "rtp": "gradients or in_place_is_sent",
-    "simple_fsdp": "eager_run_keeps or old_names or sends_as or tied",
-    "vit_mae": "published or visible or mistake",
-}
-"""Which of them are run alone, besides a few steps of its recipe."""
 CORE = [
     "tests/test_house.py::test_imports_point_down",
     "tests/test_house.py::test_own_modules_are_imported_at_the_top",
@@ -83,10 +55,10 @@ KEYS = ["--metrics.serve=:9090", "--job.manifest.cpus=2"]
 """Keys of the core that only `cluster` heeds."""
 
 
-def copy_with(wings, folder, systems=(*SYSTEMS,)):
+def copy_with(wings, folder, systems=SYSTEMS):
     """A copy of the project that has these wings, and of research these systems, alone."""
     copy_package(wings, folder, systems)
-    absent = {*WINGS} - {*wings}
+    absent = {*WINGS, *SYSTEMS} - {*wings, *systems}
 
     def needless(where, names):
         files = {name: (Path(where) / name).relative_to(ROOT) for name in names}
@@ -104,7 +76,7 @@ def copy_with(wings, folder, systems=(*SYSTEMS,)):
     return folder
 
 
-def copy_package(wings, folder, systems=(*SYSTEMS,)):
+def copy_package(wings, folder, systems=SYSTEMS):
     """Copy the wings of the package, and link to the core."""
     package = folder / "torchtitan"
     package.mkdir()
@@ -120,14 +92,15 @@ def copy_package(wings, folder, systems=(*SYSTEMS,)):
 
 @cache
 def needed(path):
-    """The wings that a file of tests, or one that it imports, imports."""
+    """The wings and the systems that a file of tests, or one that it imports, imports."""
     found = set()
     seen, left = {path}, [path]
     while left:
         for module in imported(left.pop()):
             parts = module.split(".")
-            if parts[0] == "torchtitan" and len(parts) > 1:
-                found |= {parts[1]} & {*WINGS}
+            if parts[0] == "torchtitan":
+                found |= {*parts[1:2]} & {*WINGS}
+                found |= {*parts[2:3]} & {*SYSTEMS} if parts[1:2] == ["research"] else set()
             file = Path(*parts).with_suffix(".py")
             if parts[0] == "tests" and (ROOT / file).is_file() and file not in seen:
                 seen.add(file)
@@ -159,9 +132,15 @@ def pytest_in(folder, *words):
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
-def test_every_system_is_named():
+def test_every_system_is_registered():
     folders = {re.split("[.:]", place)[0] for kind in ENTRIES.values() for place in kind.values()}
     assert folders == {*SYSTEMS, "common"}
+
+
+def test_tests_have_the_name_of_the_system_that_they_import():
+    for path in sorted((ROOT / "tests/research").glob("test_*.py")):
+        for system in needed(path.relative_to(ROOT)) & {*SYSTEMS}:
+            assert path.name.startswith(f"test_{system}"), f"{path.name} imports {system}"
 
 
 @pytest.mark.gate
@@ -259,30 +238,16 @@ def test_a_wing_that_is_half_there_is_refused(mistake, tmp_path):
     assert message in " ".join(done.stderr.split()), done.stderr
 
 
-@pytest.mark.parametrize("system", tiers(SYSTEMS, [], gate=["qsdp"]))
-def test_a_system_without_the_others(system, tmp_path):
-    folder = copy_with(WINGS, tmp_path, {system})
-    there = {path.stem for path in (folder / "torchtitan/research").iterdir()}
-    assert there - {"__init__", "__pycache__"} == {system, "common"}
-    files = [f"tests/research/{name}" for name in SYSTEMS[system]]
-    # Those of another system, and inductor's, are in the default run or in the gate by themselves.
-    pytest_in(
-        folder, *files, "tests/research/test_recipes.py", "-k", f"{QUICK[system]} or {system}]"
-    )
-
-
 @pytest.mark.slow
 def test_the_whole_core_without_wings(tmp_path):
     folder = copy_with((), tmp_path)
     pytest_in(folder, "tests/unit", "tests/recipes", "tests/parallel", "tests/training")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_the_whole_of_a_system_without_the_others(system, tmp_path):
+@pytest.mark.parametrize("system", tiers(SYSTEMS, [], gate=["qsdp"]))
+def test_a_system_without_the_others(system, tmp_path):
     folder = copy_with(WINGS, tmp_path, {system})
-    pytest_in(
-        folder,
-        *(f"tests/research/{name}" for name in SYSTEMS[system]),
-        *("tests/research/test_layouts.py", "tests/research/test_recipes.py"),
-    )
+    there = {path.stem for path in (folder / "torchtitan/research").iterdir()}
+    assert there - {"__init__", "__pycache__"} == {system, "common"}
+    own = sorted(path.name for path in (ROOT / "tests/research").glob(f"test_{system}*.py"))
+    pytest_in(folder, *(f"tests/research/{name}" for name in own), *SHARED)

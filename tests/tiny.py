@@ -14,7 +14,7 @@ from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.deepseek_v3 import DEEPSEEK_V3
-from torchtitan.models.gpt_oss import GPT_OSS, OssArgs
+from torchtitan.models.gpt_oss import GPT_OSS, GptOssArgs
 from torchtitan.models.latent_attention import LatentArgs
 from torchtitan.models.layers import Yarn
 from torchtitan.models.llama3 import LLAMA3
@@ -41,16 +41,8 @@ SECTIONS = {
     "checkpoint": {"enable": False},
 }
 
-VIT_MAE = {
-    "name": "vit_mae",
-    "flavor": "debugmodel",
-    "dim": 32,
-    "n_layers": 3,
-    "ffn_dim": 64,
-    "image_size": 16,
-    "decoder_dim": 16,
-    "decoder_ffn_dim": 32,
-}
+VIT_MAE = {"name": "vit_mae", "flavor": "debugmodel", "dim": 32, "n_layers": 3, "ffn_dim": 64}
+VIT_MAE |= {"image_size": 16, "decoder_dim": 16, "decoder_ffn_dim": 32}
 """The section of a model of images."""
 
 FLAVORS = {
@@ -79,7 +71,7 @@ def open_text(dataset, config, tokenizer, seed):
     return ShuffledDocuments("text of the tests", documents, seed=seed, shuffle=config.shuffle)
 
 
-SOURCES["python_stdlib"] = open_text
+SOURCES._entries["python_stdlib"] = open_text
 # Known by name in every process that imports this, as a model outside the tree would be.
 MODELS["tiny"] = dataclasses.replace(LLAMA3, name="tiny", flavors=FLAVORS)
 # Norms in heads that are wider than dim / heads.
@@ -118,7 +110,9 @@ OSS = {
     "swiglu_limit": 0.1,
     "rope_scaling": Yarn(factor=4.0, original_context=16, truncate=False),
 }
-OSSES = {name: OssArgs(**vars(args) | OSS) for name, args in FLAVORS.items() if args.n_layers > 1}
+OSSES = {
+    name: GptOssArgs(**vars(args) | OSS) for name, args in FLAVORS.items() if args.n_layers > 1
+}
 MODELS["tiny_oss"] = dataclasses.replace(GPT_OSS, name="tiny_oss", flavors=OSSES)
 
 

@@ -4,7 +4,6 @@ import gzip
 import itertools
 import json
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +19,6 @@ from torchtitan.data.tokens.index import ShardWriter, write_index
 from torchtitan.data.tokens.mixed_sources import open_token_sources
 from torchtitan.data.tokens.token_stream import TokenStream
 from torchtitan.tasks.next_token import PackedTokens
-
-Documents = Sequence[np.ndarray]
 
 
 def drawn_documents(count, seed=0, most=60):
@@ -135,7 +132,6 @@ def token_streams(
     """Open the stream of each of `ranks` ranks; a step has `batch` samples."""
     tokenizer = ByteTokenizer()
     sources = open_token_sources(config, tokenizer, 258)
-    assert sources is not None
     packing = PackedTokens(tokenizer, seq_len, True, True, has_documents=True)
     return [
         TokenStream(

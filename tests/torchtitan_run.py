@@ -47,7 +47,6 @@ class TorchTitanRun:
         self.step = self.tokens = 0
 
     def train(self, steps):
-        """The losses of the next `steps` steps."""
         losses = []
         for _ in range(steps):
             batch = next(self.batches)
@@ -67,14 +66,10 @@ class TorchTitanRun:
         """What TorchTitan v0.2 saves, by its names."""
         schedule = self.schedule.state_dict()
         del schedule["lr_lambdas"]
+        states = get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
         return {
             **get_model_state_dict(self.model),
-            **{
-                f"optimizer.{name}": value
-                for name, value in get_optimizer_state_dict(
-                    self.model, self.optimizer, options=FLAT
-                ).items()
-            },
+            **{f"optimizer.{name}": value for name, value in states.items()},
             **{f"lr_scheduler.{name}": value for name, value in schedule.items()},
             "train_state.step": self.step,
             "train_state.ntokens_seen": self.tokens,
@@ -94,20 +89,9 @@ def save(folder, state):
 
 def samples(job):
     """The global batches of the recipe's data, in order."""
-    stream = open_stream(
-        job.model_copy(
-            update={
-                "training": job.training.model_copy(
-                    update={"local_batch_size": job.training.global_batch_size}
-                )
-            }
-        ),
-        open_task(job),
-        Degrees(),
-        rank=0,
-        ranks=1,
-    )
-    return iter(stream)
+    whole = {"local_batch_size": job.training.global_batch_size}
+    job = job.model_copy(update={"training": job.training.model_copy(update=whole)})
+    return iter(open_stream(job, open_task(job), Degrees(), rank=0, ranks=1))
 
 
 def rule(job):

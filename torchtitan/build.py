@@ -56,14 +56,14 @@ from torchtitan.resilience.replica_groups import InMemoryState, ReplicaGroup
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard, add_up, meet
 from torchtitan.resilience.spikes import Guard
 from torchtitan.resilience.stop import StopSignal, outlook, planned_seconds
-from torchtitan.step import Agreement, Batches, Flag, Hooks, StepOptimizers, UpdateGuard
+from torchtitan.step import Agreement, Batches, Hooks, StepOptimizers, StepVote, UpdateGuard
 from torchtitan.tasks import Task, previewed
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.dtensor import allocate as allocate_weights
 from torchtitan.validate import Validator
 
 # Settings that all replica groups of a run share.
-SAME_RECIPE = (
+SECTIONS_THAT_DEFINE_A_RUN = (
     *("model", "data", "training", "optimizer", "lr_scheduler", "spikes", "parallelism", "debug"),
     "auxiliary_losses",
 )
@@ -175,7 +175,7 @@ class Run:
         self.model.after_backward = calls("after_backward")
         self.optimizers.before_update = calls("before_update")
         self.optimizers.after_update = calls("after_update")
-        self.agree.flags = calls("flag")
+        self.agree.votes = calls("vote")
         self.calls_after_step, self.sessions = calls("after_step"), calls("session")
 
     def schedule(self, step: int) -> float:
@@ -276,7 +276,7 @@ def features(run: Run) -> Iterator[Hooks]:
     yield Hooks(session=run.meter)
     if job.checkpoint.saves:
         stop.outlook = save_outlook(run)
-    yield Hooks(flag=Flag(lambda: stop.requested, stop.agree), session=stop)
+    yield Hooks(vote=StepVote(lambda: stop.requested, stop.agree), session=stop)
     for monitor in run.observer.monitors:
         # A step that is void shows that the run is alive, too.
         yield Hooks(after_step=monitor.after_step)
@@ -310,7 +310,7 @@ def features(run: Run) -> Iterator[Hooks]:
     if job.validation.enable:
         yield validation(run)
     yield Hooks(
-        flag=Flag(run.profiler.request, run.profiler.agree),
+        vote=StepVote(run.profiler.request, run.profiler.agree),
         after_step=run.profiler.step,
         session=run.profiler,
     )
@@ -367,7 +367,7 @@ def replica_groups(run: Run) -> Hooks:
         get=live.get,
         put=live.put,
         history=lambda: asdict(live.state),
-        recipe={f"[{section}]": tree[section] for section in SAME_RECIPE}
+        recipe={f"[{section}]": tree[section] for section in SECTIONS_THAT_DEFINE_A_RUN}
         | {"fault_tolerance.group_size": job.fault_tolerance.group_size, "ranks": run.world.size},
     )
     run.guard = guard = GroupGuard(run.guard, group)
@@ -468,8 +468,8 @@ def unfinished_saves(run: Run, saver: Saver) -> Hooks:
             with run.timeline.pause("checkpoint"):
                 saver.advance()
 
-    flag = Flag(lambda: saver.is_busy, lambda agreed: busy.__setitem__(0, agreed))
-    return Hooks(flag=flag, after_step=advance)
+    vote = StepVote(lambda: saver.is_busy, lambda agreed: busy.__setitem__(0, agreed))
+    return Hooks(vote=vote, after_step=advance)
 
 
 def save_if_due(run: Run, step: int) -> None:
@@ -518,7 +518,7 @@ def resume_policy(job: JobConfig) -> ResumePolicy:
 
 def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
     """Build the network without memory, parallelize it, then fill in only this rank's parts."""
-    model = lay_out(job, world, timeline)
+    model = build_on_meta(job, world, timeline)
     allocate(model, job, world)
     spec = MODELS[job.model.name]
     rule = partial(spec.init_std, job.model_args())
@@ -527,7 +527,7 @@ def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelMod
     return model
 
 
-def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
+def build_on_meta(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
     """Return the network in the recipe's layout, still on the meta device."""
     spec = MODELS[job.model.name]
     args = job.model_args()
@@ -544,8 +544,10 @@ def lay_out(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
     )
     shape = spec.attention(args)
     if mask := attention.describe(
-        *(shape.window_in(layout.seq_len) if shape else 0, world.device.type),
-        *(layout.precision.compute, shape.head_dim if shape else 0),
+        shape.window_in(layout.seq_len) if shape else 0,
+        world.device.type,
+        layout.precision.compute,
+        shape.head_dim if shape else 0,
         separates_documents=job.model.separates_documents,
         is_mixed=shape is not None and shape.is_mixed,
         has_sinks=shape is not None and shape.has_sinks,

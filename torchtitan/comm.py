@@ -4,6 +4,7 @@ Adding a method is a class and a line in one of the dictionaries below. A method
 process group, and knows no mesh.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -99,9 +100,9 @@ class GradientsConfig(Config):
     name: str
     """Method: a key of torchtitan.comm.GRADIENTS."""
 
+    @abstractmethod
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
         """Open a reducer for the gradients of `unit` over `group`."""
-        raise NotImplementedError
 
 
 class PlainGradients(GradientsConfig):
@@ -271,9 +272,9 @@ class WeightsConfig(Config):
     name: str
     """Method: a key of torchtitan.comm.WEIGHTS."""
 
+    @abstractmethod
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
         """Open a communicator that gathers `unit` over `group`."""
-        raise NotImplementedError
 
 
 class PlainWeights(WeightsConfig):

@@ -95,7 +95,9 @@ def warn_of_other() -> None:
             "Meta's torchtitan %s is installed in this environment, too, and has the same import "
             "name; the files in %s are used. To remove it: pip uninstall torchtitan, and then "
             "install %s again, as both own some of the files",
-            *(version, PACKAGE, DISTRIBUTION),
+            version,
+            PACKAGE,
+            DISTRIBUTION,
         )
 
 

@@ -100,8 +100,11 @@ def write_provenance(folder: Path, job: JobConfig, ranks: int, device: Device) -
         if (folder / name).exists():
             path = folder / name
             path.rename(path.with_suffix(f".{launches}{path.suffix}"))
-    (folder / RECIPE_FILE).write_text(to_toml(job), encoding="utf-8")
-    (folder / ENVIRONMENT_FILE).write_text(json.dumps(environment, indent=1), encoding="utf-8")
+    texts = {RECIPE_FILE: to_toml(job), ENVIRONMENT_FILE: json.dumps(environment, indent=1)}
+    for name, text in texts.items():  # half a recipe would be another
+        unfinished = folder / f"{name}.writing"
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(folder / name)
 
 
 @contextmanager

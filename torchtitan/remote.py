@@ -106,6 +106,16 @@ def pointer_at(path: Path, content: bytes | memoryview | None = None) -> str | N
     )
 
 
+def dangling(path: Path | str) -> str | None:
+    """Return the error for a link that leads nowhere; None for anything else."""
+    if isinstance(path, RemotePath) or not os.path.islink(path) or os.path.exists(path):
+        return None
+    where = os.readlink(path)
+    return (
+        f"{path}: it is a link to {where}, which does not exist; restore that, or remove the link"
+    )
+
+
 def refuse_pointer(path: Path, content: bytes | memoryview | None = None) -> None:
     """Raise ConfigError for a file of which only the pointer of Git LFS is here."""
     if message := pointer_at(path, content):

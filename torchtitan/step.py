@@ -132,11 +132,11 @@ class UpdateGuard(Protocol):
 
 
 @dataclass(frozen=True)
-class Flag:
-    """Number that components of all ranks agree on with the step: the largest one."""
+class StepVote:
+    """Number of which all ranks learn the largest, together with the status of the step."""
 
-    mine: Callable[[], float]
-    agreed: Callable[[float], None]
+    local: Callable[[], float]
+    on_result: Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Hooks:
     after_step: Callable[[int], object] | None = None
     """After a step was counted, with its number; True marks it as void, and no later feature is
     called."""
-    flag: Flag | None = None
+    vote: StepVote | None = None
     """Number that all ranks agree on in each step."""
     session: AbstractContextManager[object] | None = None
     """Context that is open while the run trains."""
@@ -176,21 +176,21 @@ class Agreement:
     def __init__(self, world: World, timeline: Timeline, norms_differ: bool = False) -> None:
         """`norms_differ`: whether gradient norms may differ between ranks."""
         self.world, self.timeline = world, timeline
-        self.flags: Sequence[Flag] = ()
+        self.votes: Sequence[StepVote] = ()
         self.norms_differ = norms_differ
 
     def __call__(self, losses: Losses, grad_norm: Tensor, count: Tensor) -> StepStatus:
-        """Return the status of the step on all ranks, and pass on the flags."""
+        """Return the status of the step on all ranks, and pass on the results of the votes."""
         loss = losses["loss"]
         # The norm of offloaded gradients is in host memory.
         grad_norm = grad_norm.to(loss.device)
-        flags = [torch.full_like(loss, float(flag.mine())) for flag in self.flags]
+        votes = [torch.full_like(loss, float(vote.local())) for vote in self.votes]
         with self.timeline.phase("sync"):
-            mine = torch.stack([each.double() for each in (loss, grad_norm, count, *flags)])
-            finite = mine.nan_to_num(torch.inf, posinf=torch.inf, neginf=torch.inf)
+            local = torch.stack([each.double() for each in (loss, grad_norm, count, *votes)])
+            finite = local.nan_to_num(torch.inf, posinf=torch.inf, neginf=torch.inf)
             highest_loss, highest_norm, counted, *agreed = self.world.max(finite).tolist()
-        for flag, value in zip(self.flags, agreed, strict=True):
-            flag.agreed(value)
+        for vote, value in zip(self.votes, agreed, strict=True):
+            vote.on_result(value)
         if self.norms_differ:
             grad_norm = torch.full_like(grad_norm, highest_norm)
         return StepStatus(losses, grad_norm, highest_loss, highest_norm, int(counted))

@@ -196,7 +196,8 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         logger.warning(
             "the last %s skipped, as each was not finite or a spike: the weights are those after "
             "step %d",
-            *(f"{skips} steps were" if skips > 1 else "step was", made.state.step - skips),
+            f"{skips} steps were" if skips > 1 else "step was",
+            made.state.step - skips,
         )
     return exit_status(job, made.state.step, stop, launch)
 

@@ -72,7 +72,7 @@ def test_there_and_back_is_the_same_to_the_bit(other, flavor, tmp_path):
 
 def test_from_one_to_the_other_needs_no_flavor(tmp_path, monkeypatch):
     source = saved(tmp_path / "ours", "plain")
-    monkeypatch.setitem(MODELS, "small", dataclasses.replace(SPEC, flavors={}))
+    monkeypatch.setitem(MODELS._entries, "small", dataclasses.replace(SPEC, flavors={}))
     monkeypatch.setattr(opening, "of_recipe", lambda *_: Network(SPEC, ARGS))
     away = run(source, tmp_path / "hf", target_format="hf")
     meta = run(away, tmp_path / "meta", target_format="meta")
@@ -104,8 +104,7 @@ def test_files_have_the_mode_of_the_umask(umask, tmp_path):
 
 
 def test_dtype_is_that_asked_for(tmp_path):
-    source = saved(tmp_path / "ours")
-    folder = run(source, tmp_path / "hf", dtype="bfloat16")
+    folder = run(saved(tmp_path / "ours"), tmp_path / "hf", dtype="bfloat16")
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     back = run(folder, tmp_path / "back")
@@ -178,9 +177,8 @@ def test_tokenizer_goes_along_and_says_where_a_text_ends(tmp_path):
     text = "of some other words\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     own = Extras.of_recipe({"model.tokenizer_path": str(home)})
-    assert (
-        own.eos == tokenizer.eos_token_id == GenerationConfig.from_pretrained(folder).eos_token_id
-    )
+    generation = GenerationConfig.from_pretrained(folder)
+    assert own.eos == tokenizer.eos_token_id == generation.eos_token_id
     # And all the way round, by what a checkpoint of ours says of itself.
     again = run(run(folder, tmp_path / "back"), tmp_path / "again")
     names = {path.name for path in folder.iterdir()}
@@ -237,8 +235,7 @@ def test_weights_of_bytes_say_so_in_every_copy(tmp_path):
         run(folder, tmp_path / "back"),
         run(folder, tmp_path / "again", target_format="hf"),
     ):
-        stored = find_model(ModelLocation(path))
-        assert isinstance(stored.tokenizer, ByteTokenizer)
+        assert isinstance(find_model(ModelLocation(path)).tokenizer, ByteTokenizer)
 
 
 # --- what cannot be ---
@@ -271,9 +268,8 @@ def test_command_refuses_what_cannot_be(tmp_path, capsys):
     assert "found no weights; looked for manifest.json" in refused(capsys, empty, new)
     (empty / "params.json").touch()
     (empty / "model.safetensors").touch()
-    assert f"{empty}: it contains hf and meta\n  choose one with --from" in refused(
-        capsys, empty, new
-    )
+    both = f"{empty}: it contains hf and meta\n  choose one with --from"
+    assert both in refused(capsys, empty, new)
     assert "--model: got smal" not in refused(capsys, empty, new, "--from", "hf")
     said = refused(capsys, empty, new, "--from", "hf", "--model", "smal")
     assert said.startswith('--model: got "smal"\n  did you mean small?\n  allowed: llama3, ')
@@ -294,7 +290,7 @@ def test_command_refuses_what_cannot_be(tmp_path, capsys):
 
 def test_models_from_outside_are_imported(tmp_path, monkeypatch):
     folder = run(saved(tmp_path / "ours"), tmp_path / "hf")
-    monkeypatch.delitem(MODELS, "small")
+    monkeypatch.delitem(MODELS._entries, "small")
     (tmp_path / "small_outside.py").write_text(
         "from tests.small_weights import SPEC\n"
         "from torchtitan.models import MODELS\n"
@@ -321,7 +317,7 @@ def test_numbers_that_a_dtype_cannot_hold_are_told(tmp_path):
 def test_weights_of_no_flavor_are_those_of_one_with_other_sizes(tmp_path, monkeypatch):
     folder = run(saved(tmp_path / "ours", "scaled"), tmp_path / "hf")
     without = {name: args for name, args in FLAVORS.items() if name != "scaled"}
-    monkeypatch.setitem(MODELS, "small", dataclasses.replace(SPEC, flavors=without))
+    monkeypatch.setitem(MODELS._entries, "small", dataclasses.replace(SPEC, flavors=without))
     back = run(folder, tmp_path / "back", model="small")
     recipe = read_state(back, read_manifest(back))["recipe"]
     assert recipe["model.flavor"] == "plain"
@@ -334,13 +330,12 @@ def test_weights_that_no_recipe_could_name_are_told_with_the_nearest_flavor(tmp_
     folder = run(saved(tmp_path / "ours", "scaled"), tmp_path / "hf")
     without = {name: args for name, args in FLAVORS.items() if name != "scaled"}
     small = dataclasses.replace(SPEC, flavors=without, settings=TextConfig)
-    monkeypatch.setitem(MODELS, "small", small)
+    monkeypatch.setitem(MODELS._entries, "small", small)
     with pytest.raises(ConfigError) as error:
         run(folder, tmp_path / "new", model="small")
     assert "no flavor of small matches these weights" in str(error.value)
-    assert "The closest is plain, but ffn_dim is 80 instead of 64; rope_scaling is" in str(
-        error.value
-    )
+    closest = "The closest is plain, but ffn_dim is 80 instead of 64; rope_scaling is"
+    assert closest in str(error.value)
 
 
 def test_what_meta_cannot_say_is_told(tmp_path, caplog):
@@ -387,8 +382,7 @@ def test_what_fails_half_way_leaves_nothing(target, tmp_path, monkeypatch):
         with pytest.raises(OSError, match="the disk is gone"):
             convert(source, tmp_path / "new", options, {})
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-    new = run(source, tmp_path / "new", target_format=target)
-    assert not list(new.glob("*99*"))
+    assert not list(run(source, tmp_path / "new", target_format=target).glob("*99*"))
 
 
 @pytest.mark.parametrize(
@@ -440,7 +434,7 @@ def peaks(folder):
         (torch, "save"),
     ]:
         watch(owner, name)
-    MODELS["small"] = dataclasses.replace(SPEC, flavors={"long": LONG})
+    MODELS._entries["small"] = dataclasses.replace(SPEC, flavors={"long": LONG})
 
     def grown(source, target, size="4MB", **options):
         seen[:] = [before := anonymous()]
@@ -508,29 +502,9 @@ def test_a_recipe_of_torchtitan_starts_from_the_weights_beside_its_tokenizer(tmp
     whole = trained(tiny.job(tmp_path / "a", training={"steps": 2}, checkpoint=saves))
     exported = tmp_path / "a/checkpoint/step-2-hf"
     train_bpe(["a b"], 270, exported / "tokenizer.json")
+    text = Path(__file__).with_name("theirs.toml").read_text()
     theirs = tmp_path / "theirs.toml"
-    theirs.write_text(
-        f"""
-[model]
-name = "tiny"
-flavor = "tiny"
-hf_assets_path = "{exported}"
-[training]
-dataset = "python_stdlib"
-steps = 1
-seq_len = 32
-local_batch_size = 2
-mixed_precision_param = "float32"
-[optimizer]
-lr = 1e-30
-weight_decay = 0.0
-[activation_checkpoint]
-mode = "none"
-[checkpoint]
-enable = true
-initial_load_in_hf = true
-"""
-    )
+    theirs.write_text(text.replace("WEIGHTS", str(exported)))
     ours = str(tmp_path / "ours.toml")
     assert main(["migrate", str(theirs), "-o", ours]) == 0
     job = load_job(ours, [f"--job.dump_folder={tmp_path / 'b'}"], 1, "cpu").config

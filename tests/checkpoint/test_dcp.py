@@ -132,8 +132,7 @@ def shard(path, blocks):
 def two_shards(folder):
     whole = torch.arange(20.0).view(5, 4)
     folder.mkdir(exist_ok=True)
-    top = whole[:3].clone()
-    shard(folder / "shard-1.safetensors", {"matrix": ((0, 0), top)})
+    shard(folder / "shard-1.safetensors", {"matrix": ((0, 0), whole[:3].clone())})
     shard(folder / "shard-2.safetensors", {"matrix": ((3, 0), whole[3:].clone())})
     return whole
 
@@ -161,6 +160,10 @@ def test_safetensors_of_which_a_block_is_missing_are_refused(tmp_path):
         (lambda data: data.replace(b'{"__', b"{[__"), "its header is invalid"),
         (lambda data: data.replace(b"[3,4]", b"[9,4]"), "its header is invalid"),
         (lambda data: data.replace(b"[0,48]", b'[0,"]'), "its header is invalid"),
+        (
+            lambda data: (8 + 9**5).to_bytes(8, "little") + b"[" * (8 + 9**5),
+            "its header is invalid",
+        ),
         (lambda data: data.replace(b'"F32"', b'"F99"'), "matrix: dtype F99 is not supported"),
     ],
 )

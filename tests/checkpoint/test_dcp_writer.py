@@ -404,10 +404,10 @@ def test_what_cannot_become_one_of_ours(theirs_step, tmp_path, capsys, monkeypat
     capsys.readouterr()
     scaled = dataclasses.replace(tiny.FLAVORS["flat"], rope_scaling=SCALING)
     twins = dataclasses.replace(MODELS["tiny"], flavors={**tiny.FLAVORS, "scaled": scaled})
-    monkeypatch.setitem(MODELS, "tiny", twins)
+    monkeypatch.setitem(MODELS._entries, "tiny", twins)
     assert refused(path, "new") == (
         f"{path}: it could be tiny flat or tiny scaled\n  choose one with --model and --flavor"
     )
     others = dataclasses.replace(MODELS["tiny"], flavors={"wide": tiny.FLAVORS["wide"]})
-    monkeypatch.setitem(MODELS, "tiny", others)
+    monkeypatch.setitem(MODELS._entries, "tiny", others)
     assert refused(path, "new").startswith(f"{path}: not the weights of tiny wide:\n  tok_emb")

@@ -66,9 +66,7 @@ class Flushes:
                 if not self.is_whole(path)
             ]
         elif target.suffix == ".deleting":  # what replaces it has to last
-            self.lost += [
-                f"{name}, as {source.name} is deleted" for name in self.new(source.parent)
-            ]
+            self.lost += [f"{n}, as {source.name} is deleted" for n in self.new(source.parent)]
         elif source.is_file() and not self.is_whole(source):
             self.lost.append(target.name)
         elif target.name == MANIFEST and target.exists():  # what it lists has to be there
@@ -130,9 +128,8 @@ def test_frequent_checkpoints_outlive_a_power_cut(tmp_path, flushes):
 
 
 def test_what_is_not_flushed_is_found(tmp_path, flushes, monkeypatch):
-    job = test_folder.recipe(
-        tmp_path / "run", steps=2, checkpoint={"interval": 1, "keep_latest_k": 1}
-    )
+    keep = {"interval": 1, "keep_latest_k": 1}
+    job = test_folder.recipe(tmp_path / "run", steps=2, checkpoint=keep)
     monkeypatch.setattr(Disk, "flush", lambda store, file: file.flush())
     monkeypatch.setattr(Disk, "sync", lambda store, path: None)
     train(job)

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.small_weights import SEQ_LEN, content, run, same, write_run
+from tests.tables import table
 from tests.unit.data.test_tokenizer import like_qwen
-from torchtitan.checkpoint.folder import look_at, read_state
-from torchtitan.checkpoint.storage import SavedTensors, StoredBlock, assemble, write_tensors
+from torchtitan.checkpoint.folder import read_state, read_verified_manifest
+from torchtitan.checkpoint.storage import SavedTensors, StoredBlock, join_pieces, write_tensors
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
@@ -21,7 +22,6 @@ from torchtitan.models.spec import initialize
 from torchtitan.tools.checkpoint import verify
 from torchtitan.tools.cli import main
 
-Tensors = dict[str, torch.Tensor]
 ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
 # 8 heads of 16, so heads are together wider than the residual stream.
 GROUPED = {"dim": 48, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2, "head_dim": 16}
@@ -170,63 +170,25 @@ def transposed(tensors):
     tensors[name] = tensors[name].transpose(1, 2).contiguous()
 
 
-def without(name):
-    return lambda tensors: tensors.pop(name)
+def without(tensors, name):
+    del tensors[name]
 
 
-def adding(name, *shape, dtype=torch.float32):
-    return lambda tensors: tensors.update({name: torch.zeros(shape, dtype=dtype)})
+def adding(tensors, name, *shape):
+    tensors[name] = torch.zeros([int(size) for size in shape])
 
 
-NORM, EMBEDDING = f"{ATTENTION}.k_norm.weight", "model.embed_tokens.weight"
-REFUSED = [
-    *(
-        row
-        for name in ("Qwen3", "Qwen3, tied")
-        for row in (
-            (name, without(NORM), r"layers\.1\.self_attn\.k_norm\.weight"),
-            (name, without(EMBEDDING), r"model\.embed_tokens\.weight"),
-            (name, adding(f"{ATTENTION}.q_proj.bias", 128), r"self_attn\.q_proj\.bias"),
-            (name, adding(f"{ATTENTION}.q_norm.weight", 128), r"self_attn\.q_norm\.weight"),
-        )
-    ),
-    ("Qwen3-MoE", without(f"{MLP}.experts.10.up_proj.weight"), r"missing: .*ts\.10\.up_proj"),
-    ("Qwen3-MoE", without(f"{MLP}.gate.weight"), r"missing: .*mlp\.gate\.weight"),
-    ("Qwen3-MoE", adding(f"{MLP}.experts.11.up_proj.weight", 40, 48), r"unexpected: .*\.11\.up_pr"),
-    ("Qwen3-MoE", both, r"unexpected: .*experts\.gate_up_proj"),
-    ("Qwen3-MoE", odd, r"missing: .*experts\.0\.gate_proj"),
-    ("Qwen3-MoE", transposed, r"down_proj.weight: has shape \(40, 48\); wanted \(48, 40\)"),
-    *(
-        row
-        for name in ("DeepSeek-V3 671B", "DeepSeek-V3 16B")
-        for row in (
-            (name, without(f"{MLP}.gate.e_score_correction_bias"), r"missing: .*correction_bias"),
-            (name, without(f"{ATTENTION}.kv_b_proj.weight"), r"missing: .*kv_b_proj"),
-            (name, without(f"{MLP}.shared_experts.up_proj.weight"), r"missing: .*shared_experts"),
-            (name, adding("model.layers.2.eh_proj.weight", 48, 96), r"unexpected: .*2\.eh_proj"),
-        )
-    ),
-    ("GPT-OSS", without(f"{MLP}.router.bias"), r"missing: .*mlp\.router\.bias"),
-    ("GPT-OSS", without("model.layers.0.self_attn.sinks"), r"missing: .*self_attn\.sinks"),
-    ("GPT-OSS", without(f"{MLP}.experts.gate_up_proj_bias"), r"missing: .*gate_up_proj_bias"),
-    ("GPT-OSS", adding(f"{MLP}.gate.weight", 11, 48), r"unexpected: .*mlp\.gate\.weight"),
-    (
-        "GPT-OSS",
-        adding(f"{MLP}.experts.down_proj", 11, 48, 40),
-        r"down_proj: has shape \(11, 48, 40\); wanted \(11, 40, 48\)",
-    ),
-    (
-        "GPT-OSS",
-        adding(f"{MLP}.experts.down_proj_blocks", 1, dtype=torch.uint8),
-        r"down_proj_blocks: weights in MXFP4 cannot be read; write a copy in bf16 with ",
-    ),
-]
+def change_of(words):
+    """The change of tensors that a row of `bad_weights.txt` names."""
+    kind, *rest = words.split()
+    change = {each.__name__: each for each in (both, odd, transposed, without, adding)}[kind]
+    return lambda tensors: change(tensors, *rest)
 
 
-@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
+@pytest.mark.parametrize(("name", "change", "message"), table(__file__, "bad_weights.txt"))
 def test_missing_unused_and_transposed_tensors_are_refused(name, change, message, made, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        run(changed(made(name).hf, tmp_path / "hf", change), tmp_path / "new")
+        run(changed(made(name).hf, tmp_path / "hf", change_of(change)), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -268,7 +230,9 @@ def test_an_expert_that_is_doubled_is_found(made, tmp_path):
     tensors[name][6:] = tensors[name][:5]
     doubled = tmp_path / "doubled"
     doubled.mkdir()
-    write_tensors(doubled, tensors.items(), read_state(source, look_at(source)), 10**9)
+    write_tensors(
+        doubled, tensors.items(), read_state(source, read_verified_manifest(source)), 10**9
+    )
     problem = f"{doubled}: {name} has expert 0 again as expert 6, so another is missing"
     assert verify(doubled) == (False, [problem])
 
@@ -281,10 +245,10 @@ def test_an_expert_that_is_missing_is_found():
     def read(block, at, sizes):
         return whole[block.place : block.place + 1]
 
-    kept = assemble(whole.dtype, (0, 0, 0), (2, 3, 2), blocks, read, "w1")
+    kept = join_pieces(whole.dtype, (0, 0, 0), (2, 3, 2), blocks, read, "w1")
     assert torch.equal(kept, whole[:2])
     with pytest.raises(ConfigError, match="w1: damaged: 6 of 24 elements are in no file"):
-        assemble(whole.dtype, (0, 0, 0), (4, 3, 2), blocks, read, "w1")
+        join_pieces(whole.dtype, (0, 0, 0), (4, 3, 2), blocks, read, "w1")
 
 
 @pytest.mark.filterwarnings("default")

@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ import torch
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, train
+from tests.runs import listening, losses, rows, train
 from tests.tiers import tiers
 from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint import lock, saved_steps, saver
@@ -23,7 +22,6 @@ from torchtitan.checkpoint.settings import NOTHING_SAVED
 from torchtitan.checkpoint.store import Disk
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
-from torchtitan.logging import logger
 from torchtitan.tools.cli import main
 from torchtitan.train import choose
 
@@ -154,7 +152,7 @@ def test_the_newest_checkpoint_is_that_of_the_last_step(tmp_path):
     for step in (100, 9, 20):
         (tmp_path / f"step-{step}").mkdir()
     assert list(saved_steps(tmp_path)) == [9, 20, 100]
-    disk.forget_old(tmp_path, newest=100, keep=2, every=0)
+    disk.delete_old_checkpoints(tmp_path, newest=100, keep=2, every=0)
     assert list(saved_steps(tmp_path)) == [20, 100]
 
 
@@ -218,9 +216,8 @@ def test_a_change_of_the_next_learning_rate_is_told_in_a_line(finished):
     """By more steps, another schedule or optimizer; of a run that is resumed or branched."""
     same = recipe(finished)
     assert choose(same).rate == ""
-    sgd = recipe(
-        finished, steps=6, optimizer={"name": "SGD", "lr": 0.5}, checkpoint={"resume": "must"}
-    )
+    must = {"optimizer": {"name": "SGD", "lr": 0.5}, "checkpoint": {"resume": "must"}}
+    sgd = recipe(finished, steps=6, **must)
     anew = recipe(finished, steps=6, checkpoint={"exclude_from_loading": ["lr_scheduler"]})
     longer, cosine = (
         tiny.job(
@@ -308,8 +305,7 @@ def test_everything_of_another_run(tmp_path, saved):
 
 
 def state_of(folder, step):
-    text = (folder / f"checkpoint/step-{step}/train_state.json").read_text()
-    return json.loads(text)
+    return json.loads((folder / f"checkpoint/step-{step}/train_state.json").read_text())
 
 
 def test_parts_left_out_of_loading_start_afresh(finished):
@@ -367,11 +363,7 @@ def choose_and_run(job):
 
 def train_and_listen(job):
     """The weights, and what was logged."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    said = listening()
     return train(job), said
 
 
@@ -485,8 +477,8 @@ def test_what_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch, caplog):
     for name in ("step-2", "step-4", "step-6.saving"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr("shutil.rmtree", refuse)
-    assert disk.sweep(tmp_path) == []
-    disk.forget_old(tmp_path, newest=4, keep=1, every=0)
+    assert disk.delete_unfinished(tmp_path) == []
+    disk.delete_old_checkpoints(tmp_path, newest=4, keep=1, every=0)
     assert len(caplog.messages) == 2
     assert "could not delete" in caplog.messages[0]
     assert "could not delete" in caplog.messages[1]
@@ -505,19 +497,9 @@ def test_finished_run_has_nothing_to_do(finished):
     assert steps_in(finished) == [2, 4]
 
 
-def words_of_a_finished_run(job):
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    train(job)
-    return told
-
-
 def test_a_run_that_is_done_says_how_to_go_on(tmp_path):
     run(recipe(tmp_path, steps=2))
-    (told,) = run_ranks(words_of_a_finished_run, 1, recipe(tmp_path, steps=2))
+    ((_, told),) = run_ranks(train_and_listen, 1, recipe(tmp_path, steps=2))
     assert told[-1] == (
         "nothing to do: all 2 steps are done; to continue, increase training.steps; to start "
         "over, choose another job.dump_folder"

@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.small_weights import ARGS, FLAVORS, SPEC, run, same, saved, weights
+from tests.tables import table
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.checkpoint.weights.meta_files import MetaWeights
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
-
-Sizes = tuple[int, ...]
 
 
 @pytest.fixture(autouse=True)
@@ -164,32 +163,17 @@ def test_of_many_that_do_not_fit_the_number_is_told(tmp_path):
     assert told[-1] == f"  and {len(weights()) + 1 - 10} more"
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (
-            {"architectures": ["MixtralForCausalLM"]},
-            'architectures: got "MixtralForCausalLM"; the nearest is MistralForCausalLM; allowed: '
-            "LlamaForCausalLM, MistralForCausalLM; add a model for the weights of another network, "
-            "see docs/extending.md",
-        ),
-        (
-            {"architectures": None},
-            "architectures: got nothing; allowed: LlamaForCausalLM, MistralForCausalLM; add a "
-            "model for the weights of another network, see docs/extending.md",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            'rope_scaling: got "linear"; supported: "llama3", or none',
-        ),
-    ],
-    ids=str,
-)
-def test_another_architecture_is_refused(change, told, tmp_path):
+def with_config(tmp_path, change):
+    """A folder of Hugging Face whose config.json has other values."""
     folder = hugging_face(tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
-    assert open_hugging_face(folder, None) == [f"HERE/config.json: {told}"]
+    (folder / "config.json").write_text(json.dumps(config | json.loads(change)))
+    return folder
+
+
+@pytest.mark.parametrize(("change", "told"), table(__file__, "other_architectures.txt"))
+def test_another_architecture_is_refused(change, told, tmp_path):
+    assert open_hugging_face(with_config(tmp_path, change), None) == [f"HERE/config.json: {told}"]
 
 
 LLAMA3 = {
@@ -199,40 +183,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-TWICE = [
-    (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": LLAMA3},
-        ['rope_scaling.rope_type "llama3"', 'rope_parameters.rope_type "default"'],
-    ),
-    (
-        {"rope_parameters": LLAMA3 | {"factor": 4.0}, "rope_scaling": LLAMA3},
-        ["rope_scaling.factor 8.0", "rope_parameters.factor 4.0"],
-    ),
-    (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
-        ["rope_theta 500000.0", "rope_parameters.rope_theta 7.0"],
-    ),
-    (
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
-        | {"partial_rotary_factor": 1.0},
-        ["partial_rotary_factor 1.0", "rope_parameters.partial_rotary_factor 0.5"],
-    ),
-    (
-        {"rope_scaling": LLAMA3 | {"type": "yarn"}},
-        ['rope_scaling.rope_type "llama3"', 'rope_scaling.type "yarn"'],
-    ),
-    ({"torch_dtype": "float32", "dtype": "bfloat16"}, ['"float32"', '"bfloat16"']),
-    ({"model_type": "mistral"}, ['model_type "mistral"', '["LlamaForCausalLM"]']),
-    ({"head_dim": 16}, ["head_dim 16", "hidden_size / num_attention_heads 8"]),
-]
 
 
-@pytest.mark.parametrize(("change", "values"), TWICE, ids=str)
-def test_a_fact_with_two_values_is_refused_with_both(change, values, tmp_path):
-    folder = hugging_face(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
-    told = "\n".join(open_hugging_face(folder, None))
+@pytest.mark.parametrize("row", table(__file__, "two_values.txt"), ids=str)
+def test_a_fact_with_two_values_is_refused_with_both(row, tmp_path):
+    change, *values = row
+    told = "\n".join(open_hugging_face(with_config(tmp_path, change), None))
     assert all(value in told for value in values), told
 
 
@@ -243,8 +199,7 @@ def test_a_fact_that_is_in_two_places_may_be_equal(tmp_path):
     config |= {"rope_scaling": scaling, "rope_parameters": LLAMA3 | {"rope_theta": 500_000}}
     config |= {"dtype": "float32", "torch_dtype": "torch.float32"}
     (folder / "config.json").write_text(json.dumps(config))
-    source = HuggingFaceWeights(folder, [SPEC], "both")
-    assert same(everything(source), weights("both"))
+    assert same(everything(HuggingFaceWeights(folder, [SPEC], "both")), weights("both"))
 
 
 @pytest.mark.parametrize("kind", ["hf", "meta"])
@@ -271,9 +226,10 @@ def test_prefixes_of_wrappers_are_left_out_and_said(prefix, kind, tmp_path, capl
 def test_weights_that_are_there_twice_are_refused_or_said(tmp_path, caplog):
     folder = hugging_face(tmp_path)
     whole = load(folder / "model.safetensors")
-    (folder / "pytorch_model.bin").write_bytes(b"not read")
+    for name in ("pytorch_model.bin", "adapter_model.safetensors"):
+        (folder / name).write_bytes(b"not read")
     assert same(everything(HuggingFaceWeights(folder, [SPEC], "plain")), weights("plain"))
-    assert "not read, as in transformers: pytorch_model.bin" in caplog.text
+    assert "not read: adapter_model.safetensors, pytorch_model.bin" in caplog.text
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     first, *rest = whole
     save_file(whole, folder / shards[0])
@@ -291,6 +247,29 @@ def test_weights_that_are_there_twice_are_refused_or_said(tmp_path, caplog):
     [told] = open_hugging_face(folder)
     assert f"_orig_mod.{first}" in told
     assert f"are both {first}; remove one" in told
+
+
+def test_weights_that_are_elsewhere_are_explained(tmp_path):
+    folder = hugging_face(tmp_path)
+    path = folder / "model.safetensors"
+    path.rename(folder / "weights.safetensors")
+    assert "there is only weights.safetensors" in open_hugging_face(folder)[0]
+    path.symlink_to("/nowhere/blob")
+    assert "model.safetensors: it is a link to /nowhere/blob, which" in open_hugging_face(folder)[0]
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    assert "it has no weight_map" in open_hugging_face(folder)[0]
+
+
+def test_tensors_in_the_same_bytes_are_refused(tmp_path):
+    path = hugging_face(tmp_path) / "model.safetensors"
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:size])
+    place = header["model.norm.weight"]
+    place["data_offsets"] = [0, place["data_offsets"][1] - place["data_offsets"][0]]
+    written = json.dumps(header).encode()
+    path.write_bytes(len(written).to_bytes(8, "little") + written + content[size:])
+    assert "model.norm.weight and " in "".join(open_hugging_face(path.parent))
 
 
 def test_both_sides_of_a_difference_of_names_are_shown(tmp_path):
@@ -357,11 +336,9 @@ def test_a_tied_matrix_may_be_repeated_but_not_differ(kind, tmp_path):
 def test_files_that_are_not_there_or_not_whole_are_named(tmp_path):
     folder = run(saved(tmp_path / "ours"), tmp_path / "hf", max_shard_size="200KB")
     path = sorted(folder.glob("model-*"))[1]
-    data = path.read_bytes()
-    path.write_bytes(data[:-1])
-    assert open_hugging_face(folder)[0].startswith(
-        f"HERE/{path.name}: not a complete safetensors file"
-    )
+    path.write_bytes(path.read_bytes()[:-1])
+    told = f"HERE/{path.name}: not a complete safetensors file"
+    assert open_hugging_face(folder)[0].startswith(told)
     path.unlink()
     (told,) = open_hugging_face(folder)
     assert told == f"HERE/{path.name}: there is no such file, but the index names it"
@@ -381,8 +358,7 @@ class Foreign:
 def test_files_of_meta_that_cannot_be_read_are_named(tmp_path):
     folder = meta(tmp_path, 2)
     second = sorted(folder.glob("*.pth"))[1]
-    whole = torch.load(second)
-    torch.save(whole | {"more": Foreign()}, second)
+    torch.save(torch.load(second) | {"more": Foreign()}, second)
     (told,) = open_meta(folder)
     assert told.startswith("HERE/consolidated.01.pth: it contains more than tensors")
     torch.save([1, 2], second)

@@ -113,9 +113,8 @@ def test_a_damaged_checkpoint_in_a_store_is_set_aside(store, tmp_path, caplog):
     with pytest.raises(ConfigError, match="step-4"):
         train(on(store, tmp_path, checkpoint={"resume": "must"}))
     found = train(on(store, tmp_path))
-    assert any(
-        line.endswith("; renamed to step-4/manifest.damaged.json") for line in caplog.messages
-    )
+    told = "; renamed to step-4/manifest.damaged.json"
+    assert any(line.endswith(told) for line in caplog.messages)
     assert any(f"resumed from {store}/step-2" in line for line in caplog.messages)
     assert same(found, whole)
     assert list(saved_steps(store)) == [2, 4]

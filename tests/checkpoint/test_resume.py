@@ -10,72 +10,24 @@ from tests import layouts
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train, train_each
+from tests.tables import table
 
 ALONE = "one rank, accumulating 8"
 BITWISE = [ALONE, "DDP 2", "FSDP 2", "FSDP 4", "HSDP 2 x 2", "TP 2", "CP 2", "PP 2, 1F1B"]
-PAIRS = [
-    (ALONE, "FSDP 2 x TP 2 x PP 2"),
-    (ALONE, "CP 2 x TP 2"),
-    ("DDP 2", "FSDP 4"),
-    ("DDP 2", "PP 2, 1F1B"),
-    ("FSDP 2", "DDP 2"),
-    ("FSDP 2", "TP 2"),
-    ("FSDP 2", "PP 4, Interleaved1F1B"),
-    ("FSDP 4", ALONE),
-    ("FSDP 4", "FSDP 2 x TP 2"),
-    ("HSDP 2 x 2", "FSDP 2"),
-    ("HSDP 2 x 2", "FSDP 2 x CP 2"),
-    ("TP 2", ALONE),
-    ("TP 2", "TP 4"),
-    ("TP 4", "FSDP 2"),
-    ("TP 4", "TP 2 x PP 2"),
-    ("FSDP 2 x TP 2", "HSDP 2 x 2"),
-    ("FSDP 2 x TP 2", "PP 2, ZBVZeroBubble"),
-    ("PP 2, 1F1B", "PP 2, DualPipeV"),
-    ("PP 2, 1F1B", "FSDP 2 x TP 2"),
-    ("PP 4, Interleaved1F1B", ALONE),
-    ("PP 4, Interleaved1F1B", "FSDP 2 x PP 2"),
-    ("CP 2", "TP 2"),
-    ("CP 2", "CP 4, ring, unbalanced"),
-    ("FSDP 2 x TP 2 x PP 2", "FSDP 4"),
-    ("FSDP 2 x TP 2 x PP 2", "CP 2 x PP 2"),
-]
-"""Layouts to save under and to resume under, all of tests/layouts.py."""
-DAILY = [
-    ("FSDP 2", "DDP 2"),
-    ("FSDP 2", "TP 2"),
-    ("TP 2", ALONE),
-    ("PP 2, 1F1B", "FSDP 2 x TP 2"),
-    ("CP 2", "TP 2"),
-]
-GATE = [
-    ("HSDP 2 x 2", "FSDP 2 x CP 2"),
-    ("FSDP 2 x TP 2", "PP 2, ZBVZeroBubble"),
-    (ALONE, "CP 2 x TP 2"),
-    ("DDP 2", "FSDP 4"),
-    ("DDP 2", "PP 2, 1F1B"),
-    ("FSDP 2", "PP 4, Interleaved1F1B"),
-    ("FSDP 4", ALONE),
-    ("TP 2", "TP 4"),
-    ("PP 2, 1F1B", "PP 2, DualPipeV"),
-    ("PP 4, Interleaved1F1B", "FSDP 2 x PP 2"),
-    ("CP 2", "CP 4, ring, unbalanced"),
-    ("FSDP 2 x TP 2 x PP 2", "FSDP 4"),
-]
-"""All axes are left and entered in these; the rest is for a release."""
-Pairs = list[tuple[str, str]]
+DAILY = (ALONE, "FSDP 2", "PP 2, 1F1B")
+RESUMES = table(__file__, "resumes.txt")
 
 
-def groups(pairs, daily, gate):
+def groups(*rows):
     """The pairs of each tier that end on as many ranks, which run them one after the other."""
-    slow = [pair for pair in pairs if pair not in daily and pair not in gate]
     found = []
-    for tier, chosen in {"": daily, "gate": gate, "slow": slow}.items():
+    for tier in ("default", "gate", "slow"):
+        chosen = [pair for of_tier, *pair in rows if of_tier == tier]
         for ranks in sorted({LAYOUTS[after].ranks for _, after in chosen}):
             group = [pair for pair in chosen if LAYOUTS[pair[1]].ranks == ranks]
             marks = [pytest.mark.costs("DTensor derives its shardings in every process")]
-            marks += [getattr(pytest.mark, tier)] if tier else []
-            name = f"{tier or 'daily'}, {ranks} rank{'s' * (ranks > 1)}"
+            marks += [getattr(pytest.mark, tier)] if tier != "default" else []
+            name = f"{tier}, {ranks} rank{'s' * (ranks > 1)}"
             found.append(pytest.param(group, id=name, marks=marks))
     return found
 
@@ -111,8 +63,7 @@ def straights(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "pairs",
-    groups([(n, n) for n in BITWISE], [(n, n) for n in (ALONE, "FSDP 2", "PP 2, 1F1B")], []),
+    "pairs", groups(*(("default" if n in DAILY else "slow", n, n) for n in BITWISE))
 )
 def test_same_layout_is_bitwise_the_same(pairs, tmp_path):
     names = [name for name, _ in pairs]
@@ -140,7 +91,7 @@ def is_bitwise_the_same(halves, whole):
         assert found == expected, f"{whole}: {key}"
 
 
-@pytest.mark.parametrize("pairs", groups(PAIRS, DAILY, GATE))
+@pytest.mark.parametrize("pairs", groups(*RESUMES))
 def test_another_layout_goes_on_with_the_same_run(pairs, tmp_path, straights):
     here = LAYOUTS[pairs[0][1]].ranks
     first = {}
@@ -175,11 +126,10 @@ def is_the_same_run(folder, straight):
 
 
 def test_pairs_are_many_and_every_axis_is_left_and_entered():
-    assert len(set(PAIRS)) >= 20
+    _, *sides = zip(*RESUMES, strict=True)
+    assert len(set(RESUMES)) >= 20
     for axis in ("pp", "replicate", "shard", "cp", "tp"):
-        befores, afters = (
-            {getattr(LAYOUTS[name], axis) for name in side} for side in zip(*PAIRS, strict=True)
-        )
+        befores, afters = ({getattr(LAYOUTS[name], axis) for name in side} for side in sides)
         assert min(befores) == min(afters) == 1
         assert max(befores) >= 2
         assert max(afters) >= 2

@@ -1,7 +1,6 @@
 """A run of TorchTitan resumes here: its names, what it saves, and the steps that follow."""
 
 import json
-import logging
 import os
 import re
 import shutil
@@ -17,7 +16,8 @@ from torch import Tensor
 from tests import tiny
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, train, train_each, weights
+from tests.runs import listening, losses, rows, train, train_each, weights, world_of
+from tests.tables import table
 from tests.torchtitan_run import (
     TorchTitanRun,
     as_v01,
@@ -32,9 +32,6 @@ from torchtitan.checkpoint.dcp.items import Item
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import to_ours, to_theirs
 from torchtitan.config import ConfigError
-from torchtitan.device import Device
-from torchtitan.logging import logger
-from torchtitan.parallel import Launch, open_world
 from torchtitan.provenance import to_toml
 from torchtitan.tools import cli
 from torchtitan.train import Trainer, choose
@@ -162,7 +159,7 @@ def train_until_killed(job, step):
         if now == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         start = choose(job)
         run = build(job, world, Observer(before_step=before_step))
         with closing(run.batches):
@@ -200,13 +197,8 @@ class Begun(NamedTuple):
 
 
 def begin(job):
-    log = []
-    handler = logging.Handler()
-    handler.emit = lambda record: log.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    launch = Launch.read()
-    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+    log = listening()
+    with world_of(job) as world:
         start = world.broadcast_object(choose(job) if world.rank == 0 else None)
         run = build(job, world)
         with closing(run.batches):
@@ -325,80 +317,26 @@ def refusal(job):
     return str(error.value)
 
 
-def without(pattern):
-    return lambda state: {n: v for n, v in state.items() if not re.search(pattern, n)}
+def changed(state, words):
+    """A state as a row of `bad_starts.txt` says."""
+    kind, _, rest = words.partition(" ")
+    match kind:
+        case "without":
+            return {name: v for name, v in state.items() if not re.search(rest, name)}
+        case "with":
+            return {**state, "optimizer.state.norm.weight.max_exp_avg_sq": torch.ones(32)}
+        case "step":
+            return {**state, "train_state.step": json.loads(rest)}
+        case "weights":
+            return weights_only(state)
+    return state
 
 
-NAMES = ("attention_norm", "attention.wq", "attention.wk", "attention.wv")
-WRONG = {
-    "another optimizer here": (
-        dict,
-        {"optimizer": {"name": "SGD", "momentum": 0.9}},
-        "HERE: it holds other optimizer states (exp_avg, exp_avg_sq, step) than those of "
-        "optimizer.name = SGD (momentum_buffer); choose another optimizer, or do not load "
-        'them: checkpoint.exclude_from_loading = ["optimizer"]',
-    ),
-    "missing moments": (
-        without(r"exp_avg_sq$"),
-        {},
-        "HERE: not the states of AdamW:\n"
-        + "".join(
-            f"  missing: optimizer.state.{name}.weight.exp_avg_sq\n"
-            for name in ("tok_embeddings", *(f"layers.0.{n}" for n in NAMES))
-        )
-        + "  and 16 more",
-    ),
-    "amsgrad": (
-        lambda state: {**state, "optimizer.state.norm.weight.max_exp_avg_sq": torch.ones(32)},
-        {},
-        "HERE: not the states of AdamW:\n  unexpected: optimizer.state.norm.weight.max_exp_avg_sq",
-    ),
-    "fewer layers": (
-        without(r"layers\.1\."),
-        {},
-        "HERE: not the weights of tiny flat:\n  missing: layers.1.attention_norm.weight",
-    ),
-    "more layers": (
-        dict,
-        {"model": {"n_layers": 1}},
-        "HERE: not the weights of tiny flat:\n  unexpected: layers.1.attention_norm.weight",
-    ),
-    "other shapes": (
-        dict,
-        {"model": {"ffn_dim": 96}},
-        "  layers.0.feed_forward.w1.weight: has shape (64, 32); wanted (96, 32)",
-    ),
-    "no step": (
-        lambda state: {**state, "train_state.step": "three"},
-        {},
-        'HERE: train_state.step: got "three"; wanted a number of steps',
-    ),
-    "a step that makes no sense": (
-        lambda state: {**state, "train_state.step": -3},
-        {},
-        "HERE: train_state.step: got -3; wanted a number of steps",
-    ),
-    "another step": (
-        lambda state: {**state, "train_state.step": 4},
-        {},
-        "HERE: its train_state.step is 4, which its name contradicts",
-    ),
-    "weights": (weights_only, {}, "HERE has only weights; set initial_load_model_only = true"),
-    "unknown tokens": (
-        without("ntokens_seen"),
-        {},
-        "HERE does not record on how much data it was trained; set data.skip_samples to the number "
-        "of its samples, instead of -1",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_refused(case, tmp_path, theirs):
-    change, sections, told = WRONG[case]
-    path = save(tmp_path / "theirs/step-3", change(theirs.state))
+@pytest.mark.parametrize(("change", "sections", "told"), table(__file__, "bad_starts.txt"))
+def test_what_does_not_fit_is_refused(change, sections, told, tmp_path, theirs):
+    path = save(tmp_path / "theirs/step-3", changed(theirs.state, change))
     folder = tmp_path / "run"
-    words = refusal(resumed(folder, path, **sections))
+    words = refusal(resumed(folder, path, **json.loads(sections)))
     assert words.startswith("checkpoint.initial_load_path: ")
     assert told in words.replace(str(path), "HERE")
     assert not folder.exists()
@@ -406,8 +344,7 @@ def test_what_does_not_fit_is_refused(case, tmp_path, theirs):
 
 def refused_on(job):
     """What this rank says of a load that fails, and what of its run is then otherwise."""
-    launch = Launch.read()
-    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         start = world.broadcast_object(choose(job) if world.rank == 0 else None)
         run = build(job, world)
         before = run.checkpoint.contents.position()

@@ -23,6 +23,12 @@ STEPS = tuple(range(1, 101))
 PHASES = ("data", "forward", "backward", "clip", "sync", "optimizer", "other", "checkpoint")
 
 
+MEASURED = (
+    *("tps", "ratio", "step_s", "memory_gib", "mfu", "exposed_communication"),
+    *("startup_s", "compile_s", "loss", "grad_norm"),
+)
+
+
 def spread(values):
     """As `statistics` would have it."""
     ordered = sorted(values)
@@ -113,20 +119,11 @@ def absent(name, status, reasons):
         unit="tokens",
         units_per_step=16_384,
         runs=(),
-        tps=None,
-        ratio=None,
-        step_s=None,
-        memory_gib=None,
-        mfu=None,
         time_shares={},
-        exposed_communication=None,
         sent_bytes={},
         sent_note="",
-        startup_s=None,
-        compile_s=None,
         parity=Parity("not judged", "It has no run."),
-        loss=None,
-        grad_norm=None,
+        **dict.fromkeys(MEASURED),
     )
 
 

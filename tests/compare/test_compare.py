@@ -2,6 +2,8 @@
 
 import functools
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -142,45 +144,11 @@ def test_other_data_are_no_parity(tmp_path):
 
 
 @pytest.mark.gate
-def test_a_comparison_from_the_command_to_the_report(tmp_path, capfd):
+def test_a_comparison_from_the_command_to_the_report(tmp_path, capfd, monkeypatch):
     """Two layouts that train the same run, one that cannot, and one that fails on its way."""
     (tmp_path / "tiny.toml").write_text(to_toml(tiny.job()))
-    (tmp_path / "study.toml").write_text(
-        f"""
-recipe = "tiny.toml"
-rounds = 1
-warmup_steps = 2
-steps = 4
-output = "{tmp_path}/out"
-
-[common]
-job.imports = ["tests.tiny"]
-
-[[variants]]
-name = "one"
-training.local_batch_size = 8
-training.global_batch_size = 8
-
-[[variants]]
-name = "two"
-ranks = 2
-training.local_batch_size = 4
-training.global_batch_size = 8
-checkpoint.enable = true
-checkpoint.interval = 3
-
-[[variants]]
-name = "cannot"
-parallelism.tensor_parallel_degree = 3
-
-[[variants]]
-name = "diverges"
-training.local_batch_size = 8
-training.global_batch_size = 8
-training.max_skipped_steps = 1
-optimizer.lr = 1e30
-"""
-    )
+    shutil.copy(Path(__file__).with_name("tiny_study.toml"), tmp_path / "study.toml")
+    monkeypatch.chdir(tmp_path)
     study = str(tmp_path / "study.toml")
     assert main(["compare", study, "--check"]) == 0
     assert "cannot: 3 ranks: cannot run" in capfd.readouterr().out

@@ -70,9 +70,8 @@ def test_all_steps_are_reported_and_the_last_one_traced(tmp_path):
     assert (job.training.steps, job.metrics.log_freq) == (12, 1)
     profiling = job.profiling
     assert profiling.enable_profiling
-    assert (profiling.profile_freq, profiling.profiler_warmup, profiling.profiler_active) == (
-        *(12, 1, 1),
-    )
+    assert (profiling.profile_freq, profiling.profiler_warmup) == (12, 1)
+    assert profiling.profiler_active == 1
     untraced = prepare(read_study(write(tmp_path, "trace = false\n" + variants("", ""))))[0].job
     assert not untraced.profiling.enable_profiling
 
@@ -133,8 +132,7 @@ def test_what_the_comparison_decides_no_flag_sets(flags, line):
 def test_a_variant_that_cannot_run_is_told_and_the_others_stay(tmp_path):
     text = variants("", "parallelism.tensor_parallel_degree = 3", 'model.flavor = "405B"')
     common = "[common]\ntraining.global_batch_size = 9\n"
-    path = write(tmp_path, "ranks = 3\n" + text + common)
-    study = read_study(path)
+    study = read_study(write(tmp_path, "ranks = 3\n" + text + common))
     fine, uneven, large = prepare(study)
     assert not fine.problems
     assert any("it does not divide the 16 heads" in line for line in uneven.problems)

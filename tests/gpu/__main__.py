@@ -105,7 +105,6 @@ def run(name, arguments, until):
 
 
 def line(result):
-    """A result in short."""
     figures = [f"{k} {v:.3g}" for k, v in result.figures.items() if isinstance(v, float)]
     word = result.error.strip().splitlines()[0] if result.error else "ok"
     return f"{result.case}: {word} {', '.join(figures)} ({result.seconds:.0f} s)"

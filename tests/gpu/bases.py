@@ -11,8 +11,6 @@ ITERATIONS, OVERSAMPLING = 2, 8
 
 
 class Refresh(NamedTuple):
-    """Measurement of a method."""
-
     seconds: list[float]
     energy: float
     """Part of the squares of the gradient that its projection has."""
@@ -58,7 +56,6 @@ def methods(rank):
 
 
 def refresh_times(rows, columns, rank, device, rounds):
-    """Measure each method, in turns."""
     gradient = decaying(rows, columns, device.torch_device)
     found = {}
     for number in range(rounds + 1):

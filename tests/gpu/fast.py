@@ -114,7 +114,6 @@ DENSE = "documents of 1,000, dense mask"
 
 
 def names(rehearsed):
-    """A case is a model and a row."""
     models = ["toy"] if rehearsed else list(MODELS_HERE)
     rows = [*ROWS][:5]
     rows += BY_HAND
@@ -170,7 +169,6 @@ def check(name, device, backend):
 
 
 def job_of(row, model, device, backend):
-    """Return the settings of a row."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "row.toml"
         recipe.write_text(extended(ROWS[row], model, folder, backend))

@@ -5,7 +5,6 @@ import tempfile
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torchtitan import local_ranks
 
 NAME = "hosted"
-Result = TypeVar("Result")
 
 
 class HostedWork(dist._Work):

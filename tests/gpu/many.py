@@ -24,8 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Layout(NamedTuple):
-    """A rank of a recipe."""
-
     recipe: str
     ranks: int
     rank: int
@@ -146,5 +144,4 @@ def check(name, device, backend):
 
 
 def names(rehearsed):
-    """The cases."""
     return list(CASES)

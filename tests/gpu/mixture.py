@@ -3,16 +3,12 @@
 import dataclasses
 import statistics
 import warnings
-from typing import TypeVar
 
 import torch
-from torch import nn
 
 from torchtitan.convert.rounded_experts import RoundedProducts
 from torchtitan.models.experts import MixtureOfExperts, Routing, expert_products
 from torchtitan.models.layers import FeedForward
-
-Built = TypeVar("Built", bound=nn.Module)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +33,6 @@ class Layer:
         return 6 * self.tokens * 3 * self.dim * self.active_dim
 
     def build(self):
-        """Build the layer."""
         sizes = (self.dim, self.n_experts, self.expert_dim)
         return MixtureOfExperts(*sizes, self.routing, shared_dim=self.shared_dim)
 

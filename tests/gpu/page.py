@@ -1,12 +1,8 @@
 """The page of all that is known of a device, from what the cases of each stage gave."""
 
 import json
-from typing import Any
 
 from tests.gpu.systems_page import systems
-
-Rows = dict[str, dict[str, Any]]
-"""By case, the last result of each."""
 
 PAGE = """\
 # On a GPU
@@ -161,18 +157,20 @@ def beside(figures, key, form):
     return [f"{value:{form}} ({value / figures[key] - 1:+.1%})"]
 
 
+def quartiles(found):
+    """Milliseconds, and what they are relative to another way's of the same round."""
+    return [
+        f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+        for (low, middle, high), digits in ((found["ms"], 2), (found["ratio"], 3))
+    ]
+
+
 def attention(rows):
     """A table of each length, with a row for each mask."""
     for case, row in rows.items():
         if "causal" not in (masks := row["figures"]):
             continue
-        cells = []
-        for name, found in masks.items():
-            times, ratios = (
-                f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-                for (low, middle, high), digits in ((found["ms"], 2), (found["ratio"], 3))
-            )
-            cells.append([name, times, ratios, f"{found['GiB']:.2f}"])
+        cells = [[name, *quartiles(found), f"{found['GiB']:.2f}"] for name, found in masks.items()]
         heads = ["", "ms (quartiles)", "to causal, by round", "GiB"]
         yield f"### {case.capitalize()}"
         yield "Forward and backward of 32 query heads and 8 key/value heads of 128, in bf16."
@@ -186,14 +184,9 @@ def experts(rows):
             continue
         waits, cells = row["figures"].get("waits", {}), []
         for name, found in ways.items():
-            times, ratios = (
-                f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-                for (low, middle, high), digits in ((found["ms"], 2), (found["ratio"], 3))
-            )
             mfu = row["figures"].get(f"MFU, {name}")
-            cells.append(
-                [name, times, ratios, f"{mfu:.1%}" if mfu else "-", str(waits.get(name, "-"))]
-            )
+            own = [f"{mfu:.1%}" if mfu else "-", str(waits.get(name, "-"))]
+            cells.append([name, *quartiles(found), *own])
         heads = ["", "ms (quartiles)", "to a feed-forward of equal FLOPs, by round", "MFU"]
         yield f"### {case[0].upper()}{case[1:]}"
         yield "Forward and backward of a layer in bf16; MFU is by the FLOPs of the chosen experts."
@@ -216,7 +209,6 @@ def traces(found):
 
 
 def many(rows):
-    """What a rank computes."""
     cells = []
     for case, row in rows.items():
         if "forward and backward s" in (figures := row["figures"]):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from torchtitan.build import allocate, lay_out, update_compiler
+from torchtitan.build import allocate, build_on_meta, update_compiler
 from torchtitan.data import Batch
 from torchtitan.device import GIB
 from torchtitan.models import MODELS
@@ -42,7 +42,7 @@ def fake_rank(job, ranks, rank, device):
     try:
         device.make_current()
         world = make_world(job.degrees(ranks), job.comm, device, dist.group.WORLD)
-        model, spec = lay_out(job, world, Timeline(device)), MODELS[job.model.name]
+        model, spec = build_on_meta(job, world, Timeline(device)), MODELS[job.model.name]
         if model.pipeline:
             skip_shape_inference(model.pipeline.schedule)
         allocate(model, job, world)

@@ -34,14 +34,8 @@ class Worker:
         self.answers = mine
         self.process = subprocess.Popen(
             [
-                "bash",
-                "-c",
-                f'exec "$@" 3>&{theirs} {theirs}>&-',
-                "worker",
-                sys.executable,
-                "-m",
-                "tests.gpu.worker",
-                *arguments,
+                *("bash", "-c", f'exec "$@" 3>&{theirs} {theirs}>&-', "worker"),
+                *(sys.executable, "-m", "tests.gpu.worker", *arguments),
             ],
             stdin=subprocess.PIPE,
             stdout=self.log,
@@ -54,7 +48,6 @@ class Worker:
 
     def ask(self, case, limit):
         begin = time.monotonic()
-        assert self.process.stdin is not None
         try:
             self.process.stdin.write(f"{case}\n")
             self.process.stdin.flush()

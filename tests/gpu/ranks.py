@@ -63,7 +63,6 @@ def train_each(jobs, kind):
 
 
 def traces(jobs, ranks, kind):
-    """Of each rank, a run of each job."""
     return hosted.run_ranks(train_each, ranks, kind, jobs, kind)
 
 
@@ -72,7 +71,7 @@ def reference(kind, *recipes):
     return traces([JobConfig.model_validate_json(recipe) for recipe in recipes], 1, kind)[0]
 
 
-def check(name, device):
+def check(name, device, backend):
     """Train a layout by its optimizers; raise AssertionError where it is not one rank's run."""
     if name in FUSED:
         return check_fused(name, device)
@@ -104,7 +103,6 @@ def check(name, device):
 
 
 def with_other(layout, name):
-    """The tiny recipe with one of `OTHERS`."""
     sections = {
         "model": {"flavor": "deep"},
         "optimizer": {"name": name, "lr": 1e-3, **OTHERS[name]},
@@ -207,19 +205,7 @@ def refused(tracebacks):
 def names(rehearsed):
     """The layouts: all, or in a rehearsal one of each kind."""
     if rehearsed:
-        return [
-            "FSDP 2",
-            "TP 2",
-            "CP 2, ring",
-            "CP 2, balanced by documents, window",
-            "PP 2, 1F1B",
-            "Muon: FSDP 2",
-            *list(FUSED)[:2],
-            *COMPRESSED,
-        ]
-    return [
-        *FUSED,
-        *COMPRESSED,
-        *LAYOUTS,
-        *(f"{other}: {layout}" for other in OTHERS for layout in AMONG),
-    ]
+        some = ["FSDP 2", "TP 2", "CP 2, ring", "CP 2, balanced by documents, window", "PP 2, 1F1B"]
+        return [*some, "Muon: FSDP 2", *list(FUSED)[:2], *COMPRESSED]
+    others = [f"{other}: {layout}" for other in OTHERS for layout in AMONG]
+    return [*FUSED, *COMPRESSED, *LAYOUTS, *others]

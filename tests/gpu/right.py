@@ -8,6 +8,7 @@ and a weight is judged by how far it is off in parts of how far it has moved.
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, get_args
@@ -87,6 +88,11 @@ def case(*sections, **rest):
     return Case(merged(*sections), **rest)
 
 
+def updated(*sections, bounds=ROUNDING, **keys):
+    """An optimizer with these settings, on the device as on the CPU."""
+    return case(optimizer(**keys), *sections, like=optimizer(**keys), bounds=bounds)
+
+
 MUON = {"name": "Muon", "ns_dtype": "float32", "adamw": {"eps": 1e-6}}
 PICTURES = {"model": tiny.VIT_MAE, "data": {"dataset": "scenes"}}
 FLOAT8 = {name: (Float8(recipe=name),) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
@@ -130,31 +136,21 @@ CASES = {
     "Float8 rowwise, eager": case(BF16, convert=FLOAT8["rowwise"], bounds=EIGHT),
     "foreach": case(optimizer(implementation="foreach")),
     "one tensor after the other": case(optimizer(implementation="for-loop")),
-    "states in bfloat16": case(
-        optimizer(state_dtype="bfloat16"), like=optimizer(state_dtype="bfloat16"), bounds=HALF
-    ),
-    "states in Float8": case(
-        optimizer(state_dtype="float8"), like=optimizer(state_dtype="float8"), bounds=HALF
-    ),
-    "states in 8 bits": case(
-        optimizer(state_dtype="8bit"), like=optimizer(state_dtype="8bit"), bounds=HALF
-    ),
-    "states in 4 bits": case(
-        optimizer(state_dtype="4bit"), like=optimizer(state_dtype="4bit"), bounds=EIGHT
-    ),
+    "states in bfloat16": updated(state_dtype="bfloat16", bounds=HALF),
+    "states in Float8": updated(state_dtype="float8", bounds=HALF),
+    "states in 8 bits": updated(state_dtype="8bit", bounds=HALF),
+    "states in 4 bits": updated(state_dtype="4bit", bounds=EIGHT),
     "updates in the backward": case(
         optimizer(early_step_in_backward=True),
         {"training": {"local_batch_size": 8, "max_norm": 0.0}},
         like={"training": {"max_norm": 0.0}},
         on_device=True,  # SGD without clipping amplifies what a CPU rounds otherwise
     ),
-    "Muon": case(optimizer(**MUON), like=optimizer(**MUON)),
-    "Muon, compiled": case(optimizer(**MUON), COMPILE, like=optimizer(**MUON)),
-    "Muon in bf16": case(optimizer(name="Muon"), like=optimizer(name="Muon"), bounds=HALF),
-    "GaLore": case(
-        optimizer(name="GaLore", rank=8), like=optimizer(name="GaLore", rank=8), bounds=HALF
-    ),
-    "Ranger21": case(optimizer(name="Ranger21"), like=optimizer(name="Ranger21")),
+    "Muon": updated(**MUON),
+    "Muon, compiled": updated(COMPILE, **MUON),
+    "Muon in bf16": updated(name="Muon", bounds=HALF),
+    "GaLore": updated(name="GaLore", rank=8, bounds=HALF),
+    "Ranger21": updated(name="Ranger21"),
     "ViT-MAE": case(PICTURES, like=PICTURES),
     "ViT-MAE, compiled": case(PICTURES, COMPILE, like=PICTURES),
     "auxiliary losses": case(auxiliary=BESIDE_LATENT),
@@ -209,7 +205,7 @@ def plain(this, name):
     return job(merged({"training": precision}, this.like), name, this, emulated=True)
 
 
-def check(name, device, backend="inductor"):
+def check(name, device, backend):
     """Compare a case with the CPU; how far apart they were at most."""
     if name in FUNCTIONS:
         return FUNCTIONS[name](device)
@@ -270,79 +266,78 @@ def differences(found, expected):
     return apart
 
 
+ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+"""How far attention may be off, as 2-norms."""
+
+
+def far_off(names, found, expected, dtype, where):
+    """How far tensors are off at most; an AssertionError says of which, and `where`."""
+    worst = 0.0
+    for what, mine, right in zip(names, found, expected, strict=True):
+        assert mine.shape == right.shape, (what, mine.shape, right.shape)
+        off = ((mine.float() - right).norm() / right.norm()).item()
+        assert off <= ALLOWED[dtype], f"{what} is off by {off:.2g}: {dtype}, {where}"
+        worst = max(worst, off)
+    return worst
+
+
 def attention(device):
     """The kernels that tell their normaliser, forward and backward, against the CPU's."""
-    worst = {"float32": 0.0, "bfloat16": 0.0}
-    allowed = {"float32": 2e-5, "bfloat16": 3e-2}
-    for dtype in (torch.float32, torch.bfloat16):
-        for length, heads, kv_heads, size in ((128, 4, 4, 64), (96, 8, 2, 32), (77, 4, 2, 128)):
-            for kind in ("causal", "full", "biased"):
-                torch.manual_seed(0)
-                q = torch.randn(2, heads, length, size)
-                k, v = torch.randn(2, 2, kv_heads, length, size)
-                grad = torch.randn_like(q)
-                masked = torch.rand(2, 1, length, length) < 0.3
-                masked.diagonal(dim1=-2, dim2=-1).fill_(False)
-                bias = torch.zeros(masked.shape).masked_fill(masked, -1e4)
-                results = []
-                for where in ("cpu", device.torch_device):
-                    given = [x.to(where, dtype) for x in (q, k, v)]
-                    options = {"causal": kind == "causal", "bias": None}
-                    if kind == "biased":
-                        options["bias"] = bias.to(where, dtype)
-                    out, lse = attention_forward(*given, **options)
-                    gradients = attention_backward(
-                        grad.to(where, dtype), *given, out, lse, **options
-                    )
-                    results.append([x.float().cpu() for x in (out, lse, *gradients)])
-                for what, mine, right in zip(
-                    ("out", "lse", "grad q", "grad k", "grad v"), *results, strict=True
-                ):
-                    assert mine.shape == right.shape, (what, mine.shape, right.shape)
-                    off = ((mine - right).norm() / right.norm()).item()
-                    name = str(dtype).removeprefix("torch.")
-                    worst[name] = max(worst[name], off)
-                    assert off <= allowed[name], (
-                        f"{what} is off by {off:.2g}: {name}, {kind}, {length} tokens, "
-                        f"{heads}/{kv_heads} heads of {size}"
-                    )
+    worst = {}
+    sizes, kinds = ((128, 4, 4, 64), (96, 8, 2, 32), (77, 4, 2, 128)), ("causal", "full", "biased")
+    for dtype, shape, kind in itertools.product(ALLOWED, sizes, kinds):
+        length, heads, kv_heads, size = shape
+        torch.manual_seed(0)
+        q = torch.randn(2, heads, length, size)
+        k, v = torch.randn(2, 2, kv_heads, length, size)
+        grad = torch.randn_like(q)
+        masked = torch.rand(2, 1, length, length) < 0.3
+        masked.diagonal(dim1=-2, dim2=-1).fill_(False)
+        bias = torch.zeros(masked.shape).masked_fill(masked, -1e4)
+        results = []
+        for where in ("cpu", device.torch_device):
+            given = [x.to(where, dtype) for x in (q, k, v)]
+            options = {"causal": kind == "causal", "bias": None}
+            if kind == "biased":
+                options["bias"] = bias.to(where, dtype)
+            out, lse = attention_forward(*given, **options)
+            gradients = attention_backward(grad.to(where, dtype), *given, out, lse, **options)
+            results.append([x.float().cpu() for x in (out, lse, *gradients)])
+        expected, found = results
+        names = ("out", "lse", "grad q", "grad k", "grad v")
+        where = f"{kind}, {length} tokens, {heads}/{kv_heads} heads of {size}"
+        off = far_off(names, found, expected, dtype, where)
+        name = str(dtype).removeprefix("torch.")
+        worst[name] = max(worst.get(name, 0.0), off)
     return worst
 
 
 def document_attention(device):
     """Attention within documents and windows, forward and backward, against a dense mask."""
-    worst = {"float32": 0.0, "bfloat16": 0.0}
-    allowed = {"float32": 2e-5, "bfloat16": 3e-2}
+    worst = {}
     # Of one token, of all kinds of lengths, padding at the end, and a row that is one document.
     lengths = ((1, 7, 64, 100, 1, 27, 57, 43), (300,))
     documents = torch.stack(
         [torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in lengths]
     )
-    for dtype in (torch.float32, torch.bfloat16):
-        for heads, kv_heads, size in ((4, 4, 64), (8, 2, 128)):
-            for ids, window in ((documents, 0), (None, 50), (documents, 50), (documents, 2)):
-                torch.manual_seed(0)
-                shapes = [(2, count, 300, size) for count in (heads, kv_heads, kv_heads, heads)]
-                *given, grad = (torch.randn(x, device=device.torch_device) for x in shapes)
-                *given, grad = (x.to(dtype) for x in (*given, grad))
-                results = []
-                for core, wide in ((causal_attention, dtype), (dense_attention, torch.float32)):
-                    own = [x.to(wide).requires_grad_() for x in given]
-                    mask = ids
-                    if core is dense_attention and ids is not None:
-                        mask = ids.to(device.torch_device)
-                    out = core(*own, mask, window)
-                    results.append([out, *torch.autograd.grad(out, own, grad.to(wide))])
-                name = str(dtype).removeprefix("torch.")
-                names = ("out", "grad q", "grad k", "grad v")
-                for what, mine, right in zip(names, *results, strict=True):
-                    assert mine.shape == right.shape, (what, mine.shape, right.shape)
-                    off = ((mine.float() - right).norm() / right.norm()).item()
-                    worst[name] = max(worst[name], off)
-                    assert off <= allowed[name], (
-                        f"{what} is off by {off:.2g}: {name}, documents {ids is not None}, "
-                        f"window {window}, {heads}/{kv_heads} heads of {size}"
-                    )
+    sizes = ((4, 4, 64), (8, 2, 128))
+    masks = ((documents, 0), (None, 50), (documents, 50), (documents, 2))
+    for dtype, (heads, kv_heads, size), (ids, window) in itertools.product(ALLOWED, sizes, masks):
+        torch.manual_seed(0)
+        shapes = [(2, count, 300, size) for count in (heads, kv_heads, kv_heads, heads)]
+        *given, grad = (torch.randn(x, device=device.torch_device).to(dtype) for x in shapes)
+        results = []
+        for core, wide in ((causal_attention, dtype), (dense_attention, torch.float32)):
+            own = [x.to(wide).requires_grad_() for x in given]
+            mask = ids
+            if core is dense_attention and ids is not None:
+                mask = ids.to(device.torch_device)
+            out = core(*own, mask, window)
+            results.append([out, *torch.autograd.grad(out, own, grad.to(wide))])
+        where = f"documents {ids is not None}, window {window}, {heads}/{kv_heads} heads of {size}"
+        off = far_off(("out", "grad q", "grad k", "grad v"), *results, dtype, where)
+        name = str(dtype).removeprefix("torch.")
+        worst[name] = max(worst.get(name, 0.0), off)
     return worst
 
 

@@ -8,18 +8,14 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.runs import losses
+
 ROOT = Path(__file__).resolve().parents[2]
 DEBUG = ("train_configs/debug_model.toml",)
 SMALL = (
     *("--training.seq_len", "128", "--training.global_batch_size", "4"),
-    *(
-        "--validation.enable",
-        "false",
-        "--metrics.log_freq",
-        "1",
-        "--lr_scheduler.warmup_steps",
-        "2",
-    ),
+    *("--validation.enable", "false", "--metrics.log_freq", "1"),
+    *("--lr_scheduler.warmup_steps", "2"),
 )
 
 
@@ -41,18 +37,12 @@ def train(folder, *flags, fails=False):
     return start("train", *DEBUG, *SMALL, "--job.dump_folder", str(folder), *flags, fails=fails)
 
 
-def losses(folder):
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
-
-
 def learns(folder):
     """The debug recipe's first steps, with validation."""
     train(
         folder, "--training.steps", "30", "--validation.enable", "true", "--validation.freq", "15"
     )
-    found = losses(folder)
+    found = losses(Path(folder))
     assert found[30] < found[1] - 1, found
     return {"first loss": found[1], "last loss": found[30]}
 
@@ -113,7 +103,7 @@ def generates(folder):
 def debug_recipe(folder):
     """The README's first command, on a GPU."""
     start("train", *DEBUG, "--job.dump_folder", folder)
-    found = losses(folder)
+    found = losses(Path(folder))
     assert found[max(found)] < found[1] - 2, found
     return {"first loss": found[1], "last loss": found[max(found)]}
 
@@ -144,11 +134,10 @@ CASES = {
 }
 
 
-def check(name, device):
+def check(name, device, backend):
     with TemporaryDirectory() as folder:
         return CASES[name](folder)
 
 
 def names(rehearsed):
-    """The cases."""
     return ["trains", "generates", "preflight"] if rehearsed else list(CASES)

@@ -34,8 +34,6 @@ CARD_GIB, CONTEXT_GIB = 23.6, 0.5
 
 
 class Rank(NamedTuple):
-    """Rank of a layout of 8B."""
-
     ranks: int
     flags: str = ""
     is_compiled: bool = True
@@ -250,7 +248,6 @@ def opened(recipe, device):
 
 
 def refresh(name, device, backend):
-    """Time a refresh of a matrix by each method."""
     rows, columns, rank = REFRESH[name]
     if device.type == "cpu":
         rows, columns, rank = rows // 32, columns // 32, rank // 32

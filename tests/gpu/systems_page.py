@@ -1,10 +1,5 @@
 """The part of the page about systems from papers."""
 
-from collections.abc import Mapping
-from typing import Any
-
-Figures = Mapping[str, Any]
-
 
 def systems(rows):
     """Yield the title, heads and cells of each table, given the figures of each case."""

@@ -15,23 +15,6 @@ import traceback
 import warnings
 
 
-def checks(stage, backend):
-    if stage == "right":
-        from tests.gpu import right
-
-        return lambda name, device: right.check(name, device, backend)
-    if stage == "ranks":
-        from tests.gpu import ranks
-
-        return ranks.check
-    if stage in ("fast", "many", "systems"):
-        module = importlib.import_module(f"tests.gpu.{stage}")
-        return lambda name, device: module.check(name, device, backend)
-    from tests.gpu import runs
-
-    return runs.check
-
-
 def main():
     stage, kind, backend = sys.argv[1:]
     # Forked ranks use CUDA; this process may only count devices, by NVML.
@@ -47,13 +30,13 @@ def main():
     torch.set_num_threads(1)
     logger.setLevel(logging.ERROR)
     device = Device("cuda" if kind == "cuda" else "cpu")
-    check = checks(stage, backend)
+    check = importlib.import_module(f"tests.gpu.{stage}").check
     with os.fdopen(3, "w") as answers:
         for line in sys.stdin:
             begin = time.monotonic()
             answer = {"case": line.strip()}
             try:
-                answer["figures"] = check(line.strip(), device)
+                answer["figures"] = check(line.strip(), device, backend)
             except BaseException as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
                 answer["traceback"] = traceback.format_exc()

@@ -50,7 +50,6 @@ class Fault:
 
 
 def read_faults(folder=FOLDER):
-    """All faults, in the order of their tables."""
     return [
         Fault(**entry | {"found_by": tuple(entry.get("found_by", ()))}, round=table.stem)
         for table in sorted(folder.glob("*.toml"))

@@ -1,11 +1,9 @@
 """What the compiler fuses in a tensor-parallel block, read off its graphs."""
 
 import pytest
-import torch
 
 from tests.fusion import OPERATORS, WITHOUT_CODE, compare, run
 from tests.ranks import run_ranks
-from tests.tiers import tiers
 from torchtitan.checks import problems
 from torchtitan.config import PlannedWorld
 from torchtitan.job import JobConfig
@@ -13,10 +11,18 @@ from torchtitan.parallel import async_tensor
 from torchtitan.parallel.async_tensor import Fused
 
 
-# Of one sequence torch gathers by a view, which the compiler's own patterns do not know.
-@pytest.mark.parametrize("batch", tiers([1, 2], [2]))
-def test_every_gather_and_scatter_of_a_block_is_fused(batch):
-    for fused in run_ranks(compare, 2, batch, None, WITHOUT_CODE):
+@pytest.mark.parametrize(
+    ("batch", "backend", "device"),
+    [
+        (2, WITHOUT_CODE, "cpu"),
+        # Of one sequence torch gathers by a view, which the compiler's own patterns do not know.
+        pytest.param(1, WITHOUT_CODE, "cpu", marks=pytest.mark.gate),
+        pytest.param(1, "inductor", "cpu", marks=pytest.mark.slow),
+        pytest.param(2, "inductor", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_every_gather_and_scatter_of_a_block_is_fused(batch, backend, device):
+    for fused in run_ranks(compare, 2, batch, None, backend, device, device=device):
         # Forward: before wq, wk, wv; after wo; before w1, w3; after w2. Backward: before wo, w2.
         assert fused == Fused(gathers=4, scatters=2)
 
@@ -25,20 +31,6 @@ def test_every_gather_and_scatter_of_a_block_is_fused(batch):
 def test_recomputation_is_fused_too():
     for fused in run_ranks(compare, 2, 2, OPERATORS, WITHOUT_CODE):
         assert fused == Fused(gathers=6, scatters=2)  # what is added up is not sent again
-
-
-@pytest.mark.slow
-def test_inductor_compiles_what_it_fused():
-    for fused in run_ranks(compare, 2, 1, None, "inductor"):
-        assert fused == Fused(gathers=4, scatters=2)
-
-
-@pytest.mark.gpu
-def test_on_cuda():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    for fused in run_ranks(compare, 2, 2, None, "inductor", "cuda", device="cuda"):
-        assert fused == Fused(gathers=4, scatters=2)
 
 
 def refuse(fuse, sequence_parallel):

@@ -9,23 +9,7 @@ import torch.distributed.tensor  # noqa: F401  (a fork has what its parent impor
 
 from tests import layouts, tiny
 from tests.collectives import count, planned
-from tests.layouts import (
-    AFTERWARDS,
-    ALL_BESIDE,
-    FULL,
-    GATE,
-    LAYOUTS,
-    NO_LOSS,
-    NO_SEQUENCE,
-    OPERATORS,
-    REGATHER,
-    RESHARD,
-    RING,
-    SECOND,
-    ULYSSES,
-    ZBV,
-    case,
-)
+from tests.layouts import FULL, LAYOUTS, NO_SEQUENCE, OPERATORS, RESHARD, SECOND, case
 from tests.ranks import run_ranks
 from tests.tiers import tiers
 
@@ -57,33 +41,39 @@ CASES = {
         tp=2, recompute=OPERATORS, **NO_SEQUENCE
     ),
     "FSDP 2 x TP 2, all in bfloat16, no loss parallelism": case(
-        shard=2, tp=2, training=ALL_BFLOAT16, **NO_LOSS
+        shard=2, tp=2, training=ALL_BFLOAT16, **layouts.NO_LOSS
     ),
     "CP 2, ring, bfloat16, every second block recomputed": case(
-        cp=2, training=BFLOAT16, recompute=SECOND, **RING
+        cp=2, training=BFLOAT16, recompute=SECOND, **layouts.RING
     ),
     "CP 2, operators recomputed": case(cp=2, recompute=OPERATORS),
     "CP 2, Ulysses, bfloat16, every second block recomputed": case(
-        cp=2, training=BFLOAT16, recompute=SECOND, **ULYSSES
+        cp=2, training=BFLOAT16, recompute=SECOND, **layouts.ULYSSES
     ),
     "CP 4, ring, balanced by documents": LAYOUTS["CP 4, ring, balanced by documents"],
-    "CP 2, Ulysses, operators recomputed": case(cp=2, recompute=OPERATORS, **ULYSSES),
+    "CP 2, Ulysses, operators recomputed": case(cp=2, recompute=OPERATORS, **layouts.ULYSSES),
     "CP 4, Ulysses, repeated keys": LAYOUTS["CP 4, Ulysses, repeated keys"],
     "CP 2 x TP 2, Ulysses, documents": LAYOUTS["CP 2 x TP 2, Ulysses, documents"],
     "HSDP 2 x 2, which never agree": case(replicate=2, shard=2, batch=1, communication=NEVER),
     "FSDP 4, always reshard, regathered by 2, full recomputation": case(
-        shard=4, recompute=FULL, sharding=REGATHER, **{RESHARD: "always"}
+        shard=4, recompute=FULL, sharding=layouts.REGATHER, **{RESHARD: "always"}
     ),
     "PP 2, 1F1B, all auxiliary losses": LAYOUTS["PP 2, 1F1B, all auxiliary losses"],
     "FSDP 2, all auxiliary losses, full recomputation": case(
-        shard=2, recompute=FULL, **ALL_BESIDE, **{RESHARD: "always"}
+        shard=2, recompute=FULL, **layouts.ALL_BESIDE, **{RESHARD: "always"}
     ),
-    "TP 2, all auxiliary losses, full recomputation": case(tp=2, recompute=FULL, **ALL_BESIDE),
-    "CP 2 x TP 2, all auxiliary losses": case(cp=2, tp=2, **ALL_BESIDE),
+    "TP 2, all auxiliary losses, full recomputation": case(
+        tp=2, recompute=FULL, **layouts.ALL_BESIDE
+    ),
+    "CP 2 x TP 2, all auxiliary losses": case(cp=2, tp=2, **layouts.ALL_BESIDE),
     "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=2, **{RESHARD: "always"}),
     # Each second half of a backward recomputes a block once for each of its weights.
-    "TP 2 x PP 2, ZBVZeroBubble, full recomputation": case(2, tp=2, batch=4, recompute=FULL, **ZBV),
-    "CP 2 x PP 2, ZBVZeroBubble, full recomputation": case(2, cp=2, batch=4, recompute=FULL, **ZBV),
+    "TP 2 x PP 2, ZBVZeroBubble, full recomputation": case(
+        2, tp=2, batch=4, recompute=FULL, **layouts.ZBV
+    ),
+    "CP 2 x PP 2, ZBVZeroBubble, full recomputation": case(
+        2, cp=2, batch=4, recompute=FULL, **layouts.ZBV
+    ),
 }
 
 DAILY = (
@@ -92,7 +82,7 @@ DAILY = (
     *("FSDP 2, bfloat16", "FSDP 3, which divides nothing", "TP 2, operators recomputed"),
 )
 IN_GATE = (
-    *GATE,
+    *layouts.GATE,
     *("HSDP 2 x 2, accumulating 2", "TP 2, neither", "FSDP 2 x TP 2"),
     "FSDP 2 x PP 2, always reshard",
 )
@@ -164,14 +154,15 @@ MUON = {
     "TP 2": case(tp=2),
     "FSDP 2 x TP 2": case(shard=2, tp=2),
     "FSDP 2 x PP 2": case(2, shard=2),
-    "CP 2, ring, full recomputation": case(cp=2, recompute=FULL, **RING),
-    "HSDP 2 x 2, copies added up afterwards": case(replicate=2, shard=2, communication=AFTERWARDS),
+    "CP 2, ring, full recomputation": case(cp=2, recompute=FULL, **layouts.RING),
+    "HSDP 2 x 2, copies added up afterwards": case(
+        replicate=2, shard=2, communication=layouts.AFTERWARDS
+    ),
 }
 
 
 @pytest.mark.parametrize("name", tiers(MUON, ["FSDP 2"]))
 def test_muon_sends_what_is_planned(name, monkeypatch):
-    """Of an update."""
     muon_sends_what_is_planned(MUON[name], monkeypatch)
 
 

@@ -93,20 +93,16 @@ def test_copies_and_parts_are_sent_as_named():
             assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
+def saved(layout, communication, steps, folder, interval=2):
+    """Train, saving every `interval` steps; the weights at the end."""
+    recipe = layouts.saving(layout, "AdamW", folder, steps, interval, communication=communication)
+    return train(recipe)
+
+
 def both(folder):
     """Save with copies that agree afterwards; resume so, and as copies are added up by FSDP2."""
-    found = []
-    for steps, communication in ((2, AFTERWARDS), (4, AFTERWARDS), (4, {})):
-        recipe = layouts.job(
-            LAYOUTS["HSDP 2 x 2"],
-            "AdamW",
-            communication=communication,
-            training={"steps": steps},
-            job={"dump_folder": folder},
-            checkpoint={"enable": True, "interval": 2},
-        )
-        found.append(train(recipe))
-    return found
+    layout = LAYOUTS["HSDP 2 x 2"]
+    return [saved(layout, way, n, folder) for n, way in ((2, AFTERWARDS), (4, AFTERWARDS), (4, {}))]
 
 
 def test_checkpoints_do_not_depend_on_how_copies_agree(tmp_path):
@@ -116,24 +112,14 @@ def test_checkpoints_do_not_depend_on_how_copies_agree(tmp_path):
 
 def stopped(folder):
     """Train four steps at once; two and two; then resume on another layout, and without a state."""
-    found = []
-    for name, steps, layout in (
-        ("a", 4, case(shard=2)),
-        ("b", 2, case(shard=2)),
-        ("b", 4, case(shard=2)),
-        ("c", 2, case(shard=2)),
-        ("c", 4, case(replicate=2)),
-    ):
-        recipe = layouts.job(
-            layout,
-            "AdamW",
-            communication={"gradients": {"name": "half"}},
-            training={"steps": steps},
-            job={"dump_folder": f"{folder}/{name}"},
-            checkpoint={"enable": True, "interval": 2},
+    sharded, half = case(shard=2), {"gradients": {"name": "half"}}
+    return [
+        saved(layout, half, steps, f"{folder}/{name}")
+        for name, steps, layout in (
+            *(("a", 4, sharded), ("b", 2, sharded), ("b", 4, sharded)),
+            *(("c", 2, sharded), ("c", 4, case(replicate=2))),
         )
-        found.append(train(recipe))
-    return found
+    ]
 
 
 @pytest.mark.gate
@@ -148,15 +134,7 @@ def test_what_a_way_keeps_is_in_a_checkpoint(tmp_path):
 
 def apart(folder, layout, steps):
     """Train replicas that agree in every second step; a step later than that, they differ."""
-    recipe = layouts.job(
-        layout,
-        "AdamW",
-        communication={"replicas": {"every": 2, "verify_steps": 1}},
-        training={"steps": steps},
-        job={"dump_folder": folder},
-        checkpoint={"enable": True, "interval": steps},
-    )
-    return train(recipe)
+    return saved(layout, {"replicas": {"every": 2, "verify_steps": 1}}, steps, folder, steps)
 
 
 def test_replicas_that_were_apart_agree_on_another_layout(tmp_path):
@@ -200,7 +178,5 @@ def test_settings_belong_to_the_way_that_has_them(tmp_path):
         f"{having_bits()}"
     ]
     flags = ["--communication.gradients.name", "half"]
-    assert load_job(recipe, flags, 2, "cpu").config.communication.gradients.model_dump() == {
-        "name": "half",
-        "bits": 8,
-    }
+    gradients = load_job(recipe, flags, 2, "cpu").config.communication.gradients
+    assert gradients.model_dump() == {"name": "half", "bits": 8}

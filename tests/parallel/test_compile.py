@@ -60,6 +60,12 @@ def forget():
 BLOCKS = tiny.FLAVORS["deep"].n_layers
 
 
+def line_of(graphs, rest=""):
+    """What is said of a run whose model and loss are so many graphs."""
+    what = f"{graphs} graphs of {BLOCKS} blocks and the loss{rest}"
+    return f"compile: {what}, 0 graph breaks, 0 recompilations"
+
+
 def recipe(layout, **settings):
     model, training = {"flavor": "deep"}, {"steps": 2}
     return layouts.job(layout, "SGD", model=model, training=training, compile=settings)
@@ -105,7 +111,6 @@ CASES = {
 @pytest.mark.gate
 @pytest.mark.parametrize("recompute", [{}, OPERATORS], ids=["", "operators recomputed"])
 def test_muon_is_compiled_with_the_rest(recompute):
-    """Its iteration."""
     muon_is_compiled_with_the_rest(recompute)
 
 
@@ -123,10 +128,7 @@ def muon_is_compiled_with_the_rest(recompute, **more):
         compiled, 2, made(layout, enable=True, backend="aot_eager")
     ):
         compare(found, expected)
-        assert line == (
-            f"compile: 6 graphs of {BLOCKS} blocks and the loss and the update, 0 graph breaks, "
-            "0 recompilations"
-        )
+        assert line == line_of(6, " and the update")
         assert not warned
 
 
@@ -138,14 +140,10 @@ def test_it_is_the_same_run(name):
 
 
 def is_the_same_run(layout, graphs):
-    """In so many graphs."""
     job = recipe(layout, enable=True, backend="aot_eager")
     for found, lines in run_ranks(compiled, layout.ranks, job):
         compare(found, reference(**layout.model))
-        assert lines == [
-            f"compile: {graphs} graphs of {BLOCKS} blocks and the loss, 0 graph breaks, "
-            "0 recompilations"
-        ]
+        assert lines == [line_of(graphs)]
 
 
 MASKS = {
@@ -176,9 +174,7 @@ def test_documents_and_windows_are_in_the_graph(mask, recomputation):
     job = make(layout, compile=settings)
     ((found, (line,)),) = run_ranks(compiled, 1, job)
     compare(found, expected)
-    assert line == (
-        f"compile: 2 graphs of {BLOCKS} blocks and the loss, 0 graph breaks, 0 recompilations"
-    )
+    assert line == line_of(2)
 
 
 def test_stages_share_no_loss():
@@ -328,9 +324,8 @@ def test_a_run_says_what_was_compiled_and_when_again(tmp_path):
 def test_graphs_are_kept_for_the_next_process(tmp_path):
     job = recipe(layouts.ONE, enable=True, cache_folder=str(tmp_path))
     ((cold, (said,)),) = run_ranks(compiled, 1, job)
-    rest = "0 graph breaks, 0 recompilations"
-    assert said == f"compile: 2 graphs of {BLOCKS} blocks and the loss, 0 from the cache, {rest}"
+    assert said == line_of(2, ", 0 from the cache")
     ((warm, (said,)),) = run_ranks(compiled, 1, job)
-    assert said == f"compile: 2 graphs of {BLOCKS} blocks and the loss, 2 from the cache, {rest}"
+    assert said == line_of(2, ", 2 from the cache")
     assert warm.losses == cold.losses
     assert warm.grad_norms == cold.grad_norms

@@ -9,89 +9,78 @@ from pathlib import Path
 import pytest
 
 from tests import layouts, tiny
-from tests.layouts import (
-    AFTERWARDS,
-    ALL_LOSSES,
-    BESIDE,
-    FULL,
-    INTERLEAVED,
-    LATENT,
-    MICROSCALED,
-    NO_LOSS,
-    NO_SEQUENCE,
-    OF_ROUTERS,
-    OPERATORS,
-    OSS,
-    QWEN3,
-    RESHARD,
-    RING,
-    ROWWISE,
-    SECOND,
-    SPARSE,
-    ULYSSES,
-    UNBALANCED,
-    WHOLE,
-    WINDOW,
-    ZBV,
-    Case,
-)
+from tests.layouts import Case
 from tests.parallel import test_parity
 
 FILE = Path(__file__).with_name("cover.json")
 MOST_RANKS = 4
 
 PLAIN = Case()
+
+
+def parallel(keys, **degrees):
+    return Case(**degrees, sections={"parallelism": keys})
+
+
 DENSE = ("Llama", "Llama, window", "Qwen3", "Qwen3, tied")
 FACTORS = {
     "family": {
         "Llama": PLAIN,
-        "Llama, window": PLAIN.of(**WINDOW),
-        "Qwen3": PLAIN.of(**QWEN3),
-        "Qwen3, tied": PLAIN.of(**QWEN3, tied=True),
-        "Qwen3-MoE": PLAIN.of(**SPARSE),
-        "Qwen3-MoE, balanced": Case(auxiliary=OF_ROUTERS).of(**SPARSE, router_bias=True),
-        "DeepSeek-V3": PLAIN.of(**LATENT),
-        "GPT-OSS": PLAIN.of(**OSS),
+        "Llama, window": PLAIN.of(**layouts.WINDOW),
+        "Qwen3": PLAIN.of(**layouts.QWEN3),
+        "Qwen3, tied": PLAIN.of(**layouts.QWEN3, tied=True),
+        "Qwen3-MoE": PLAIN.of(**layouts.SPARSE),
+        "Qwen3-MoE, balanced": Case(auxiliary=layouts.OF_ROUTERS).of(
+            **layouts.SPARSE, router_bias=True
+        ),
+        "DeepSeek-V3": PLAIN.of(**layouts.LATENT),
+        "GPT-OSS": PLAIN.of(**layouts.OSS),
     },
     "replicate": {"DDP 2": Case(replicate=2)},
-    "replicas": {"copies added up afterwards": Case(sections={"communication": AFTERWARDS})},
+    "replicas": {
+        "copies added up afterwards": Case(sections={"communication": layouts.AFTERWARDS})
+    },
     "shard": {"FSDP 2": Case(shard=2)},
     "reshard": {
-        "always reshard": Case(sections={"parallelism": {RESHARD: "always"}}),
-        "never reshard": Case(sections={"parallelism": {RESHARD: "never"}}),
-        "gradients kept whole": Case(sections={"sharding": WHOLE}),
+        "always reshard": parallel({layouts.RESHARD: "always"}),
+        "never reshard": parallel({layouts.RESHARD: "never"}),
+        "gradients kept whole": Case(sections={"sharding": layouts.WHOLE}),
     },
-    "experts": {"EP 2": Case(sections={"parallelism": {"expert_parallel_degree": 2}})},
+    "experts": {"EP 2": parallel({"expert_parallel_degree": 2})},
     "context": {
-        "CP 2, ring": Case(cp=2, sections={"parallelism": RING}),
+        "CP 2, ring": parallel(layouts.RING, cp=2),
         "CP 2, all-gather": Case(cp=2),
-        "CP 2, Ulysses": Case(cp=2, sections={"parallelism": ULYSSES}),
+        "CP 2, Ulysses": parallel(layouts.ULYSSES, cp=2),
     },
     "balance": {
-        "unbalanced": Case(sections={"parallelism": UNBALANCED}),
-        "balanced by documents": Case(
-            sections={"parallelism": {"context_parallel_load_balancer": "documents"}}
-        ),
+        "unbalanced": parallel(layouts.UNBALANCED),
+        "balanced by documents": parallel({"context_parallel_load_balancer": "documents"}),
     },
     "tensor": {
         "TP 2": Case(tp=2),
-        "TP 2, no sequence parallelism": Case(tp=2, sections={"parallelism": NO_SEQUENCE}),
+        "TP 2, no sequence parallelism": parallel(layouts.NO_SEQUENCE, tp=2),
     },
-    "tensor loss": {"no loss parallelism": Case(sections={"parallelism": NO_LOSS})},
+    "tensor loss": {"no loss parallelism": parallel(layouts.NO_LOSS)},
     "pipeline": {
         "PP 2, 1F1B": Case(pp=2),
-        "PP 2, Interleaved1F1B": Case(pp=2, sections={"parallelism": INTERLEAVED}),
-        "PP 2, ZBVZeroBubble": Case(pp=2, sections={"parallelism": ZBV}),
+        "PP 2, Interleaved1F1B": parallel(layouts.INTERLEAVED, pp=2),
+        "PP 2, ZBVZeroBubble": parallel(layouts.ZBV, pp=2),
     },
     "recompute": {
-        "full recomputation": Case(sections={"activation_checkpoint": FULL}),
-        "every second block recomputed": Case(sections={"activation_checkpoint": SECOND}),
-        "operators recomputed": Case(sections={"activation_checkpoint": OPERATORS}),
+        "full recomputation": Case(sections={"activation_checkpoint": layouts.FULL}),
+        "every second block recomputed": Case(sections={"activation_checkpoint": layouts.SECOND}),
+        "operators recomputed": Case(sections={"activation_checkpoint": layouts.OPERATORS}),
     },
     "documents": {"documents": PLAIN.of(attn_mask_type="block_causal")},
     "chunks": {"loss in chunks": Case(sections={"loss": {"vocabulary_chunk": 100}})},
-    "losses": {"z-loss": Case(auxiliary=BESIDE), "all losses": Case(auxiliary=ALL_LOSSES)},
-    "numbers": {"Float8": Case(convert=ROWWISE), "MXFP8": Case(convert=MICROSCALED)},
+    "losses": {
+        "z-loss": Case(auxiliary=layouts.BESIDE),
+        "all losses": Case(auxiliary=layouts.ALL_LOSSES),
+    },
+    "numbers": {
+        "Float8": Case(convert=layouts.ROWWISE),
+        "MXFP8": Case(convert=layouts.MICROSCALED),
+    },
     "accumulation": {"accumulating": Case(sections={"training": {"local_batch_size": 1}})},
     "host": {"CPU offload": Case(sections={"training": {"enable_cpu_offload": True}})},
 }
@@ -110,7 +99,6 @@ NEEDS = {
 
 
 def merged(names):
-    """The layout with all of these settings."""
     total = PLAIN
     for each in (SETTINGS[name] for name in names):
         degrees = {
@@ -129,8 +117,8 @@ def merged(names):
     if total.pp > 1:  # a pipeline needs several microbatches at a time, and layers for its stages
         training["local_batch_size"] = (4 if is_accumulating else 8) // replicas
         total = total.of(n_layers=4)
-    elif not is_accumulating:  # One replica has two to add up, several have up to two each.
-        training["local_batch_size"] = 4 if replicas == 1 else 2
+    else:  # One replica has 2 to add up, several have up to 2 each; accumulating, twice as many.
+        training["local_batch_size"] = (4 if replicas == 1 else 2) // (1 + is_accumulating)
     return dataclasses.replace(total, sections=total.sections | {"training": training})
 
 
@@ -193,7 +181,6 @@ def compute():
 
 
 def cover():
-    """The layouts of the cover, by the names of their settings."""
     return {"; ".join(names): merged(names) for names in json.loads(FILE.read_text())}
 
 
@@ -204,7 +191,7 @@ COVER = cover()
 @pytest.mark.costs("ranks")
 @pytest.mark.parametrize("name", COVER)
 def test_layout_trains_the_same_run_as_one_rank(name):
-    test_parity.is_the_run_of_one_rank(COVER[name], "cpu")
+    test_parity.is_the_run_of_one_rank(COVER[name], "cpu", steps=2)
 
 
 def test_no_pair_of_settings_is_missing():
@@ -219,9 +206,8 @@ def test_no_pair_of_settings_is_missing():
 
 
 def test_every_axis_and_mode_is_a_setting():
-    layouts = COVER.values()
     for axis in ("pp", "replicate", "shard", "cp", "tp"):
-        assert max(getattr(layout, axis) for layout in layouts) > 1
+        assert max(getattr(layout, axis) for layout in COVER.values()) > 1
     assert {name for runs in COVER for name in runs.split("; ")} == SETTINGS.keys()
 
 

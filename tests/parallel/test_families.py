@@ -9,23 +9,7 @@ import torch
 
 from tests import layouts, tiny
 from tests.checkpoint import test_resume
-from tests.layouts import (
-    EIGHT,
-    EXPERT_PARALLEL,
-    FAMILIES,
-    FULL,
-    LATENT,
-    LAYOUTS,
-    NO_SEQUENCE,
-    OSS,
-    QWEN3,
-    SPARSE,
-    ULYSSES,
-    WINDOW,
-    apart,
-    balanced,
-    case,
-)
+from tests.layouts import EXPERT_PARALLEL, FAMILIES, FULL, LATENT, LAYOUTS, OSS, QWEN3, SPARSE, case
 from tests.parallel import test_collectives, test_compile, test_muon, test_optimizers, test_parity
 from tests.ranks import run_ranks
 from tests.runs import train
@@ -101,94 +85,72 @@ def test_the_run_of_each_family_is_another():
         assert one != pytest.approx(other, rel=1e-3)
 
 
+COMMON = {name: LAYOUTS[name] for name in ("TP 2", "TP 2, neither", "FSDP 2 x TP 2")}
+EXPERTS = {
+    **COMMON,
+    "TP 2, full recomputation": case(tp=2, recompute=FULL),
+    "TP 2, operators recomputed": LAYOUTS["TP 2, operators recomputed"],
+}
+RING = {"CP 2, ring": LAYOUTS["CP 2, ring"]}
+WHOLE = "TP 2, no sequence parallelism, full recomputation"
+RING_AND_WHOLE = {**RING, WHOLE: case(tp=2, recompute=FULL, **layouts.NO_SEQUENCE)}
 SENDING = {
-    **{name: LAYOUTS[name] for name in ("TP 2", "TP 2, neither", "CP 2, ring", "FSDP 2 x TP 2")},
-    "CP 2, Ulysses": case(cp=2, **ULYSSES),
-    "TP 2, no sequence parallelism, full recomputation": case(tp=2, recompute=FULL, **NO_SEQUENCE),
-    "FSDP 2, tied": case(shard=2).of(tied=True),
-    "TP 2, tied, loss in chunks": case(tp=2, chunk=64).of(tied=True),
+    "Qwen3": {
+        **COMMON,
+        **RING_AND_WHOLE,
+        "CP 2, Ulysses": case(cp=2, **layouts.ULYSSES),
+        "FSDP 2, tied": case(shard=2).of(tied=True),
+        "TP 2, tied, loss in chunks": case(tp=2, chunk=64).of(tied=True),
+    },
+    "Qwen3-MoE": EXPERTS,
+    APART: {
+        name: EXPERT_PARALLEL[name]
+        for name in (
+            *("EP 2", "EP 2 of 4", "EP 2, HSDP 2 x 2", "EP 2, FSDP 2 x TP 2"),
+            *("EP 2, full recomputation", "EP 2, operators recomputed"),
+        )
+    },
+    LATENTS: {
+        **EXPERTS,
+        **RING_AND_WHOLE,
+        "CP 2 x TP 2, Ulysses": case(cp=2, tp=2, **layouts.ULYSSES),
+        "TP 2, no latent vector of queries": case(tp=2),
+    },
+    OSSES: {
+        **EXPERTS,
+        **RING,
+        **{name: EXPERT_PARALLEL[name] for name in ("EP 2, FSDP 2 x TP 2", "EP 2 of 4")},
+    },
+    WINDOWED: RING,
 }
+# Of 8 experts, so that the bias of a router is more than a few single numbers.
+MODEL = {"Qwen3": QWEN3, "Qwen3-MoE": SPARSE, LATENTS: LATENT, OSSES: OSS | layouts.EIGHT}
+MODEL |= {WINDOWED: layouts.WINDOW, APART: {}}
+SENT = [(family, name) for family, cases in SENDING.items() for name in cases]
+SENT_DAILY = [("Qwen3", "TP 2, neither"), ("Qwen3-MoE", "TP 2"), (APART, "EP 2")]
+SENT_BEFORE_A_RELEASE = [(LATENTS, "CP 2 x TP 2, Ulysses"), (OSSES, "EP 2, FSDP 2 x TP 2")]
 
 
-@pytest.mark.parametrize("name", tiers(SENDING, ["TP 2, neither"]))
-def test_step_sends_what_is_planned(name, monkeypatch):
-    test_collectives.sends_what_is_planned(SENDING[name].of(**QWEN3), monkeypatch)
-
-
-EXPERTS_SEND = {name: LAYOUTS[name] for name in ("TP 2", "TP 2, neither", "FSDP 2 x TP 2")}
-EXPERTS_SEND["TP 2, full recomputation"] = case(tp=2, recompute=FULL)
-EXPERTS_SEND["TP 2, operators recomputed"] = LAYOUTS["TP 2, operators recomputed"]
-
-
-@pytest.mark.parametrize("name", tiers(EXPERTS_SEND, ["TP 2"]))
-def test_experts_send_what_is_planned(name, monkeypatch):
-    test_collectives.sends_what_is_planned(EXPERTS_SEND[name].of(**SPARSE), monkeypatch)
-
-
-APART_SEND = {
-    name: EXPERT_PARALLEL[name]
-    for name in (
-        *("EP 2", "EP 2 of 4", "EP 2, HSDP 2 x 2", "EP 2, FSDP 2 x TP 2"),
-        *("EP 2, full recomputation", "EP 2, operators recomputed"),
-    )
-}
-
-
-@pytest.mark.parametrize("name", tiers(APART_SEND, ["EP 2"]))
-def test_experts_apart_send_what_is_planned(name, monkeypatch):
-    test_collectives.sends_what_is_planned(APART_SEND[name], monkeypatch)
-
-
-LATENTS_SEND = {
-    **EXPERTS_SEND,
-    "CP 2, ring": LAYOUTS["CP 2, ring"],
-    "CP 2 x TP 2, Ulysses": case(cp=2, tp=2, **ULYSSES),
-    "TP 2, no sequence parallelism, full recomputation": case(tp=2, recompute=FULL, **NO_SEQUENCE),
-}
-
-
-@pytest.mark.parametrize("name", tiers(LATENTS_SEND, [], ["CP 2 x TP 2, Ulysses"]))
-def test_latent_attention_sends_what_is_planned(name, monkeypatch):
-    test_collectives.sends_what_is_planned(LATENTS_SEND[name].of(**LATENT), monkeypatch)
-
-
-OSS_SEND = {
-    **EXPERTS_SEND,
-    "CP 2, ring": LAYOUTS["CP 2, ring"],
-    **{name: EXPERT_PARALLEL[name] for name in ("EP 2, FSDP 2 x TP 2", "EP 2 of 4")},
-}
-
-
-@pytest.mark.parametrize("name", tiers(OSS_SEND, [], ["EP 2, FSDP 2 x TP 2"]))
-def test_biases_and_sinks_send_what_is_planned(name, monkeypatch):
-    """Of 8 experts, so that the bias of a router is more than a few single numbers."""
-    layout = OSS_SEND[name].of(**OSS, **EIGHT)
+@pytest.mark.parametrize(("family", "name"), tiers(SENT, SENT_DAILY, SENT_BEFORE_A_RELEASE))
+def test_step_sends_what_is_planned(family, name, monkeypatch):
+    layout = SENDING[family][name].of(**MODEL[family])
+    if "no latent" in name:
+        layout = layout.of(query_rank=0)
     test_collectives.sends_what_is_planned(layout, monkeypatch)
 
 
-@pytest.mark.gate
-def test_latent_attention_sends_as_much_without_a_latent_vector_of_queries(monkeypatch):
-    layout = LAYOUTS["TP 2"].of(**LATENT, query_rank=0)
-    test_collectives.sends_what_is_planned(layout, monkeypatch)
-
-
-@pytest.mark.gate
-def test_a_window_sends_as_much(monkeypatch):
-    test_collectives.sends_what_is_planned(LAYOUTS["CP 2, ring"].of(**WINDOW), monkeypatch)
-
-
-@pytest.mark.gate
-def test_muon_trains_the_same_run_as_one_rank():
-    test_muon.is_the_run_of_one_rank(case(shard=2, tp=2).of(**QWEN3))
-
-
-MUON = {"FSDP 2": case(shard=2), "FSDP 2 x TP 2": case(shard=2, tp=2)}
-MUON["HSDP 2 x 2 x TP 2"] = case(replicate=2, shard=2, tp=2)
+MUON = {
+    "Qwen3, FSDP 2 x TP 2": case(shard=2, tp=2).of(**QWEN3),
+    # Each expert is taken as a matrix.
+    "FSDP 2": case(shard=2).of(**SPARSE),
+    "FSDP 2 x TP 2": case(shard=2, tp=2).of(**SPARSE),
+    "HSDP 2 x 2 x TP 2": case(replicate=2, shard=2, tp=2).of(**SPARSE),
+}
 
 
 @pytest.mark.parametrize("name", tiers(MUON, [], ["HSDP 2 x 2 x TP 2"]))
-def test_muon_takes_each_expert_as_a_matrix(name):
-    test_muon.is_the_run_of_one_rank(MUON[name].of(**SPARSE))
+def test_muon_trains_the_same_run_as_one_rank(name):
+    test_muon.is_the_run_of_one_rank(MUON[name])
 
 
 @pytest.mark.gate
@@ -225,10 +187,13 @@ APART_REFUSED = {
     "does not divide the 4 ranks": (case(shard=4, expert_parallel_degree=3).of(**SPARSE), 4),
     "has no experts; use 1": (case(shard=2, expert_parallel_degree=2), 2),
     'cannot be sent by "loco"': (
-        apart(2, shard=2, communication={"gradients": {"name": "loco"}}),
+        layouts.apart(2, shard=2, communication={"gradients": {"name": "loco"}}),
         2,
     ),
-    "the ranks of an expert are others": (apart(2, shard=4, sharding={"regather_size": 2}), 4),
+    "the ranks of an expert are others": (
+        layouts.apart(2, shard=4, sharding={"regather_size": 2}),
+        4,
+    ),
 }
 
 
@@ -298,7 +263,7 @@ def test_another_layout_goes_on_with_the_same_run(is_balanced, tmp_path):
         if name in EXPERT_PARALLEL and not is_balanced:
             continue
         layout = (LAYOUTS | EXPERT_PARALLEL)[name]
-        layout = balanced(layout) if is_balanced else layout.of(**QWEN3)
+        layout = layouts.balanced(layout) if is_balanced else layout.of(**QWEN3)
         run_ranks(train, layout.ranks, test_resume.recipe(tmp_path / folder, layout, steps))
     test_resume.is_the_same_run(tmp_path / "halves", tmp_path / "whole")
     halves, whole = (

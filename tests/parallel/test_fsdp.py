@@ -8,15 +8,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from tests import layouts
-from tests.estimate import recorded
 from tests.layouts import RESHARD, case
+from tests.plan import recorded
 from tests.ranks import run_ranks
 from tests.runs import trace
 from torchtitan.comm import Communicator, PlainGather, PlainGradients, PlainReduce, PlainWeights
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel.sharding import FullyShard
-from torchtitan.plan.link_traffic import link_traffic
+from torchtitan.plan.messages import link_traffic
 
 ALWAYS, NEVER = {RESHARD: "always"}, {RESHARD: "never"}
 STRATEGIES = {
@@ -89,14 +89,8 @@ def overlapped(job):
 @pytest.mark.gate
 def test_gathering_ahead_changes_nothing():
     ahead = {"name": "fsdp2", "forward_prefetch": 2, "backward_prefetch": 2}
-    plain = recipe(case(shard=2, **ALWAYS))
-    (expected, _), (found, _) = (
-        run_ranks(run, 2, job)
-        for run, job in (
-            (trace, plain),
-            (overlapped, recipe(case(shard=2, sharding=ahead, **ALWAYS))),
-        )
-    )
+    expected, _ = run_ranks(trace, 2, recipe(case(shard=2, **ALWAYS)))
+    found, _ = run_ranks(overlapped, 2, recipe(case(shard=2, sharding=ahead, **ALWAYS)))
     assert found.losses == expected.losses
     assert found.grad_norms == expected.grad_norms
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests import tiny
-from tests.layouts import AFTERWARDS, ONE, case
+from tests.layouts import AFTERWARDS, ONE, case, named, resumed
 from tests.ranks import run_ranks
 from tests.runs import are_the_runs_of_one_rank, compare, losses, on_one_rank, trace, train
 from tests.tiers import tiers
@@ -21,21 +21,14 @@ MUON = {
     "adamw": {"lr": 2e-3, "eps": 1e-6},
     "groups": [{"names": ["layers.*.wq.weight"], "lr_factor": 2.0, "momentum": 0.5}],
 }
-LAYOUTS = {
-    "DDP 2": case(replicate=2),
-    "FSDP 2": case(shard=2),
-    "FSDP 4": case(shard=4),
-    "HSDP 2 x 2": case(replicate=2, shard=2),
-    "HSDP 2 x 2, copies added up afterwards": case(replicate=2, shard=2, communication=AFTERWARDS),
-    "TP 2": case(tp=2),
-    "CP 2": case(cp=2),
-    "PP 2": case(2, batch=4),
-    "FSDP 2 x TP 2": case(shard=2, tp=2),
-    "FSDP 2 x PP 2": case(2, shard=2),
-    "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
-    "FSDP 2 x CP 2 x TP 2": case(shard=2, cp=2, tp=2),
-    "HSDP 2 x 2 x TP 2": case(replicate=2, shard=2, tp=2),
-}
+LAYOUTS = named(
+    *("DDP 2", "FSDP 2", "FSDP 4", "HSDP 2 x 2", "TP 2", "CP 2", "FSDP 2 x TP 2", "FSDP 2 x PP 2"),
+    *("FSDP 2 x TP 2 x PP 2", "FSDP 2 x CP 2 x TP 2", "HSDP 2 x 2 x TP 2"),
+)
+LAYOUTS["PP 2"] = case(2, batch=4)
+LAYOUTS["HSDP 2 x 2, copies added up afterwards"] = case(
+    replicate=2, shard=2, communication=AFTERWARDS
+)
 VARIANTS = [{}, {"by_head": True, "nesterov": False, "scale": "original"}]
 
 
@@ -60,7 +53,6 @@ def test_muon_trains_the_same_run_as_one_rank(name):
 
 
 def is_the_run_of_one_rank(layout):
-    """With each variant."""
     jobs = [job(layout, optimizer=variant) for variant in VARIANTS]
     are_the_runs_of_one_rank(layout, jobs, alone(jobs[0].model.flavor, **layout.model))
 
@@ -73,14 +65,8 @@ def test_what_the_comparison_would_find():
 
 
 def resumable(folder, layout, steps):
-    return job(
-        layout,
-        folder,
-        model={"flavor": "deep" if folder.parent.name.endswith("PP") else "flat"},
-        training={"steps": steps},
-        lr_scheduler={"total_steps": 4},
-        checkpoint={"enable": True, "interval": 2},
-    )
+    flavor = "deep" if folder.parent.name.endswith("PP") else "flat"
+    return job(layout, folder, model={"flavor": flavor}, **resumed(steps))
 
 
 @pytest.mark.parametrize("other", tiers(["TP 2", "PP 2", "HSDP 2 x 2"], [], gate=["PP 2"]))

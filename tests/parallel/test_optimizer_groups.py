@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from tests import tiny
-from tests.layouts import ONE, case
+from tests.layouts import ONE, case, named, resumed
 from tests.ranks import run_ranks
 from tests.runs import are_the_runs_of_one_rank, compare, on_one_rank, resumes
 from tests.tiers import tiers
@@ -29,7 +29,6 @@ OUTSIDE = "tests.normalized"
 
 @pytest.fixture(autouse=True)
 def registered():
-    """It is known by its name."""
     importlib.import_module(OUTSIDE)
 
 
@@ -45,14 +44,8 @@ NORMALIZED = {"name": "Normalized", "lr": 0.02, "adamw": ADAMW}
 NORMALIZED |= {"groups": [EMBEDDING | {"beta1": 0.5}, QUERIES | {"momentum": 0.5}, HEAD]}
 OPTIMIZERS = {"AdamW": ADAM, "SGD": SGD, "Normalized": NORMALIZED}
 
-LAYOUTS = {
-    "DDP 2": case(replicate=2),
-    "FSDP 2": case(shard=2),
-    "HSDP 2 x 2": case(replicate=2, shard=2),
-    "TP 2": case(tp=2),
-    "PP 2": case(2, batch=4),
-    "FSDP 2 x TP 2": case(shard=2, tp=2),
-}
+LAYOUTS = named("DDP 2", "FSDP 2", "HSDP 2 x 2", "TP 2", "FSDP 2 x TP 2")
+LAYOUTS["PP 2"] = case(2, batch=4)
 
 
 def job(layout, optimizer, folder="unused", **sections):
@@ -92,23 +85,13 @@ def test_groups_where_the_backward_updates():
 
 
 def resumable(optimizer, folder, layout, steps):
-    return job(
-        layout,
-        OPTIMIZERS[optimizer],
-        folder,
-        training={"steps": steps},
-        lr_scheduler={"total_steps": 4},
-        checkpoint={"enable": True, "interval": 2},
-    )
+    return job(layout, OPTIMIZERS[optimizer], folder, **resumed(steps))
 
 
 @pytest.mark.parametrize("optimizer", tiers(OPTIMIZERS, [], gate=["SGD"]))
 def test_groups_resume_on_another_layout(optimizer, tmp_path):
     others = {name: LAYOUTS[name] for name in ("TP 2", "PP 2")}
     resumes(partial(resumable, optimizer), tmp_path, LAYOUTS["FSDP 2"], others, 2, 4, 1e-5)
-
-
-Seen = dict[str, tuple[str, tuple[int, ...], list[str], float]]
 
 
 def seen(job):

@@ -63,7 +63,6 @@ def test_steps_in_the_backward(name):
 
 
 def is_updated_in_the_backward(layout, allowed=1e-5):
-    """With each rule."""
     jobs = [
         job(layout, 0, **optimizer, early_step_in_backward=early)
         for early in (True, False)

@@ -49,8 +49,6 @@ def compare_with_whole(device):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_with_exchanged_heads_equals_attention(ranks, device):
     """With as many key/value heads as ranks, more, and fewer."""
-    if device == "cuda" and torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
     run_ranks(compare_with_whole, ranks, device, device=device)
 
 
@@ -114,7 +112,6 @@ def test_ranks_need_whole_heads(sections, expected):
     found = [one for one in tiny.problems(job) if one.path == DEGREE]
     assert len(found) == bool(expected)
     for one in found:
-        assert expected is not None
         assert all(part in one.message for part in expected[1:])
 
 

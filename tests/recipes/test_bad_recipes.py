@@ -38,40 +38,6 @@ ALLOWED = {
     "{FLOAT8}": listed(CONVERTERS["float8"].model_fields, f"{HELP} convert"),
     "{MXFP8}": listed(CONVERTERS["mxfp8"].model_fields, f"{HELP} convert"),
 }
-MANY = """
-[trainng]
-steps = 5
-
-[training]
-seq_len = "long"
-step = 10
-local_batch_size = 0
-
-[optimizer]
-name = "AdamM"
-
-[checkpoint]
-async_mode = "process"
-resume = "never"
-load_step = 3
-
-[parallelism]
-tensor_parallel_degree = 3
-data_parallel_shard_degree = 4
-"""
-MANY_MISTAKES = [
-    "many.toml:1: trainng: unknown section",
-    "many.toml:5: training.seq_len: got",
-    "many.toml:6: training.step: unknown key",
-    "many.toml:7: training.local_batch_size: got 0",
-    "many.toml:10: optimizer.name: got",
-    "many.toml:13: checkpoint.async_mode: got",
-    "many.toml:15: checkpoint.load_step: got 3",
-    "many.toml:18: parallelism.tensor_parallel_degree: got 3; it does not divide the 16 heads",
-    "many.toml:18: parallelism.tensor_parallel_degree: got 3; it does not divide the 8 key",
-    "many.toml:19: parallelism.data_parallel_shard_degree: got 4; the degrees multiply to 12",
-    "--compile.enable: got",
-]
 
 
 class Case(NamedTuple):
@@ -116,7 +82,10 @@ def is_refused(case, tmp_path, monkeypatch):
 @pytest.mark.costs("every recipe of the table")
 def test_each_mistake_is_said_as_in_the_table(tmp_path, monkeypatch):
     wrong = []
+    has_server = importlib.util.find_spec("torchtitan.cluster") is not None
     for case in cases():
+        if "--metrics.serve" in case.flags and not has_server:
+            continue
         try:
             is_refused(case, tmp_path, monkeypatch)
         except (AssertionError, pytest.fail.Exception) as error:
@@ -129,21 +98,6 @@ def test_table_is_read_whole():
     assert len(found) >= 60
     assert len({case.name for case in found}) == len(found)
     assert all(case.lines for case in found)
-
-
-def test_many_mistakes_come_together():
-    Path("many.toml").write_text(MANY.lstrip(), encoding="utf-8")
-    said = lines_said("many.toml", ["--compile.enable", "maybe"], 8)
-    for line, begins in zip(said, MANY_MISTAKES, strict=True):
-        assert line.startswith(begins)
-
-
-def test_a_wrong_value_is_not_followed_by_its_consequences():
-    recipe = '[training]\nglobal_batch_size = 12\nlocal_batch_size = "4"\n'
-    Path("bad.toml").write_text(recipe, encoding="utf-8")
-    said = lines_said("bad.toml", [], 3)  # with the default, 8, 12 would be no multiple
-    wanted = "wanted an integer >= 1"
-    assert said == [f'bad.toml:3: training.local_batch_size: got "4"; {wanted}']
 
 
 def test_mistakes_of_an_extended_recipe_have_its_name():
@@ -162,16 +116,22 @@ def test_mistakes_of_an_extended_recipe_have_its_name():
     [
         (None, "x.toml: there is no such recipe; did you mean xy.toml?"),
         ("folder", "x.toml: is a folder; wanted a recipe, a file of TOML"),
+        ("link", "x.toml: is a link to gone.toml, where there is no file"),
+        ("pipe", "x.toml: is a pipe or a device; a recipe is read more than once, so write it to"),
         (b"[job]\ndescription = '\xe9t\xe9'\n", "x.toml:2: not UTF-8 text: got the byte 0xe9"),
         (b"\xff\xfe[\x00", "x.toml:1: not UTF-8 text: got the byte 0xff"),
         (b"\xef\xbb\xbf[job]\r\n\r\nname = 1\r\n", "x.toml:3: job.name: unknown key; allowed: "),
     ],
-    ids=["missing", "folder", "Latin-1", "UTF-16", "byte order mark and CRLF"],
+    ids=["missing", "folder", "link", "pipe", "Latin-1", "UTF-16", "byte order mark and CRLF"],
 )
 def test_files(content, line):
     Path("xy.toml").touch()
     if content == "folder":
         Path("x.toml").mkdir()
+    elif content == "link":
+        Path("x.toml").symlink_to("gone.toml")
+    elif content == "pipe":
+        os.mkfifo("x.toml")
     elif isinstance(content, bytes):
         Path("x.toml").write_bytes(content)
     said = lines_said("x.toml", [], None)
@@ -189,8 +149,7 @@ def test_files(content, line):
 )
 def test_a_recipe_of_another_format(name, fix):
     Path(name).write_text("from torchtitan import x\n", encoding="utf-8")
-    said = lines_said(name, [], None)
-    assert said == [f"{name}: a recipe is a file of TOML; {fix}"]
+    assert lines_said(name, [], None) == [f"{name}: a recipe is a file of TOML; {fix}"]
 
 
 def test_recipes_that_extend_each_other():
@@ -286,32 +245,6 @@ def test_what_a_cpu_cannot_do_is_refused_there_and_nowhere_else():
     assert problem.path == "parallelism.enable_async_tensor_parallel"
     assert problem.message.startswith("SymmetricMemory does not support a CPU")
     assert lacks(job, "cuda") == []
-
-
-def test_a_misspelt_name_hides_no_other_mistake():
-    text = """\
-[model]
-name = "lama3"
-dim = "x"
-[optimizer]
-name = "adamw"
-weight_decay = "0.1"
-learning_rate = 3e-4
-[trainig]
-steps = 0
-[[convert]]
-name = "flot8"
-recipe = 5
-[lr_scheduler]
-name = "nothing like it"
-warmup_steps = "soon"
-end_of_it = 3
-"""
-    Path("r.toml").write_text(text, encoding="utf-8")
-    with pytest.raises(RecipeError) as error:
-        load_job("r.toml", [], 1, "cpu")
-    found = [int(line.split(":")[1]) for line in error.value.lines]
-    assert found == [2, 3, 5, 6, 7, 8, 9, 11, 12, 14, 15, 16]
 
 
 def test_no_part_of_the_documents_is_held_out_by_zero():

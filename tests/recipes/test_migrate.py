@@ -1,5 +1,6 @@
 """`torchtitan migrate` converts recipes of TorchTitan v0.1 and v0.2; other verbs name it."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.test_bad_recipes import cases
+from tests.tables import table
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.config.other_names import OLD_KEYS, Gone, Moved
@@ -189,125 +191,27 @@ def test_what_is_refused(case):
 
 
 def test_text_of_a_migrated_recipe():
-    old = """\
-# My run.
-extends = "base.toml"
-debug.deterministic_warn_only = false
-
-[training]  # all of it
-steps   = 1_000  # many
-batch_size = 0x10 # renamed
-# what to learn from
-dataset = "c4"  # moved
-seed = 1
-enable_loss_parallel = true  # turned round
-
-# Leaves.
-[experimental]
-custom_import = "json"
-
-# About the last section.
-[float8]
-emulate = false
-
-[job]
-description = '''
-a   # no comment
-
-
-[training]
-batch_size = 3'''
-"""
-    text, _ = migrate(old)
-    assert (
-        text
-        == """\
-# My run.
-extends = "base.toml"
-debug.deterministic_warn_only = false
-debug.seed = 1
-
-[training]  # all of it
-steps   = 1_000  # many
-local_batch_size = 0x10 # renamed
-
-# Leaves.
-
-# About the last section.
-
-[job]
-description = '''
-a   # no comment
-
-
-[training]
-batch_size = 3'''
-imports = ["json"]
-
-[data]
-# what to learn from
-dataset = "c4"  # moved
-
-[parallelism]
-disable_loss_parallel = false  # turned round
-"""
+    before, after = (
+        (FOLDER / f"migrated/{name}.toml").read_text(encoding="utf-8")
+        for name in ("before", "after")
     )
+    assert migrate(before)[0] == after
+
+
+BATCH_OF_4 = '{"training.local_batch_size": 4}'
 
 
 @pytest.mark.parametrize(
     ("old", "expected"),
     [
-        (
-            'training = { batch_size = 4, steps = 5, dataset = "c4", gc_debug = false }\n',
-            {"training.local_batch_size": 4, "training.steps": 5, "data.dataset": "c4"},
-        ),
-        (
-            "training.batch_size = 4\ntraining.seed = 3\n[job]\ndescription = 'x'\n",
-            {"training.local_batch_size": 4, "debug.seed": 3, "job.description": "x"},
-        ),
-        (
-            "[experimental]\ntensor_parallel_degree = 2\n"
-            "[parallelism]\ncontext_parallel_degree = 2\n",
-            {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2},
-        ),
-        (
-            "[training.dataloader]\nnum_workers = 2\n[model]\n[training]\nbatch_size = 8\n",
-            {"data.num_workers": 2, "training.local_batch_size": 8},
-        ),
-        (
-            "[training.dataloader]\nnum_workers = 2\n[training]\nbatch_size = 8\n",
-            {"data.num_workers": 2, "training.local_batch_size": 8},
-        ),
-        (
-            'data = { add_bos = true }\ntraining = { dataset = "c4" }\n',
-            {"data.add_bos": True, "data.dataset": "c4"},
-        ),
-        ("\ufeff[training]\r\nbatch_size = 4\r\n", {"training.local_batch_size": 4}),
-        ("[training]\nbatch_size = 4", {"training.local_batch_size": 4}),
-        ('["training"]\n"batch_size" = 4\n', {"training.local_batch_size": 4}),
-        (
-            "[checkpoint]\nexclude_from_loading = [\n  'dataloader', # why\n  'optimizer',\n]\n",
-            {"checkpoint.exclude_from_loading": ["data", "optimizer"]},
-        ),
-        (
-            "[mx]\nfilter_fqns = ['attention', 'output']\n[float8]\nfilter_fqns = ['feed']\n"
-            "[model]\nconverters='float8,mx'",
-            {
-                "convert.0.filter_fqns": ["feed"],
-                "convert.1.filter_fqns": ["attention", "output"],
-                "convert.1.name": "mxfp8",
-            },
-        ),
-        (
-            "[quantize]\nlinear.float8.emulate = true\n"
-            "[model]\nconverters='quantize.linear.float8'",
-            {"convert.0.emulate": True, "convert.0.name": "float8"},
-        ),
+        *table(__file__, "other_ways.txt"),
+        ("\ufeff[training]\r\nbatch_size = 4\r\n", BATCH_OF_4),
+        ("[training]\nbatch_size = 4", BATCH_OF_4),
     ],
 )
 def test_other_ways_to_write_a_recipe(old, expected):
     job, notices = read(old)
-    values = job.flat()
+    values, expected = job.flat(), json.loads(expected)
     assert {key: values[key] for key in expected} == expected
     assert notices
 
@@ -398,48 +302,14 @@ def test_weights_beside_the_tokenizer(text, expected):
     assert len([line for line in notices if ": checkpoint.initial_load_in_hf: " in line]) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "status", "said"),
-    [
-        *(
-            (f'name = "{name}"\nflavor = "debugmodel"\n', 2, [f'3: model.name: got "{name}"\n'])
-            for name in ("llama4", "flux", "qwen3_vl")
-        ),
-        ('name = "lama3"\n', 2, ['3: model.name: got "lama3"\n', "did you mean llama3?"]),
-        (
-            'name = "qwen3"\nflavor = "debugmodel"\n',
-            0,
-            ["the debugmodel of qwen3 may have other sizes in TorchTitan"],
-        ),
-        ('name = "qwen3"\nflavor = "0.6B"\n', 0, []),
-        # What is not right there, but can be added before the recipe is trained.
-        (
-            'flavor = "671B"\n',
-            0,
-            ['it cannot be trained yet: old.toml:3: model.flavor: got "671B"'],
-        ),
-        (
-            'name = "x"\n[experimental]\ncustom_import = "no.such"\n',
-            0,
-            ["old.toml:5: job.imports: got"],
-        ),
-        (
-            "[training]\nbatch_size = 2\nseq_len = 0\n",
-            2,
-            [
-                "note: old.toml:4: training.batch_size: is now training.local_batch_size\n",
-                "error: old.toml:5: training.seq_len: got 0\n  wanted an integer >= 1\n",
-            ],
-        ),
-    ],
-)
-def test_a_recipe_that_cannot_be_trained_here(text, status, said, capsys):
-    Path("old.toml").write_text(V0_2_2 + text)
-    assert main(["migrate", "old.toml"]) == status
-    printed = capsys.readouterr()
-    assert [line for line in said if line not in printed.err] == []
-    assert '"0.6B"' not in text or "may have other sizes" not in printed.err
-    assert bool(printed.out) == (status == 0)
+def test_a_recipe_that_cannot_be_trained_here(capsys):
+    for text, status, *said in table(__file__, "not_trained.txt"):
+        Path("old.toml").write_text(f"{V0_2_2}{text}\n")
+        assert main(["migrate", "old.toml"]) == int(status)
+        printed = capsys.readouterr()
+        assert [line for line in said if line not in printed.err] == [], text
+        assert '"0.6B"' not in text or "may have other sizes" not in printed.err
+        assert bool(printed.out) == (status == "0")
 
 
 @pytest.mark.parametrize(
@@ -481,9 +351,8 @@ def test_the_table_leads_to_settings_that_exist():
 
 def test_earlier_keys_of_ours_win_by_their_source():
     Path("base.toml").write_text("[compile]\nenable = true\n")
-    Path("mine.toml").write_text(
-        'extends = "base.toml"\n[parallelism]\ndata_parallel_impl = "fsdp2"\n'
-    )
+    mine = 'extends = "base.toml"\n[parallelism]\ndata_parallel_impl = "fsdp2"\n'
+    Path("mine.toml").write_text(mine)
     recipe = load_job("mine.toml", ["--metrics.precision_freq", "0"], None, "cpu")
     assert (recipe.config.sharding.name, recipe.config.compile.enable) == ("fsdp2", True)
     assert [line.split("; ")[0] for line in translations(recipe)] == [

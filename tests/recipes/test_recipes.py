@@ -8,14 +8,15 @@ import pytest
 import tokenizers
 import torch
 
-from tests.estimate import recorded
+from tests.plan import recorded
+from tests.tables import table
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config.files import read_recipe
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import count_parameters
-from torchtitan.plan.link_traffic import messages_of
+from torchtitan.plan.messages import messages_of
 from torchtitan.tools.cli import main
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
@@ -31,27 +32,7 @@ def main_road(pattern):
 RECIPES = main_road("*.toml")
 BASES = main_road("base/*.toml")
 LARGE = [path for path in RECIPES if "debug" not in path.stem]
-# Ranks that each is meant for.
-RANKS = {
-    "debug_mixture": 1,
-    "debug_model": 1,
-    "deepseek_v3_debug": 1,
-    "gpt_oss_debug": 1,
-    "llama3_1b": 8,
-    "llama3_3b": 8,
-    "llama3_405b": 512,
-    "llama3_70b": 256,
-    "llama3_8b": 8,
-    "llama3_8b_long": 64,
-    "qwen3_0.6b": 8,
-    "qwen3_1.7b": 8,
-    "qwen3_14b": 16,
-    "qwen3_32b": 64,
-    "qwen3_4b": 8,
-    "qwen3_8b": 8,
-    "qwen3_debug": 1,
-    "qwen3_moe_debug": 1,
-}
+RANKS = {name: int(ranks) for name, ranks in table(__file__, "ranks.txt")}
 FLAVORS = {name: name.removesuffix("_long").rpartition("_")[2].upper() for name in RANKS}
 RATES = {"llama3_70b": 1.5e-4, "llama3_405b": 8e-5, "qwen3_32b": 1.5e-4}  # others: 3e-4
 
@@ -75,7 +56,7 @@ def test_all_are_here():
 
 
 PLANNED = [path for path in RECIPES if path.stem == "llama3_8b" or "debug" in path.stem]
-"""The plans of the others wait for a release, and for tests/estimate/test_shipped_recipes.py."""
+"""The plans of the others wait for a release, and for tests/plan/test_shipped_recipes.py."""
 
 
 @pytest.mark.costs("the shapes of every network")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import tomlkit
 
+from tests.tables import table
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.tools.migrate import migrated, read_old
@@ -27,28 +28,7 @@ SIGN = {
 }
 """A key by which each version is told."""
 
-OTHER = {
-    "job.config_file": ["other.toml"],
-    "model.name": ["llama4", "flux"],
-    "model.flavor": ["8B", "671B"],
-    "model.converters": [["float8"], ["mx"], ["other"], ["quantize.grouped_mm.mx"]],
-    "optimizer.name": ["Adam", "Lion"],
-    "training.global_batch_size": [8, 16],
-    "parallelism.pipeline_parallel_degree": [2],
-    "parallelism.pipeline_parallel_schedule": ["GPipe", "Other"],
-    "parallelism.context_parallel_load_balancer": ["ptrr"],
-    "parallelism.module_fqns_per_model_part": [[["tok_embeddings"], ["output"]]],
-    "checkpoint.initial_load_path": ["folder"],
-    "checkpoint.exclude_from_loading": [["dataloader"], ["optimizer", "lr_scheduler"], ["other"]],
-    "activation_checkpoint.selective_ac_option": ["op", "3"],
-    "activation_checkpoint.determinism_check": ["none"],
-    "compile.components": [["model"], ["loss"]],
-    "quantize.linear.mx.recipe_name": ["mxfp8_emulated", "mxfp8_cublas_rceil"],
-    "experimental.custom_import": ["json"],
-    "training.dataset": ["c4"],
-    "validation.dataset": ["c4_test", "c4"],
-}
-"""Values beside the default, where the type tells none that could be meant."""
+OTHER = {key: json.loads(values) for key, values in table(__file__, "torchtitan_values.txt")}
 
 READ_AS = {
     ("activation_checkpoint.selective_ac_option", "2"): 2,

@@ -104,7 +104,6 @@ def recipe(settings):
         else:
             tables.setdefault(section, []).append(f"{last} = {toml(value)}")
     for section, content in tables.items():
-        is_list = section.endswith(".0")
-        header = f"[[{section[:-2]}]]" if is_list else f"[{section}]"
+        header = f"[[{section[:-2]}]]" if section.endswith(".0") else f"[{section}]"
         lines += [header, *content]
     return "\n".join(lines) + "\n"

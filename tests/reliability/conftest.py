@@ -1,13 +1,10 @@
 """What the trials share: how runs end that nothing happens to."""
 
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 
 from tests.reliability.trials import End, play, ranks_of, recipe
-
-Undisturbed = Callable[[str], tuple[End, float]]
 
 
 @pytest.fixture(scope="session")

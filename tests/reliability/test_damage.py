@@ -4,7 +4,6 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 
 from tests.reliability.trials import End, checkpoints, play, play_each, ranks_of, recipe
 
-Saved = Callable[[str], Path]
 JSONS = ("manifest.json", "tensors.json", "train_state.json")
 FILES = {
     "one rank": (*JSONS, "rank-0.safetensors"),

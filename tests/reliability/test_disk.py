@@ -5,9 +5,7 @@ import resource
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,8 +19,6 @@ NOBODY = 65534
 MODES = (pytest.param("disabled", marks=pytest.mark.slow), "async")
 HALF = 200_000
 """Bytes, of what a checkpoint has."""
-Begin = Callable[..., Any]
-Mount = Callable[[Path], Path]
 
 
 @pytest.fixture

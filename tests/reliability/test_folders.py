@@ -29,7 +29,6 @@ from torchtitan.checkpoint import folder, manifest
 from torchtitan.provenance import to_toml
 
 CHECKPOINT = "torchtitan.checkpoint"
-Each = dict[str, tuple[int, int]]
 
 
 def state_of(folder):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from torch import Tensor
 
 from tests.reliability.trials import at_call, checkpoints, copy_late, play, ranks_of, recipe
 from tests.runs import whole
@@ -12,7 +11,6 @@ from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
 
-Noted = dict[str, Tensor]
 STEPS = 4
 
 

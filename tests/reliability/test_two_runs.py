@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -17,8 +16,6 @@ from torchtitan import train
 from torchtitan.checkpoint.folder import ENDING
 from torchtitan.provenance import to_toml
 
-Started = Callable[[], int]
-"""Waits for the end of a run; returns its exit status."""
 TRIALS = {
     "the second starts at a random moment": 25,
     "the second starts during the last save of the first": 10,

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -42,7 +42,6 @@ CASES = {
 LOSS = WEIGHT = 1e-5
 """How far another layout may be off: losses relative, weights absolute."""
 
-Trap = Callable[[], None]
 Tensors = dict[str, torch.Tensor]
 
 

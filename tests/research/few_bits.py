@@ -53,7 +53,6 @@ class Reduced(NamedTuple):
 
 def reduced(config, calls):
     rank, group = dist.get_rank(), dist.group.WORLD
-    assert group is not None
     ranks, way = group.size(), config.open(UNIT, group)
     expected, arrived = torch.zeros(ROW), torch.zeros(ROW)
     for call in range(calls):
@@ -121,7 +120,6 @@ def spoilt(job):
 
 
 def is_skipped_and_leaves_nothing(*ways):
-    """A step whose gradient has a NaN on one rank."""
     layout = case(shard=2, replicate=2) if "replicas" in ways[0] else case(shard=2)
     jobs = [recipe(layout, way, 3) for way in ways]
     for rank in run_ranks(each, layout.ranks, spoilt, jobs):
@@ -136,7 +134,6 @@ def is_skipped_and_leaves_nothing(*ways):
 
 
 def is_compiled_around(communication):
-    """Blocks, with what sends outside of them."""
     layout, compiled = case(shard=2), {"enable": True, "backend": "aot_eager"}
     jobs = [
         recipe(layout, communication, 3, **sections) for sections in ({}, {"compile": compiled})
@@ -146,14 +143,9 @@ def is_compiled_around(communication):
 
 
 def saved(folder, layout, communication, steps, enable=True):
-    return recipe(
-        layout,
-        communication,
-        steps,
-        "AdamW",
-        job={"dump_folder": str(folder)},
-        checkpoint={"enable": enable, "interval": 2, "async_mode": "disabled"},
-    )
+    sections = {"job": {"dump_folder": str(folder)}}
+    sections["checkpoint"] = {"enable": enable, "interval": 2, "async_mode": "disabled"}
+    return recipe(layout, communication, steps, "AdamW", **sections)
 
 
 def resumes_to_the_bit(communication, folder, steps=3):

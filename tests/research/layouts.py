@@ -1,17 +1,7 @@
 """Layouts of the systems in `torchtitan.research` that must train the run of one rank."""
 
-from tests.layouts import (
-    AFTERWARDS,
-    ALL_LOSSES,
-    FULL,
-    OPERATORS,
-    RING,
-    SECOND,
-    ULYSSES,
-    ZBV,
-    case,
-    schedule,
-)
+from tests import layouts
+from tests.layouts import FULL, OPERATORS, RING, case, schedule
 from torchtitan.comm import GRADIENTS, REPLICAS, WEIGHTS
 from torchtitan.convert import CONVERTERS
 from torchtitan.losses import AUXILIARY_LOSSES
@@ -49,8 +39,8 @@ BY_TENSOR = chosen(
     CONVERTERS, "low_precision_attention", scale="tensor", dtype="int8", rotation="v"
 )
 LATENT = chosen(AUXILIARY_LOSSES, "next_latent", warmup_steps=4)
-BESIDE_LATENT = (ALL_LOSSES[0], *LATENT)
-LATENT_LOSSES = (ALL_LOSSES[0], *LATENT, *ALL_LOSSES[1:])
+BESIDE_LATENT = (layouts.ALL_LOSSES[0], *LATENT)
+LATENT_LOSSES = (layouts.ALL_LOSSES[0], *LATENT, *layouts.ALL_LOSSES[1:])
 LATENT_BESIDE = {"chunk": 100, "auxiliary": LATENT_LOSSES}
 
 ALL = {
@@ -58,8 +48,8 @@ ALL = {
     "FSDP 2 x CP 2, attention in Float8": case(shard=2, cp=2, batch=1, convert=BY_TOKEN),
     "CP 2, attention in Float8, documents": case(cp=2, documents=True, convert=BY_HEAD),
     "CP 2 x TP 2, attention in int8": case(cp=2, tp=2, convert=BY_TENSOR, **RING),
-    "CP 2, attention in Float8, Ulysses": case(cp=2, convert=BY_HEAD, **ULYSSES),
-    "CP 2, Ulysses, losses of latents": case(cp=2, auxiliary=BESIDE_LATENT, **ULYSSES),
+    "CP 2, attention in Float8, Ulysses": case(cp=2, convert=BY_HEAD, **layouts.ULYSSES),
+    "CP 2, Ulysses, losses of latents": case(cp=2, auxiliary=BESIDE_LATENT, **layouts.ULYSSES),
     "TP 2, attention in Float8, full recomputation": case(tp=2, convert=BY_HEAD, recompute=FULL),
     "PP 2, attention in int8, accumulating 4": case(2, convert=BY_TENSOR),
     "TP 2 x PP 2, losses of latents": case(2, tp=2, auxiliary=BESIDE_LATENT),
@@ -89,7 +79,7 @@ ALL = {
     "CP 2, ring, all losses, of latents too": case(cp=2, **LATENT_BESIDE, **RING),
     "SimpleFSDP, copies 2": case(replicate=2, sharding=SIMPLE),
     "SimpleFSDP, copies 2, added up afterwards": case(
-        replicate=2, sharding=SIMPLE, communication=AFTERWARDS
+        replicate=2, sharding=SIMPLE, communication=layouts.AFTERWARDS
     ),
     "SimpleFSDP 2, accumulating 4": case(shard=2, batch=1, sharding=SIMPLE),
     "SimpleFSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS, sharding=SIMPLE),
@@ -98,7 +88,7 @@ ALL = {
     ),
     "SimpleFSDP 2 x TP 2, accumulating": case(shard=2, tp=2, batch=1, sharding=SIMPLE),
     "SimpleFSDP 2 x PP 2": case(2, shard=2, sharding=SIMPLE),
-    "SimpleFSDP 2 x PP 2, ZBVZeroBubble": case(2, shard=2, **ZBV, sharding=SIMPLE),
+    "SimpleFSDP 2 x PP 2, ZBVZeroBubble": case(2, shard=2, **layouts.ZBV, sharding=SIMPLE),
     "SimpleFSDP, CP 2, documents": case(cp=2, documents=True, sharding=SIMPLE),
     "rotated 2, accumulating 4": case(shard=2, batch=1, sharding=ROTATED),
     "rotated 4, full recomputation": case(shard=4, recompute=FULL, sharding=ROTATED),
@@ -108,7 +98,7 @@ ALL = {
     ),
     "rotated 2 x CP 2, documents": case(shard=2, cp=2, documents=True, sharding=ROTATED),
     "rotated 2, in place, every second block recomputed": case(
-        shard=2, recompute=SECOND, sharding=IN_PLACE
+        shard=2, recompute=layouts.SECOND, sharding=IN_PLACE
     ),
     "rotated 4, loss in chunks, operators recomputed": case(
         shard=4, chunk=100, recompute=OPERATORS, sharding=ROTATED

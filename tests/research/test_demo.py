@@ -16,7 +16,7 @@ from tests import layouts
 from tests.layouts import AFTERWARDS, case
 from tests.ranks import run_ranks
 from tests.research.few_bits import is_skipped_and_leaves_nothing
-from tests.runs import Part, each, parts, traced, train
+from tests.runs import each, parts, traced, train
 from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
@@ -27,7 +27,6 @@ from torchtitan.research.demo import Demo, Random, Slicing, Striding, Tiles, _mi
 SHAPES = {"w": torch.Size([12, 40]), "b": torch.Size([30]), "none": torch.Size([0, 8])}
 UNIT = Unit("", SHAPES, torch.device("cpu"))
 NAMES = ["demo", "random", "striding", "slicing"]
-Parts = dict[str, Part]
 
 
 @pytest.mark.parametrize("shape", [(12, 40), (30,), (7, 11), (64, 64), (6, 4, 10)])
@@ -60,7 +59,6 @@ def drawn(call, rank):
 def agreed(config, calls):
     """What replicas agree on in each call."""
     group = dist.group.WORLD
-    assert group is not None
     way = config.open(UNIT, group)
     gradients = [drawn(call, dist.get_rank()) for call in range(calls)]
     for of_call in gradients:
@@ -114,7 +112,6 @@ def test_a_coefficient_is_the_mean_over_those_who_sent_it():
 def alone(pair):
     """What replicas agree on, of which each has one of a pair."""
     group, own = dist.group.WORLD, {"b": pair[dist.get_rank()].clone()}
-    assert group is not None
     unit = Unit("", {"b": torch.Size([2])}, torch.device("cpu"))
     Demo(chunk=2, top_k=1, sign=False).open(unit, group)(own)
     return own["b"]
@@ -155,7 +152,6 @@ def test_random_integers_are_those_of_splitmix():
 def spoiled(setting):
     every, swapped = setting
     group, model = dist.group.WORLD, torch.nn.Linear(4, 4)
-    assert group is not None
     model.weight.data = torch.arange(16.0).view(4, 4)
     torch.nn.init.ones_(model.bias)
     config = Demo(chunk=4, top_k=1, sign=False, verify_steps=3, every=every)
@@ -271,15 +267,8 @@ def test_each_replica_trains_on_the_mean_of_its_own_targets():
 
 
 def saved(folder, layout, ways, steps, **mode):
-    return layouts.job(
-        layout,
-        "AdamW",
-        communication=ways,
-        training={"steps": steps},
-        job={"dump_folder": folder},
-        checkpoint={"enable": True, "interval": 3, **mode},
-        model={"n_layers": 1},
-    )
+    sections = {"communication": ways, "model": {"n_layers": 1}, "checkpoint": mode}
+    return layouts.saving(layout, "AdamW", folder, steps, 3, **sections)
 
 
 def stopped(folder, ways):

@@ -21,7 +21,6 @@ def moved(call, rank):
 def agreed(config):
     """What replicas agree on in each round, of their shares of the mean."""
     group = dist.group.WORLD
-    assert group is not None
     way = config.open(Unit("", SHAPES, torch.device("cpu")), group)
     found = []
     for call in range(ROUNDS):

@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests import tiny
-from tests.layouts import ONE, case
+from tests.layouts import ONE, case, named, resumed
 from tests.ranks import run_ranks
 from tests.research.layouts import SIMPLE, installed
 from tests.runs import are_the_runs_of_one_rank, each, off, resumes, trace
@@ -125,19 +125,14 @@ def test_a_matrix_is_projected_as_a_whole():
                 assert held == copies * expected["w.exp_avg"].numel(), (split, shape)
 
 
-LAYOUTS = installed(
+LAYOUTS = named(
+    *("HSDP 2 x 2", "TP 2", "CP 2", "FSDP 2 x TP 2", "FSDP 2 x PP 2", "FSDP 2 x CP 2"),
+    *("TP 2 x PP 2", "FSDP 2 x TP 2 x PP 2"),
+) | installed(
     {
         "FSDP 4, uneven": case(shard=4),
-        "HSDP 2 x 2": case(replicate=2, shard=2),
-        "TP 2": case(tp=2),
         "PP 2": case(2, batch=4),
-        "CP 2": case(cp=2),
-        "FSDP 2 x TP 2": case(shard=2, tp=2),
         "SimpleFSDP 2 x TP 2": case(shard=2, tp=2, sharding=SIMPLE),
-        "FSDP 2 x PP 2": case(2, shard=2),
-        "FSDP 2 x CP 2": case(shard=2, cp=2, batch=1),
-        "TP 2 x PP 2": case(2, tp=2),
-        "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
     }
 )
 VARIANTS = ({}, {"project": "longer", "svd": "exact", "rank": 5, "moments": "rotate"})
@@ -162,12 +157,10 @@ def test_a_run_is_that_of_one_rank(name):
 def test_a_run_resumes_within_a_period_on_another_layout(tmp_path):
     def made(folder, layout, steps):
         base = job(layout, folder, refresh_period=2, moments="rotate")
-        sections = {
-            "training": base.training.model_copy(update={"steps": steps}),
-            "lr_scheduler": base.lr_scheduler.model_copy(update={"total_steps": 5}),
-            "checkpoint": base.checkpoint.model_copy(update={"enable": True, "interval": 3}),
-        }
-        return base.model_copy(update=sections)
+        changes = resumed(steps, 5, 3).items()
+        return base.model_copy(
+            update={name: getattr(base, name).model_copy(update=keys) for name, keys in changes}
+        )
 
     resumes(made, tmp_path, case(shard=2), {"TP 2": case(tp=2)}, 3, 5, 1e-5)
 

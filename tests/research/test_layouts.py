@@ -102,25 +102,25 @@ def test_muon_trains_the_same_run_as_one_rank(name):
     test_muon.is_the_run_of_one_rank(SHARDED[name])
 
 
-GATHERED_IN_GRAPH = {name: layout for name, layout in SHARDED.items() if "rotated" not in name}
+in_graph = pytest.mark.skipif("SimpleFSDP 2" not in SHARDED, reason="the system is not there")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GATHERED_IN_GRAPH)
-def test_steps_in_the_backward(name):
+@in_graph
+def test_steps_in_the_backward():
     test_optimizers.is_updated_in_the_backward(case(shard=2, batch=4, sharding=SIMPLE))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GATHERED_IN_GRAPH)
-def test_what_is_compiled_is_the_same_run(name):
+@in_graph
+def test_what_is_compiled_is_the_same_run():
     layout = case(shard=2, convert=ROWWISE, sharding=SIMPLE)
     test_convert.is_compiled_to_the_same_run(layout, {"granularity": "model"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GATHERED_IN_GRAPH)
-def test_the_run_with_statistics_is_the_same_to_the_bit(name, one_rank, tmp_path):
+@in_graph
+def test_the_run_with_statistics_is_the_same_to_the_bit(one_rank, tmp_path):
     sections = {**test_statistics.compiled("model"), "sharding": SIMPLE}
     test_statistics.is_the_same_to_the_bit(case(shard=2), sections, one_rank, tmp_path)
 

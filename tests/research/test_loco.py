@@ -9,22 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from tests.research.few_bits import (
-    EXACT,
-    LAYOUTS,
-    ROW,
-    SHAPES,
-    UNIT,
-    drawn,
-    is_compiled_around,
-    is_nearly_the_run,
-    is_skipped_and_leaves_nothing,
-    matrices,
-    reduced,
-    resumes_on_another_layout,
-    resumes_to_the_bit,
-    sending,
-)
+from tests.research import few_bits
+from tests.research.few_bits import EXACT, LAYOUTS, ROW, SHAPES, UNIT, drawn, matrices, reduced
 from tests.runs import each
 from tests.tiers import tiers
 from torchtitan.checks import load_job
@@ -44,7 +30,6 @@ def test_errors_of_loco_are_sent_later(ranks):
     configs = [LoCo(beta=beta, bucket=64, reset_steps=0, error_bits=32) for beta in BETAS]
     for rank in run_ranks(each, ranks, reduced, configs, 10):
         for beta, found in zip(BETAS, rank, strict=True):
-            assert found.errors is not None
             lost, expected = found.sent - found.arrived, found.errors.sum(0) / (1 - beta)
             assert torch.allclose(matrices(lost), expected, atol=1e-4), beta
             assert lost[EXACT].abs().max() < 1e-5, beta
@@ -99,7 +84,6 @@ class Summed(NamedTuple):
 
 def summed(config, calls):
     rank, group = dist.get_rank(), dist.group.WORLD
-    assert group is not None
     way = config.open(UNIT, group)
     given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     agreed = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -138,7 +122,7 @@ TWO_HOPS = LOCO | {"replicas": {"name": "loco", "bucket": 64, "verify_steps": 1}
 def test_both_hops_of_loco_are_nearly_the_run():
     """Replicas compare their weights after each step."""
     for found, expected, once in zip(
-        *sending(LAYOUTS["HSDP 2 x 2"], [TWO_HOPS, {}, LOCO]), strict=True
+        *few_bits.sending(LAYOUTS["HSDP 2 x 2"], [TWO_HOPS, {}, LOCO]), strict=True
     ):
         assert found.losses not in (expected.losses, once.losses)
         assert found.losses == pytest.approx(expected.losses, rel=4e-3)
@@ -160,21 +144,21 @@ def test_few_bits_that_nobody_gets_are_noted():
     "name", tiers(LAYOUTS, list(LAYOUTS)[:1], gate=["FSDP 2 x TP 2", "HSDP 2 x 2"])
 )
 def test_a_run_in_few_bits_is_nearly_the_run(name):
-    is_nearly_the_run(name, [(LOCO, 1)])
+    few_bits.is_nearly_the_run(name, [(LOCO, 1)])
 
 
 def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind():
-    is_skipped_and_leaves_nothing(TWO_HOPS, NEVER)
+    few_bits.is_skipped_and_leaves_nothing(TWO_HOPS, NEVER)
 
 
 @pytest.mark.gate
 def test_a_step_with_a_nan_is_skipped_without_replicas():
-    is_skipped_and_leaves_nothing(LOCO)
+    few_bits.is_skipped_and_leaves_nothing(LOCO)
 
 
 @pytest.mark.slow  # of what is compiled around QSDP, which the gate has, a part
 def test_blocks_are_compiled_around_it():
-    is_compiled_around(LOCO)
+    few_bits.is_compiled_around(LOCO)
 
 
 HOPS = {"one hop": LOCO, "two hops": TWO_HOPS}
@@ -183,12 +167,12 @@ HOPS = {"one hop": LOCO, "two hops": TWO_HOPS}
 @pytest.mark.costs("four ranks, three runs")
 @pytest.mark.parametrize("hops", tiers(HOPS, []))
 def test_a_run_that_resumes_is_the_same_to_the_bit(hops, tmp_path):
-    resumes_to_the_bit(HOPS[hops], tmp_path)
+    few_bits.resumes_to_the_bit(HOPS[hops], tmp_path)
 
 
 @pytest.mark.parametrize("hops", tiers(HOPS, [], ["one hop"]))
 def test_a_run_that_resumes_on_another_layout_says_so(hops, tmp_path):
-    resumes_on_another_layout(HOPS[hops], tmp_path)
+    few_bits.resumes_on_another_layout(HOPS[hops], tmp_path)
 
 
 def test_a_flag_whose_names_are_numbers():

@@ -36,29 +36,27 @@ HSDP = "data_parallel_shard_degree = 2\ndata_parallel_replicate_degree = 2\n"
 FEW = {"weights_bucket": 64, "gradients_bucket": 64}
 LEARNED = {**FEW, "weights_levels": "learned", "gradients_levels": "learned"}
 FOUR_BITS = {"weights_bits": 4, "gradients_bits": 4, "gradients_learn_steps": 1}
+LOCO = sent(gradients="loco", gradients_bucket=64)
 MODELLED = {
-    "LoCo": f"{SHARD}\n{sent(gradients='loco', gradients_bucket=64)}",
+    "LoCo": f"{SHARD}\n{LOCO}",
+    "LoCo and TP": f"{SHARD}\ntensor_parallel_degree = 2\n{LOCO}",
+    "LoCo and PP": f"{SHARD}\npipeline_parallel_degree = 2\n{LOCO}",
+    "LoCo in two hops": HSDP
+    + sent(gradients="loco", replicas="loco", gradients_bucket=64, replicas_bucket=64),
     "QSDP": f"{SHARD}\n{sent('qsdp', 'qsdp', **FEW)}",
     "QSDP with learned levels": f"{SHARD}\n{sent('qsdp', 'qsdp', **LEARNED, **FOUR_BITS)}",
     "QSDP and CP": f"{SHARD}\ncontext_parallel_degree = 2\n{sent('qsdp', 'qsdp', **FEW)}",
-    "LoCo and TP": f"{SHARD}\ntensor_parallel_degree = 2\n"
-    + sent(gradients="loco", gradients_bucket=64),
-    "LoCo and PP": f"{SHARD}\npipeline_parallel_degree = 2\n"
-    + sent(gradients="loco", gradients_bucket=64),
-    "LoCo in two hops": HSDP
-    + sent(gradients="loco", replicas="loco", gradients_bucket=64, replicas_bucket=64),
     "DeMo": HSDP + sent(replicas="demo", replicas_sign=False),
+    "DeMo of what two steps moved": DDP
+    + sent(replicas="demo", replicas_every=2, replicas_sign=False),
     "slices and TP": f"{DDP}tensor_parallel_degree = 2\n"
     + sent(replicas="slicing", replicas_sign=False),
     "local SGD": DDP + sent(replicas_every=2),
     "local SGD and FSDP": HSDP + sent(replicas_every=2),
     "DiLoCo": DDP + sent(replicas="diloco", replicas_every=2),
-    "DeMo of what two steps moved": DDP
-    + sent(replicas="demo", replicas_every=2, replicas_sign=False),
     "replicas that never agree": HSDP
     + sent(gradients="qsdp", replicas="none", gradients_bucket=64),
 }
-
 
 MODELLED = {
     name: recipe
@@ -98,12 +96,8 @@ def test_without_a_model_it_is_refused(capsys, monkeypatch):
 @pytest.mark.skipif("QSDP" not in MODELLED, reason="a system that is not there")
 def test_rows_that_are_cut_differently_are_not_modelled(capsys):
     p = "--parallelism.context_parallel_"
-    balanced = (
-        f"{p}degree=2",
-        f"{p}load_balancer=documents",
-        "--model.attn_mask_type=block_causal",
-    )
-    assert verify(MODELLED["QSDP"], *balanced) == 2
+    balanced = (f"{p}degree=2", f"{p}load_balancer=documents")
+    assert verify(MODELLED["QSDP"], *balanced, "--model.attn_mask_type=block_causal") == 2
     assert "the simulation to compare them with cuts all rows alike" in capsys.readouterr().err
 
 

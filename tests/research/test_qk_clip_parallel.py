@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from tests.collectives import Message
-from tests.layouts import BY_DOCUMENTS, FULL, OPERATORS, RING, ULYSSES, ZBV, case
+from tests.layouts import OPERATORS, RING, case, named, resumed
 from tests.parallel import test_collectives, test_compile, test_muon
 from tests.ranks import run_ranks
 from tests.research import layouts
@@ -18,23 +18,13 @@ from torchtitan.tools.verify.measure import training
 
 LIMIT = 0.04
 """Some heads are above it in every step, and others are not."""
-LAYOUTS = {
-    "DDP 2": case(replicate=2),
-    "FSDP 2, full recomputation": case(shard=2, recompute=FULL),
-    "FSDP 4": case(shard=4),
-    "HSDP 2 x 2": case(replicate=2, shard=2),
-    "TP 2": case(tp=2),
-    "CP 2, documents": case(cp=2, documents=True),
-    "CP 2, ring, operators recomputed": case(cp=2, recompute=OPERATORS, **RING),
-    "CP 2, balanced by documents": case(cp=2, **BY_DOCUMENTS),
-    "CP 2, Ulysses, documents": case(cp=2, documents=True, **ULYSSES),
-    "PP 2": case(2, batch=4),
-    "PP 2, ZBVZeroBubble": case(2, batch=8, **ZBV),
-    "FSDP 2 x TP 2": case(shard=2, tp=2),
-    "TP 2 x PP 2": case(2, tp=2),
-    "FSDP 2 x CP 2 x TP 2": case(shard=2, cp=2, tp=2),
-    "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
-}
+LAYOUTS = named(
+    *("DDP 2", "FSDP 2, full recomputation", "FSDP 4", "HSDP 2 x 2", "TP 2", "CP 2, documents"),
+    *("CP 2, balanced by documents", "CP 2, Ulysses, documents", "PP 2, ZBVZeroBubble"),
+    *("FSDP 2 x TP 2", "TP 2 x PP 2", "FSDP 2 x CP 2 x TP 2", "FSDP 2 x TP 2 x PP 2"),
+)
+LAYOUTS["CP 2, ring, operators recomputed"] = case(cp=2, recompute=OPERATORS, **RING)
+LAYOUTS["PP 2"] = case(2, batch=4)
 GATE = (
     *("DDP 2", "FSDP 2, full recomputation", "HSDP 2 x 2", "CP 2, documents", "PP 2"),
     *("CP 2, balanced by documents", "CP 2, Ulysses, documents", "FSDP 2 x TP 2"),
@@ -72,7 +62,6 @@ def test_a_limit_of_logits_gives_the_same_run_as_on_one_rank(name):
 
 
 def is_the_run_of_one_rank(layout):
-    """A limit of logits."""
     mine = job(layout)
     expected, largest = reference(mine.model.flavor, mine.model.attn_mask_type == "block_causal")
     assert min(largest) > LIMIT  # in every step some head is scaled down
@@ -150,14 +139,7 @@ def limited_or_not():
 
 
 def resumable(folder, layout, steps):
-    return job(
-        layout,
-        folder,
-        model={"flavor": "flat"},
-        training={"steps": steps},
-        lr_scheduler={"total_steps": 4},
-        checkpoint={"enable": True, "interval": 2},
-    )
+    return job(layout, folder, model={"flavor": "flat"}, **resumed(steps))
 
 
 @pytest.mark.gate

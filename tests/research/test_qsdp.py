@@ -9,20 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from tests.research.few_bits import (
-    EXACT,
-    LAYOUTS,
-    ROW,
-    UNIT,
-    drawn,
-    is_compiled_around,
-    is_nearly_the_run,
-    is_skipped_and_leaves_nothing,
-    matrices,
-    reduced,
-    resumes_on_another_layout,
-    resumes_to_the_bit,
-)
+from tests.research import few_bits
+from tests.research.few_bits import EXACT, LAYOUTS, ROW, UNIT, drawn, matrices, reduced
 from tests.runs import each
 from tests.tiers import tiers
 from torchtitan.research.common.codec import Codec
@@ -61,7 +49,6 @@ class Gathered(NamedTuple):
 def gathered(config):
     """Gather twice in a step, and once in the next; into the buffer that the part is a view of."""
     rank, group = dist.get_rank(), dist.group.WORLD
-    assert group is not None
     way = config.open(UNIT, group)
     found = []
     for gather in range(3):
@@ -92,7 +79,6 @@ def test_all_ranks_compute_with_the_same_weights_of_qsdp():
 def mean(config, steps):
     """What arrives of weights in the mean of the steps."""
     group = dist.group.WORLD
-    assert group is not None
     way, total = config.open(UNIT, group), torch.zeros(2 * ROW)
     for _ in range(steps):
         whole = torch.empty(2 * ROW)
@@ -120,26 +106,26 @@ def test_weights_of_qsdp_are_right_in_the_mean():
     "name", tiers(LAYOUTS, list(LAYOUTS)[:1], gate=["FSDP 2 x PP 2", "FSDP 2 x CP 2"])
 )
 def test_a_run_in_few_bits_is_nearly_the_run(name):
-    is_nearly_the_run(name, [(QSDP, 1), (LEARNED, 5)])
+    few_bits.is_nearly_the_run(name, [(QSDP, 1), (LEARNED, 5)])
 
 
 def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind():
-    is_skipped_and_leaves_nothing(LEARNED)
+    few_bits.is_skipped_and_leaves_nothing(LEARNED)
 
 
 @pytest.mark.gate
 def test_blocks_are_compiled_around_it():
-    is_compiled_around(QSDP)
+    few_bits.is_compiled_around(QSDP)
 
 
 @pytest.mark.parametrize("levels", tiers(LEVELS, [], ["uniform"]))
 def test_a_run_that_resumes_is_the_same_to_the_bit(levels, tmp_path):
-    resumes_to_the_bit(LEARNED if levels == "learned" else QSDP, tmp_path)
+    few_bits.resumes_to_the_bit(LEARNED if levels == "learned" else QSDP, tmp_path)
 
 
 @pytest.mark.gate
 def test_a_run_that_resumes_on_another_layout_says_so(tmp_path):
-    resumes_on_another_layout(LEARNED, tmp_path)
+    few_bits.resumes_on_another_layout(LEARNED, tmp_path)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -16,17 +16,10 @@ from torchtitan.job import JobConfig
 from torchtitan.optim import AdamW, Optimizers
 from torchtitan.research.ranger21 import Ranger21, Ranger21Schedule
 
-OFF = {
-    "adaptive_clip": 0.0,
-    "centralize_gradients": False,
-    "normalize_gradients": False,
-    "positive_negative_momentum": False,
-    "stable_weight_decay": False,
-    "norm_loss": 0.0,
-    "softplus": 0.0,
-    "amsgrad": False,
-    "lookahead_steps": 0,
-}
+SWITCHES = ("centralize_gradients", "normalize_gradients", "positive_negative_momentum")
+SWITCHES += ("stable_weight_decay", "amsgrad")
+NONE = ("adaptive_clip", "norm_loss", "softplus", "lookahead_steps")
+OFF = dict.fromkeys(SWITCHES, False) | dict.fromkeys(NONE, 0)
 ON = {
     "nothing": {},
     "adaptive clipping": {"adaptive_clip": 0.05, "adaptive_clip_norm": 0.5},
@@ -65,7 +58,6 @@ def gradients(step, model):
 
 
 def drive(model, update, begin=lambda: None, steps=range(STEPS)):
-    """Update a model by the gradients of the steps."""
     for step in steps:
         begin()
         for parameter, gradient in zip(model.parameters(), gradients(step, model), strict=True):

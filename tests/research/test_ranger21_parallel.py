@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from tests import tiny
-from tests.layouts import ONE, case
+from tests.layouts import ONE, case, named, resumed
 from tests.ranks import run_ranks
 from tests.research.layouts import ROTATED, SIMPLE, installed
 from tests.runs import compare, each, resumes, trace
@@ -32,23 +32,16 @@ OPTIMIZERS = {
     "as they come": UNEVEN,
     "groups": RANGER | {"groups": GROUPS, "centralize_gradients": False, "amsgrad": False},
 }
-LAYOUTS = installed(
+LAYOUTS = named(
+    *("DDP 2", "FSDP 2", "FSDP 4", "HSDP 2 x 2", "TP 2", "TP 2, no sequence parallelism"),
+    *("FSDP 2 x TP 2", "HSDP 2 x 2 x TP 2", "FSDP 2 x TP 2 x PP 2", "FSDP 2, CPU offload"),
+    "FSDP 2 x PP 2, Interleaved1F1B",
+) | installed(
     {
-        "DDP 2": case(replicate=2),
-        "FSDP 2": case(shard=2),
-        "FSDP 4": case(shard=4),
-        "HSDP 2 x 2": case(replicate=2, shard=2),
-        "TP 2": case(tp=2),
-        "TP 2, no sequence parallelism": case(tp=2, disable_sequence_parallel=True),
         "PP 2": case(2, batch=4),
-        "FSDP 2 x TP 2": case(shard=2, tp=2),
         "CP 2 x TP 2": case(cp=2, tp=2),
-        "FSDP 2 x PP 2": case(2, shard=2, pipeline_parallel_schedule="Interleaved1F1B"),
-        "HSDP 2 x 2 x TP 2": case(replicate=2, shard=2, tp=2),
-        "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2),
         "SimpleFSDP 2 x TP 2": case(shard=2, tp=2, sharding=SIMPLE),
         "rotated 2": case(shard=2, sharding=ROTATED),
-        "FSDP 2, CPU offload": case(shard=2, training={"enable_cpu_offload": True}),
     }
 )
 
@@ -124,15 +117,9 @@ def test_comparison_would_see_that_a_rank_knows_its_own_sums_alone():
 
 def resumable(folder, layout, steps):
     """Saved after 3 steps: in the middle of a period, and after an odd one."""
-    return job(
-        layout,
-        RANGER,
-        folder,
-        blocks=2,
-        training={"steps": steps},
-        lr_scheduler={"name": "ranger21", "total_steps": 5},
-        checkpoint={"enable": True, "interval": 3},
-    )
+    sections = resumed(steps, 5, 3)
+    sections["lr_scheduler"]["name"] = "ranger21"
+    return job(layout, RANGER, folder, blocks=2, **sections)
 
 
 @pytest.mark.gate

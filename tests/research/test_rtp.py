@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from tests import layouts
-from tests.estimate import recorded
 from tests.layouts import FULL, case
 from tests.parallel.test_collectives import sends_what_is_planned
+from tests.plan import recorded
 from tests.ranks import run_ranks
 from tests.research.layouts import IN_PLACE, ROTATED
 from tests.runs import each, train
@@ -234,13 +234,10 @@ def resumed(folder):
         *(("whole", 2, ROTATED), ("halves", 1, ROTATED), ("halves", 2, IN_PLACE)),
         *(("halves", 2, plain), ("back", 1, plain), ("back", 2, ROTATED)),
     ):
-        recipe = layouts.job(
+        recipe = layouts.saving(
             case(shard=2, recompute=FULL, chunk=50, sharding=sharding),
-            "AdamW",
-            training={"steps": steps},
+            *("AdamW", f"{folder}/{name}", steps, 1),
             lr_scheduler={"total_steps": 2},
-            job={"dump_folder": f"{folder}/{name}"},
-            checkpoint={"enable": True, "interval": 1},
             validation={"enable": True, "freq": 1, "steps": 1},
         )
         found.append(train(recipe))

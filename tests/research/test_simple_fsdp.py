@@ -113,19 +113,11 @@ def test_gradients_are_those_of_fsdp2_on_other_layouts(name):
 
 def saved_and_loaded(folder):
     """Train under FSDP2 and save; load under SimpleFSDP and train on; load under FSDP2 again."""
-    return [
-        train(
-            layouts.job(
-                case(shard=2, tp=2, sharding=simple),
-                "AdamW",
-                job={"dump_folder": folder},
-                training={"steps": steps},
-                checkpoint={"enable": True, "interval": 1},
-                model={"n_layers": 1},
-            )
-        )
-        for steps, simple in ((1, {}), (1, SIMPLE), (2, SIMPLE), (2, {}))
-    ]
+    found, small = [], {"n_layers": 1}
+    for steps, simple in ((1, {}), (1, SIMPLE), (2, SIMPLE), (2, {})):
+        layout = case(shard=2, tp=2, sharding=simple)
+        found.append(train(layouts.saving(layout, "AdamW", folder, steps, 1, model=small)))
+    return found
 
 
 @pytest.mark.gate
@@ -159,7 +151,6 @@ class Small(nn.Module):
 
 
 UNITS = (("first",), ("blocks.a",), ("blocks.b",), ("last",))
-Made = tuple[list[Tensor], dict[str, Tally], int]
 
 
 def made(freed, merging, megabytes, device_type="cpu", backend="inductor"):
@@ -199,27 +190,21 @@ def test_graphs_free_and_merge_what_they_are_told(cache):
     """The backward needs all six matrices but the first, since nobody asks for the input's."""
     # Those that may take graphs from the cache are compiled to the end.
     freed = ("blocks.a",)
-    settings = {
-        "kept": ((), "none", 1, "cpu", WITHOUT_CODE),
-        "all freed": (("",), "none", 1, "cpu", WITHOUT_CODE),
-        "a block freed, each merged": (freed, "block", 1),
-        "the same, from the cache": (freed, "block", 1),
-        "a block freed, two merged": (freed, "size", 300 / 2**20),
+    cases = {
+        "kept": (((), "none", 1, "cpu", WITHOUT_CODE), (6, 6, 6, 6)),
+        "all freed": ((("",), "none", 1, "cpu", WITHOUT_CODE), (6 + 5, 6 + 5, 6, 6)),
+        "a block freed, each merged": ((freed, "block", 1), (6 + 2, 4 + 1, 6, 4)),
+        "the same, from the cache": ((freed, "block", 1), (6 + 2, 4 + 1, 6, 4)),
+        "a block freed, two merged": ((freed, "size", 300 / 2**20), (6 + 2, 3 + 1, 6, 3)),
     }
-    counts = {
-        "kept": (6, 6, 6, 6),
-        "all freed": (6 + 5, 6 + 5, 6, 6),
-        "a block freed, each merged": (6 + 2, 4 + 1, 6, 4),
-        "the same, from the cache": (6 + 2, 4 + 1, 6, 4),
-        "a block freed, two merged": (6 + 2, 3 + 1, 6, 3),
-    }
-    for ranks in run_ranks(each, 2, lambda setting: made(*setting), list(settings.values())):
-        for name, (gradients, tallies, hits) in zip(settings, ranks, strict=True):
+    settings = [setting for setting, _ in cases.values()]
+    for ranks in run_ranks(each, 2, lambda setting: made(*setting), settings):
+        for name, (gradients, tallies, hits) in zip(cases, ranks, strict=True):
             for found, expected in zip(gradients, expected_gradients(), strict=True):
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
             gathers, scatters = tallies["all-gathers"], tallies["reduce-scatters"]
             numbers = (gathers.before, gathers.after, scatters.before, scatters.after)
-            assert numbers == counts[name], name
+            assert numbers == cases[name][1], name
             assert scatters.bytes == 6 * 6 * 6 * 4
             # Ranks with the same graph may find each other's, but never one made otherwise.
             assert hits or "from the cache" not in name

@@ -15,6 +15,7 @@ from torchtitan.config import ConfigError, RecipeError
 from torchtitan.data import DataConfig
 from torchtitan.data.order import Document, Position
 from torchtitan.models.spec import build_empty, initialize
+from torchtitan.parallel import SHARDING
 from torchtitan.research.vit_mae.images.source import ImageSample
 from torchtitan.research.vit_mae.masked_autoencoder import MaskedAutoencoder, mask_order, normalized
 from torchtitan.research.vit_mae.model import ViTMAE, patchify, take, unpatchify
@@ -47,8 +48,6 @@ def batch(images=2):
 @pytest.mark.parametrize("flavor", PUBLISHED)
 def test_the_encoder_has_the_published_number_of_parameters(flavor):
     model = build_empty(VIT_MAE.build, VIT_MAE.flavors[flavor], 1)
-    assert isinstance(model, ViTMAE)
-    assert model.embeddings is not None
     encoder = [
         weight.numel()
         for name, weight in model.named_parameters()
@@ -108,7 +107,6 @@ def test_the_loss_is_of_masked_patches_alone():
     # What is predicted of visible patches gets no gradient, whatever the last layer does there.
     every.retain_grad()
     MaskedAutoencoder.loss(take(every, hidden), found.targets).backward()
-    assert every.grad is not None
     assert take(every.grad, found.order[:, : ARGS.visible]).abs().max() == 0.0
     mean, deviation = normalized(found.targets).mean(-1), normalized(found.targets).std(-1)
     assert mean.abs().max() < 1e-5
@@ -159,10 +157,11 @@ def test_operations_are_those_that_are_made():
             "parallelism.tensor_parallel_degree=8 parallelism.disable_sequence_parallel=true",
             "does not divide the 4 decoder heads of vit_mae debugmodel",
         ),
-        (
+        pytest.param(
             "parallelism.tensor_parallel_degree=2 parallelism.disable_sequence_parallel=true "
             "parallelism.data_parallel_shard_degree=2 sharding.name=simple_fsdp",
             'cannot shard bridge.fill.token of vit_mae debugmodel.* use "fsdp2" there',
+            marks=pytest.mark.skipif("simple_fsdp" not in SHARDING, reason="it is not there"),
         ),
     ],
 )

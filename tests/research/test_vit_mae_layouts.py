@@ -5,23 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from tests import tiny
-from tests.layouts import (
-    AFTERWARDS,
-    FULL,
-    NO_LOSS,
-    NO_SEQUENCE,
-    OPERATORS,
-    OPTIMIZERS,
-    REGATHER,
-    RESHARD,
-    ROWWISE,
-    TENSORWISE,
-    WHOLE,
-    case,
-    compared_by,
-    schedule,
-)
+from tests import layouts, tiny
+from tests.layouts import FULL, NO_SEQUENCE, OPTIMIZERS, case, schedule
 from tests.ranks import run_ranks
 from tests.research.layouts import ROTATED, SIMPLE
 from tests.runs import assert_complete, compare, compare_converted, losses, trace, train
@@ -35,40 +20,32 @@ from torchtitan.plan.fake_rank import record
 MODEL = tiny.VIT_MAE
 EVEN = {**MODEL, "n_layers": 2, "decoder_dim": 32, "decoder_ffn_dim": 64}
 """Matrices whose halves are in multiples of 16, as a converter needs them."""
-INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 BY_HAND = (
     ("embeddings", "layers.0", "layers.1"),
     ("layers.2", "bridge", "decoder.0", "decoder.1", "decoder_norm", "output"),
 )
 
 LAYOUTS = {
-    "DDP 2": case(replicate=2),
-    "FSDP 2, accumulating 4": case(shard=2, batch=1),
-    "FSDP 2, always reshard": case(shard=2, **{RESHARD: "always"}),
-    "FSDP 2, never reshard": case(shard=2, **{RESHARD: "never"}),
-    "FSDP 2, CPU offload": case(shard=2, training={"enable_cpu_offload": True}),
-    "FSDP 2, full recomputation": case(shard=2, recompute=FULL),
-    "FSDP 2, operators recomputed": case(shard=2, recompute=OPERATORS),
-    "FSDP 4, regathered by 2": case(shard=4, sharding=REGATHER),
-    "FSDP 2, accumulating 4 whole": case(shard=2, batch=1, sharding=WHOLE),
-    "HSDP 2 x 2": case(replicate=2, shard=2),
-    "HSDP 2 x 2, added up afterwards": case(replicate=2, shard=2, communication=AFTERWARDS),
+    **layouts.named(
+        *("DDP 2", "HSDP 2 x 2", "FSDP 2, accumulating 4", "FSDP 2, CPU offload", "FSDP 2 x PP 2"),
+        *("FSDP 2, always reshard", "FSDP 2, never reshard", "FSDP 4, regathered by 2"),
+        *("FSDP 2, full recomputation", "FSDP 2, operators recomputed"),
+        *("PP 2, 1F1B", "PP 2, GPipe", "PP 2, ZBVZeroBubble"),
+    ),
+    "FSDP 2, accumulating 4 whole": case(shard=2, batch=1, sharding=layouts.WHOLE),
+    "HSDP 2 x 2, added up afterwards": case(replicate=2, shard=2, communication=layouts.AFTERWARDS),
     "SimpleFSDP 2": case(shard=2, sharding=SIMPLE),
     "rotated 2": case(shard=2, sharding=ROTATED),
     "TP 2": case(tp=2, **NO_SEQUENCE),
     "TP 4": case(tp=4, **NO_SEQUENCE),
-    "TP 2, no loss parallelism": case(tp=2, **NO_SEQUENCE, **NO_LOSS),
-    "TP 2, operators recomputed": case(tp=2, recompute=OPERATORS, **NO_SEQUENCE),
+    "TP 2, no loss parallelism": case(tp=2, **NO_SEQUENCE, **layouts.NO_LOSS),
+    "TP 2, operators recomputed": case(tp=2, recompute=layouts.OPERATORS, **NO_SEQUENCE),
     "FSDP 2 x TP 2": case(shard=2, tp=2, **NO_SEQUENCE),
-    "PP 2, 1F1B": schedule("1F1B"),
-    "PP 2, GPipe": schedule("GPipe"),
-    "PP 2, ZBVZeroBubble": schedule("ZBVZeroBubble"),
     "PP 2, Interleaved1F1B, full recomputation": schedule("Interleaved1F1B", recompute=FULL),
     "PP 2, cut by hand": case(2, module_fqns_per_model_part=BY_HAND),
-    "FSDP 2 x PP 2": case(2, shard=2),
     "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2, **NO_SEQUENCE),
-    "FSDP 2, Float8 rowwise": case(shard=2, batch=16, convert=ROWWISE),
-    "FSDP 2, Float8 tensorwise": case(shard=2, batch=16, convert=TENSORWISE),
+    "FSDP 2, Float8 rowwise": case(shard=2, batch=16, convert=layouts.ROWWISE),
+    "FSDP 2, Float8 tensorwise": case(shard=2, batch=16, convert=layouts.TENSORWISE),
 }
 DRIFT = 2e-3
 """What Float8 may make of rounding in five steps; a nudge of all weights made 5e-4 of it."""
@@ -112,7 +89,6 @@ def traces(jobs):
 
 
 def reference(layout, optimizers):
-    """A run of each optimizer on one rank."""
     one = case(batch=16 if layout.convert else 8, convert=layout.convert)
     return _reference(*(job(one, name).model_dump_json() for name in optimizers))
 
@@ -127,7 +103,7 @@ def _reference(*recipes):
 @pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY, gate=GATE))
 def test_layout_trains_the_same_run_as_one_rank(name):
     layout = LAYOUTS[name]
-    optimizers = compared_by(layout)
+    optimizers = layouts.compared_by(layout)
     results = run_ranks(traces, layout.ranks, [job(layout, each) for each in optimizers])
     same = compare_converted if layout.convert else compare
     for optimizer, expected, *found in zip(
@@ -166,9 +142,9 @@ def test_float8_with_tensor_parallelism_differs_as_rounding_does():
     then become the other: so also on one rank, whose weights are nudged. In the first step, from
     the same weights, nothing is off yet.
     """
-    layout = case(tp=2, batch=16, convert=ROWWISE, **NO_SEQUENCE)
+    layout = case(tp=2, batch=16, convert=layouts.ROWWISE, **NO_SEQUENCE)
     jobs = [job(layout, optimizer) for optimizer in OPTIMIZERS]
-    alone = [job(case(batch=16, convert=ROWWISE), optimizer) for optimizer in OPTIMIZERS]
+    alone = [job(case(batch=16, convert=layouts.ROWWISE), optimizer) for optimizer in OPTIMIZERS]
     expected = reference(layout, list(OPTIMIZERS))
     (nudged,) = run_ranks(nudged_traces, 1, alone)
     split = run_ranks(traces, 2, jobs)
@@ -191,12 +167,7 @@ def assert_first_steps_agree(found, expected):
 @pytest.mark.gate
 def test_a_run_goes_on_with_another_layout(tmp_path):
     def run(folder, layout, steps):
-        sections = {
-            "job": {"dump_folder": str(tmp_path / folder)},
-            "checkpoint": {"enable": True, "interval": 2},
-            "training": {"steps": steps},
-            "lr_scheduler": {"total_steps": 4},
-        }
+        sections = {"job": {"dump_folder": str(tmp_path / folder)}, **layouts.resumed(steps)}
         run_ranks(train, layout.ranks, job(layout, "AdamW", **sections))
         return losses(tmp_path / folder)
 

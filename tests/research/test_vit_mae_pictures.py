@@ -14,28 +14,19 @@ from tests.wandb_files import WANDB_OFFLINE, ended, history_rows
 from torchtitan.data import DataConfig
 from torchtitan.job import JobConfig
 from torchtitan.models.settings import ModelConfig
-from torchtitan.research.vit_mae.masked_autoencoder import (
-    MaskedAutoencoder,
-    MaskedImages,
-    normalized,
-)
+from torchtitan.research.vit_mae.masked_autoencoder import MaskedAutoencoder, normalized
 
 MODEL = {**tiny.VIT_MAE, "n_layers": 2}
 
 
 def job(folder, picture=True, **parallelism):
+    validation = {"enable": True, "dataset": "scenes_validation", "freq": 1, "steps": 1}
     return tiny.job(
         folder,
         model=MODEL,
         data={"dataset": "scenes"},
         training={"steps": 2, "local_batch_size": 4, "global_batch_size": 8},
-        validation={
-            "enable": True,
-            "dataset": "scenes_validation",
-            "freq": 1,
-            "steps": 1,
-            "picture": picture,
-        },
+        validation={**validation, "picture": picture},
         metrics={"enable_tensorboard": True},
         parallelism=parallelism,
     )
@@ -53,7 +44,6 @@ def test_what_is_restored_perfectly_is_the_input():
         data, seed=0, seq_len=1, local_batch_size=3, accumulation=1, rank=0, ranks=1
     )
     batch = next(stream)
-    assert isinstance(batch, MaskedImages)
     picture = task.picture(batch, normalized(batch.targets))
     assert picture.shape == (3, 3 * 16 + 2 * 2, 3 * 16 + 2 * 2)
     whole, seen, restored = (picture[:, 18 * row : 18 * row + 16] for row in range(3))
@@ -148,7 +138,6 @@ def skipping(folder, images, steps, threads, **parallelism):
 
 
 def counted(folder):
-    """What each step counted, and its loss."""
     found = [row for row in rows(folder) if "loss" in row]
     return [[row[key] for key in KEYS] for row in found], [row["loss"] for row in found]
 

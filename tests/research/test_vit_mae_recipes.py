@@ -41,7 +41,6 @@ def images(tmp_path):
 
 
 def checked(path, images, capsys, *more):
-    """What is said of a recipe on its ranks."""
     ranks = RANKS.get(path.stem, 1)
     words = ["check", str(path), "--world-size", str(ranks), *(images if path in LARGE else ())]
     assert main([*words, *more]) == 0, path

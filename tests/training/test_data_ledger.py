@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,6 @@ from torchtitan.tools.ledger import read_consumption
 KILL = at_call("torchtitan.optim.optimizer_group:Optimizers.step", 6)
 """In step 6, two steps after a checkpoint."""
 METRICS = {"log_freq": 1}
-Change = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 def trained(folder, layout, kill=False, **sections):

@@ -7,11 +7,11 @@ import logging
 import pytest
 
 from tests import tiny
-from tests.estimate import recorded
+from tests.plan import recorded
 from tests.ranks import run_ranks
 from tests.runs import rows, train
 from torchtitan.metrics import EventLog
-from torchtitan.plan.link_traffic import link_traffic
+from torchtitan.plan.messages import link_traffic
 from torchtitan.timeline import PHASES
 from torchtitan.tools.history import RunHistory
 

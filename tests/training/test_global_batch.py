@@ -32,8 +32,7 @@ BATCH = ("training", "global_batch_size")
 def test_every_recipe_fixes_its_batch():
     for path in RECIPES:
         mistakes = []
-        sources = read_recipe(path, mistakes)
-        batches = [s[BATCH].value for s in sources if BATCH in s]
+        batches = [s[BATCH].value for s in read_recipe(path, mistakes) if BATCH in s]
         assert not mistakes
         assert batches, path
         assert batches[-1] > 0, path

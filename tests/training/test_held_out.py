@@ -7,10 +7,8 @@ import pytest
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, train, train_each
+from tests.runs import losses, rows, train, train_each, world_of
 from torchtitan.build import Observer, build, open_validator
-from torchtitan.device import Device
-from torchtitan.parallel import Launch, open_world
 from torchtitan.train import Trainer, choose
 
 DOCUMENTS = {chr(0x4E00 + number) for number in range(60)}
@@ -44,15 +42,13 @@ def documents_of(job):
     """The documents that this rank trains on, and those that it validates on."""
     trained = set()
     validated = set()
-    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         start = world.broadcast_object(choose(job) if world.rank == 0 else None)
         run = build(job, world, Observer(on_microbatch=functools.partial(texts, found=trained)))
         Trainer(run).train(start)
         run.batches.close()
-        validator = open_validator(build(job, world))
-        (opened,) = validator.open_streams.values()
-        stream = opened()
-        for batch in stream:
+        (opened,) = open_validator(build(job, world)).open_streams.values()
+        for batch in opened():
             texts(batch, validated)
             if not world.sum(batch.count(), over="data"):
                 break

@@ -12,13 +12,12 @@ from tests import tiny
 from tests.layouts import case
 from tests.ranks import run_ranks
 from tests.reliability.trials import copy_late
-from tests.runs import train
+from tests.runs import train, world_of
 from torchtitan.build import build
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.device import Device
-from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.replica_groups import InMemoryState
 from torchtitan.tools.verify.measure import training
@@ -56,7 +55,7 @@ def in_memory(run):
 def handed_over(job):
     """Whether a run that takes over another's live state goes on as that does."""
     torch.compiler.set_stance("force_eager")
-    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         one, other = build(job, world), build(job, world)
         with closing(one.batches), closing(other.batches), one.meter, other.meter:
             Trainer(one).step()

@@ -8,16 +8,15 @@ import torch
 
 from tests import tiny
 from tests.ranks import run_ranks
+from tests.runs import world_of
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
-from torchtitan.device import Device
-from torchtitan.parallel import Launch, open_world
 from torchtitan.train import Trainer
 
 
 def run_out_of_memory(job):
     """Train; the forward of step 2 fails."""
-    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         run = build(job, world)
         error = torch.OutOfMemoryError("tried to allocate 20.00 MiB")
 

@@ -3,7 +3,6 @@
 import io
 import os
 import pickle
-from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -14,17 +13,13 @@ from torch import Tensor
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, train, weights
+from tests.runs import losses, rows, train, weights, world_of
 from torchtitan.build import Observer, build
 from torchtitan.config import ConfigError
-from torchtitan.device import Device
-from torchtitan.parallel import open_world
 from torchtitan.resilience.replica_groups import FaultToleranceConfig, InMemoryState, ReplicaGroup
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.torch_private.distributed import read_stream
 from torchtitan.train import Trainer
-
-Peer = Callable[[Tensor, dist.ReduceOp.RedOpType], None]
 
 
 def nobody(tensor, how):
@@ -228,7 +223,7 @@ def taken_over(folder):
     """Losses of a run, and of another that took over its state after three steps."""
     found = {}
     made = job(folder, groups=0, training={"steps": 6})
-    with open_world(made.degrees(1), made.comm, Device("cpu")) as world:
+    with world_of(made) as world:
         recorders = [RowSink() for _ in range(2)]
         runs = [build(made, world, Observer(sinks=[recorder])) for recorder in recorders]
         state = {}
@@ -263,7 +258,7 @@ def test_a_state_is_taken_over_from_memory(tmp_path):
 
 def put_into(folder, flavor):
     made = [job(folder, groups=0), job(folder, groups=0, model={"flavor": flavor})]
-    with open_world(made[0].degrees(1), made[0].comm, Device("cpu")) as world:
+    with world_of(made[0]) as world:
         first, second = (build(one, world) for one in made)
         try:
             in_memory(second).put(in_memory(first).get())

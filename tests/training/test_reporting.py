@@ -12,13 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, train
+from tests.runs import losses, rows, train, world_of
 from tests.wandb_files import WANDB_OFFLINE, offline_run
 from torchtitan import build as assembly
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
-from torchtitan.parallel import Launch, open_world
 from torchtitan.train import Trainer, choose
 
 ALL_SINKS = {"enable_tensorboard": True, "enable_wandb": True}
@@ -60,10 +59,7 @@ class Waits(TorchDispatchMode):
 
 def waits_by_step(job):
     """Train; what waited in each step, up to the beginning of the next."""
-    with (
-        open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world,
-        ExitStack() as put_back,
-    ):
+    with world_of(job) as world, ExitStack() as put_back:
         waits = Waits()
         # The text of the first sequence is shown on the host.
         put_back.callback(setattr, assembly, "previewed", assembly.previewed)
@@ -102,7 +98,7 @@ def killed(job, at_step):
         if step == at_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         run = build(job, world, Observer(before_step=kill))
         with closing(run.batches):
             Trainer(run).train(choose(job))
@@ -165,7 +161,7 @@ def with_broken_sinks(job):
             if step == 2:
                 raise self.error
 
-    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         run = build(job, world)
         if world.rank == 0:
             broken = Unopened(ConnectionError("no route")), Full(OSError(28, "No space left"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests import layouts
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
-from tests.runs import losses, parts, rows, weights
+from tests.runs import losses, parts, rows, weights, world_of
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import TrainState, saved_steps
 from torchtitan.checkpoint.folder import read_state, replace_state
@@ -22,10 +22,8 @@ from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checkpoint.store import Disk
 from torchtitan.checkpoint.tiers import read_history
-from torchtitan.device import Device
 from torchtitan.inputs import open_stream
 from torchtitan.losses import IGNORED
-from torchtitan.parallel import Launch, open_world
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.cli import main
 from torchtitan.train import Trainer, choose
@@ -89,8 +87,7 @@ def train(job, bad, kill_after=0, sees=-1, at_step=lambda step: None):
         sees: the one rank that measures another gradient norm in these steps, of good data; -1:
             data is bad.
     """
-    launch = Launch.read()
-    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         start = world.broadcast_object(choose(job) if world.rank == 0 else None)
         batch, accumulation = job.global_batch(world.degrees), job.accumulation(world.degrees)
 
@@ -184,7 +181,7 @@ FREE = {"spikes": {"sigma": 0, "max_rollbacks": 0}, "checkpoint": {"enable": Fal
 
 
 def leaving_out(job, at):
-    with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         run = build(job, world, Observer(sinks=[]))
         update = run.optimizers.step
         run.optimizers.step = lambda *norms: None if run.state.step + 1 == at else update(*norms)
@@ -401,8 +398,7 @@ def test_checkpoints_of_another_past_are_not_gone_back_to(tmp_path):
     every_second = {"enable": True, "interval": 2}
     run_ranks(train, 1, recipe(tmp_path, training={"steps": 8}, checkpoint=every_second), {})
     again = {"enable": True, "interval": 100, "load_step": 4}
-    job = recipe(tmp_path, training={"steps": 13}, checkpoint=again)
-    run_ranks(train, 1, job, BAD)
+    run_ranks(train, 1, recipe(tmp_path, training={"steps": 13}, checkpoint=again), BAD)
     assert [row["step"] for row in rows(tmp_path) if "event" in row] == [4]
     assert list(saved_steps(tmp_path / "checkpoint")) == [2, 4, 6, 8, 13]
 

@@ -10,13 +10,11 @@ import torch
 from tests import layouts
 from tests.layouts import case, schedule
 from tests.ranks import run_ranks
-from tests.runs import rows, train, train_each
+from tests.runs import rows, train, train_each, world_of
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
-from torchtitan.device import Device
 from torchtitan.metrics.statistics import CHUNK, TensorSums, values
 from torchtitan.optim.optimizer_group import local
-from torchtitan.parallel import Launch, open_world
 from torchtitan.train import Trainer
 
 UNITS = ("tok_embeddings", *(f"layers.{n}" for n in range(2)), "norm", "output")
@@ -138,8 +136,7 @@ def test_what_is_not_finite_is_counted_once_however_many_copies_there_are(tmp_pa
 
 
 def with_an_infinite_weight(job):
-    launch = Launch.read()
-    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         run = build(job, world)
         [norm] = [p for p, name in run.optimizers.inner.names.items() if name == "norm.weight"]
         local(norm.detach())[0] = math.inf

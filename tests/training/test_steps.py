@@ -10,13 +10,12 @@ import torch
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, trace, train, weights
+from tests.runs import losses, rows, trace, train, weights, world_of
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint, saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.convert import MXFP8
-from torchtitan.device import Device
-from torchtitan.parallel import Launch, open_world
+from torchtitan.parallel import Launch
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.train import Trainer
@@ -26,7 +25,7 @@ from torchtitan.validate import Validator
 def with_spoiled_gradients(job, bad_steps):
     """Train, making one gradient of one rank infinite at some steps: {step: rank}."""
     launch = Launch.read()
-    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         recorder = RowSink()
         run = build(job, world, Observer(sinks=[recorder]))
         norm = run.optimizers.norm
@@ -85,8 +84,7 @@ def test_too_many_in_a_row_end_the_run_with_what_was_trained_saved(tmp_path):
 
 def stopped_by_signal(job, number, at_step, rank):
     """Train; one rank gets a signal in the middle of a step."""
-    launch = Launch.read()
-    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
 
         def interrupt(step):
             if step == at_step and world.rank == rank:
@@ -159,7 +157,7 @@ def failing_validation(job):
         raise MemoryError
 
     Validator.run = fail  # in this forked process alone
-    with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         run = build(job, world)
         with closing(run.batches), pytest.raises(MemoryError):
             Trainer(run).train(ResumePoint(None))
@@ -207,7 +205,7 @@ def test_a_technique_that_is_off_is_in_no_step():
 
 
 def calls_around_passes(job):
-    with open_world(job.degrees(1), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         run = build(job, world)
         run.batches.close()
         model = run.model

@@ -5,11 +5,10 @@ from contextlib import closing
 
 from tests import tiny
 from tests.ranks import run_ranks
+from tests.runs import world_of
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
-from torchtitan.device import Device
-from torchtitan.metrics.stragglers import Straggler, StragglerWatch, slowest, worked
-from torchtitan.parallel import Launch, open_world
+from torchtitan.metrics.stragglers import Straggler, StragglerWatch, busy_seconds, slowest
 from torchtitan.timeline import Spent
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.train import Trainer
@@ -32,8 +31,8 @@ def test_stages_of_a_pipeline_have_different_work():
 
 
 def test_waiting_for_data_is_the_ranks_own():
-    assert worked("data", Spent(wall=2.0, busy=0.5)) == 2.0
-    assert worked("forward", Spent(wall=2.0, busy=0.5)) == 0.5
+    assert busy_seconds("data", Spent(wall=2.0, busy=0.5)) == 2.0
+    assert busy_seconds("forward", Spent(wall=2.0, busy=0.5)) == 0.5
 
 
 def test_a_straggler_is_told_of_once_until_it_catches_up():
@@ -56,9 +55,9 @@ def test_a_limit_of_none_tells_of_none():
 
 def with_slow_ranks(job):
     """Train, with rank 0 slow to read and rank 1 slow to compute; all rows, and those of steps."""
-    launch, recorder = Launch.read(), RowSink()
+    recorder = RowSink()
     steps = []
-    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         observer = Observer(
             on_microbatch=slow if world.rank == 0 else lambda batch: batch,
             after_step=lambda state: steps.append(recorder.last_step()),

@@ -11,11 +11,10 @@ import pytest
 
 from tests import tiny
 from tests.ranks import run_ranks
+from tests.runs import world_of
 from torchtitan import train
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
-from torchtitan.device import Device
-from torchtitan.parallel import Launch, open_world
 from torchtitan.tools import cli
 from torchtitan.tools.profile import read_trace
 from torchtitan.train import Trainer
@@ -25,8 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def asked_by_signal(job):
     """Train; rank 1 alone gets a signal in the middle of step 2."""
-    launch = Launch.read()
-    with open_world(job.degrees(launch.size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
 
         def ask(step):
             if step == 2 and world.rank == 1:

@@ -10,13 +10,11 @@ import torch
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import rows, train, train_each
+from tests.runs import rows, train, train_each, world_of
 from torchtitan.build import build, open_validator
-from torchtitan.device import Device
 from torchtitan.logging import configure
 from torchtitan.losses import IGNORED
 from torchtitan.models.settings import TextConfig
-from torchtitan.parallel import Launch, open_world
 from torchtitan.tasks.next_token import NextToken
 from torchtitan.validate import Sums, ValidationConfig, together
 
@@ -114,9 +112,8 @@ def test_several_data_sets_are_the_same_on_every_layout(two_ranks, tmp_path):
     names = files(folder)
     train(of_several(folder, "one"))
     [one] = validations(folder / "one")
-    assert set(one) == {"step", "time", *NAMES} | {
-        f"{key}/{name}" for key in NAMES for name in names
-    }
+    of_each = {f"{key}/{name}" for key in NAMES for name in names}
+    assert set(one) == {"step", "time", *NAMES, *of_each}
     # Each data set gave as many targets, so their mean is that over all targets.
     each = [one[f"validation_loss/{name}"] for name in names]
     assert one["validation_loss"] == pytest.approx(sum(each) / 2, rel=1e-6)
@@ -152,7 +149,7 @@ def test_a_data_set_among_several_is_read_as_it_is_alone(tmp_path):
 def measured(job, uniform):
     """What the validator finds of a model that is uniform over the first tokens of its vocabulary;
     how many targets there were, and how many of them bytes of text."""
-    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         run = build(job, world)
         with closing(run.data):
             [part] = run.model.parts
@@ -238,7 +235,7 @@ def test_sums_over_data_sets_weigh_their_targets():
 
 def sums(job):
     """What two validations in a row both find of the one data set."""
-    with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
+    with world_of(job) as world:
         run = build(job, world)
         with closing(run.data):
             validator = open_validator(run)

@@ -41,20 +41,6 @@ def test_weights_by_step():
     assert at_once.weights(3) == {"multi_token_1": 0.05, "multi_token_2": 0.05}
 
 
-@pytest.mark.parametrize(
-    ("loss", "key"),
-    [
-        (ZLoss(final_weight=0.1), "final_step"),
-        (ZLoss(final_step=5), "final_weight"),
-        (ZLoss(decay_steps=5), "decay_steps"),
-        (ZLoss(final_weight=0.1, final_step=5, warmup_steps=3, decay_steps=3), "final_step"),
-    ],
-)
-def test_weights_that_cannot_be(loss, key):
-    (problem,) = tiny.problems(recipe(loss))
-    assert problem.path == f"auxiliary_losses.0.{key}"
-
-
 def test_what_follows_each_token():
     """By hand: four tokens, of which the last two are another document."""
     batch = TokenBatch(
@@ -154,26 +140,6 @@ def without_weight_the_run_is_the_same(losses):
     assert plain.weights[-1].keys() == found.weights[-1].keys()
     for name, weight in plain.weights[-1].items():
         assert torch.equal(weight.local, found.weights[-1][name].local)
-
-
-def test_what_cannot_be_is_refused_by_name():
-    job = recipe(
-        *(MultiToken(depth=8, warmup_steps=2), ZLoss(), ZLoss()),
-        layout=case(2, batch=4),
-        training={"seq_len": 8},
-        compile={"enable": True, "granularity": "model", "backend": "aot_eager"},
-    )
-    found = [(problem.path, problem.message) for problem in tiny.problems(job)]
-    paths = [path for path, _ in found if path.startswith("auxiliary_losses")]
-    assert paths == [f"auxiliary_losses.{number}.name" for number in (0, 0, 0, 2)]
-    said = " ".join(message for _, message in found)
-    for words in (
-        "use loss.vocabulary_chunk above 0",
-        "no token of a sequence of 8 is followed by 8 more; use a smaller depth",
-        "a weight that changes at once: warmup_steps = 0",
-        "auxiliary_losses.1 has the same name",
-    ):
-        assert words in said
 
 
 def test_what_a_pipeline_hands_on_is_told():

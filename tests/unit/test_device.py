@@ -1,6 +1,7 @@
 """Devices: the table of peaks, and what a CPU answers."""
 
 import gc
+import json
 import os
 import weakref
 
@@ -8,67 +9,15 @@ import pytest
 import torch
 
 from tests import forked
+from tests.tables import table
 from torchtitan import device
 from torchtitan.checks import load_job
 from torchtitan.device import Device, peak_flops
 
-PEAKS = {
-    "NVIDIA A100-SXM4-40GB": 312,
-    "NVIDIA A100-SXM4-80GB": 312,
-    "A100-SXM4-40GB": 312,
-    "NVIDIA A100 80GB PCIe": 312,
-    "NVIDIA A100-PCIE-40GB": 312,
-    "NVIDIA A800-SXM4-80GB": 312,
-    "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H100 PCIe": 756,
-    "NVIDIA H100 NVL": 835,
-    "NVIDIA H200": 989,
-    "NVIDIA H200 NVL": 835,
-    "NVIDIA GH200 480GB": 989,
-    "NVIDIA GH200 144G HBM3e": 989,
-    "NVIDIA B200": 2250,
-    "NVIDIA GB200": 2500,
-    "NVIDIA L40S": 362,
-    "NVIDIA L40": 181,
-    "NVIDIA L4": 121,
-    "NVIDIA A10": 125,
-    "NVIDIA A30": 165,
-    "NVIDIA A40": 149.7,
-    "NVIDIA RTX A6000": 154.8,
-    "NVIDIA RTX 6000 Ada Generation": 364.2,
-    "NVIDIA GeForce RTX 4090": 165.2,
-    "NVIDIA GeForce RTX 3090": 71,
-    "AMD Instinct MI300X": 1307.4,
-    "AMD Instinct MI300X OAM": 1307.4,
-    "AMD Instinct MI325X": 1307.4,
-    "AMD Instinct MI250X / MI250": 191.5,
-}
-"""TFLOP/s in dense products of bfloat16, by the data sheets."""
-UNKNOWN = [
-    "",
-    "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
-    "NVIDIA A100-SXM-64GB",
-    "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
-    "NVIDIA H100 64GB HBM2",
-    "NVIDIA H20",
-    "NVIDIA A10G",
-    "NVIDIA A100X",
-    "NVIDIA L40G",
-    "NVIDIA GeForce RTX 4090 D",
-    "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA GeForce RTX 3090 Ti",
-    "nvidia l40s",
-    "Tesla V100-SXM2-32GB",
-    "AMD Instinct MI100",
-    "AMD Radeon Graphics",
-    "AMD EPYC 7763 64-Core Processor",
-]
-
 
 def test_known_devices_have_the_peak_of_their_data_sheet_and_others_none_rather_than_a_guess():
-    found = {name: peak_flops(name) for name in (*PEAKS, *UNKNOWN)}
-    expected = {name: tflops * 1e12 for name, tflops in PEAKS.items()}
-    assert found == expected | dict.fromkeys(UNKNOWN)
+    for peak, name in [("-", ""), *table(__file__, "devices.txt")]:
+        assert peak_flops(name) == (None if peak == "-" else float(peak) * 1e12), name
 
 
 def test_the_peak_depends_on_the_dtype():
@@ -123,32 +72,6 @@ def test_rng_state_comes_back():
     assert torch.equal(torch.rand(4), first)
 
 
-# What a machine of 8 GiB and 2 GiB of swap has of control groups, and what it may use of these.
-CONTROL_GROUPS = {
-    "none": ("", {}, 10.0),
-    "root": ("0::/\n", {"memory.max": 3, "memory.swap.max": 0}, 3.0),
-    "own": ("0::/jobs/7\n", {"memory.max": "max", "jobs/7/memory.max": 3}, 5.0),
-    "above": (
-        "0::/jobs/7\n",
-        {"jobs/memory.max": 3, "jobs/7/memory.max": 4, "jobs/7/memory.swap.max": 1},
-        4.0,
-    ),
-    "beside": ("0::/jobs/7\n", {"jobs/8/memory.max": 3}, 10.0),
-    "more than there is": ("0::/\n", {"memory.max": 64}, 10.0),
-    "a container, by the path outside": ("0::/docker/5\n", {"memory.max": 3}, 5.0),
-    "version 1": (
-        "5:cpu,cpuacct:/cpu\n4:memory:/jobs/7\n0::/\n",
-        {"memory/jobs/memory.limit_in_bytes": 3, "cpu/memory.limit_in_bytes": 1},
-        5.0,
-    ),
-    "version 1 with swap": (
-        "4:memory:/jobs\n",
-        {"memory/jobs/memory.limit_in_bytes": 3, "memory/memory.memsw.limit_in_bytes": 4},
-        4.0,
-    ),
-}
-
-
 @pytest.mark.parametrize(
     ("cpuinfo", "is_slow"),
     [
@@ -173,17 +96,17 @@ def test_bfloat16_on_a_cpu_without_it_is_noted(cpuinfo, is_slow, tmp_path, monke
 
 def test_the_limits_of_all_control_groups_hold(tmp_path, monkeypatch):
     monkeypatch.setattr(Device, "memory_capacity", lambda self: 8.0)
-    for case, (groups, limits, expected) in CONTROL_GROUPS.items():
-        proc, folder = tmp_path / case / "proc", tmp_path / case / "cgroup"
+    for case, (groups, limits, expected) in enumerate(table(__file__, "control_groups.txt")):
+        proc, folder = tmp_path / f"{case}/proc", tmp_path / f"{case}/cgroup"
         (proc / "self").mkdir(parents=True)
         (proc / "meminfo").write_text(f"SwapTotal: {2 * 2**20} kB\n")
-        (proc / "self/cgroup").write_text(groups)
-        for name, value in limits.items():
+        (proc / "self/cgroup").write_text(groups.strip("-"))
+        for name, value in json.loads(limits).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(f"{value if value == 'max' else value * 2**30}\n")
         monkeypatch.setattr(device, "PROC", proc)
         monkeypatch.setattr(device, "CGROUPS", folder)
-        assert Device("cpu").memory_limit() == expected, case
+        assert Device("cpu").memory_limit() == float(expected), (groups, limits)
 
 
 class Node:

@@ -172,29 +172,6 @@ def test_a_skipped_step_keeps_the_bias(monkeypatch):
     assert rows[-1]["loss/load_balance"] == pytest.approx(1.0)  # the shares are kept as well
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({}, "tiny tiny: it has no experts; leave it out"),
-        (
-            {"name": "tiny_sparse", "flavor": "flat"},
-            "tiny_sparse flat: its routers have no bias; set model.router_bias = true, or leave it "
-            "out",
-        ),
-    ],
-)
-def test_a_rate_without_a_bias_is_refused(model, message):
-    (found,) = tiny.problems(tiny.job(model=model, experts={"bias_update_rate": 0.1}))
-    assert (found.path, found.message) == ("experts.bias_update_rate", message)
-
-
-def test_losses_of_routers_are_refused_without_routers():
-    job = tiny.job().model_copy(update={"auxiliary_losses": LOSSES})
-    found = tiny.problems(job)
-    assert [each.path for each in found] == [f"auxiliary_losses.{n}.name" for n in range(2)]
-    assert {each.message for each in found} == {"tiny does not support this loss; remove it"}
-
-
 def test_replica_groups_would_balance_apart():
     job = tiny.job(**BALANCED, fault_tolerance={"enable": True, "group_size": 2})
     assert "fault_tolerance.enable" in {each.path for each in tiny.problems(job)}

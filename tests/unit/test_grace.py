@@ -1,41 +1,20 @@
 """The message about the save that follows a request to stop."""
 
+import ast
 import logging
 
 import pytest
 
+from tests.tables import table
 from torchtitan.config import ConfigError
 from torchtitan.resilience.stop import outlook, planned_seconds, read_grace
 
 
-@pytest.mark.parametrize(
-    ("took", "saved", "grace", "level", "told"),
-    [
-        (95.24, 400, None, logging.INFO, "the last save took 95.2 s; the newest is of step 400"),
-        (95.24, 400, 120.0, logging.INFO, "the last save took 95.2 s; the newest is of step 400"),
-        (None, None, 30.0, logging.INFO, "a save is expected to take 12 s; none is finished yet"),
-        (
-            None,
-            400,
-            None,
-            logging.INFO,
-            "a save is expected to take 12 s; the newest is of step 400",
-        ),
-        (
-            *(95.24, 400, 60.0, logging.WARNING),
-            "the last save took 95.2 s, but the run may be killed after 60 s "
-            "(TORCHTITAN_GRACE_SECONDS); if it is, it resumes from step 400, the newest save",
-        ),
-        (
-            *(None, None, 10.0, logging.WARNING),
-            "a save is expected to take 12 s, but the run may be killed after 10 s "
-            "(TORCHTITAN_GRACE_SECONDS); if it is, it starts over",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("took", "saved", "grace", "level", "told"), table(__file__, "graces.txt"))
 def test_a_save_is_compared_with_the_grace_period(took, saved, grace, level, told):
+    took, saved, grace = map(ast.literal_eval, (took, saved, grace))
     planned = planned_seconds(8_000_000_000, nodes=8)
-    assert outlook(took, planned, saved, grace) == (level, told)
+    assert outlook(took, planned, saved, grace) == (getattr(logging, level), told)
 
 
 def test_the_grace_period_is_read():

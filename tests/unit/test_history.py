@@ -66,3 +66,10 @@ def test_a_damaged_recipe_is_refused(tmp_path):
     (tmp_path / "recipe.toml").write_text("[training]\nsteps = \n")
     with pytest.raises(ConfigError, match=r"recipe\.toml:2: "):
         _ = RunHistory(tmp_path).recipe
+
+
+def test_a_damaged_environment_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "environment.json").write_text('{"time": "20')
+    with pytest.raises(ConfigError, match=r"environment\.json: damaged: "):
+        print(RunHistory.open(tmp_path).device)

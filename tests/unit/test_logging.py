@@ -181,8 +181,7 @@ def test_names_are_no_markup(monkeypatch):
     with progress_bar(NAME, 2) as show, status(NAME) as add:
         show(completed=1)
         add("[/b]")
-    shown = re.sub(r"\033\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    assert shown.count(NAME) >= 6
+    assert re.sub(r"\033\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).count(NAME) >= 6
 
 
 def test_long_work_reports_where_there_is_no_terminal(monkeypatch, caplog):

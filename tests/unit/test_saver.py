@@ -155,8 +155,7 @@ def waited_for_commits(job, seconds):
 
 def test_the_commit_of_an_asynchronous_save_is_time_that_training_waited(tmp_path):
     """Between steps, at the next save if it comes too soon, and at the end."""
-    job = recipe(tmp_path)
-    (said,) = run_ranks(waited_for_commits, 1, job, 0.25)
+    (said,) = run_ranks(waited_for_commits, 1, recipe(tmp_path), 0.25)
     told = [float(seconds) for seconds in re.findall(r"training waited ([\d.]+) s", said)]
     assert len(told) == 2
     assert min(told) >= 0.25

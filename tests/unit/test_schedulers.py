@@ -7,6 +7,7 @@ import pytest
 from tests.network import network
 from tests.ranks import free_port
 from tests.runs import losses
+from tests.tables import table
 from tests.test_launch import ROOT, TINY, TRAIN, finish, start
 from torchtitan.cluster.schedulers import fill, local_address
 from torchtitan.config import ConfigError
@@ -41,6 +42,7 @@ STEP = {  # of a part of the nodes, the last of which this is
     "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     "SLURM_NODEID": "1",
 }
+SCHEDULERS = {"KUBEFLOW": KUBEFLOW, "SLURM": SLURM}
 
 
 def filled(environment, **given):
@@ -95,45 +97,12 @@ def test_it_is_told_what_was_taken_from_where():
     )
 
 
-@pytest.mark.parametrize(
-    ("environment", "told"),
-    [
-        (KUBEFLOW | SLURM, "SLURM_JOB_NUM_NODES: got 3, but PET_NNODES is 2; unset one of them"),
-        (
-            KUBEFLOW | {"SKYPILOT_NODE_RANK": "0"},
-            "SKYPILOT_NODE_RANK: got 0, but PET_NODE_RANK is 1; unset one of them",
-        ),
-        (KUBEFLOW | {"PET_NODE_RANK": "5"}, "PET_NODE_RANK: got 5; wanted less than PET_NNODES, 2"),
-        ({"RANK": "5"}, "RANK is 5, but WORLD_SIZE is not set; unset RANK"),
-        ({"PET_NNODES": "two"}, "PET_NNODES: got two; wanted 2, or 1:2 for one or two"),
-        (
-            {"PET_NNODES": "2"},
-            "PET_NNODES is 2, but several nodes need a common endpoint; set PET_MASTER_ADDR, or "
-            "add --rdzv-endpoint HOST:PORT",
-        ),
-        (
-            {"PET_MASTER_ADDR": "a"},
-            "PET_MASTER_ADDR is a, but no variable has the number of nodes; set PET_NNODES, or "
-            "add --nnodes",
-        ),
-        (
-            KUBEFLOW | {"PET_MASTER_PORT": "high"},
-            "PET_MASTER_PORT: got high; wanted an integer >= 1",
-        ),
-        ({"PET_RDZV_ENDPOINT": "a"}, "PET_RDZV_ENDPOINT: got a; wanted HOST:PORT"),
-        (
-            {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"},
-            "SLURM_JOB_NUM_NODES: got 4, but this is one process outside a step; start it on all "
-            "nodes: srun --ntasks-per-node=1 torchtitan train ...",
-        ),
-        (
-            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x3)"},
-            "SLURM_STEP_TASKS_PER_NODE: got 8(x3); wanted one task on each node, which starts its "
-            "ranks: srun --ntasks-per-node=1",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(environment, told):
+@pytest.mark.parametrize(("words", "told"), table(__file__, "bad_schedulers.txt"))
+def test_what_cannot_be_is_refused(words, told):
+    environment = {}
+    for word in words.split():
+        name, _, value = word.partition("=")
+        environment |= {name: value} if value else SCHEDULERS[name]
     with pytest.raises(ConfigError) as error:
         filled(environment)
     assert str(error.value) == told
@@ -197,6 +166,5 @@ def test_two_nodes_of_kubeflow_meet_without_flags(tmp_path):
     first, second = node(0, 2, 2), node(1, 2, 2)
     assert "nodes: 2 (PET_NNODES)" in finish(first)
     assert "only used for static" not in finish(second)
-    again = finish(node(0, 1, 4))
-    assert "step-2" in again
+    assert "step-2" in finish(node(0, 1, 4))
     assert list(losses(tmp_path)) == [1, 2, 3, 4]

@@ -14,7 +14,7 @@ from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.parallel.parallel_model import ParallelModel
 from torchtitan.resilience.spikes import Guard, SpikesConfig
-from torchtitan.step import Agreement, Flag, StepOptimizers, StepStatus
+from torchtitan.step import Agreement, StepOptimizers, StepStatus, StepVote
 from torchtitan.timeline import Timeline
 
 TWO = torch.tensor(2.0)
@@ -49,10 +49,9 @@ class TwoRanks:
         return torch.maximum(values, self.others)
 
 
-def agreement(timeline, others, *flags):
-    world = TwoRanks(*others)
-    agree = Agreement(world, timeline)
-    agree.flags = flags
+def agreement(timeline, others, *votes):
+    agree = Agreement(TwoRanks(*others), timeline)
+    agree.votes = votes
     return agree({"loss": TWO}, torch.tensor(0.5), torch.tensor(7))
 
 
@@ -69,20 +68,19 @@ def test_ranks_agree_on_the_highest(timeline):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_on_one_rank_is_infinite_on_all(timeline, bad):
     world = TwoRanks(3.0, 0.25, 7.0)
-    agreed = Agreement(world, timeline)(
-        {"loss": torch.tensor(bad)}, torch.tensor(bad), torch.tensor(7)
-    )
+    bad = torch.tensor(bad)
+    agreed = Agreement(world, timeline)({"loss": bad}, bad, torch.tensor(7))
     assert (agreed.highest_loss, agreed.highest_norm) == (math.inf, math.inf)
 
 
 def test_of_a_flag_the_largest_counts_on_every_rank(timeline):
     heard = {}
     mine = {"stop": True, "signal": False, "late": 2.5}
-    flags = [
-        Flag(lambda value=value: value, lambda agreed, name=name: heard.update({name: agreed}))
+    votes = [
+        StepVote(lambda value=value: value, lambda agreed, name=name: heard.update({name: agreed}))
         for name, value in mine.items()
     ]
-    agreement(timeline, (3.0, 0.25, 7.0, 0.0, 1.0, 1.5), *flags)
+    agreement(timeline, (3.0, 0.25, 7.0, 0.0, 1.0, 1.5), *votes)
     assert heard == {"stop": 1.0, "signal": 1.0, "late": 2.5}
 
 

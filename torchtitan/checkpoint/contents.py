@@ -164,7 +164,8 @@ class Checkpointable:
             logger.warning(
                 "communication.replicas: %s is of %d replicas with different weights; this run "
                 "starts with those of the first",
-                *(saved.path, len(there) + 1),
+                saved.path,
+                len(there) + 1,
             )
         elif prefix := of_copy(self.copy):
             own = [name for name in names if name.startswith(prefix)]

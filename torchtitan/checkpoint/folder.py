@@ -54,7 +54,7 @@ class TrainState:
     """Progress of a run: all of its counters."""
 
     step: int = 0
-    """Number of steps taken, including skipped ones."""
+    """Number of steps step_already_saved_error, including skipped ones."""
     tokens: int = 0
     """Number of targets trained on, over all ranks."""
     skipped: int = 0
@@ -86,7 +86,7 @@ def saved_steps(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(path.name.removeprefix("step-")), path) for path in found))
 
 
-def look_at(checkpoint: Path) -> Manifest:
+def read_verified_manifest(checkpoint: Path) -> Manifest:
     """Return the manifest of a checkpoint after verifying its state and the sizes of its files.
 
     Raises:
@@ -132,7 +132,7 @@ def state_file(manifest: Manifest) -> str:
     return next(name for name in manifest.files if name.startswith("train_state"))
 
 
-def forget_old(folder: Path, newest: int, keep: int, every: int) -> None:
+def delete_old_checkpoints(folder: Path, newest: int, keep: int, every: int) -> None:
     """Delete all but the latest `keep` checkpoints and those of multiples of `every`.
 
     Checkpoints after step `newest` are of a run that went further: they are kept and do not count.
@@ -146,7 +146,7 @@ def forget_old(folder: Path, newest: int, keep: int, every: int) -> None:
         logger.warning("could not delete old checkpoints in %s: %s", folder, error)
 
 
-def sweep(folder: Path) -> list[str]:
+def delete_unfinished(folder: Path) -> list[str]:
     """Delete the unfinished saves of a killed run; return their names."""
     store, swept = store_of(folder), []
     for path in store.unfinished(folder):
@@ -243,7 +243,9 @@ def _acquire(dump_folder: Path, key: str) -> FileIO:
                 minutes = ENDING_SECONDS / 60
                 logger.info(
                     "waiting up to %.0f minutes for the run in %s (%s)",
-                    *(minutes, dump_folder, holder),
+                    minutes,
+                    dump_folder,
+                    holder,
                 )
         else:
             with suppress(FileNotFoundError):

@@ -12,7 +12,13 @@ from torchtitan.checkpoint.contents import Checkpointable, SavedRun, open_run
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
 from torchtitan.checkpoint.placement import Nodes, on_all_ranks, on_rank_0
 from torchtitan.checkpoint.saver import Retention, Saver
-from torchtitan.checkpoint.start import ResumePoint, ResumePolicy, open_initial, open_weights, taken
+from torchtitan.checkpoint.start import (
+    ResumePoint,
+    ResumePolicy,
+    open_initial,
+    open_weights,
+    step_already_saved_error,
+)
 from torchtitan.checkpoint.store import store_of
 from torchtitan.checkpoint.tiers import open_tier
 from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert
@@ -130,7 +136,7 @@ class Checkpointer:
                 raise ConfigError(f"checkpoint.folder: {error}") from None
 
         def sweep() -> None:
-            for name in disk.sweep(self.folder):
+            for name in disk.delete_unfinished(self.folder):
                 logger.info("deleted %s: an unfinished save", self.folder / name)
 
         is_new = on_rank_0(self.world, make)
@@ -288,7 +294,7 @@ class Checkpointer:
         self.saver.wait_until_idle()
         path = self.folder / f"step-{step}"
         if on_rank_0(self.world, lambda: self.store.is_taken(path)):
-            raise taken(path)
+            raise step_already_saved_error(path)
         self.exports = finished and self.config.last_save_in_hf
         model_only = finished and self.config.last_save_model_only
         tensors = self.contents.weights_of_one() if model_only else self.contents.tensors()

@@ -17,7 +17,7 @@ import xxhash
 
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
-from torchtitan.remote import StoreError, pointer_at
+from torchtitan.remote import StoreError, dangling, pointer_at
 
 STATE_FILE = "train_state.json"
 FORMAT = 3
@@ -122,7 +122,7 @@ def reading(path: Path) -> Iterator[None]:
     except StoreError:
         raise
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from None
+        raise Damaged(dangling(path) or f"{path}: {error.strerror}") from None
 
 
 def read_whole(checkpoint: Path, manifest: Manifest, name: str) -> bytes:

@@ -9,6 +9,7 @@ tensors follow (https://github.com/huggingface/safetensors#format). So reading a
 takes only its own bytes.
 """
 
+import itertools
 import json
 import math
 import mmap
@@ -233,8 +234,12 @@ def read_header(path: Path, files: Files) -> Header:
         header: dict[str, Any] = json.loads(bytes(files.read(path.name, 8, data)))
         metadata = dict(header.pop("__metadata__", {}))
         tensors = {name: _stored(name, entry, data) for name, entry in header.items()}
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise Damaged(f"{where}: its header is invalid: {error}") from None
+    by_place = sorted((stored.begin, stored.end, name) for name, stored in tensors.items())
+    for (_, end, first), (begin, _, second) in itertools.pairwise(by_place):
+        if begin < end:
+            raise Damaged(f"{where}: its header is invalid: {first} and {second} overlap")
     ends = {stored.end: name for name, stored in tensors.items()}
     last = max(ends, default=data)
     if last > size:

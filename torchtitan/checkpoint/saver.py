@@ -253,7 +253,7 @@ class Saver:
             case Save() as save:
                 self._commit(save)
             case Check() as check:
-                self._forget_old(check)
+                self._delete_old_checkpoints(check)
 
     def wait_until_idle(self) -> None:
         """Wait until no save is in any stage."""
@@ -282,7 +282,11 @@ class Saver:
                 delay = RETRY_SECONDS * 2 ** (attempt - 1)
                 logger.warning(
                     "%s: attempt %d of %d failed (%s); retrying in %g s",
-                    *(file, attempt, self.config.save_attempts, error.strerror or error, delay),
+                    file,
+                    attempt,
+                    self.config.save_attempts,
+                    error.strerror or error,
+                    delay,
                 )
                 time.sleep(delay)
         return write_file(file, pieces)
@@ -346,10 +350,12 @@ class Saver:
         last = f"step-{self.saved_step}" if self.saved_step else "none"
         logger.error(
             "step %d could NOT be saved: %s. Training continues; the last checkpoint is %s",
-            *(step, "; ".join(dict.fromkeys(problems)), last),
+            step,
+            "; ".join(dict.fromkeys(problems)),
+            last,
         )
 
-    def _forget_old(self, check: Check) -> None:
+    def _delete_old_checkpoints(self, check: Check) -> None:
         """After the newest checkpoint was read back, delete those it replaces, or set it aside."""
         self._stage = None
         own, why = on_all_ranks(self.world, check.reading.result)
@@ -361,7 +367,7 @@ class Saver:
             self.failed_step = check.step
             self.saved_step = self.nodes.lead(lambda: self._set_aside(check, problems))[0]
         elif self.nodes.is_leader and self.retention.latest:
-            disk.forget_old(self.folder, check.step, *self.retention)
+            disk.delete_old_checkpoints(self.folder, check.step, *self.retention)
 
     def _set_aside(self, check: Check, problems: Sequence[str]) -> int | None:
         """Set a damaged checkpoint aside; return the newest remaining step."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torchtitan.checkpoint.contents import SavedRun, open_run
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, changes, check_states
-from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
+from torchtitan.checkpoint.folder import read_state, read_verified_manifest, saved_steps
 from torchtitan.checkpoint.manifest import Damaged, Manifest, read_manifest
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
@@ -182,7 +182,7 @@ def open_initial(start: ResumePoint, recipe: Mapping[str, Any]) -> SavedRun:
 
 def _look_at(path: Path) -> Manifest:
     try:
-        return look_at(path)
+        return read_verified_manifest(path)
     except Damaged as error:
         raise ConfigError(
             f"{path} is neither a checkpoint nor a folder of checkpoints (step-N): {error}"
@@ -239,8 +239,13 @@ class ResumePolicy(NamedTuple):
             ConfigError: if resuming or starting afresh would surprise the user.
         """
         own = choose_own(
-            *(self.config, self.dump_folder, self.recipe, self.same_run, damaged or {}),
-            *(frequent, self.rate_change),
+            self.config,
+            self.dump_folder,
+            self.recipe,
+            self.same_run,
+            damaged or {},
+            frequent,
+            self.rate_change,
         )
         try:
             return own or self.initial()
@@ -280,7 +285,7 @@ def choose_own(
         last, newer = recipe["training.steps"], {}
         for step in (n for n in steps if config.load_step < n <= last):
             if config.saves_at(step, is_final=step == last):
-                raise taken(steps[step])
+                raise step_already_saved_error(steps[step])
     else:
         newer = {p: why for p, why in own.damaged.items() if _step(p) > _step(path)}
     if newer and config.resume == "must":
@@ -334,7 +339,7 @@ def _sorted_out(steps: Mapping[int, Path], known_damaged: Mapping[Path, str]) ->
     damaged = dict(known_damaged)
     for step, path in steps.items():
         try:
-            manifest = look_at(path)
+            manifest = read_verified_manifest(path)
             if path not in damaged:
                 (weights if manifest.model_only else full)[step] = path
         except Damaged as error:
@@ -392,7 +397,7 @@ def _chosen(config: CheckpointConfig, folder: Path, own: _Own) -> Path | None:
     return None
 
 
-def taken(path: Path) -> ConfigError:
+def step_already_saved_error(path: Path) -> ConfigError:
     """Return the error that a save would overwrite the checkpoint of a run that went further."""
     return ConfigError(
         f"checkpoint.load_step: {path}: already exists, from a run that continued after "

@@ -294,7 +294,7 @@ class StoredBlock(NamedTuple, Generic[Place]):
     place: Place
 
 
-def assemble(
+def join_pieces(
     dtype: torch.dtype,
     offsets: Sizes,
     sizes: Sizes,
@@ -370,4 +370,4 @@ class SavedTensors:
         def part(block: StoredBlock[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
             return self._files.block(block.place, dtype, contiguous(block.sizes), at, shape)
 
-        return assemble(dtype, offsets, sizes, blocks, part, f"{self.checkpoint}: {name}")
+        return join_pieces(dtype, offsets, sizes, blocks, part, f"{self.checkpoint}: {name}")

@@ -19,7 +19,12 @@ from pathlib import Path
 
 import xxhash
 
-from torchtitan.checkpoint.folder import look_at, saved_steps, state_file, sweep
+from torchtitan.checkpoint.folder import (
+    delete_unfinished,
+    read_verified_manifest,
+    saved_steps,
+    state_file,
+)
 from torchtitan.checkpoint.manifest import Damaged, File, Manifest, write_json
 from torchtitan.checkpoint.placement import find_nodes, on_rank_0
 from torchtitan.checkpoint.settings import CheckpointConfig
@@ -102,7 +107,7 @@ class FrequentTier:
         found: dict[int, File | None] = {}
         for step, path in saved_steps(self.folder).items():
             try:
-                manifest = look_at(path)
+                manifest = read_verified_manifest(path)
             except Damaged as error:
                 logger.error("%s", error)
                 continue
@@ -163,7 +168,7 @@ class FrequentTier:
         (self.folder / OF_NODE).touch()
         for path in self.folder.glob(".rank-*"):
             path.unlink()
-        for name in sweep(self.folder):
+        for name in delete_unfinished(self.folder):
             logger.info("deleted %s: an unfinished save", self.folder / name)
         for number, path in saved_steps(self.folder).items():
             if number in self.damaged:

@@ -7,7 +7,6 @@ launcher collect them all by `problems`, before any process group exists, readin
 names and the tokenizer of a debug model.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from torchtitan.checks import (
 from torchtitan.checks.model import follow_tokenizer
 from torchtitan.config import (
     Config,
+    ConfigError,
     Context,
     KeyPath,
     PlannedWorld,
@@ -34,10 +34,10 @@ from torchtitan.config import (
     Setting,
     Sources,
     gather,
+    import_extension,
     load,
     located,
     read_sources,
-    shorten,
     show,
 )
 from torchtitan.job import JobConfig
@@ -157,9 +157,9 @@ def _import_first(settings: dict[KeyPath, Setting]) -> Iterator[str]:
             yield f"{where}; wanted the dotted name of a module"
             continue
         try:
-            importlib.import_module(name)
-        except ImportError as error:
-            yield f"{where}; it cannot be imported: {shorten(str(error))}"
+            import_extension(name)
+        except ConfigError as error:
+            yield f"{where}; {error}"
 
 
 def problems(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

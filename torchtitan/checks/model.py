@@ -24,8 +24,7 @@ from torchtitan.losses import AuxiliaryLossConfig, ModelLossConfig, MultiToken, 
 from torchtitan.models import MODELS
 from torchtitan.models.attention import attends
 from torchtitan.models.output import auxiliary_losses
-from torchtitan.models.sparse_decoder import SparseArgs
-from torchtitan.models.spec import ModelSpec, build_empty
+from torchtitan.models.spec import ExpertShape, ModelSpec, build_empty
 from torchtitan.tasks import TASKS
 from torchtitan.torch_private.compiler import can_count_once_where_recomputed
 
@@ -44,6 +43,10 @@ class RecipeModel(NamedTuple):
     def empty(self) -> nn.Module:
         """Return the network without memory."""
         return build_empty(self.spec.build, self.args, 1)
+
+    def experts(self) -> ExpertShape | None:
+        """Return the experts of its blocks; None: it has none."""
+        return self.spec.experts(self.args)
 
 
 def model_of(job: JobConfig) -> RecipeModel | None:
@@ -205,14 +208,14 @@ def router_bias(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     model, key = model_of(job), "experts.bias_update_rate"
     if model is None:
         return
-    is_sparse = isinstance(model.args, SparseArgs)
-    has_bias = is_sparse and model.args.router_bias
+    experts = model.experts()
+    has_bias = bool(experts and experts.has_bias)
     if job.experts.bias_update_rate is not None and not has_bias:
         reason = "its routers have no bias; set model.router_bias = true, or leave it out"
-        if not is_sparse:
+        if not experts:
             reason = "it has no experts; leave it out"
         yield Problem(key, f"{model.title}: {reason}", ("model",))
-    counts = has_bias or (is_sparse and model.args.load_balance)
+    counts = has_bias or (experts and experts.has_loss)
     if counts and job.fault_tolerance.enable:
         message = (
             "each replica group would balance the experts by its own tokens; use experts without "
@@ -226,24 +229,24 @@ def expert_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
     model, degree = model_of(job), job.parallelism.expert_parallel_degree
     if model is None or degree == 1:
         return
-    args = model.args
-    if not isinstance(args, SparseArgs):
+    experts = model.experts()
+    if not experts:
         yield Problem(EXPERTS, f"{model.title} has no experts; use 1", ("model",))
         return
     shared = job.degrees(world.ranks).fsdp
-    if args.n_experts % degree:
-        use = f"use {divisors(args.n_experts)}"
-        message = f"it does not divide the {args.n_experts} experts of {model.title}; {use}"
+    if experts.number % degree:
+        use = f"use {divisors(experts.number)}"
+        message = f"it does not divide the {experts.number} experts of {model.title}; {use}"
         yield Problem(EXPERTS, message, ("model",))
     elif shared > 0 and shared % degree:
-        fits = (n for n in range(1, shared + 1) if shared % n == args.n_experts % n == 0)
+        fits = (n for n in range(1, shared + 1) if shared % n == experts.number % n == 0)
         message = (
             f"it does not divide the {shared} ranks of data_parallel_shard_degree x "
             f"context_parallel_degree; use {alternatives(fits)}"
         )
         yield Problem(EXPERTS, message, DEGREES)
     elif shared > 0:
-        yield from _split_further(model, shared // degree, degree)
+        yield from _split_further(model, experts.number // degree, shared // degree, degree)
     if not job.sharding.places_experts:
         message = f'sharding.name = "{job.sharding.name}" has no expert parallelism; use 1, or '
         yield Problem(EXPERTS, f'{message}"fsdp2" there', ("sharding.name",))
@@ -256,9 +259,9 @@ def expert_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
             yield Problem(f"communication.{what}.name", message, (EXPERTS,))
 
 
-def _split_further(model: RecipeModel, ranks: int, degree: int) -> Iterator[Problem]:
+def _split_further(model: RecipeModel, own: int, ranks: int, degree: int) -> Iterator[Problem]:
     """Check that the ranks with the same experts can share them."""
-    own, dim = model.args.n_experts // degree, model.args.dim
+    dim = model.args.dim
     if own % ranks and dim % ranks:
         message = (
             f"with expert_parallel_degree {degree}, {own} experts are split over {ranks} ranks of "

@@ -23,6 +23,9 @@ FOLDERS = (
 def folders(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that all outputs are inside the dump folder."""
     values, dump = job.flat(), local_path(job.job.dump_folder)
+    if why := _refused(dump):
+        yield Problem("job.dump_folder", why)
+        return
     for key in FOLDERS:
         if key == "checkpoint.folder" and is_url(job.checkpoint.folder):
             continue
@@ -35,8 +38,6 @@ def folders(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     if is_url(job.job.dump_folder):
         message = "wanted a folder on a disk; only checkpoint.folder may be a URL"
         yield Problem("job.dump_folder", message)
-    elif why := _refused(dump):
-        yield Problem("job.dump_folder", why)
 
 
 def _frequent(job: JobConfig, dump: Path) -> Iterator[Problem]:

@@ -127,8 +127,8 @@ class Agent(LocalElasticAgent):
         """Time of the last start of the ranks."""
         self.stopped_by: signal.Signals | None = None
         """The first signal to this process."""
-        self.at_once = False
-        """Whether there was a second one."""
+        self.ended_by: signal.Signals | None = None
+        """The second one, which ends the ranks at once."""
         self._has_forwarded = False
         self._in_rendezvous = True
         self._restarts = 0
@@ -163,10 +163,11 @@ class Agent(LocalElasticAgent):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.stopped_by and number in REPEATED:
             return
-        self.at_once = self.stopped_by is not None
-        self.stopped_by = self.stopped_by or signal.Signals(number)
-        if self.at_once or self._in_rendezvous:
-            raise SignalException(f"{signal.Signals(number).name}", signal.SIGKILL)
+        received = signal.Signals(number)
+        self.ended_by = received if self.stopped_by else None
+        self.stopped_by = self.stopped_by or received
+        if self.ended_by or self._in_rendezvous:
+            raise SignalException(received.name, signal.SIGKILL)
         what = "and save" if self.saves else "but save nothing: see [checkpoint]"
         again = "" if number in REPEATED else "; send the signal again to end them immediately"
         logger.info("%s: the ranks finish their step %s%s", self.stopped_by.name, what, again)

@@ -237,8 +237,8 @@ class LaunchedRun:
         except SignalException as error:
             if agent.stopped_by and self.is_complete():
                 return 0
-            if agent.at_once or agent.stopped_by is None:
-                return 128 + error.sigval
+            if agent.ended_by or agent.stopped_by is None:
+                return 128 + (agent.ended_by or error.sigval)
         if agent.is_finished() or not (agent.stopped_by or agent.has_others):
             return 0
         # All nodes end with the same status, or a scheduler would start only some of them again.

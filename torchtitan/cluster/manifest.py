@@ -127,7 +127,7 @@ def manifest(
             "job.hardware: the recipe names none; add --hardware, such as h100, or "
             "--devices-per-node"
         )
-    nodes, each = split(ranks, devices_per_node or devices_of_node(hardware))
+    nodes, each = split(ranks, devices_per_node or found_hardware(hardware).ranks_per_node)
     wanted = job.job.manifest
     if target in OF_A_JOB and (left_out := [key for key in OF_A_QUEUE if getattr(wanted, key)]):
         keys = ", ".join(left_out)
@@ -138,15 +138,16 @@ def manifest(
         logger.warning(
             "--grace-seconds: %d s is less than a save is expected to take, %.3g s; a run that is "
             "killed during one resumes from the checkpoint before",
-            *(grace_seconds, planned),
+            grace_seconds,
+            planned,
         )
     dataset = job.data.dataset_path or ""
     submission = Submission(
-        name=re.sub(r"[^a-z0-9]+", "-", Path(str(path)).stem.lower()).strip("-"),
+        name=name_of(path or "torchtitan"),
         nodes=nodes,
         devices=each,
-        hardware=hardware,
-        words=[str(path), *of_the_run(flags)],
+        hardware=found_hardware(hardware).name if hardware.endswith(".toml") else hardware,
+        words=[*([path] if path else []), *of_the_run(flags)],
         has_preflight=not no_preflight,
         grace=grace_seconds or grace_of(job, nodes),
         image=image,
@@ -163,6 +164,12 @@ def manifest(
         output.write_text(text, encoding="utf-8")
 
 
+def name_of(recipe: str) -> str:
+    """Return the name of a job, which Kubernetes also gives, with a suffix, to its pods."""
+    plain = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower()).strip("-")
+    return (plain if plain[:1].isalpha() else f"run-{plain}")[:40].strip("-")
+
+
 def of_the_run(flags: Sequence[str]) -> Iterator[str]:
     """Yield the flags that the run needs: not those of the manifest, and their values."""
     is_ours = False
@@ -173,15 +180,14 @@ def of_the_run(flags: Sequence[str]) -> Iterator[str]:
             yield word
 
 
-def devices_of_node(hardware: str) -> int:
-    """Return the number of devices of a node.
+def found_hardware(hardware: str) -> Any:
+    """Find hardware by its name or file.
 
     Raises:
         ConfigError: if the hardware is not known.
     """
     known = import_wing("torchtitan.plan.hardware", "--hardware, without --devices-per-node")
-    count: int = known.find_hardware(hardware).ranks_per_node
-    return count
+    return known.find_hardware(hardware)
 
 
 def split(ranks: int, each: int) -> tuple[int, int]:
@@ -221,10 +227,15 @@ def values(job: Submission, quote: Callable[[str], str]) -> dict[str, Any]:
         quote: writes a text in the language of the template.
     """
     wanted, log = job.wanted, shlex.quote(job.wanted.log_file)
+    # A comment, or an operator at the end, would change what is written behind a line.
+    setup = [
+        f"eval {shlex.quote(line)}" if re.search(r"[#;&|\\]", line) else line
+        for line in filter(str.strip, wanted.setup)
+    ]
     train = shlex.join(["torchtitan", "train", *job.words])
     preflight = shlex.join(["torchtitan", "preflight", *job.words]) if job.has_preflight else ""
     # The log is written here where no scheduler does it.
-    before = [*wanted.setup, *([f"exec > >(tee -a {log}) 2>&1"] if wanted.log_file else [])]
+    before = [*setup, *([f"exec > >(tee -a {log}) 2>&1"] if wanted.log_file else [])]
     lines = [*before, *filter(None, [preflight])]
     shell = "bash" if before else "sh"
     command = [shell, "-c", " && ".join([*lines, f"exec {train}"])] if lines else shlex.split(train)
@@ -249,10 +260,10 @@ def values(job: Submission, quote: Callable[[str], str]) -> dict[str, Any]:
         **{name: quote(text) if text else "" for name, text in texts.items()},
         "command": [quote(word) for word in command],
         "arguments": repr(command[1:]),
-        "recipe": job.words[0],
+        "recipe": job.name,
         "train": train,
         "preflight": preflight,
-        "setup": wanted.setup,
+        "setup": setup,
         "lines": lines,
         "nodes": job.nodes,
         "devices": job.devices,

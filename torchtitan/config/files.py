@@ -60,6 +60,13 @@ def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
     if os.path.isdir(path):
         problems.append(f"{path}: is a folder; wanted a recipe, a file of TOML")
         return {}
+    if os.path.islink(path) and not os.path.exists(path):
+        problems.append(f"{path}: is a link to {os.readlink(path)}, where there is no file")
+        return {}
+    if os.path.exists(path) and not os.path.isfile(path):
+        fix = "a recipe is read more than once, so write it to a file"
+        problems.append(f"{path}: is a pipe or a device; {fix}")
+        return {}
     if not os.path.isfile(path):
         near = _nearest_file(path) or "; see `torchtitan recipes` for those of the package"
         problems.append(f"{path}: there is no such recipe{near}")

@@ -267,7 +267,11 @@ def all_sections(schema: type[Config]) -> list[HelpSection]:
     """Return every section of a recipe, in order, and every choice of it."""
     return [
         HelpSection(
-            *(path, choice, owner, within, f"{settings.__module__}.{settings.__qualname__}"),
+            path,
+            choice,
+            owner,
+            within,
+            f"{settings.__module__}.{settings.__qualname__}",
             docstring(settings).partition("\n")[0],
             [*_entries(path, settings)],
         )

@@ -48,6 +48,7 @@ class Recipe(Generic[ConfigT]):
         got = "" if isinstance(value, Config) else "got {}; "
         if isinstance(value, tuple):
             value = [getattr(item, "name", item) for item in value]
+            got = "" if None in value else got
         # An absent key of a list entry is reported at the entry's header.
         headers = [path[:depth] for depth in range(2, len(path)) if path[depth - 1].isdecimal()]
         places = [self.origins[above] for above in (*headers, path) if above in self.origins]

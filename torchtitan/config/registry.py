@@ -4,14 +4,16 @@
 it, the place where it is defined, relative to the wing.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache, cached_property
 from importlib import import_module
-from inspect import isfunction
+from inspect import isfunction, signature
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, Protocol, TypeVar, get_args, get_origin
 
 from torchtitan.config.settings import ConfigError
+from torchtitan.config.words import shorten
 
 PACKAGE: Final = Path(__file__).parents[1]
 WINGS: Final = ("plan", "cluster", "research")
@@ -40,8 +42,12 @@ class Registry(MutableMapping[str, T], Generic[T]):
     """Entries by their name in recipes, those of the wings included.
 
     An entry may be given as the place where it is defined, "package.module:name", which is imported
-    on first use, so that unused entries cost nothing. The entries of wings are such places.
+    on first use, so that unused entries cost nothing. The entries of wings are such places. An
+    entry that lacks something of the type `T` is refused when it is added, or imported.
     """
+
+    __orig_class__: Any
+    """This class with its `T`, which Python sets on each registry."""
 
     def __init__(self, kind: str, entries: Mapping[str, T | str] | None = None) -> None:
         """Make the registry that wings call `kind`, with the `entries` of the core."""
@@ -55,11 +61,20 @@ class Registry(MutableMapping[str, T], Generic[T]):
     def __getitem__(self, name: str) -> T:
         entry = self._entries[name]
         if isinstance(entry, str):
-            entry = self._entries[name] = load_entry(entry)
+            place, entry = entry, load_entry(entry)
+            self._check(entry, f"{place}: {name} of {self.kind}")
+            self._entries[name] = entry
         return entry
 
     def __setitem__(self, name: str, entry: T) -> None:
+        if name in self._entries:
+            raise ConfigError(f"{name} of {self.kind} is registered already; use another name")
+        self._check(entry, f"{name} of {self.kind}")
         self._entries[name] = entry
+
+    def _check(self, entry: object, what: str) -> None:
+        if lacking := lacks(entry, *get_args(self.__orig_class__)):
+            raise ConfigError(f"{what} {lacking}")
 
     def __delitem__(self, name: str) -> None:
         del self._entries[name]
@@ -87,9 +102,32 @@ def load_entry(place: str) -> Any:
         if not (error.name or "").startswith("torchtitan."):
             raise
         raise ConfigError(f"{name}: it needs {error.name}, which is missing") from error
+    except TypeError as error:  # such as an argument of a spec that is missing
+        raise ConfigError(f"{_line_of(error)}: {error}") from error
     if not hasattr(module, attribute):
         raise ConfigError(f"{name}: it has no {attribute}")
     return getattr(module, attribute)
+
+
+def import_extension(name: str) -> None:
+    """Import a module from outside the package, which may add to registries.
+
+    Raises:
+        ConfigError: if it cannot be imported, with the line of it that is at fault.
+    """
+    try:
+        import_module(name)
+    except ImportError as error:
+        raise ConfigError(f"it cannot be imported: {shorten(str(error))}") from error
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{_line_of(error)}: {error}") from error
+
+
+def _line_of(error: Exception) -> str:
+    """Return the last line of a module's own code, not of a function, that led to an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = ([frame for frame in frames if frame.name == "<module>"] or frames)[-1]
+    return f"{last.filename}:{last.lineno}"
 
 
 def import_wing(module: str, user: str) -> Any:
@@ -154,17 +192,40 @@ def _places(wing: str) -> Iterator[tuple[str, str, str]]:
             yield kind, name, place
 
 
-def check_protocol(value: object, protocol: type, what: str) -> None:
-    """Refuse what an entry of a registry returned if it lacks parts of its protocol.
+def lacks(entry: Any, wanted: Any) -> str:
+    """Return what an entry of a registry lacks of the wanted type; empty if nothing.
 
-    Raises:
-        ConfigError: with their names.
+    Args:
+        wanted: a class or a protocol that it is an instance of; `type` of one that it extends; or a
+            `Callable`, whose arguments it takes.
     """
-    wanted = {*protocol.__annotations__}
-    wanted |= {name for name, part in vars(protocol).items() if isfunction(part)}
-    wanted -= {"__init__", "__subclasshook__"}  # every protocol has the first two
-    if missing := sorted(name for name in wanted if not hasattr(value, name)):
-        raise ConfigError(
-            f"{what}: {type(value).__name__} has no {' and no '.join(missing)}; add what "
-            f"{protocol.__module__}.{protocol.__name__} has"
-        )
+    kind, arguments = get_origin(wanted) or wanted, get_args(wanted)
+    if kind is Callable:
+        try:
+            takes = signature(entry)
+            _ = arguments[0] is ... or takes.bind(*arguments[0])
+        except TypeError as error:
+            return f"cannot be called: {error}"
+        return ""
+    base, classes = kind, type(entry).__mro__
+    if kind is type:
+        base, classes = arguments[0], getattr(entry, "__mro__", ())
+    name, is_protocol = f"{base.__module__}.{base.__name__}", Protocol in base.__bases__
+    if not is_protocol and base not in classes:
+        return f"is no {'subclass of ' if kind is type else ''}{name}"
+    parts = {
+        part
+        for parent in base.__mro__
+        for part, value in vars(parent).items()
+        if _is_abstract(value) or (is_protocol and isfunction(value))
+    }
+    for part, declared in base.__annotations__.items():
+        if is_protocol or get_origin(declared) is ClassVar:
+            parts.add(part)
+    parts -= {"__init__", "__subclasshook__"}  # every protocol has them
+    missing = sorted(p for p in parts if not hasattr(entry, p) or _is_abstract(getattr(entry, p)))
+    return f"has no {' and no '.join(missing)}; add what {name} has" if missing else ""
+
+
+def _is_abstract(value: object) -> bool:
+    return getattr(value, "__isabstractmethod__", False)

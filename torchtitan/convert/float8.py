@@ -154,7 +154,10 @@ def _gather_as_bytes() -> None:
         data = operator(x._data.contiguous().view(torch.uint8), *rest, **(keywords or {}))
         return Float8TrainingTensor(
             data.view(x._data.dtype),
-            *(x._scale, x._orig_dtype, x._linear_mm_config, x._gemm_input_role),
+            x._scale,
+            x._orig_dtype,
+            x._linear_mm_config,
+            x._gemm_input_role,
         )
 
     FLOAT8_OPS_TABLE[torch.ops._c10d_functional.all_gather_into_tensor.default] = gather

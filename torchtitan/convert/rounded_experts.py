@@ -204,7 +204,7 @@ def _native_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     for x in (grad, rows):
         rounded, scale = _round_rows(x, expert, count)
         columns = torch.zeros(
-            *(x.shape[1], len(rows) + count * GROUPED_MULTIPLE), dtype=torch.uint8, device=x.device
+            x.shape[1], len(rows) + count * GROUPED_MULTIPLE, dtype=torch.uint8, device=x.device
         )
         columns[:, place] = rounded.view(torch.uint8).t()  # not all operators support Float8
         spaced.append(columns.view(FORMAT))

@@ -1,5 +1,6 @@
 """Settings shared by all converters, and the record of their changes."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -75,9 +76,9 @@ class ConverterConfig(Config):
         """Return why a trained model cannot be evaluated with it; None if it can."""
         return "it serves training; an evaluation computes in --dtype"
 
+    @abstractmethod
     def convert(self, model: nn.Module, target: ConversionTarget) -> Conversion:
         """Change `model`, which is whole and still on the meta device, in place."""
-        raise NotImplementedError
 
     def before_pass(self, parts: Iterable[nn.Module]) -> None:
         """Prepare the parts of the model whenever their weights may have changed."""

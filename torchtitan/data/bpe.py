@@ -5,6 +5,7 @@ on bytes, so that no text is out of vocabulary. Words are split by Llama 3's pat
 """
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torchtitan.data.order import SinglePass
 from torchtitan.data.settings import DATASETS, DataConfig
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import ByteTokenizer, TiktokenTokenizer
-from torchtitan.logging import logger
+from torchtitan.logging import logger, on_terminal
 
 SPECIAL_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>"]
 
@@ -49,7 +50,7 @@ def train_bpe(
     tokenizer.train_from_iterator(texts, trainer)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
-    tokenizer.save(str(unfinished))
+    unfinished.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     unfinished.replace(path)
 
 
@@ -87,7 +88,7 @@ def train_tokenizer(
             "delete the file"
         )
     texts = itertools.islice(_one_epoch(config, seed), documents)
-    train_bpe(_counted(texts), vocab_size, path, show_progress=True)
+    train_bpe(_counted(texts), vocab_size, path, show_progress=on_terminal(sys.stdout))
     logger.info("wrote %s", path)
     return path
 

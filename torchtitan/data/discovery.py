@@ -8,18 +8,32 @@ from pathlib import Path
 
 from torchtitan.config import ConfigError
 from torchtitan.data.file_cache import reading
-from torchtitan.remote import refuse_pointer
+from torchtitan.remote import dangling, refuse_pointer
 
 SUFFIXES: dict[str, str] = {
     ".jsonl": "jsonl",
+    ".jsonlines": "jsonl",
+    ".jl": "jsonl",
     ".json": "jsonl",
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
 """Kinds of files, keys of `torchtitan.data.documents.FORMATS`; other suffixes are text."""
 COMPRESSED = (".gz", ".zst")
-PACKED = (*COMPRESSED, ".bz2", ".xz", ".lzma", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar")
+PACKED = {*COMPRESSED, ".gzip", ".zstd", ".bz2", ".xz", ".lzma", ".lz4", ".br", ".z"}
+PACKED |= {".zip", ".tar", ".tgz", ".7z", ".rar"}
 """Suffixes of binary files whose bytes could pass for text, such as a tar archive's."""
+TOKENS = {
+    ".bin": (
+        'of Megatron, name the .idx next to it; of nanoGPT or llm.c, set data.format.name = "raw", '
+        'with suffix = ".bin", end and dtype'
+    ),
+    ".tokens": "their index.json is missing or damaged; restore it, or tokenize the text again",
+    ".mds": "their index.json is missing or damaged; restore it",
+}
+"""Suffixes of tokens that no format has recognized, and how to read them."""
+HEAD = 8000
+"""Bytes at the start of a text file among which none is 0."""
 ABOUT = {".md", ".rst", ".yaml", ".yml", ".toml", ".py", ".sh", ".sha256", ".md5", ".cff", ".png"}
 ABOUT |= {"README", "LICENSE", "LICENCE", "COPYING", "NOTICE", "CITATION", "CHANGELOG", "MANIFEST"}
 """Suffixes and names of files that accompany data; they do not make a folder one of mixed kinds."""
@@ -66,13 +80,8 @@ def _below(folder: str, above: tuple[os.stat_result, ...]) -> Iterator[Path]:
 
 def _unusable(path: str) -> ConfigError:
     """Return an error about a link that leads nowhere, or a pipe, a socket or a device."""
-    if os.path.islink(path) and not os.path.exists(path):
-        where = os.readlink(path)
-        return ConfigError(
-            f"{path}: it is a link to {where}, which does not exist; restore that, or remove the "
-            "link"
-        )
-    return ConfigError(f"{path}: it is neither a file nor a folder; move it out of the data")
+    odd = f"{path}: it is neither a file nor a folder; move it out of the data"
+    return ConfigError(dangling(path) or odd)
 
 
 @reading()
@@ -83,12 +92,15 @@ def find_files(path: Path, kind: str | None) -> tuple[list[Path], str]:
         ConfigError: if there are none, one cannot be read, or their format cannot be.
     """
     if path.is_file():
+        if kind is None:
+            _refuse_tokens([path])
         compressed = kind == "jsonl" and _kind_of(path) == "compressed"
         return _readable([path], _kind_of(path) if compressed or kind is None else kind)
     files = sorted(walk(path), key=lambda file: file.relative_to(path).as_posix())
     if any(file.suffix.lower() == ".arrow" for file in files):
         files = [file for file in files if file.name not in SAVED]
     if kind is None:
+        _refuse_tokens(files)
         by_kind = {_kind_of(file): file for file in reversed(files) if not _is_about(file)}
         if len(by_kind) > 1:
             found = " and ".join(f"{what} ({by_kind[what].name})" for what in sorted(by_kind))
@@ -117,7 +129,9 @@ def _readable(files: list[Path], kind: str) -> tuple[list[Path], str]:
     Raises:
         ConfigError: if one is a table, a pointer of Git LFS, or compressed text.
     """
+    checked = set(files[:: -(-len(files) // 1000) or 1])
     for file in files:
+        refuse_pointer(file)
         suffix = _kind_of(file)
         if suffix in TABLES and kind in (suffix, "text", ""):
             # A folder of `save_to_disk` is a table in several files.
@@ -128,13 +142,29 @@ def _readable(files: list[Path], kind: str) -> tuple[list[Path], str]:
                 f'__import__("datasets").load_dataset({TABLES[suffix]}data_files="{table}", '
                 f'split="train").to_parquet("{name}.parquet")\''
             )
-        if kind == "text" and file.suffix.lower() in PACKED:
+        if kind in ("text", "jsonl", "parquet") and file.suffix.lower() in PACKED:
             raise ConfigError(
                 f"{file}: compressed text is not supported, only JSON Lines compressed as "
                 f"{' or '.join(COMPRESSED)}; decompress it first"
             )
-        refuse_pointer(file)
+        if kind == "text" and file in checked:
+            with file.open("rb") as stream:
+                head, zero, _ = stream.read(HEAD).partition(b"\0")
+            if zero:
+                line = head.count(b"\n") + 1
+                raise ConfigError(
+                    f"{file}:{line}: not UTF-8 text (byte {len(head)} is 0); "
+                    "is it UTF-16, or no text at all?"
+                )
     return files, kind
+
+
+def _refuse_tokens(files: Sequence[Path]) -> None:
+    """Refuse tokens among the files of text."""
+    for file in files:
+        if (suffix := file.suffix.lower()) in TOKENS and suffix not in SUFFIXES:
+            refuse_pointer(file)
+            raise ConfigError(f"{file}: {suffix} files are tokens; {TOKENS[suffix]}")
 
 
 def _kind_of(file: Path) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.config import ConfigError, Registry, allowed_names, check_protocol
+from torchtitan.config import ConfigError, Registry, allowed_names, lacks
 from torchtitan.data.discovery import fingerprint_files
 from torchtitan.data.file_cache import OPEN_FILES, cache_folder, content_of, locked, open_file
 from torchtitan.logging import logger
@@ -247,9 +247,9 @@ class ParquetDocuments:
                     metadata, schema = file.metadata, file.schema_arrow
             except (pyarrow.ArrowException, OSError) as error:
                 raise ConfigError(f"{path}: not a Parquet file: {error}") from None
-            if text_key not in schema.names:
-                names = ", ".join(schema.names)
-                raise ConfigError(f"{path}: no column {text_key!r} (data.text_key); it has {names}")
+            if (count := schema.names.count(text_key)) != 1:
+                many, names = f"{count} columns" if count else "no column", ", ".join(schema.names)
+                raise ConfigError(f"{path}: {many} {text_key!r} (data.text_key); it has {names}")
             kind = schema.field(text_key).type
             text = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if "string" not in str(text) or pyarrow.types.is_nested(text):
@@ -354,7 +354,7 @@ class NullText(ConfigError):
 def wrong_text(row: dict[str, Any], text_key: str, where: str = "") -> ConfigError:
     """Return the error for a row, found at `where`, whose text is absent or not a string."""
     if text_key not in row:
-        names = ", ".join(map(repr, row))
+        names = ", ".join(map(repr, row)) or "none"
         return ConfigError(f"{where}no key {text_key!r} (data.text_key); it has {names}")
     if row[text_key] is None:
         return NullText(f'{where}{text_key!r} is null; set data.null_text = "skip" to skip such')
@@ -434,7 +434,8 @@ def open_documents(
     if "cache" in inspect.signature(opened).parameters:
         opened = functools.partial(opened, cache=cache)
     documents = opened(files, root, text_key, document_bytes)
-    check_protocol(documents, Documents, f"the format {kind}")
+    if lacking := lacks(documents, Documents):
+        raise ConfigError(f"the format {kind}: {type(documents).__name__} {lacking}")
     if not len(documents):
         raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
     return documents

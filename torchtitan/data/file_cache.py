@@ -27,7 +27,7 @@ import xxhash
 
 from torchtitan.config import ConfigError, Unreachable
 from torchtitan.logging import logger
-from torchtitan.remote import HOPELESS, RemotePath, StoreError, refuse_pointer
+from torchtitan.remote import HOPELESS, RemotePath, StoreError, dangling, refuse_pointer
 
 GIB = 2**30
 BLOCK = 32 * 2**20
@@ -38,8 +38,9 @@ CACHE_LIMIT = 256.0
 OPEN_FILES = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 """Maximum number of data files that a process keeps open."""
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors of a disk that is full, or must not be written."""
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+UNWRITABLE |= {errno.EEXIST, errno.ENOENT, errno.ENOTDIR}
+"""Errors of a disk that is full, or must not be written, or of a path that can be no folder."""
 DIGESTS, DIGESTED = 5, 2**14
 """Number and bytes of the blocks of a file that stand for its content, the first and last among
 them."""
@@ -109,7 +110,8 @@ def reading(path: Path | None = None) -> Iterator[None]:
     except OSError as error:
         if not (named := error.filename or path):
             raise
-        raise ConfigError(f"{named}: cannot be read: {error.strerror or error}") from None
+        why = dangling(named) or f"{named}: cannot be read: {error.strerror or error}"
+        raise ConfigError(why) from None
 
 
 def stamps_of(files: Sequence[Path], root: Path) -> list[Stamp]:
@@ -411,7 +413,7 @@ def open_file(
     try:
         file = LocalFile(path, path.open("rb"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     if size is not None and file.size != size:
         refuse_pointer(path)
         raise ConfigError(

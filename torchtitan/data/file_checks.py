@@ -82,16 +82,19 @@ def _check(path: Path, files: Sequence[Path], kind: str, config: DataConfig) -> 
             row = {text_key: None}
             raise wrong_text(row, text_key, f"{path}: {nulls:,} of {len(documents):,} documents: ")
         return
-    unpacked = MAX_UNPACKED
+    unpacked, is_empty = MAX_UNPACKED, len(files) <= MAX_FILES
     for file in files[:MAX_FILES]:
         if kind == "jsonl":
             with reading(file), file.open("rb") as stream:
-                _check_lines(file, stream, 1, config)
+                is_empty &= not _check_lines(file, stream, 1, config)
         elif kind == "compressed":
-            unpacked -= _check_lines(file, lines(file), unpacked, config)
+            unpacked -= (read := _check_lines(file, lines(file), unpacked, config))
+            is_empty &= not read
+        elif file.stat().st_size:
+            is_empty = False
+    if is_empty:
+        raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
     if kind in ("text", "jsonl"):
-        if not any(file.stat().st_size for file in files):
-            raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
         left = MAX_BYTES
         for file in files:
             with reading(file):
@@ -109,7 +112,11 @@ def _check_line(file: Path, number: int, line: bytes, config: DataConfig) -> Non
 
 
 def _check_lines(file: Path, found: Iterable[bytes], most: int, config: DataConfig) -> int:
-    """Check the first line that is not blank, and nulls in `most` bytes; return those read."""
+    """Check the first line that is not blank, and nulls in `most` bytes.
+
+    Returns:
+        the bytes that were read; 0 if all lines are blank.
+    """
     read, is_first = 0, True
     for number, line in enumerate(found, 1):
         read += len(line)
@@ -118,7 +125,7 @@ def _check_lines(file: Path, found: Iterable[bytes], most: int, config: DataConf
             is_first = False
         if read >= most and not is_first:
             break
-    return read
+    return 0 if is_first else read
 
 
 def _check_encoding(file: Path, most: int, kind: str, config: DataConfig) -> int:

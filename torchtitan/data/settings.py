@@ -1,5 +1,6 @@
 """The section `[data]`, and the data sets known by name."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 
 from torchtitan.config import Config, Context, OneOf, Problem, Registry, allowed_names, exists
 from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat
-from torchtitan.remote import is_url, problem_of_url
+from torchtitan.remote import dangling, is_url, problem_of_url
 
 NO_PART = "documents of a stream, which are read in order, cannot be held out"
 
@@ -268,6 +269,7 @@ class DataConfig(Config):
         return [
             (f"sources.{number}.{'path' if source.path else 'dataset'}", self.section_for(source))
             for number, source in enumerate(self.sources)
+            if source.path or source.dataset
         ]
 
     def section_for(self, source: SourceConfig) -> Self:
@@ -303,7 +305,7 @@ class DataConfig(Config):
         if path is not None and (why := why_missing(path)):
             yield Problem("dataset_path", why)
         if description is None and (why := why_missing(dataset)):
-            yield Problem("dataset", why if is_url(dataset) else unknown_dataset(dataset))
+            yield Problem("dataset", unknown_dataset(dataset) if why == NOWHERE else why)
         elif description is None and path is not None:
             message = f'self.dataset is already a path, "{dataset}"; give only one'
             yield Problem("dataset_path", message, ("dataset",))
@@ -390,6 +392,9 @@ class DataConfig(Config):
             yield Problem("num_workers", message, ("lanes",))
 
 
+NOWHERE = "there is no such file or folder"
+
+
 def why_missing(path: str) -> str | None:
     """Return the reason why there is nothing at a path, or a URL cannot be opened; None if it can.
 
@@ -397,7 +402,13 @@ def why_missing(path: str) -> str | None:
     """
     if is_url(path):
         return problem_of_url(path)
-    return None if exists(path) else "there is no such file or folder"
+    if exists(path):
+        return None
+    if link := dangling(os.path.expanduser(path)):
+        return link
+    if exists(f"{path}.idx"):  # Megatron names both files by what they have in common
+        return f"{NOWHERE}; did you mean {path}.idx?"
+    return NOWHERE
 
 
 def unknown_dataset(name: str) -> str:

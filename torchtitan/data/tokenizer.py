@@ -9,7 +9,6 @@ import base64
 import binascii
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -290,6 +289,10 @@ def _tiktoken_ranks(path: Path, content: bytes) -> dict[bytes, int]:
             ) from None
     if not ranks:
         raise ConfigError(f"{path}: a tiktoken file without any token")
+    if sorted(ranks.values()) != list(range(len(content.splitlines()))):
+        raise ConfigError(f"{path}: truncated or damaged: its ranks are not 0, 1, 2, ... each once")
+    if missing := sum(bytes([byte]) not in ranks for byte in range(256)):
+        raise ConfigError(f"{path}: truncated or damaged: {missing} of the 256 bytes have no token")
     return ranks
 
 
@@ -390,9 +393,12 @@ def _declared_special_tokens(folder: Path) -> dict[str, Any]:
         if file.is_file():
             refuse_pointer(file)
             try:
-                declared |= json.loads(file.read_text(encoding="utf-8"))
-            except (ValueError, TypeError, RecursionError) as error:
-                raise ConfigError(f"{file}: not a JSON object: {error}") from None
+                found = json.loads(file.read_text(encoding="utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{file}: not JSON: {error}") from None
+            if not isinstance(found, dict):
+                raise ConfigError(f"{file}: got {type(found).__name__}; wanted a JSON object")
+            declared |= found
     return declared
 
 
@@ -436,7 +442,7 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     if not exists(path):
         raise ConfigError(f"no tokenizer at {shorten(path)}: there is no such file or folder")
     files = [given / name for name in names] if given.is_dir() else [given]
-    file = next(filter(os.path.isfile, files), None)
+    file = next((file for file in files if file.is_file() or file.is_symlink()), None)
     if file is None:
         raise ConfigError(f"no tokenizer in the folder {given}: looked for {', '.join(names)}")
     with reading(file):

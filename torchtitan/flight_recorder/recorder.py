@@ -214,7 +214,7 @@ class Recorder:
                     asked_at, asked_in, has_looked = now, self.notes, False
             elif asked_in == self.notes and now - asked_at > TERMINATION_TIMEOUT:
                 others_failed, has_looked = not has_looked and self._others_failed(), True
-                if others_failed or now - self._began > LONG_STEPS * self._took:
+                if others_failed or now - self._began > self._patience():
                     frames = list(traceback.walk_stack(top))
                     self._write("", "p2p" if waits_in_p2p(frames) else "other", frames)
                     asked_in = 0
@@ -241,6 +241,10 @@ class Recorder:
     def _limit(self) -> int:
         """The timeout in seconds, which is a different one until the end of the first step."""
         return self.limit if self.notes > FIRST_STEP else self.first_limit
+
+    def _patience(self) -> float:
+        """Seconds after which a step is not only slow; nothing is known of the first."""
+        return self.first_limit if self.notes == FIRST_STEP else LONG_STEPS * self._took
 
     def _note(self, state: State, step: int) -> None:
         note = {

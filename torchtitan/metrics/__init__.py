@@ -37,13 +37,11 @@ __all__ = [
 EVENTS_FOLDER: Final = "events"
 """Folder of event logs inside job.dump_folder."""
 
-SINKS: Final[dict[str, type[Sink]]] = {
-    "jsonl": Jsonl,
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    # Last, so that the progress bar starts only when the others have opened.
-    "console": Console,
-}
+SINKS = Registry[type[Sink]](
+    "sink",
+    # The console is last, so that the progress bar starts only when the others have opened.
+    {"jsonl": Jsonl, "tensorboard": TensorBoard, "wandb": WandB, "console": Console},
+)
 
 MONITORS = Registry[Callable[[str, float, int], AbstractContextManager[Monitor]]]("monitor")
 """Functions that open a monitor, with the value of its key, the seconds after which a rank that

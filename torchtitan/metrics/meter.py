@@ -46,7 +46,7 @@ from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.metrics.events import EventLog
 from torchtitan.metrics.sinks import Metrics, Sink, Value
-from torchtitan.metrics.stragglers import WORK, Straggler, StragglerWatch, worked
+from torchtitan.metrics.stragglers import WORK, Straggler, StragglerWatch, busy_seconds
 from torchtitan.step import StepStatus
 from torchtitan.timeline import PHASES, Spent, Timeline
 
@@ -306,7 +306,11 @@ class Meter:
             logger.warning(
                 "step %d: rank %d is slow: in %s it works %.3g s a step longer than the median "
                 "rank, %.0f%% of a step",
-                *(self._step, late.rank, late.phase, late.seconds, late.percent),
+                self._step,
+                late.rank,
+                late.phase,
+                late.seconds,
+                late.percent,
             )
         self.event(self._step, "straggler", **late._asdict())
 
@@ -365,7 +369,7 @@ class Meter:
         }
         walls, busy = zip(
             *(
-                (each.wall / steps, worked(name, each) / steps)
+                (each.wall / steps, busy_seconds(name, each) / steps)
                 for name, each in zip(PHASES, in_phases, strict=True)
             ),
             strict=True,

@@ -282,8 +282,11 @@ class Jsonl:
                 file.writelines(f"{line}\n" for line in superseded)
             logger.info(
                 "%s: %d row%s past step %d moved to %s",
-                *(self.path, len(superseded), "s" * (len(superseded) > 1)),
-                *(start_step, moved_to.name),
+                self.path,
+                len(superseded),
+                "s" * (len(superseded) > 1),
+                start_step,
+                moved_to.name,
             )
         whole = self.path.with_name(f"{self.path.name}.new")
         whole.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

@@ -21,7 +21,7 @@ ALONE: Final = ("data",)
 """Phases in which no rank waits for another, but perhaps for a disk."""
 
 # Reports in a row: one may be chance.
-IN_A_ROW = 3
+CONSECUTIVE_REPORTS = 3
 
 
 class Straggler(NamedTuple):
@@ -35,7 +35,7 @@ class Straggler(NamedTuple):
     """Additional work in percent of a step."""
 
 
-def worked(phase: str, spent: Spent) -> float:
+def busy_seconds(phase: str, spent: Spent) -> float:
     """Seconds of a phase that the rank itself worked."""
     return spent.wall if phase in ALONE else spent.busy
 
@@ -82,4 +82,4 @@ class StragglerWatch:
         for one in late:
             key = one.phase, one.rank
             self._in_a_row[key] = before.get(key, 0) + 1
-        return [one for one in late if self._in_a_row[one.phase, one.rank] == IN_A_ROW]
+        return [one for one in late if self._in_a_row[one.phase, one.rank] == CONSECUTIVE_REPORTS]

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from torchtitan.torch_private.segment_kernels import (
     Segment,
-    packs,
+    has_varlen_kernels,
     segments_backward,
     segments_forward,
     tokens_first,
@@ -48,7 +48,7 @@ def causal_attention(
         documents: (B, S) int64 on the CPU; adjacent tokens with equal numbers are a document. None:
             all are one.
         window: number of most recent tokens that a token attends to, itself included; 0: all.
-        sinks: (H,), a further logit of each softmax, whose share of the values is nothing.
+        sinks: (H,), an extra logit in the softmax of each head, whose value is zero.
 
     Returns:
         (B, H, S, E).
@@ -270,6 +270,6 @@ def describe(
     where = " in some blocks" if is_mixed else ""
     masks += [f"in a window of {window:,} tokens{where}"] * (window > 0)
     masks += ["with sinks"] * has_sinks
-    is_packed = packs(device_type, dtype, head_dim)
+    is_packed = has_varlen_kernels(device_type, dtype, head_dim)
     kernel = "varlen flash attention" if is_packed else "fused kernels, segment by segment"
     return f"{', '.join(masks)}, by {kernel}" if masks else None

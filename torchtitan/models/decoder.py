@@ -140,7 +140,11 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention_norm = args.build_norm()
         self.attention = Attention(
-            *(args.dim, args.n_heads, args.n_kv_heads, args.head_size, rope),
+            args.dim,
+            args.n_heads,
+            args.n_kv_heads,
+            args.head_size,
+            rope,
             window=args.sliding_window,
             norm_eps=args.norm_eps if args.head_norms else None,
         )

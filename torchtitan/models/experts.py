@@ -180,8 +180,8 @@ def choose_experts(
 ) -> Tensor:
     """Return the K best experts (B, S, K) by scores, or logits in their place (B, S, E).
 
-    It is an operator so that recomputation can keep the choice: a token whose values differ by
-    rounding from those of the forward would have experts that its gradients are not those of.
+    It is an operator so that recomputation can keep the choice: scores that differ from those of
+    the forward by rounding could choose other experts, and gradients belong to others.
     """
     if bias is not None:
         values = values + bias
@@ -450,14 +450,16 @@ def _is_grouped(x: Tensor, *sizes: int) -> bool:
     is_aligned = all(size * x.itemsize % 16 == 0 for size in sizes)
     if is_aligned and x.dtype != torch.float64 and hasattr(F, "grouped_mm"):
         return True
-    _say_looped(x.dtype, sizes)
+    _warn_looped_once(x.dtype, sizes)
     return False
 
 
 @cache
-def _say_looped(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+def _warn_looped_once(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     logger.info(
         "experts: torch %s has no grouped product for %s matrices in %s, so experts are computed "
         "one after the other",
-        *(torch.__version__, " x ".join(map(str, sizes)), str(dtype).removeprefix("torch.")),
+        torch.__version__,
+        " x ".join(map(str, sizes)),
+        str(dtype).removeprefix("torch."),
     )

@@ -43,7 +43,7 @@ from torchtitan.models.spec import AttentionShape, MinShape, TensorShare
 
 
 @dataclass(frozen=True, kw_only=True)
-class OssArgs(SparseArgs):
+class GptOssArgs(SparseArgs):
     """Sizes of one flavor; `ffn_dim` equals `expert_dim`, and all blocks have experts."""
 
     swiglu_limit: float = 7.0
@@ -73,10 +73,14 @@ class OssArgs(SparseArgs):
 class OssBlock(SparseBlock):
     """A block with biases and sinks."""
 
-    def __init__(self, args: OssArgs, rope: RotaryEmbedding) -> None:
+    def __init__(self, args: GptOssArgs, rope: RotaryEmbedding) -> None:
         super().__init__(args, rope)
         self.attention = Attention(
-            *(args.dim, args.n_heads, args.n_kv_heads, args.head_size, rope),
+            args.dim,
+            args.n_heads,
+            args.n_kv_heads,
+            args.head_size,
+            rope,
             window=args.sliding_window,
             bias=True,
             has_sinks=True,
@@ -86,7 +90,7 @@ class OssBlock(SparseBlock):
 class GptOssConfig(YarnConfig, SparseConfig):
     """GPT-OSS: attention with sinks, in every second block to a window, and experts with biases."""
 
-    args_type: ClassVar[type[DecoderArgs]] = OssArgs
+    args_type: ClassVar[type[DecoderArgs]] = GptOssArgs
     unscaled: ClassVar[RopeScaling | Yarn] = Yarn(factor=1.0, truncate=False)
     theirs: ClassVar[Mapping[str, str]] = {
         "n_experts": "num_local_experts",
@@ -215,7 +219,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     config = {**DEFAULTS, **config}
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config["rope_scaling"] = SCALING
-    usual = kinds(config["num_hidden_layers"], True)
+    usual = kinds(config["num_hidden_layers"] or 0, True)
     found = config.pop("layer_types", None) or usual
     if found not in (usual, kinds(len(usual), False)):
         message = f"layer_types: got {show(found)}; wanted sliding_attention in every second block"
@@ -260,7 +264,7 @@ PUBLISHED: dict[str, Any] = {
     "rope_scaling": Yarn(factor=32.0, truncate=False),
 }
 FLAVORS = {
-    "debugmodel": OssArgs(
+    "debugmodel": GptOssArgs(
         dim=256,
         n_layers=6,
         n_heads=8,
@@ -274,8 +278,8 @@ FLAVORS = {
         sliding_window=64,
         rope_theta=150_000.0,
     ),
-    "20B": OssArgs(**PUBLISHED, n_layers=24, n_experts=32),
-    "120B": OssArgs(**PUBLISHED, n_layers=36, n_experts=128),
+    "20B": GptOssArgs(**PUBLISHED, n_layers=24, n_experts=32),
+    "120B": GptOssArgs(**PUBLISHED, n_layers=36, n_experts=128),
 }
 
 

@@ -19,6 +19,7 @@ from torchtitan.config import RecipeError, show
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.decoder_settings import DecoderConfig
 from torchtitan.models.layers import RopeScaling, Yarn
+from torchtitan.models.settings import MAX_LAYERS
 from torchtitan.models.spec import WeightFormat
 
 MODULES = {
@@ -206,6 +207,9 @@ def args_in(
     if not isinstance(kinds, list) or any(each != kind for each in kinds):
         got = " and ".join(dict.fromkeys(map(show, kinds))) if isinstance(kinds, list) else kinds
         problems.append(f"{layers_key}: got {got} blocks; wanted {kind} in all")
+    elif config.get(layers_key) == kinds and len(kinds) != config.get("num_hidden_layers"):
+        got = f"num_hidden_layers {config.get('num_hidden_layers')}"
+        problems.append(f"{got} and layer_types of {len(kinds)} blocks; make them equal")
     if window == 0:  # of no token at all, where 0 here is no window
         problems.append("sliding_window: got 0; wanted at least 1, or null for no window")
     theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
@@ -224,7 +228,7 @@ def args_in(
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "tied": config.get("tie_word_embeddings", False),
+        "tied": config.get("tie_word_embeddings") or False,
         "sliding_window": 0 if window is None else window,
     }
     fields = KINDS[type(family.unscaled)][1]
@@ -237,8 +241,9 @@ def agreed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json whose facts that are in two places are equal, in one of them.
 
     Raises:
-        RecipeError: with every fact that has two values, and both of them.
+        RecipeError: with every fact that has two values, and both of them, or no possible one.
     """
+    problems = list(_malformed(config))
     parts = {key: config[key] for key in ROPES if isinstance(config.get(key), Mapping)}
     parts = {key: rope for key, rope in parts.items() if rope}
     named = [{key: config.get(key) for key in keys} for keys in SAME]
@@ -257,7 +262,6 @@ def agreed(config: Mapping[str, Any]) -> dict[str, Any]:
         }
         for inner in {name for rope in ropes.values() for name in rope}.difference({"type"}):
             named.append({f"{key}.{inner}": rope.get(inner) for key, rope in ropes.items()})
-    problems = []
     for values in named:
         known = {key: value for key, value in values.items() if value is not None}
         if any(_plain(value) != _plain(next(iter(known.values()))) for value in known.values()):
@@ -268,6 +272,26 @@ def agreed(config: Mapping[str, Any]) -> dict[str, Any]:
     if len(parts) < 2:
         return dict(config)
     return {**config, "rope_parameters": {**parts["rope_scaling"], **parts["rope_parameters"]}}
+
+
+def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
+    """Find facts that are not of their type."""
+    layers = config.get("num_hidden_layers")
+    if layers is not None and not isinstance(layers, int):
+        yield f"num_hidden_layers: got {show(layers)}; wanted a number"
+    elif layers is not None and layers > MAX_LAYERS:
+        yield f"num_hidden_layers: got {layers}; wanted at most {MAX_LAYERS:,}"
+    if not isinstance(uses := config.get("use_sliding_window"), bool | None):
+        yield f"use_sliding_window: got {show(uses)}; wanted true or false"
+    context = config.get("max_position_embeddings")
+    if context is not None and (not isinstance(context, int) or context < 1):
+        yield f"max_position_embeddings: got {show(context)}; wanted an integer above 0"
+    for key in ("bos_token_id", "eos_token_id"):
+        found = config.get(key)
+        if not all(
+            isinstance(n, int | None) for n in (found if isinstance(found, list) else [found])
+        ):
+            yield f"{key}: got {show(found)}; wanted the id of a token, or a list of ids"
 
 
 def _plain(value: Any) -> Any:

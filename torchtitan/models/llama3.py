@@ -130,6 +130,9 @@ def from_params(params: Mapping[str, Any]) -> DecoderArgs:
     if not isinstance(params.get("rope_theta"), int | float):
         got = show(params.get("rope_theta"))
         problems.append(f"rope_theta: got {got}; wanted the base of the rotary embedding")
+    if not isinstance(params.get("use_scaled_rope", False), bool):
+        got = show(params["use_scaled_rope"])
+        problems.append(f"use_scaled_rope: got {got}; wanted true or false")
     for key in ("moe_args", "vision_chunk_size", "quantization_args", "lora_args"):
         if params.get(key) not in (None, -1):
             problems.append(f"{key}: not supported by llama3")

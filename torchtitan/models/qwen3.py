@@ -91,7 +91,7 @@ def flavor(
 
 
 FLAVORS = {
-    "debugmodel": flavor(*(256, 6, 8, 768), tied=True, n_kv_heads=4, head_dim=64, vocab_size=2048),
+    "debugmodel": flavor(256, 6, 8, 768, tied=True, n_kv_heads=4, head_dim=64, vocab_size=2048),
     "0.6B": flavor(1024, 28, 16, 3072, tied=True),
     "1.7B": flavor(2048, 28, 16, 6144, tied=True),
     "4B": flavor(2560, 36, 32, 9728, tied=True),

@@ -68,6 +68,8 @@ def to_config(args: Any, seq_len: int | None) -> dict[str, Any]:
 def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
     config = {"num_key_value_heads": 4, **config}
+    dim, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    width = dim // heads if isinstance(dim, int) and isinstance(heads, int) and heads else None
     dense = config.get("mlp_only_layers") or []
     if dense != list(range(len(dense))):
         raise RecipeError([f"mlp_only_layers: got {show(dense)}; wanted the first blocks, or none"])
@@ -76,7 +78,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
         Qwen3MoeConfig,
         FIXED,
         window=config.get("sliding_window", 4096) if config.get("use_sliding_window") else None,
-        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        head_dim=config.get("head_dim") or width,
         head_norms=True,
         n_experts=next((config[key] for key in EXPERTS if key in config), 128),
         top_k=config.get("num_experts_per_tok", 8),
@@ -93,19 +95,16 @@ HUGGING_FACE = decoder_format(
 
 FLAVORS = {
     "debugmodel": SparseArgs(
-        **vars(flavor(*(256, 6, 8, 768), n_kv_heads=4, head_dim=64, vocab_size=2048)),
+        **vars(flavor(256, 6, 8, 768, n_kv_heads=4, head_dim=64, vocab_size=2048)),
         n_experts=8,
         top_k=2,
         expert_dim=192,
     ),
     "30B-A3B": SparseArgs(
-        **vars(flavor(*(2048, 48, 32, 6144), n_kv_heads=4)), n_experts=128, top_k=8, expert_dim=768
+        **vars(flavor(2048, 48, 32, 6144, n_kv_heads=4)), n_experts=128, top_k=8, expert_dim=768
     ),
     "235B-A22B": SparseArgs(
-        **vars(flavor(*(4096, 94, 64, 12_288), n_kv_heads=4)),
-        n_experts=128,
-        top_k=8,
-        expert_dim=1536,
+        **vars(flavor(4096, 94, 64, 12_288, n_kv_heads=4)), n_experts=128, top_k=8, expert_dim=1536
     ),
 }
 

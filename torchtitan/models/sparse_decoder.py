@@ -17,7 +17,7 @@ from torchtitan.models.decoder_settings import DecoderConfig
 from torchtitan.models.decoder_spec import BLOCK_PLAN, decoder_spec, shrink, tensor_splits
 from torchtitan.models.experts import ExpertForm, MixtureOfExperts, Routing, Scores
 from torchtitan.models.layers import RotaryEmbedding
-from torchtitan.models.spec import MinShape, ModelSpec, TensorRole, TensorSplits
+from torchtitan.models.spec import ExpertShape, MinShape, ModelSpec, TensorRole, TensorSplits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,10 @@ class SparseBlock(TransformerBlock):
         if args.n_experts:
             del self.feed_forward
             self.mixture = MixtureOfExperts(
-                *(args.dim, args.n_experts, args.expert_dim, args.routing),
+                args.dim,
+                args.n_experts,
+                args.expert_dim,
+                args.routing,
                 shared_dim=args.shared_dim,
                 form=args.expert_form,
             )
@@ -186,6 +189,11 @@ def sparse_shrink(args: Any, needed: MinShape) -> Any:
     return replace(small, **widths, **fewer, dense_layers=dense_layers)  # type: ignore[call-arg]
 
 
+def experts(args: Any) -> ExpertShape:
+    """Return the experts of each block that has them."""
+    return ExpertShape(args.n_experts, args.top_k, args.router_bias, args.load_balance)
+
+
 def sparse_decoder_spec(
     *,
     flavors: Mapping[str, SparseArgs],
@@ -210,4 +218,6 @@ def sparse_decoder_spec(
         "*.mixture.experts.b?": "bias",
         "*.mixture.experts.*": "expert",
     }
-    return replace(spec, roles=roles, tensor_splits=sparse_splits, shrink=sparse_shrink)
+    return replace(
+        spec, roles=roles, tensor_splits=sparse_splits, experts=experts, shrink=sparse_shrink
+    )

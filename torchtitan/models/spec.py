@@ -121,6 +121,18 @@ class AttentionShape(NamedTuple):
         return self.window if self.window < seq_len else 0
 
 
+class ExpertShape(NamedTuple):
+    """Experts of the blocks that have them."""
+
+    number: int
+    chosen: int
+    """Number of experts of a token."""
+    has_bias: bool = False
+    """Whether a bias of each expert, which no gradient changes, balances the choice."""
+    has_loss: bool = False
+    """Whether the loss that balances the choice is computed."""
+
+
 class MinShape(NamedTuple):
     """Minimum sizes of a small model, so that the layout of the large one fits it."""
 
@@ -244,6 +256,8 @@ class ModelSpec(Generic[Args]):
     """(arguments, parameter name) to the dim and number of its attention heads; None: no heads."""
     attention: Callable[[Args], AttentionShape | None] = lambda args: None
     """Sizes of its `SelfAttention`; None: it has none."""
+    experts: Callable[[Args], ExpertShape | None] = lambda args: None
+    """Its experts; None: it has none."""
     tied: Callable[[Args], bool] = lambda args: False
     """Whether the output uses the weights of the embedding."""
     queries_and_keys: tuple[str, str] | None = None

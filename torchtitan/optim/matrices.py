@@ -33,7 +33,7 @@ class Area(NamedTuple):
     matrices: range = range(1)
 
     @classmethod
-    def of_dims(cls, dims: Sequence[range]) -> "Area":
+    def from_dims(cls, dims: Sequence[range]) -> "Area":
         """Return the area with these ranges of a tensor of two or three dims."""
         *matrices, rows, columns = dims
         return cls(rows, columns, *matrices)
@@ -99,10 +99,10 @@ class UpdatePlan:
         cost: Callable[[int, int], float],
         limit: int,
     ) -> None:
-        """For the arguments see `deal`."""
+        """For the arguments see `assign_to_ranks`."""
         self.shardings = shardings
         ranks = len(next(iter(shardings.values())).parts) if shardings else 1
-        self.rounds = deal(matrices, ranks, cost, limit)
+        self.rounds = assign_to_ranks(matrices, ranks, cost, limit)
 
     def part(self, matrix: Matrix, rank: int) -> Area:
         """Return a rank's part of a matrix."""
@@ -183,7 +183,7 @@ class _Group:
         coordinates = [()] if mesh is None else _coordinates(mesh, self.group)
         shardings = {
             number: MatrixSharding(
-                [Area.of_dims(extents(p.tensor, at)) for at in coordinates],
+                [Area.from_dims(extents(p.tensor, at)) for at in coordinates],
                 [
                     tuple(i for i, how in zip(at, p.placements, strict=True) if how.is_replicate())
                     for at in coordinates
@@ -302,7 +302,7 @@ class _Group:
         return wait
 
 
-def deal(
+def assign_to_ranks(
     matrices: Sequence[Matrix], ranks: int, cost: Callable[[int, int], float], limit: int
 ) -> list[Round]:
     """Assign matrices to ranks and rounds.

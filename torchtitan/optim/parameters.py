@@ -122,7 +122,7 @@ def in_layers(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def in_words(parameters: Iterable[NamedParameter]) -> str:
+def format_parameters(parameters: Iterable[NamedParameter]) -> str:
     """Describe the number of tensors and of parameters."""
     sizes = [parameter.tensor.numel() for parameter in parameters]
     return f"{len(sizes)} tensors, {sum(sizes):,} parameters"

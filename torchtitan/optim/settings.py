@@ -4,6 +4,7 @@ An optimizer is an update rule for all parameters, or delegates some of them to 
 (`rule_for`). Groups of a recipe change the settings of a rule, never the rule itself.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -33,9 +34,9 @@ class UpdateRule(Config):
         """Return the options of an update by their torch names; they may differ by group."""
         return {"lr": self.lr, "weight_decay": self.weight_decay}
 
+    @abstractmethod
     def build(self, groups: "Sequence[ParameterGroup]") -> torch.optim.Optimizer:
         """Build the optimizer over `groups`, each of which has a rule of this class."""
-        raise NotImplementedError
 
     def allocate(self, optimizer: torch.optim.Optimizer) -> None:
         """Allocate the state that `optimizer`, which has none, would create in its first update.

@@ -1,6 +1,7 @@
 """Shardings, which split the parameters of a model among ranks; FSDP 2 is that of the core."""
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,9 +117,9 @@ class ShardingConfig(Config):
         compilation: by key, the value and the reason."""
         return {}
 
+    @abstractmethod
     def open(self, target: ShardingTarget) -> Sharding:
         """Return the sharding for `target`."""
-        raise NotImplementedError
 
     @property
     def neighbors(self) -> int:
@@ -238,7 +239,7 @@ class FullyShard(Sharding):
             turns.append(next(iter(last.values())))
             gather_with(self._shard(last, frees == "always"), turns[-1], part)
         self._shard({"": part}, frees == "always")
-        keep_on_host(part)
+        keep_integers_on_host(part)
         if self.overlaps:
             self._overlap(turns)
 
@@ -355,7 +356,7 @@ class FullyShard(Sharding):
             module.reshard()
 
 
-def keep_on_host(part: nn.Module) -> None:
+def keep_integers_on_host(part: nn.Module) -> None:
     """Hide integers on the host from FSDP2, which would move all inputs to its device."""
     hidden: dict[str, Any] = {}
 
@@ -436,7 +437,7 @@ def expert_placement(experts: Experts, parameter: nn.Parameter, parts: int) -> "
     return Shard(experts.MODEL_DIM.get(name, 0) if own % parts else 0)
 
 
-def read_by(
+def map_parameter_reads(
     model: nn.Module, read: Callable[[Any], Tensor], without: Set[nn.Parameter] = frozenset()
 ) -> None:
     """Make reads of all parameters of `model`, except those in `without`, go through `read`."""
@@ -479,7 +480,7 @@ def compute_in(part: nn.Module, dtype: torch.dtype) -> None:
         )
 
     part.register_forward_pre_hook(cast_inputs)
-    read_by(part, partial(torch.Tensor.to, dtype=dtype))
+    map_parameter_reads(part, partial(torch.Tensor.to, dtype=dtype))
 
 
 SHARDING = Registry[type[ShardingConfig]]("sharding", {"fsdp2": FSDP2})

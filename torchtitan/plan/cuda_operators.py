@@ -92,7 +92,7 @@ def packed_attention_flops(function: Any, args: Sequence[Any], kwargs: Mapping[s
 
 @lru_cache(maxsize=1024)  # all layers have the same segments
 def pairs_of_band(queries: int, keys: int, left: int, right: int) -> int:
-    """Return the number of queries and keys that see each other; see `segment_kernels.Pack`."""
+    """Return the number of queries and keys that see each other, as in `VarlenLayout`."""
     at = np.arange(queries) + keys - queries
     last = np.minimum(at + right, keys - 1) if right >= 0 else keys - 1
     first = np.maximum(at - left, 0) if left >= 0 else 0
@@ -197,15 +197,17 @@ def mxfp8_kernels() -> Iterator[None]:
 @contextmanager
 def cuda_operators() -> Iterator[None]:
     """Run the operators of a CUDA device inside."""
-    pack_segments = segment_kernels.pack_segments
+    varlen_layouts = segment_kernels.varlen_layouts
 
     def with_values(*args: Any) -> Any:
         with without_modes():  # the FLOPs depend on the lengths of segments
-            return pack_segments(*args)
+            return varlen_layouts(*args)
 
     with (
         mock.patch.object(F, "rms_norm", fused_rms_norm),
-        mock.patch.object(segment_kernels, "packs", lambda _, dtype, dim: flash_can(dtype, dim)),
-        mock.patch.object(segment_kernels, "pack_segments", with_values),
+        mock.patch.object(
+            segment_kernels, "has_varlen_kernels", lambda _, dtype, dim: flash_can(dtype, dim)
+        ),
+        mock.patch.object(segment_kernels, "varlen_layouts", with_values),
     ):
         yield

@@ -27,8 +27,7 @@ from torchtitan.plan.expansion import StepSegment
 from torchtitan.plan.fake_rank import REDUCED, RankRecording
 from torchtitan.plan.hardware import Hardware
 from torchtitan.plan.kernel_time import kernel_seconds
-from torchtitan.plan.link_traffic import nodes
-from torchtitan.plan.message_time import message_seconds
+from torchtitan.plan.messages import message_seconds, nodes
 from torchtitan.plan.recording import DISPATCH, Kernel, Message
 
 COMPUTE, HOST = "compute", "host"

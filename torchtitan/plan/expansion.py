@@ -76,13 +76,20 @@ class RankStep:
             number[name] if on_cpu or not record.on_host else None
             for name, record in zip(of_records, records, strict=True)
         ]
-        now = [0] * len(names)
+        for segment, level in self._levels(kinds, len(names)):
+            yield segment, Counter(dict(zip(names, level, strict=True)))
+
+    def _levels(
+        self, kinds: Sequence[int | None], count: int
+    ) -> Iterator[tuple[StepSegment, list[int]]]:
+        """Yield each segment with the bytes of `count` kinds at the moment that holds the most."""
+        now = [0] * count
         profiles: dict[int, tuple[list[int], list[int]]] = {}
         for segment in (self.before, *self.segments):
             if id(segment) not in profiles:
-                profiles[id(segment)] = _profile(segment, kinds, len(names))
+                profiles[id(segment)] = _profile(segment, kinds, count)
             peak, net = profiles[id(segment)]
-            yield segment, Counter({n: a + b for n, a, b in zip(names, now, peak, strict=True)})
+            yield segment, [a + b for a, b in zip(now, peak, strict=True)]
             now = [a + b for a, b in zip(now, net, strict=True)]
 
     def peak(self) -> tuple[str, Counter[str]]:
@@ -105,14 +112,7 @@ class RankStep:
         if not any(record.on_host for record in records):
             return 0
         where = [0 if record.on_host else None for record in records]
-        profiles: dict[int, tuple[list[int], list[int]]] = {}
-        now = most = 0
-        for segment in (self.before, *self.segments):
-            if id(segment) not in profiles:
-                profiles[id(segment)] = _profile(segment, where, 1)
-            [peak], [net] = profiles[id(segment)]
-            most, now = max(most, now + peak), now + net
-        return most
+        return max(level for _, [level] in self._levels(where, 1))
 
 
 def expand(source: RankRecording, passes: int) -> RankStep:

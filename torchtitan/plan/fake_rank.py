@@ -173,7 +173,8 @@ def record(
         for number, batch in enumerate(batches):
             stands_for = passes - recorded + 1 if number == recorded // 2 else 1
             size = job.local_batch(world.degrees) / len(batch.inputs)
-            recorder.track(_tensors_of(batch), "data", "", count=stands_for * size)
+            tensors = (each for each in vars(batch).values() if isinstance(each, Tensor))
+            recorder.track(tensors, "data", "", count=stands_for * size)
         assumed.clear()  # by the step alone
         with recorder:
             recorder.mark("step", by_owner=True)
@@ -195,17 +196,9 @@ def record(
         axes = {name: purpose for name, (purpose, _) in groups.items()}
         axes |= {str(group.group_name): axis for axis, group in reversed(world.groups.items())}
         members = {name: ranks for name, (_, ranks) in groups.items()}
+    notes = [*recorder.notes, *assumed]
     return RankRecording(
-        *(
-            recorder.recording,
-            axes,
-            members,
-            blocks,
-            recorded,
-            pipeline,
-            [*recorder.notes, *assumed],
-        ),
-        device_type=device_type,
+        recorder.recording, axes, members, blocks, recorded, pipeline, notes, device_type
     )
 
 
@@ -240,10 +233,6 @@ def _track_communicators(
         else:  # of all parameters, in one
             count = whole / recorded if state.ndim else 1
             recorder.track([state], "communication", "", count=count)
-
-
-def _tensors_of(batch: Batch) -> Iterator[Tensor]:
-    return (each for each in vars(batch).values() if isinstance(each, Tensor))
 
 
 def _batch(job: JobConfig, world: World, pipeline: Abridged | None) -> Batch:
@@ -281,13 +270,13 @@ def _lay_out(
         microbatches = job.parallelism.microbatches(layout.local_batch_size)
         orders = stages.orders(job.parallelism, len(blocks), microbatches)
         pipeline = Abridged.of(orders, world.stage_rank, shorten)
-    model = parallelize(
-        *(prune(network, dropped), spec, args, layout, world, _Marks(world.device, recorder)),
-        plan=Stages(units, plan.ranks),
-    )
+    timeline = _Marks(world.device, recorder)
+    pruned, kept = prune(network, dropped), Stages(units, plan.ranks)
+    model = parallelize(pruned, spec, args, layout, world, timeline, plan=kept)
     has_loss = plan.ranks[-1] == world.stage_rank
     last = [*blocks][-1:] if has_loss else []
-    in_one = layout.compile.compiles("model") and layout.compile.granularity == "model"
+    is_traced = layout.compile.compiles("model") and layout.compile.backend == "inductor"
+    in_one = is_traced and layout.compile.granularity == "model"
     for part in model.parts:
         extra = {*spec.auxiliary_blocks(part)}
         for name, block in spec.all_blocks(part).items():

@@ -36,27 +36,11 @@ VIEWS = {
     torch.ops._c10d_functional.wait_tensor.default,
 }
 """Operators whose result is a view in a graph, though their schemas do not say so."""
+_REDUCED = "sum mean amax amin max min any all argmax argmin prod var var_mean logsumexp cumsum"
 REDUCTIONS = frozenset(
     [
-        "aten.sum",
-        "aten.mean",
-        "aten.amax",
-        "aten.amin",
-        "aten.max",
-        "aten.min",
-        "aten.any",
-        "aten.all",
-        "aten.argmax",
-        "aten.argmin",
-        "aten.prod",
-        "aten.var",
-        "aten.var_mean",
-        "aten.logsumexp",
-        "aten.cumsum",
-        "aten.linalg_vector_norm",
-        "prims.sum",
-        "prims.var",
-        "prims.prepare_softmax_online",
+        *(f"aten.{name}" for name in (*_REDUCED.split(), "linalg_vector_norm")),
+        *(f"prims.{name}" for name in ("sum", "var", "prepare_softmax_online")),
     ]
 )
 ONE_BY_ONE = {
@@ -95,19 +79,6 @@ class FusedKernel:
         """The last node that it computes."""
         return self.operator or self.members[-1]
 
-    def read(self, reads: Iterable[tuple[Node, int]]) -> None:
-        """Add what is read; all of it is read once."""
-        for node, size in reads:
-            self.reads[node] = max(size, self.reads.get(node, 0))
-
-
-@dataclass(frozen=True)
-class _Inlined:
-    """Pointwise result that its readers compute."""
-
-    reads: dict[Node, int]
-    operations: int
-
 
 class FusedGraph:
     """Steps of a graph, in the order in which they run."""
@@ -118,7 +89,8 @@ class FusedGraph:
         self.users = _users(graph)
         self.kernels = list[FusedKernel]()
         self.maker: dict[Node, FusedKernel] = {}
-        self.inlined: dict[Node, _Inlined] = {}
+        self.inlined: dict[Node, tuple[dict[Node, int], int]] = {}
+        """Bytes that a pointwise result reads, which its readers compute, and its operations."""
         for index, node in enumerate(graph.nodes):
             if node.op == "call_function" and not is_view(node) and not _is_part(node):
                 if is_loop(node):
@@ -179,8 +151,8 @@ class FusedGraph:
                 continue
             source = base(argument)
             if source in self.inlined:
-                reads = self.inlined[source].reads
-                operations += self.inlined[source].operations
+                reads, repeated = self.inlined[source]
+                operations += repeated
             else:
                 size = min(size_of(argument), size_of(source))
                 if number == 0 and _packet(node) in INDIRECT:
@@ -196,8 +168,7 @@ class FusedGraph:
 
     def _add_operator(self, index: int, node: Node) -> None:
         reads, _ = self._reads(node)
-        kernel = FusedKernel(index, self._level(reads), node)
-        kernel.read(reads.items())
+        kernel = FusedKernel(index, self._level(reads), node, reads=reads)
         self._add(kernel, node)
 
     def _add(self, kernel: FusedKernel, node: Node) -> None:
@@ -224,11 +195,11 @@ class FusedGraph:
             )
         )
         if not is_stored:
-            self.inlined[node] = _Inlined(reads, operations + 1)
+            self.inlined[node] = reads, operations + 1
             return
         size = max(count(node), count(node.args[0]) if reduces else 0)
-        kernel = FusedKernel(index, self._level(reads), sizes={size, *([count(node)] * reduces)})
-        kernel.read(reads.items())
+        sizes = {size, *([count(node)] * reduces)}
+        kernel = FusedKernel(index, self._level(reads), sizes=sizes, reads=reads)
         self._add(kernel, node)
         for other in [*self._related(kernel, size)]:
             if not self._has_way(kernel, other) and not self._has_way(other, kernel):
@@ -265,7 +236,8 @@ class FusedGraph:
         self.kernels.remove(other)
         kernel.members[:0] = other.members
         kernel.sizes |= other.sizes
-        kernel.read(other.reads.items())
+        for node, size in other.reads.items():  # all of it is read once
+            kernel.reads[node] = max(size, kernel.reads.get(node, 0))
         for node in other.members:
             self.maker[node] = kernel
 

@@ -1,4 +1,4 @@
-"""The layouts of a recipe on a number of ranks, as changes of its settings.
+"""The layouts of a recipe on a number of ranks, as changes of its settings, and about their costs.
 
 What is computed does not change: neither the batch of a step, nor precision, nor the optimizer.
 """
@@ -8,18 +8,31 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
+from torchtitan.checks.limits import model_states
 from torchtitan.config import Config
+from torchtitan.device import GIB
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.models.sparse_decoder import SparseArgs
-from torchtitan.models.spec import build_empty
+from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.parallel.schedules import SCHEDULES
+from torchtitan.plan.hardware import Hardware, dtype_name
+from torchtitan.plan.kernel_time import product_rate
 
 Changes = Mapping[str, Any]
 """Settings of a layout by dotted key."""
 
 LEAST_POSITIONS = 1024
 """Positions of a sequence that each rank of context parallelism has at least."""
+KEPT, KEPT_COMPILED = 1.5, 1.15
+"""Elements that a block keeps for its backward, and those that compiled code keeps, relative to the
+inputs and outputs of its matrices, about."""
+CONTEXT = 0.15
+"""Additional time of the computation for each doubling of context parallelism, about: plans of 405B
+on 512 H100 with a degree of 4 compute for 30 % longer."""
+DISPATCHES = 150
+"""Operators on DTensors in the forward and backward of a tensor-parallel block, about."""
 TP, PP = "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree"
 CP, COPIES = ("parallelism.context_parallel_degree", "parallelism.data_parallel_replicate_degree")
 SHARDS = "parallelism.data_parallel_shard_degree"
@@ -132,8 +145,8 @@ def layouts(job: JobConfig, ranks: int, ranks_per_node: int) -> Iterator[Changes
 
 def expert_count(job: JobConfig) -> int:
     """Return the number of experts of a block; 0: there are none."""
-    args = job.model_args()
-    return args.n_experts if isinstance(args, SparseArgs) else 0
+    experts = MODELS[job.model.name].experts(job.model_args())
+    return experts.number if experts else 0
 
 
 def _experts(job: JobConfig, shards: int) -> list[dict[str, int]]:
@@ -183,3 +196,169 @@ def _policies(pp: int) -> list[str]:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+class Cost(NamedTuple):
+    """Approximate time and memory of a layout."""
+
+    seconds: float
+    room: float
+    """Share of the memory that a device has for the allocator."""
+    layout: Changes
+
+
+class LayoutCosts:
+    """About the time and the memory of the layouts of a recipe.
+
+    A plan takes seconds, and a recipe has up to tens of thousands of layouts: these numbers say in
+    which order to plan them, and which do not fit by far. A search reports plans alone.
+    """
+
+    def __init__(self, job: JobConfig, ranks: int, hardware: Hardware) -> None:
+        spec, args, length = MODELS[job.model.name], job.model_args(), job.training.seq_len
+        network, shapes = build_empty(spec.build, args, length), spec.shapes(args, length)
+        blocks, experts, attention = spec.blocks(network), spec.experts(args), spec.attention(args)
+        name, block = next(iter(blocks.items()))
+        degrees, dtype = job.degrees(ranks), getattr(torch, job.training.mixed_precision_param)
+        self.job, self.ranks, self.hardware, self.length = job, ranks, hardware, length
+        self.layers, self.width, self.dtype = len(blocks), shapes.after(name)[1], dtype_name(dtype)
+        self.parameters = count_parameters(network).total
+        self.of_experts = sum(each.numel() for each in network.parameters() if each.ndim == 3)
+        self.states = model_states(job, ranks).device * degrees.pp * degrees.fsdp * degrees.tp
+        self.flops: float = spec.flops_per_unit(args, length) / len(blocks)
+        self.chosen = experts.chosen if experts else 0
+        self.keys = 2 * attention.kv_heads * attention.head_dim if attention else 0
+        self.outputs = 0 if job.loss.vocabulary_chunk else math.prod(shapes.outputs[1:])
+        matrices = [each.shape for each in block.parameters() if each.ndim > 1]
+        # Of experts, which are stacked, a position uses a few.
+        sides = sum(sum(s[-2:]) * (self.chosen if len(s) == 3 else 1) for s in matrices)
+        is_compiled = job.compile.compiles("model")
+        self.kept: float = sides * dtype.itemsize * (KEPT_COMPILED if is_compiled else KEPT)
+
+    def cost(self, layout: Changes) -> Cost:
+        """Return the time and the memory of a layout."""
+        room = self.room(layout)
+        share = self.gib(layout) / room if room > 0 else math.inf
+        return Cost(self.seconds(layout), share, layout)
+
+    def seconds(self, layout: Changes) -> float:
+        """Return about the time of a step."""
+        tp, pp, cp, ep = layout[TP], layout[PP], layout[CP], layout.get(EP, 1)
+        batch, copies, local = layout[BATCH], layout[COPIES], layout[LOCAL]
+        size, again, width = sequences(layout), recomputation(layout).again, self.width
+        wide, rows = max(4 * width // tp, 1), size * self.length // cp
+        rate = product_rate(self.dtype, rows, wide, width, 1, self.hardware)
+        # Of a position in a block: its products, then the messages of each axis.
+        each = self.flops / tp * (1 + again / 3) / rate * self._imbalance(layout)
+        each *= 1 + CONTEXT * math.log2(cp)
+        if tp > 1 and not self.job.compile.compiles("model"):  # the host finds its operators
+            each += (1 + again / 3) * DISPATCHES * self.hardware.dispatch_us * 1e-6 / rows
+        each += (8 + 2 * again) * width * 2 * (tp - 1) / tp / self._bandwidth(tp)
+        each += (3 + again) * self.keys / tp * 2 * (cp - 1) / self._bandwidth(tp * cp)
+        each += (8 + 4 * again) * self.chosen * width * (ep - 1) / ep / self._bandwidth(tp * ep)
+        computed = each * batch * self.length * tp * self.layers / self.ranks
+        passes = batch * tp * pp * cp // self.ranks // local
+        gathers = passes * (1 if keeps_gathered(layout) else 2 * local // size)
+        reductions = 1 if pp > 1 else passes
+        whole, own = self._whole(layout), self.parameters * copies / self.ranks
+        sent = (2 * gathers + 4 * reductions) * (whole - own)
+        sent /= self._bandwidth(self.ranks // pp // copies)
+        sent += 8 * own * (copies - 1) / copies / self._bandwidth(self.ranks // pp)
+        used = 1 - bubble(layout)
+        if pp > 1 and keeps_gathered(layout):  # before the first and after the last microbatch
+            return float(computed / used + sent)
+        return float(max(computed, sent) / used)
+
+    def gib(self, layout: Changes) -> float:
+        """Return about the memory that the allocator of a rank reserves, in GiB."""
+        tp, pp, cp, copies = layout[TP], layout[PP], layout[CP], layout[COPIES]
+        layers, whole = self.layers / pp, self._whole(layout)
+        of_gradient = getattr(torch, self.job.training.mixed_precision_reduce).itemsize
+        held = self.states * GIB * copies / self.ranks
+        has_shards = self.ranks > tp * pp * copies
+        if has_shards and keeps_gathered(layout):
+            held += (2 + of_gradient if pp > 1 else 2) * whole
+        elif has_shards:  # two blocks; a pipeline reduces gradients at the end
+            held += 4 * whole / layers + of_gradient * whole / (1 if pp > 1 else layers)
+        streams = 2 * self.width / (1 if self.job.parallelism.disable_sequence_parallel else tp)
+        each = recomputation(layout).kept * self.kept / tp + streams
+        kept = each * layers * _in_flight(layout) + self.outputs / tp * (2 + 4 + 2)
+        if layout[MODE] == "full":  # the block that is recomputed
+            kept += self.kept / tp
+        if pp > 1:  # torch keeps two buffers for each stage and microbatch
+            kept += 2 * laps_of(layout) * layout[LOCAL] // layout[SIZE] * streams
+        return float(held + kept * sequences(layout) * self.length / cp) / GIB
+
+    def room(self, layout: Changes) -> float:
+        """Return about the GiB of a device that the allocator can have."""
+        axes = 1 + sum(layout[axis] > 1 for axis in (TP, PP, CP, COPIES))
+        room = self.hardware.memory_gib - self.hardware.outside_allocator_gib
+        if self.hardware.device_type == "cuda":
+            room -= self.hardware.communicator_gib * axes
+        return room
+
+    def _whole(self, layout: Changes) -> float:
+        """Return the number of parameters that a rank computes with."""
+        elsewhere = self.of_experts * (1 - 1 / layout.get(EP, 1))
+        return float((self.parameters - elsewhere) / layout[TP] / layout[PP])
+
+    def _imbalance(self, layout: Changes) -> float:
+        """Return the work of the fullest stage, relative to the mean."""
+        if layout[PP] == 1:
+            return 1.0
+        # The output layer is about as much as a block, or more; the embedding is hardly any.
+        parts, stages = self.layers + 1, layout[PP] * laps_of(layout)
+        return float(math.ceil(parts / stages) * stages / parts)
+
+    def _bandwidth(self, ranks: int) -> float:
+        """Return the bytes per second of the slowest link among neighboring ranks."""
+        inside = ranks <= self.hardware.ranks_per_node
+        return (self.hardware.node if inside else self.hardware.network).bandwidth * 1e9
+
+
+def sequences(layout: Changes) -> int:
+    """Return the sequences that a rank computes at a time."""
+    size: int = layout[SIZE] if layout[PP] > 1 else layout[LOCAL]
+    return size
+
+
+def laps_of(layout: Changes) -> int:
+    """Return the number of stages of a rank."""
+    return 1 if layout[PP] == 1 or SCHEDULES[layout[SCHEDULE]].stages == "one" else 2
+
+
+def recomputation(layout: Changes) -> Recomputation:
+    """Return the recomputation of a layout; of one that a search does not try, that of its kind."""
+    tried = [each for each in RECOMPUTATION.values() if each.changes[MODE] == layout[MODE]]
+    same = (each for each in tried if each.changes.items() <= {*layout.items()})
+    return next(same, tried[-1])
+
+
+def keeps_gathered(layout: Changes) -> bool:
+    """Whether parameters stay whole from a forward to its backward."""
+    policies = ("never",) if layout[PP] == 1 else ("never", "default")
+    return layout[RESHARD] in policies
+
+
+def _in_flight(layout: Changes) -> float:
+    """Return for how many microbatches a rank keeps activations, about."""
+    if (pp := layout[PP]) == 1:
+        return 1.0
+    count, schedule = layout[LOCAL] // layout[SIZE], SCHEDULES[layout[SCHEDULE]]
+    if layout[SCHEDULE] == "GPipe":
+        return float(count)
+    # A lap later, the forwards are 2 (pp - 1) + pp + 1 stages ahead (arXiv:2104.04473).
+    ahead: float = pp if schedule.stages == "one" or schedule.is_v else (3 * pp - 1) / 2
+    return float(min(count, ahead))
+
+
+def bubble(layout: Changes) -> float:
+    """Return about the idle share of a pipeline of equal stages."""
+    if (pp := layout[PP]) == 1:
+        return 0.0
+    count, schedule = layout[LOCAL] // layout[SIZE], SCHEDULES[layout[SCHEDULE]]
+    laps = laps_of(layout)
+    if schedule.splits_backward:
+        laps *= 3
+    idle: float = (pp - 1) / (laps * count + pp - 1)
+    return idle

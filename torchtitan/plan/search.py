@@ -1,6 +1,6 @@
 """Search of the valid layouts of a recipe for the fastest that fits on given hardware.
 
-All layouts are enumerated, and `layout_costs` says about how long each takes and how much memory.
+All layouts are enumerated, and `LayoutCosts` says about how long each takes and how much memory.
 The layout of the recipe is planned first, then the others in the order of these costs, two at a
 time, and only plans are reported. A layout with the same kernels as a planned one is expected to
 exceed its costs as much. The search ends when no other layout is expected to be among the fastest
@@ -27,7 +27,6 @@ from torchtitan.checks import ELSEWHERE, is_error_of, problems
 from torchtitan.config import PlannedWorld
 from torchtitan.job import JobConfig
 from torchtitan.plan.hardware import Hardware
-from torchtitan.plan.layout_costs import LayoutCosts, sequences
 from torchtitan.plan.layouts import (
     CP,
     EP,
@@ -37,8 +36,11 @@ from torchtitan.plan.layouts import (
     RESHARD,
     TP,
     Changes,
+    Cost,
+    LayoutCosts,
     layouts,
     own_layout,
+    sequences,
     with_changes,
 )
 from torchtitan.plan.plan import Plan, Range, plan
@@ -96,15 +98,6 @@ class SearchResult:
     def best(self) -> str:
         """Description of the first layout."""
         return f"the best of {self.planned:,} planned of {self.enumerated:,} layouts"
-
-
-class Cost(NamedTuple):
-    """Approximate time and memory of a layout."""
-
-    seconds: float
-    room: float
-    """Share of the memory that a device has for the allocator."""
-    layout: Changes
 
 
 def _kernels(layout: Changes) -> tuple[Any, ...]:
@@ -201,7 +194,7 @@ def search(
             return True
         return False
 
-    take(_cost(costs, own), planned_layout(own, planned))
+    take(costs.cost(own), planned_layout(own, planned))
     with tempfile.TemporaryDirectory() as folder:
         while True:
             while len(running) < PROCESSES and begin(Path(folder)):
@@ -224,18 +217,12 @@ def search(
     return found
 
 
-def _cost(costs: LayoutCosts, layout: Changes) -> Cost:
-    room = costs.room(layout)
-    share = costs.gib(layout) / room if room > 0 else math.inf
-    return Cost(costs.seconds(layout), share, layout)
-
-
 def _queue(costs: LayoutCosts, own: Changes, found: SearchResult) -> tuple[LayoutQueue, bool]:
     """Return the other layouts that may fit, and whether they are few; count them all."""
     may_fit = []
     for layout in layouts(costs.job, costs.ranks, costs.hardware.ranks_per_node):
         found.enumerated += 1
-        cost = _cost(costs, layout)
+        cost = costs.cost(layout)
         if cost.room > FAR:
             found.without_room += 1
         elif layout != own:

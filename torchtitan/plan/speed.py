@@ -24,8 +24,7 @@ from torchtitan.plan.device_streams import COMPUTE, HOST, DeviceStreams, Interva
 from torchtitan.plan.expansion import RankStep, StepSegment
 from torchtitan.plan.fake_rank import GATHER, REDUCTION
 from torchtitan.plan.hardware import Hardware
-from torchtitan.plan.link_traffic import messages_of
-from torchtitan.plan.message_time import message_seconds
+from torchtitan.plan.messages import message_seconds, messages_of
 from torchtitan.tasks import TASKS
 
 AGREEMENTS = 3

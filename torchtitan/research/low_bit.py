@@ -28,7 +28,7 @@ from torchtitan.optim import adam_and_sgd
 from torchtitan.optim.adam_and_sgd import AdamRule, MomentStorage, Update
 from torchtitan.optim.parameters import NamedParameter, local
 from torchtitan.optim.settings import ParameterGroup
-from torchtitan.torch_private.compiler import any_number_of_shapes
+from torchtitan.torch_private.compiler import any_number_of_shapes, without_modes
 from torchtitan.torch_private.dtensor import laid_out_as
 from torchtitan.torch_private.torchao import quiet_torchao
 
@@ -186,11 +186,25 @@ def _zeros(parameter: NamedParameter, storage: LowBitStorage, *, signed: bool) -
     return laid_out_as(parameter.tensor, made)
 
 
+def compute_tables() -> None:
+    """Compute the values of all codes, which torchao keeps for the process, without modes.
+
+    A plan would compute them from tensors without values.
+    """
+    from torchao.optim import subclass_4bit, subclass_8bit
+
+    with without_modes():
+        for module in (subclass_4bit, subclass_8bit):
+            module.get_qmap_signed()
+            module.get_qmap_unsigned()
+
+
 def _quantized_zeros(part: Tensor, dtype: StateDtype, signed: bool) -> Tensor:
     from torchao.optim.subclass_4bit import OptimState4bit
     from torchao.optim.subclass_8bit import OptimState8bit
     from torchao.optim.subclass_fp8 import OptimStateFp8
 
+    compute_tables()
     block, device = BLOCK[dtype], part.device
 
     def made(shape: Sequence[int]) -> Any:

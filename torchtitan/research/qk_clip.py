@@ -123,8 +123,7 @@ class Watched:
     ) -> Tensor:
         if torch.is_grad_enabled():  # not in evaluation
             found = largest_logits(
-                *(q.detach(), k.detach(), documents),
-                *(self.group, self.rotation, self.balancing, window),
+                q.detach(), k.detach(), documents, self.group, self.rotation, self.balancing, window
             )
             with torch.no_grad():
                 self.largest.copy_(torch.maximum(self.largest, found))

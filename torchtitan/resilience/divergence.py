@@ -70,7 +70,12 @@ class Divergence:
         logger.warning(
             "step %d: %d steps in a row were skipped: rolled back to step %d; the data continues, "
             "so %d samples are skipped (rollback %d of at most %d)",
-            *(last, row, state.step, samples, state.rollbacks, self.config.max_rollbacks),
+            last,
+            row,
+            state.step,
+            samples,
+            state.rollbacks,
+            self.config.max_rollbacks,
         )
         details = {"from_step": last, "skipped_samples": samples, "rollbacks": state.rollbacks}
         self.meter.event(state.step, "rollback", **details)

@@ -42,7 +42,7 @@ class SpikesConfig(Config):
     the run ends."""
 
 
-class Usual(NamedTuple):
+class LossStats(NamedTuple):
     """Recent values of a quantity: their mean and deviation."""
 
     mean: float
@@ -74,8 +74,11 @@ class Guard:
         status.is_skipped, status.notes = True, skip.row
         logger.warning(
             "step %d: loss %g, gradient norm %g: %s; the update is %s",
-            *(self.state.step + 1, status.losses["loss"].item(), status.grad_norm.item()),
-            *(skip.why, self.update_is),
+            self.state.step + 1,
+            status.losses["loss"].item(),
+            status.grad_norm.item(),
+            skip.why,
+            self.update_is,
         )
         return False
 
@@ -99,7 +102,7 @@ def detect_spike(config: SpikesConfig, history: History, **values: float) -> Ski
     return None
 
 
-def spike(value: float, usual: Usual | None, sigma: float) -> str | None:
+def spike(value: float, usual: LossStats | None, sigma: float) -> str | None:
     """The reason why a value is a spike, if it is one."""
     if not math.isfinite(value):
         return "is not finite"
@@ -111,7 +114,7 @@ def spike(value: float, usual: Usual | None, sigma: float) -> str | None:
     return None
 
 
-def usual_of(past: list[float]) -> Usual:
+def usual_of(past: list[float]) -> LossStats:
     """Mean and standard deviation, added up without rounding."""
     mean = math.fsum(past) / len(past)
-    return Usual(mean, math.sqrt(math.fsum((x - mean) ** 2 for x in past) / len(past)))
+    return LossStats(mean, math.sqrt(math.fsum((x - mean) ** 2 for x in past) / len(past)))

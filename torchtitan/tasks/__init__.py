@@ -1,6 +1,7 @@
 """Tasks: their batches, losses, units and metrics. `ModelSpec.task` is a key of `TASKS`."""
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -75,13 +76,13 @@ class Task:
         """Return a microbatch of `size` samples of zeros on the host, for estimates."""
         raise NotImplementedError
 
+    @abstractmethod
     def packing(self, config: DataConfig, seq_len: int, seed: int) -> Packing:
         """Return the conversion of documents to samples, and of samples to batches.
 
         Raises:
             ConfigError: if the section requests something unavailable.
         """
-        raise NotImplementedError
 
     def open_source(self, config: DataConfig, seed: int) -> Source:
         """Open the documents named by a data section."""
@@ -111,9 +112,9 @@ class Task:
             source = SinglePass(source)
         return build_stream(config, source, packing, **part)
 
+    @abstractmethod
     def preview(self, batch: Batch) -> str:
         """Return the first sample of a batch in readable form, on one line."""
-        raise NotImplementedError
 
     @classmethod
     def check_files(cls, config: DataConfig) -> None:
@@ -147,9 +148,9 @@ class Task:
         return None
 
     @classmethod
+    @abstractmethod
     def loss(cls, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the loss over the units of a microbatch, in float32 (0-d)."""
-        raise NotImplementedError
 
     @classmethod
     def split_loss(cls, group: dist.ProcessGroup, size: int) -> LossFunction:

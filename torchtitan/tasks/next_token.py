@@ -136,7 +136,8 @@ class PackedTokens:
     def lane(self, number: int, documents: Iterator[Document], start: SampleStart | None) -> Lane:
         """Open a lane at its saved state."""
         rows = tokenized(
-            *(documents, self.tokenizer),
+            documents,
+            self.tokenizer,
             add_bos=self.add_bos,
             add_eos=self.add_eos,
             vocab_size=self.vocab_size,
@@ -229,7 +230,10 @@ class NextToken(Task):
             raise ConfigError(f"the data set {config.dataset} is text: {self.tokenizer.needed}")
         leading_tokens(self.tokenizer, config.add_bos, config.add_eos)  # refuses a missing BOS
         return PackedTokens(
-            *(self.tokenizer, seq_len, config.add_bos, config.add_eos),
+            self.tokenizer,
+            seq_len,
+            config.add_bos,
+            config.add_eos,
             has_documents=self.has_documents,
             ahead=self.ahead,
             vocab_size=self.vocab_size,
@@ -263,7 +267,8 @@ class NextToken(Task):
             added = " and ".join(
                 name for name, has in zip(("BOS", "EOS"), found, strict=True) if has
             )
-            logger.info(
+            tell = logger.info if any(found) else logger.warning
+            tell(
                 "data: of BOS and EOS each document has %s, as its tokenizer says or both are "
                 "the same token; data.add_bos and data.add_eos change that",
                 added or "neither",
@@ -323,7 +328,8 @@ class NextToken(Task):
                 logger.warning(
                     "validation: bits and perplexity per byte are null: the number of bytes "
                     "per token is unknown for the tokenizer %s: %s",
-                    *(self.tokenizer.fingerprint, reason),
+                    self.tokenizer.fingerprint,
+                    reason,
                 )
 
     def measure(self, batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ import xxhash
 
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import NO_WEIGHTS, STEP, TOKENS, number_in, translated
-from torchtitan.checkpoint.folder import look_at, read_state
+from torchtitan.checkpoint.folder import read_state, read_verified_manifest
 from torchtitan.checkpoint.manifest import Damaged, Manifest, problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.checkpoint.weights import conversion as weights
@@ -193,7 +193,7 @@ def _row(path: Path) -> list[str]:
         ranks = {re.sub(r"_\d+\.distcp$", "", file) for file in saved.files}
         said = "" if tokens is None else f"{tokens:,}"
         return [*told, str(len(ranks)), "DCP", said, f"{saved.bytes / 1e6:,.1f} MB", "", "complete"]
-    manifest = look_at(path)
+    manifest = read_verified_manifest(path)
     used = [f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1]
     tokens = read_state(path, manifest)["train_state"]["tokens"]
     return [
@@ -330,7 +330,7 @@ def _opened(path: Path, is_mixed: bool) -> Compared:
         found = {"step": number_in(theirs, STEP), "tokens": number_in(theirs, TOKENS)}
         counters = {key: value for key, value in found.items() if value is not None}
         return Compared(Renamed(theirs, translated(theirs)), counters)
-    manifest = look_at(path)
+    manifest = read_verified_manifest(path)
     state, saved = read_state(path, manifest), SavedTensors(path)
     if not is_mixed:
         return Compared(saved, state["train_state"], "train_state.", state["recipe"])

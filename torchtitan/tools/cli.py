@@ -5,6 +5,7 @@ its options. It is imported when it is called: `--help` and the completion of a 
 reference instead.
 """
 
+import errno
 import gc
 import os
 import sys
@@ -108,9 +109,29 @@ def act(argv: Sequence[str]) -> int:
     """Run a verb as the last act of this process; returns the exit status."""
     token = IS_LAST.set(True)
     try:
-        return run(argv)
+        status = run(argv)
+        sys.stdout.flush()
+        return status
+    except OSError as error:
+        what = "standard output" if drop_output() else "a file"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and argv[:1] != ["train"]
+        if what == "a file" and not is_full:
+            raise
+        if not isinstance(error, BrokenPipeError):  # `| head` has read enough
+            print_error(f"{what} cannot be written: {error.strerror}")
+        return 1
     finally:
         IS_LAST.reset(token)
+
+
+def drop_output() -> bool:
+    """Drop what is written to standard output from now on; False if it takes another line."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def run(argv: Sequence[str]) -> int:
@@ -143,6 +164,11 @@ def call(words: list[str]) -> int:
     except Unreachable as error:
         print_error(error)
         return 1
+    except OSError as error:
+        if words[:1] == ["train"] or not error.filename:  # a run may start again
+            raise
+        print_error(f"{error.filename}: {error.strerror}")
+        return 2
     return status or 0
 
 

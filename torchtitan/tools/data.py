@@ -1,6 +1,5 @@
 """Make, index and verify shards of tokens; inspect the data of recipes and runs."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ import typer
 from pydantic import ValidationError
 
 from torchtitan.config import ConfigError, allowed_names
-from torchtitan.data import DataConfig, load_tokenizer
+from torchtitan.data import DataConfig, check_local, load_tokenizer
 from torchtitan.data.file_cache import reading
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
@@ -35,7 +34,7 @@ from torchtitan.data.tokens.index_cache import (
     wrong_digests,
 )
 from torchtitan.data.tokens.tokenizing import SHARD_TOKENS, tokenize
-from torchtitan.logging import progress_bar
+from torchtitan.logging import progress_bar, tell
 from torchtitan.remote import RemotePath, location
 from torchtitan.tools.inspect import inspect_samples
 from torchtitan.tools.ledger import ledger
@@ -264,9 +263,11 @@ def tokenize_text(
     }
     if document_bytes is not None:
         settings["document_bytes"] = document_bytes
+    config = DataConfig.model_validate(settings)
+    check_local(config)
     try:
         about = tokenize(
-            DataConfig.model_validate(settings),
+            config,
             load_tokenizer(tokenizer),
             output,
             processes=processes or all_cores(),
@@ -275,7 +276,7 @@ def tokenize_text(
             show_progress=True,
         )
     except KeyboardInterrupt:
-        print(f"stopped; the same command continues ({output})", file=sys.stderr)
+        tell(f"stopped; the same command continues ({output})")
         return 130
     shards = len(about.shards)
     print(

@@ -10,7 +10,7 @@ import torch
 import typer
 from torch import Tensor
 
-from torchtitan.checkpoint.folder import look_at, read_state
+from torchtitan.checkpoint.folder import read_state, read_verified_manifest
 from torchtitan.checkpoint.weights.opening import find, find_format
 from torchtitan.config import ConfigError, Registry, Setting
 from torchtitan.config.load import Gathered, load
@@ -167,7 +167,7 @@ def held_out_data(request: EvaluationRequest) -> DataConfig:
     settings = {}
     if find_format(request.place.path) == "ours" and request.place.format in (None, "ours"):
         path = find(request.place.path)[-1]
-        for key, value in read_state(path, look_at(path))["recipe"].items():
+        for key, value in read_state(path, read_verified_manifest(path))["recipe"].items():
             if key.startswith(("data.", "validation.")):
                 settings[tuple(key.split("."))] = Setting(value, str(path))
     if request.dataset or request.dataset_path:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torchtitan.config import ConfigError
 from torchtitan.data import Tokenizer
-from torchtitan.logging import on_terminal
+from torchtitan.logging import on_terminal, tell
 from torchtitan.models.attention import SelfAttention, masked_attention
 from torchtitan.tools.inference import (
     BatchSize,
@@ -63,7 +63,8 @@ def generate(
     temperature: Annotated[
         float,
         Text(
-            *("X", "Divisor of the logits; 0: always take the most likely token (default: 1)."),
+            "X",
+            "Divisor of the logits; 0: always take the most likely token (default: 1).",
             parser=TEMPERATURE,
         ),
     ] = 1.0,
@@ -73,7 +74,8 @@ def generate(
     top_p: Annotated[
         float,
         Text(
-            *("X", "Sample from the most likely tokens with this total probability (default: 1)."),
+            "X",
+            "Sample from the most likely tokens with this total probability (default: 1).",
             parser=SHARE,
         ),
     ] = 1.0,
@@ -106,7 +108,7 @@ def generate(
     seconds = time.perf_counter() - begin
     count = sum(len(text.row.tokens) for text in texts)
     speed = f"{count:,} tokens in {seconds:.1f} s: {count / seconds:,.1f} tokens/s"
-    print(speed, file=sys.stderr, flush=True)
+    tell(speed)
 
 
 def prompts(given: list[str], path: Path | None) -> Iterator[str]:

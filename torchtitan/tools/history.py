@@ -106,7 +106,10 @@ class RunHistory:
         path = self.folder / ENVIRONMENT_FILE
         if not path.is_file():
             return {}
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path}: damaged: {error}") from None
         return found
 
     @property

@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import Tensor
 
-from torchtitan.checkpoint.folder import look_at, read_state
+from torchtitan.checkpoint.folder import read_state, read_verified_manifest
 from torchtitan.checkpoint.placement import differences
 from torchtitan.checkpoint.storage import TensorSource
 from torchtitan.checkpoint.weights.extras import BYTES
@@ -129,7 +129,7 @@ def find_model(place: ModelLocation) -> StoredModel:
 
 def _find_ours(place: ModelLocation) -> StoredModel:
     path = find(place.path)[-1]
-    recipe = read_state(path, look_at(path))["recipe"]
+    recipe = read_state(path, read_verified_manifest(path))["recipe"]
     import_modules(recipe.get("job.imports") or (), f"{path}: job.imports")
     network = require_text(path, of_recipe(path, recipe, place.model, place.flavor))
     source, key = Verified(path), "model.tokenizer_path"
@@ -261,7 +261,8 @@ class InferenceModel:
             logger.warning(
                 "the model was trained on sequences of %d tokens, but these have up to %d: it has "
                 "not seen the positions beyond",
-                *(stored.seq_len, length),
+                stored.seq_len,
+                length,
             )
         self.stored, self.length = stored, length
         self.vocabulary = stored.tokenizer.vocab_size

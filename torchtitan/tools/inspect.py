@@ -4,8 +4,6 @@ They are read without a model or other ranks.
 """
 
 import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -53,14 +51,11 @@ def inspect_samples(
     job = load_job(path, flags, world_size, pick().type).config
     ranks = world_size or job.parallelism.least_ranks
     found = inspect(job, job.global_batch(job.degrees(ranks)), first, samples or 4)
-    try:
-        for sample in found.samples:
-            lines = [json.dumps(asdict(sample))] if as_json else page(sample, found.tokenizer)
-            print("\n".join(lines))
-        if not as_json:
-            print("\n".join(summary(found)), flush=True)
-    except BrokenPipeError:  # of `| head`, which has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for sample in found.samples:
+        lines = [json.dumps(asdict(sample))] if as_json else page(sample, found.tokenizer)
+        print("\n".join(lines))
+    if not as_json:
+        print("\n".join(summary(found)))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Options that the verbs of the command line share, and the flags of a recipe."""
 
-import importlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,7 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from torchtitan.config import ConfigError, allowed_names, help_sections, split_options
+from torchtitan.config import (
+    ConfigError,
+    allowed_names,
+    help_sections,
+    import_extension,
+    split_options,
+)
 from torchtitan.logging import status
 from torchtitan.tools.commands import (
     Command,
@@ -120,9 +125,9 @@ def import_modules(names: Iterable[str], where: str) -> None:
     """Import modules that add to MODELS; `where` they are named."""
     for name in names:
         try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(f"{where}: got {name}; it cannot be imported: {error}") from None
+            import_extension(name)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: got {name}; {error}") from None
 
 
 def all_cores() -> int:

@@ -33,8 +33,7 @@ def plot(
     output: Annotated[
         Path | None,
         Text(
-            *("FILE", "File to write (default: loss.svg in the first run's folder)."),
-            *("--output", "-o"),
+            "FILE", "File to write (default: loss.svg in the first run's folder).", "--output", "-o"
         ),
     ] = None,
     metric: Annotated[

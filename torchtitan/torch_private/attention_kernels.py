@@ -62,18 +62,38 @@ def attention_backward(
     if bias is None and flash_can(q.dtype, q.shape[-1]):
         # The kernel assumes without a check that `lse` is contiguous.
         grads = aten._scaled_dot_product_flash_attention_backward(
-            *(grad_out, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2]),
-            *(0.0, causal, no_dropout, no_dropout),
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            no_dropout,
+            no_dropout,
         )
         return grads[0], grads[1], grads[2]
     keys, values, bias = _for_efficient(q, k, v, bias)
     grad_q, grad_k, grad_v, _ = aten._scaled_dot_product_efficient_attention_backward(
-        *(grad_out, q, keys, values, bias),
+        grad_out,
+        q,
+        keys,
+        values,
+        bias,
         # It assumes that the heads of a token are adjacent, and that rows of `lse` have its
         # padding.
         out.transpose(1, 2).contiguous().transpose(1, 2),
         F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous(),
-        *(no_dropout, no_dropout, 0.0, [True, True, True, False], causal),
+        no_dropout,
+        no_dropout,
+        0.0,
+        [True, True, True, False],
+        causal,
     )
     heads = (k.shape[1], -1)
     return grad_q, grad_k.unflatten(1, heads).sum(2), grad_v.unflatten(1, heads).sum(2)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def fake_process_group(rank: int, ranks: int) -> Iterator[None]:
-    """Be `rank` of `ranks` inside; what a collective returns means nothing.
+    """Pretend to be `rank` of `ranks`. Collectives return garbage.
 
     DTensor and the compiler cache results by mesh, with names of groups. Ranks that do the same
     share them: groups are named by their ranks relative to this rank, and meshes are equal if their

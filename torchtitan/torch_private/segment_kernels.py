@@ -81,14 +81,16 @@ def segments_forward(
         The output (B, H, S, E), and the log-sum-exp of the scores (B, H, S) in float32 or wider;
         zeros and minus infinity for queries that see no key.
     """
-    if packs(q.device.type, q.dtype, q.shape[-1]):
+    if has_varlen_kernels(q.device.type, q.dtype, q.shape[-1]):
         return _packed_forward(q, k, v, tuple(segments))
     out = tokens_first(q).zero_()
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
     for tile, bias in _tiles(segments, q):
         row, queries, keys = tile.row, slice(*tile.queries), slice(*tile.keys)
         of_tile, lse_of_tile = attention_forward(
-            *(q[row, None, :, queries], k[row, None, :, keys], v[row, None, :, keys]),
+            q[row, None, :, queries],
+            k[row, None, :, keys],
+            v[row, None, :, keys],
             causal=tile.is_causal,
             bias=bias,
         )
@@ -111,16 +113,19 @@ def segments_backward(
     `out` and `lse` may come from attention over more keys than these; the result is then the
     contribution of these keys to the gradients.
     """
-    if packs(q.device.type, q.dtype, q.shape[-1]):
+    if has_varlen_kernels(q.device.type, q.dtype, q.shape[-1]):
         return _packed_backward(grad_out, q, k, v, out, lse, tuple(segments))
     grad_q = tokens_first(q).zero_()
     grad_k, grad_v = (tokens_first(kv, wide(kv)).zero_() for kv in (k, v))  # tiles share keys
     for tile, bias in _tiles(segments, q):
         row, queries, keys = tile.row, slice(*tile.queries), slice(*tile.keys)
         of_q, of_k, of_v = attention_backward(
-            *(grad_out[row, None, :, queries], q[row, None, :, queries]),
-            *(k[row, None, :, keys], v[row, None, :, keys]),
-            *(out[row, None, :, queries], lse[row, None, :, queries]),
+            grad_out[row, None, :, queries],
+            q[row, None, :, queries],
+            k[row, None, :, keys],
+            v[row, None, :, keys],
+            out[row, None, :, queries],
+            lse[row, None, :, queries],
             causal=tile.is_causal,
             bias=bias,
         )
@@ -176,12 +181,12 @@ def _bias(tile: Segment, q: Tensor) -> Tensor | None:
     return (bias + low.tril(distance - tile.window) if tile.window else bias)[None, None]
 
 
-def packs(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+def has_varlen_kernels(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether segments are packed into few calls of the flash kernel."""
     return device_type == "cuda" and flash_can(dtype, head_dim) and torch.version.hip is None
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """Tokens of many segments, one segment after the other."""
 
     places: Tensor | None
@@ -191,23 +196,23 @@ class Packed(NamedTuple):
     longest: int
 
 
-class Pack(NamedTuple):
+class VarlenLayout(NamedTuple):
     """Segments in one call of the flash kernel, which aligns bands with the ends of segments.
 
     In a segment of N queries and M keys, query n sees the keys from n + M - N - `left` to
     n + M - N + `right`; -1: no limit.
     """
 
-    queries: Packed
-    keys: Packed
+    queries: PackedRows
+    keys: PackedRows
     left: int
     right: int
 
 
 @lru_cache(maxsize=256)  # all layers have the same segments, forward and backward
-def pack_segments(
+def varlen_layouts(
     segments: tuple[Segment, ...], rows: int, queries: int, keys: int, device: torch.device
-) -> list[Pack]:
+) -> list[VarlenLayout]:
     """Pack segments of `rows` rows, with `queries` and `keys` each."""
     bands: dict[tuple[int, int], list[Segment]] = {}
     for segment in segments:
@@ -222,7 +227,7 @@ def pack_segments(
             right = right if start + shift < last - 1 else -1
         bands.setdefault((left, right), []).append(part)
     return [
-        Pack(
+        VarlenLayout(
             _packed([(part.row, *part.queries) for part in parts], rows, queries, device),
             _packed([(part.row, *part.keys) for part in parts], rows, keys, device),
             *band,
@@ -233,7 +238,7 @@ def pack_segments(
 
 def _packed(
     ranges: Sequence[tuple[int, int, int]], rows: int, length: int, device: torch.device
-) -> Packed:
+) -> PackedRows:
     """Pack ranges of rows of `length` tokens: row, first token, end."""
     lengths = [stop - start for _, start, stop in ranges]
     offsets = list(itertools.accumulate(lengths, initial=0))
@@ -242,7 +247,9 @@ def _packed(
     if starts != offsets[:-1] or offsets[-1] < rows * length:
         spans = zip(starts, lengths, strict=True)
         places = _moved(torch.cat([torch.arange(s, s + count) for s, count in spans]), device)
-    return Packed(places, _moved(torch.tensor(offsets, dtype=torch.int32), device), max(lengths))
+    return PackedRows(
+        places, _moved(torch.tensor(offsets, dtype=torch.int32), device), max(lengths)
+    )
 
 
 def _moved(host: Tensor, device: torch.device) -> Tensor:
@@ -251,7 +258,7 @@ def _moved(host: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def _flat(tensor: Tensor, tokens: Packed | None = None) -> Tensor:
+def _flat(tensor: Tensor, tokens: PackedRows | None = None) -> Tensor:
     """Return the tokens of all rows, or those packed, of (B, H, S, E): (tokens, H, E)."""
     flat = tensor.transpose(1, 2).flatten(0, 1)
     return flat if tokens is None or tokens.places is None else flat[tokens.places]
@@ -261,20 +268,22 @@ def _packed_forward(
     q: Tensor, k: Tensor, v: Tensor, segments: tuple[Segment, ...]
 ) -> tuple[Tensor, Tensor]:
     rows, heads, length, _ = q.shape
-    packs = pack_segments(segments, rows, length, k.shape[2], q.device)
+    layouts = varlen_layouts(segments, rows, length, k.shape[2], q.device)
     results = [
-        flash_forward(_flat(q, pack.queries), _flat(k, pack.keys), _flat(v, pack.keys), pack)
-        for pack in packs
+        flash_forward(
+            _flat(q, layout.queries), _flat(k, layout.keys), _flat(v, layout.keys), layout
+        )
+        for layout in layouts
     ]
-    if len(packs) == 1 and packs[0].queries.places is None:
+    if len(layouts) == 1 and layouts[0].queries.places is None:
         ((out, lse),) = results
     else:
         out = _flat(tokens_first(q)).zero_()
         lse = q.new_full((heads, rows * length), -torch.inf, dtype=wide(q))
-        for pack, (of_pack, lse_of_pack) in zip(packs, results, strict=True):
-            assert pack.queries.places is not None, "a query is in at most one segment"
-            out.index_copy_(0, pack.queries.places, of_pack)
-            lse.index_copy_(1, pack.queries.places, lse_of_pack)
+        for layout, (of_pack, lse_of_pack) in zip(layouts, results, strict=True):
+            assert layout.queries.places is not None, "a query is in at most one segment"
+            out.index_copy_(0, layout.queries.places, of_pack)
+            lse.index_copy_(1, layout.queries.places, lse_of_pack)
     out, lse = out.view(rows, length, heads, -1), lse.view(heads, rows, length)
     return out.transpose(1, 2), lse.transpose(0, 1).contiguous()
 
@@ -290,15 +299,18 @@ def _packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, sums = len(q), list[Tensor | None]([None] * 3)
     flat_lse = lse.transpose(0, 1).flatten(1)  # (H, B S)
-    for pack in pack_segments(segments, rows, q.shape[2], k.shape[2], q.device):
-        chosen = pack.queries.places
+    for layout in varlen_layouts(segments, rows, q.shape[2], k.shape[2], q.device):
+        chosen = layout.queries.places
         shares = flash_backward(
-            *(_flat(grad_out, pack.queries), _flat(q, pack.queries)),
-            *(_flat(k, pack.keys), _flat(v, pack.keys), _flat(out, pack.queries)),
+            _flat(grad_out, layout.queries),
+            _flat(q, layout.queries),
+            _flat(k, layout.keys),
+            _flat(v, layout.keys),
+            _flat(out, layout.queries),
             flat_lse if chosen is None else flat_lse[:, chosen],
-            pack,
+            layout,
         )
-        tokens = (pack.queries, pack.keys, pack.keys)
+        tokens = (layout.queries, layout.keys, layout.keys)
         given = zip(sums, shares, (q, k, v), tokens, strict=True)
         sums = [_add(total, share, whole, packed) for total, share, whole, packed in given]
     grad_q, grad_k, grad_v = (
@@ -310,7 +322,7 @@ def _packed_backward(
     return grad_q, grad_k, grad_v
 
 
-def _add(total: Tensor | None, share: Tensor, whole: Tensor, packed: Packed) -> Tensor:
+def _add(total: Tensor | None, share: Tensor, whole: Tensor, packed: PackedRows) -> Tensor:
     """Add the gradients of packed tokens to those of all tokens of `whole` (B, H, S, E)."""
     if total is None and packed.places is None:
         return share
@@ -320,32 +332,45 @@ def _add(total: Tensor | None, share: Tensor, whole: Tensor, packed: Packed) -> 
     return total + share if packed.places is None else total.index_add_(0, packed.places, share)
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, layout: VarlenLayout) -> tuple[Tensor, Tensor]:
     """Compute attention of packed queries (tokens, H, E); log-sum-exp (H, tokens) in float32."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, *_arguments(pack)), return_debug_mask=False, **_band(pack)
+        q, k, v, *_arguments(layout), return_debug_mask=False, **_band(layout)
     )
     return out, lse
 
 
 def flash_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pack: Pack
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: VarlenLayout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v in `flash_forward`."""
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # without effect
     grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-        *(grad_out, q, k, v, out, lse.contiguous(), *_arguments(pack)),
-        *(random_state, torch.empty(0, device=q.device)),
-        **_band(pack),
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        *_arguments(layout),
+        random_state,
+        torch.empty(0, device=q.device),
+        **_band(layout),
     )
     return grad_q, grad_k, grad_v
 
 
-def _arguments(pack: Pack) -> tuple[Tensor, Tensor, int, int, float, bool]:
-    queries, keys, left, right = pack
+def _arguments(layout: VarlenLayout) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    queries, keys, left, right = layout
     longest = (queries.longest, keys.longest)
     return queries.offsets, keys.offsets, *longest, 0.0, (left, right) == (-1, 0)
 
 
-def _band(pack: Pack) -> dict[str, int]:
-    return {"window_size_left": pack.left, "window_size_right": pack.right}
+def _band(layout: VarlenLayout) -> dict[str, int]:
+    return {"window_size_left": layout.left, "window_size_right": layout.right}

@@ -1,11 +1,8 @@
 """Recipes of any schema, read from TOML and flags."""
 
 from pathlib import Path
-from typing import TypeVar
 
-from torchtitan.config import Config, Gathered, load, merge, read_flags, read_recipe
-
-Schema = TypeVar("Schema", bound=Config)
+from torchtitan.config import Gathered, load, merge, read_flags, read_recipe
 
 
 def read_as(schema, text="", flags=""):

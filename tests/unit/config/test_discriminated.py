@@ -6,6 +6,7 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
+from tests.tables import table
 from tests.tiny import help_text
 from tests.unit.config.sources import read_as
 from torchtitan.config import Config, Discriminated, RecipeError, flat, json_schema
@@ -101,28 +102,7 @@ def test_values_are_flat_as_their_class_has_them():
 
 
 def test_mistakes_are_told_as_of_any_section():
-    for text, line in (
-        ("[data]\nx = 1", "r.toml:2: data.x: unknown key; allowed: dataset, sounds"),
-        (
-            "[data.sound]\nstereo = true",
-            "r.toml:1: data.sound: unknown key; allowed: dataset, sounds; "
-            "did you mean data.sounds?",
-        ),
-        (
-            "[data]\nstereo = true",
-            "r.toml:2: data.stereo: unknown key; allowed: dataset, sounds; "
-            "did you mean data.sounds.stereo?",
-        ),
-        (
-            "[data.sounds]\nsterio = true",
-            "r.toml:2: data.sounds.sterio: unknown key; allowed: rates, stereo; "
-            "did you mean data.sounds.stereo?",
-        ),
-        ("[data.sounds]\nstereo = 1", "r.toml:2: data.sounds.stereo: got 1; wanted true or false"),
-        ("data = 3", "r.toml:1: data: got 3; wanted a section"),
-        ("[data]\nsounds = 3", "r.toml:2: data.sounds: got 3; wanted a section"),
-        ("[data]\ndataset = [1]", "r.toml:2: data.dataset: got [1]; wanted a string"),
-    ):
+    for text, line in table(__file__, "discriminated.txt"):
         with pytest.raises(RecipeError) as error:
             read(text)
         assert error.value.lines == [line]

@@ -3,82 +3,15 @@
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
+from tests.tables import table
 from torchtitan.config.files import key_lines
 
-TEXT = '''\
-# [not] = "a key"
-top = 1
-"quoted key" = "a # b"   # and [not] = this
-'its.literal'.b = 2
-
-[ spaced . "dots.in" ]
-a.b . c = "\\" [x] = 1"
-text = """
-[not]
-a = 1  \\
-""" # after
-closing = """"five"""""
-raw = \'\'\'
-b = "
-\'\'\'
-list = [
-    # x = 1
-    "]", [1, 2],
-    { deep = { er = 1 }, more = [ { z = 1 } ] },
-]
-inline = { one = 1, "two" = { three = 3 }, four = "}" }
-when = 1979-05-27 07:32:00
-time = 07:32:00.5
-number = -1_000.5e-3
-escaped."\\u00e9" = true
-[[tables]]
-name = "first"
-[[tables]]
-name = "second"
-[tables.of]
-its = 1
-[[tables.own]]
-a = 1
-[[tables.own]]
-[last]
-x = 1'''
-LINES = {
-    ("top",): 2,
-    ("quoted key",): 3,
-    ("its.literal",): 4,
-    ("its.literal", "b"): 4,
-    ("spaced",): 6,
-    ("spaced", "dots.in"): 6,
-    ("spaced", "dots.in", "a", "b", "c"): 7,
-    ("spaced", "dots.in", "text"): 8,
-    ("spaced", "dots.in", "closing"): 12,
-    ("spaced", "dots.in", "raw"): 13,
-    ("spaced", "dots.in", "list"): 16,
-    ("spaced", "dots.in", "list", "2"): 19,
-    ("spaced", "dots.in", "list", "2", "deep", "er"): 19,
-    ("spaced", "dots.in", "list", "2", "more", "0", "z"): 19,
-    ("spaced", "dots.in", "inline"): 21,
-    ("spaced", "dots.in", "inline", "two", "three"): 21,
-    ("spaced", "dots.in", "when"): 22,
-    ("spaced", "dots.in", "time"): 23,
-    ("spaced", "dots.in", "number"): 24,
-    ("spaced", "dots.in", "escaped", "é"): 25,
-    ("tables",): 26,
-    ("tables", "0"): 26,
-    ("tables", "0", "name"): 27,
-    ("tables", "1"): 28,
-    ("tables", "1", "name"): 29,
-    ("tables", "1", "of"): 30,
-    ("tables", "1", "of", "its"): 31,
-    ("tables", "1", "own"): 32,
-    ("tables", "1", "own", "0", "a"): 33,
-    ("tables", "1", "own", "1"): 34,
-    ("last",): 35,
-    ("last", "x"): 36,
-}
+TEXT = Path(__file__).with_name("key_lines.toml").read_text(encoding="utf-8").rstrip("\n")
+LINES = {tuple(path): int(line) for line, *path in table(__file__, "key_lines.txt")}
 
 
 def paths(value, path=()):

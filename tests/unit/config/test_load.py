@@ -1,10 +1,12 @@
 """Sources of settings: which wins, how flags are read, what is inherited."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.tables import table
 from torchtitan.checks import load_job
 from torchtitan.config import Problem, RecipeError
 from torchtitan.convert import MXFP8, Float8
@@ -13,8 +15,6 @@ from torchtitan.optim import OPTIMIZERS
 from torchtitan.provenance import to_toml
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
-
-OPTION = "activation_checkpoint.selective_ac_option"
 
 
 def write(name, text):
@@ -97,52 +97,16 @@ def test_every_boolean_switches_both_ways():
             assert value(key, f"--{key}") is True
 
 
-@pytest.mark.parametrize(
-    ("flags", "key", "expected"),
-    [
-        ("--training.steps 5", "training.steps", 5),
-        ("--training.steps=5", "training.steps", 5),
-        ("--training.steps=1e3", "training.steps", 1000),
-        ("--training.local-batch-size 5", "training.local_batch_size", 5),
-        ("--checkpoint.load_step -1", "checkpoint.load_step", -1),
-        ("--optimizer.lr 1", "optimizer.lr", 1.0),
-        ("--optimizer.lr 1e-3", "optimizer.lr", 1e-3),
-        ("--job.description 5", "job.description", "5"),
-        ("--job.description true", "job.description", "true"),
-        ("--job.description none", "job.description", "none"),
-        ("--job.description=", "job.description", ""),
-        ("--job.description=a=b", "job.description", "a=b"),
-        ("--lr_scheduler.total_steps none", "lr_scheduler.total_steps", None),
-        (f"--{OPTION} 3", OPTION, 3),
-        (f"--{OPTION} op", OPTION, "op"),
-        ("--compile.components model", "compile.components", ["model"]),
-        ("--compile.components loss model", "compile.components", ["loss", "model"]),
-        ("--compile.components loss,model", "compile.components", ["loss", "model"]),
-        ("--checkpoint.exclude_from_loading=", "checkpoint.exclude_from_loading", []),
-        # One, or a list.
-        ("--validation.dataset c4", "validation.dataset", "c4"),
-        ("--validation.dataset c4 text", "validation.dataset", ["c4", "text"]),
-        ("--validation.dataset c4,text", "validation.dataset", ["c4", "text"]),
-        # A name that begins like a negation.
-        ("--optimizer.no-weight-decay-on norms", "optimizer.no_weight_decay_on", ["norms"]),
-        # A key of the optimizer that another flag chooses.
-        ("--optimizer.momentum 1e-1 --optimizer.name SGD", "optimizer.momentum", 0.1),
-        # A key of an earlier version.
-        ("--parallelism.data_parallel_impl fsdp2", "sharding.name", "fsdp2"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "key", "expected"), table(__file__, "flags.txt"))
 def test_flags(flags, key, expected):
-    assert value(key, flags) == expected
+    assert value(key, flags) == json.loads(expected)
 
 
 def test_numbers_of_toml():
     recipe = write("r.toml", "[optimizer]\nlr = 1\n[training]\nmax_norm = 2\nsteps = 1_000\n")
     config = read(recipe).config
-    assert (config.optimizer.lr, config.training.max_norm, config.training.steps) == (
-        1.0,
-        2.0,
-        1000,
-    )
+    lr, trained = config.optimizer.lr, config.training
+    assert (lr, trained.max_norm, trained.steps) == (1.0, 2.0, 1000)
     assert isinstance(config.training.max_norm, float)
 
 
@@ -239,6 +203,7 @@ def test_imports_may_add_names(tmp_path, monkeypatch):
         "class Mine(OptimizerConfig):\n"
         "    name: Literal['Mine'] = Field('Mine', description='.')\n"
         "    warmth: int = Field(1, description='.')\n"
+        "    def build(self, groups): ...\n"
         "OPTIMIZERS['Mine'] = Mine\n",
     )
     flags = "--optimizer.name Mine --optimizer.warmth 7"

@@ -7,6 +7,7 @@ import pytest
 import tomlkit
 from pydantic import Field, field_validator
 
+from tests.recipes.test_bad_recipes import cases
 from tests.tiny import help_text
 from tests.unit.config.sources import read_as
 from torchtitan.config import Config, ListOf, OneOf, RecipeError, flat, json_schema
@@ -81,22 +82,7 @@ class Root(Config):
     communication: Communication = Communication()
 
 
-MUON = """
-[optimizer]
-name = "Muon"
-adamw = { lr = 0.5 }
-[[optimizer.groups]]
-match = "norm"
-lr_factor = 2
-[[optimizer.groups]]
-match = "head"
-betas = [0.9, 0.95]
-[communication.weights]
-name = "quantized"
-bits = 4
-[[communication.steps]]
-name = "plain"
-"""
+MUON = Path(__file__).with_name("nested.toml").read_text(encoding="utf-8")
 MADE = Root(
     optimizer=Muon(
         adamw=Rest(lr=0.5),
@@ -158,56 +144,8 @@ def test_extends():
 
 
 def test_every_mistake_is_found_at_its_place():
-    text = """
-[optimizer]
-name = "Muon"
-even = 3
-adamw = { lr = "1", l = 2 }
-[[optimizer.groups]]
-match = 5
-[[optimizer.groups]]
-lr_factor = 0
-[[optimizer.groups]]
-match = "x"
-lr_facto = 1
-[communication.weights]
-name = "quantised"
-bits = "many"
-[[communication.steps]]
-bits = 4
-"""
-    names = "allowed: plain, quantized"
-    assert refused(text, "--optimizer.groups.4.lr_factor 1 --communication.steps.0.bits 1") == [
-        "r.toml:4: optimizer.even: got 3; it is odd",
-        'r.toml:5: optimizer.adamw.lr: got "1"; wanted a number > 0',
-        "r.toml:5: optimizer.adamw.l: unknown key; allowed: lr; did you mean optimizer.adamw.lr?",
-        "r.toml:7: optimizer.groups.0.match: got 5; wanted a string",
-        "r.toml:8: optimizer.groups.1: it has no match",
-        "r.toml:9: optimizer.groups.1.lr_factor: got 0; wanted a number > 0",
-        "r.toml:12: optimizer.groups.2.lr_facto: unknown key; allowed: match, lr_factor, betas; "
-        "did you mean optimizer.groups.2.lr_factor?",
-        f'r.toml:14: communication.weights.name: got "quantised"; {names}; did you mean quantized?',
-        'r.toml:15: communication.weights.bits: got "many"; wanted an integer >= 2',
-        f"--communication.steps.0.bits: communication.steps.0: it has no name; {names}",
-        "--optimizer.groups.4.lr_factor: optimizer.groups.4: they are numbered from 0 without a "
-        "gap; wanted optimizer.groups.2 or optimizer.groups.3",
-    ]
-
-
-def test_what_is_no_section():
-    assert refused(
-        "[optimizer]\nname = 'Muon'\nadamw = 5\ngroups = [1]\n[optimizer.even]\na = 1"
-    ) == [
-        "r.toml:3: optimizer.adamw: got 5; wanted a section",
-        "r.toml:4: optimizer.groups: got [1]; wanted sections, each under [[optimizer.groups]]",
-        "r.toml:5: optimizer.even: it is written as a section; wanted an integer",
-    ]
-    assert refused("[optimizer.groups]\nmatch = 'x'\n[communication]\nweights = 'plain'") == [
-        "r.toml:1: optimizer.groups: it is written as a section; wanted sections, each under "
-        "[[optimizer.groups]]",
-        'r.toml:4: communication.weights: got "plain"; wanted a section; did you mean '
-        "communication.weights.name?",
-    ]
+    for case in cases(Path(__file__).with_name("bad_nested.txt")):
+        assert refused(case.recipe, " ".join(case.flags)) == case.lines, case.name
 
 
 def test_values_by_their_path():

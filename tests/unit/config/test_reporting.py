@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from tests.tables import table
 from tests.unit.test_logging import Terminal
 from torchtitan.config import ConfigError, RecipeError, print_error, print_message
 from torchtitan.config.flags import all_sections
@@ -14,25 +15,11 @@ from torchtitan.tools.cli import main
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
-@pytest.mark.parametrize(
-    ("message", "lines"),
-    [
-        ("a.toml: cannot be read", ["a.toml: cannot be read"]),
-        ("x: got 3; it is odd; use 2 or 4", ["x: got 3; it is odd", "  use 2 or 4"]),
-        (
-            "x: unknown key; allowed: a, b; did you mean b?",
-            ["x: unknown key", "  did you mean b?", "  allowed: a, b"],
-        ),
-        ('x: got "a; use b"; wanted c', ['x: got "a; use b"', "  wanted c"]),
-        ("x: exists. Delete it; or move it", ["x: exists", "  Delete it", "  or move it"]),
-        ("x: not the weights:\n  missing: y", ["x: not the weights:", "  missing: y"]),
-        ("ranks failed:\nTraceback", ["ranks failed:", "  Traceback"]),
-        ("x: it is damaged; use y:\n  why", ["x: it is damaged", "  why", "  use y:"]),
-    ],
-)
-def test_the_fix_is_below(message, lines, capsys):
-    print_error(ConfigError(message))
-    assert capsys.readouterr().err.splitlines() == [f"error: {lines[0]}", *lines[1:]]
+def test_the_fix_is_below(capsys):
+    for message, first, *others in table(__file__, "reports.txt"):
+        print_error(ConfigError(message))
+        below = [line.replace("- ", "  ", 1) for line in others]
+        assert capsys.readouterr().err.splitlines() == [f"error: {first}", *below]
 
 
 def test_each_mistake_is_an_error_and_each_notice_a_note(capsys):

@@ -106,6 +106,14 @@ PACKED = "compressed text is not supported"
 TAR = b"a.txt\0\0\0\0some text\n" * 20
 
 
+def twice():
+    """A table with two columns of one name."""
+    buffer = pyarrow.BufferOutputStream()
+    columns = [pyarrow.array(["some words"])] * 2
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, ["text", "text"]), buffer)
+    return buffer.getvalue().to_pybytes()
+
+
 @pytest.mark.parametrize(
     ("content", "dataset", "message"),
     [
@@ -124,9 +132,22 @@ TAR = b"a.txt\0\0\0\0some text\n" * 20
         ({"a.json": b'[{"text": "a"}]\n'}, None, OVER_LINES),
         ({"a.txt": b"fine\nfine\n\xe9t\xe9\n"}, None, r"a\.txt:3: not UTF-8 text \(.* 0xe9\)$"),
         ({"a.txt": "é".encode()[:1]}, None, r"a\.txt:1: not UTF-8 text \(unexpected end"),
-        ({"a.txt": "text".encode("utf-16")}, None, r"a\.txt:1: .*; is it UTF-16\?"),
+        ({"a.txt": "text".encode("utf-16")}, None, r"a\.txt:1: .*; is it UTF-16"),
         ({"a.jsonl": LINES + b'{"text": "\xe9"}\n'}, None, r"a\.jsonl:21: not UTF-8 text"),
         ({"a.jsonl": b""}, None, "holds no documents"),
+        ({"a.jsonl": b"\n \n\t\r\n"}, None, "holds no documents"),
+        ({"a.jsonl.gz": gzip.compress(b"\n \n")}, None, "holds no documents"),
+        ({"a.jsonl": b"{}\n"}, None, r"a\.jsonl:1: no key 'text' \(data\.text_key\); it has none"),
+        ({"a.jsonl.bz2": LINES}, "jsonl", rf"{PACKED}|no compressed files"),
+        ({"a.jsonl.zstd": LINES}, None, PACKED),
+        ({"a.txt": "te\nxt".encode("utf-16-le")}, None, r"a\.txt:1: not UTF-8 text \(byte 1 is 0"),
+        ({"a.bin": LINES}, None, r"a\.bin: \.bin files are tokens; of Megatron, name the \.idx"),
+        (
+            {"a.tokens": LINES, "index.json": b"["},
+            None,
+            r"a\.tokens: .* their index\.json is missi",
+        ),
+        ({"a.parquet": twice()}, None, r"a\.parquet: 2 columns 'text'"),
         ({"a.parquet": b"PAR1"}, None, r"a\.parquet: not a Parquet file"),
     ],
 )
@@ -354,6 +375,22 @@ def test_a_folder_that_cannot_be_read_is_named(name, tmp_path, monkeypatch):
         WALKS[name](tmp_path)
 
 
+def test_a_path_that_is_not_there_is_explained(tmp_path):
+    (tmp_path / "link").symlink_to("/nowhere")
+    write_format(tmp_path / "shards", "megatron", [drawn_documents(3)], "uint16")
+    name = str(next((tmp_path / "shards").glob("*.idx")).with_suffix(""))
+    for path, message in {
+        tmp_path / "link": "a link to /nowhere",
+        name: f"mean {name}.idx",
+    }.items():
+        (problem,) = DataConfig(dataset=str(path)).problems(Context())
+        assert message in problem.message
+
+
+def test_a_source_without_a_path_has_no_files():
+    assert DataConfig.model_validate({"sources": [{"weight": 1}]}).sections() == []
+
+
 def test_no_error_of_the_disk_is_a_traceback(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / "a.jsonl", TWELVE)
     opened = np.memmap
@@ -368,7 +405,7 @@ def test_no_error_of_the_disk_is_a_traceback(tmp_path, monkeypatch, capsys):
     assert f"{path}: cannot be read: Permission denied" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["a.JSONL", "a.Json", "a.jsonl.GZ", "a.JSONL.gz"])
+@pytest.mark.parametrize("name", ["a.JSONL", "a.Json", "a.jsonl.GZ", "a.JSONL.gz", "a.jl"])
 def test_suffixes_in_any_case(name, tmp_path):
     write(tmp_path / name, TWELVE)
     assert epoch(tmp_path, 12) == [f"document {n}" for n in range(12)]
@@ -413,6 +450,7 @@ READERS = {
     "a.jsonl": lambda path: epoch(path, 1),
     "a.parquet": lambda path: epoch(path.parent, 1),
     "a.jsonl.gz": lambda path: epoch(path, 1),
+    "a.csv": lambda path: epoch(path, 1),
     "a.idx": lambda path: find_format(path.parent, TOKEN_FORMATS["auto"]()),
     "a.npy": lambda path: find_format(path.parent, TOKEN_FORMATS["auto"]()),
     "tokenizer.json": lambda path: load_tokenizer(str(path)),

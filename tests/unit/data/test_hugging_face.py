@@ -141,8 +141,7 @@ def test_downloaded_sets_are_read_in_any_order(tmp_path):
     texts = write_shards(tmp_path, 2)
     dataset = datasets.Dataset.from_dict({"text": texts, "id": list(range(len(texts)))})
     documents = DownloadedDocuments("c4", dataset, "text")
-    source = ShuffledDocuments("c4", documents, seed=0, shuffle=True)
-    read = first_epoch(source, 1)[0]
+    read = first_epoch(ShuffledDocuments("c4", documents, seed=0, shuffle=True), 1)[0]
     assert sorted(read) == sorted(texts) != read
     with pytest.raises(ConfigError, match=r"c4: no column 'body' .*it has text, id"):
         DownloadedDocuments("c4", dataset, "body")

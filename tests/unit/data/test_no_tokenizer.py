@@ -14,6 +14,7 @@ from torchtitan.build import open_task
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.config import ConfigError
 from torchtitan.data.tokens.raw import RawFormat
+from torchtitan.inputs import problems_of_stream
 from torchtitan.tools.cli import main
 from torchtitan.train import problems_of_task
 
@@ -36,8 +37,7 @@ def test_tokens_train_without_a_tokenizer(tmp_path, capsys):
     job = recipe(tmp_path, checkpoint={"enable": True, "interval": 3}, **run)
     assert not list(problems_of_task(job))
     train(job)
-    found = rows(tmp_path / "run")
-    [validated] = [row for row in found if "validation_loss" in row]
+    [validated] = [row for row in rows(tmp_path / "run") if "validation_loss" in row]
     assert validated["validation_bits_per_byte"] is None
     assert main(["generate", str(tmp_path / "run"), "--prompt", "a"]) == 2
     assert "does not record its tokenizer" in capsys.readouterr().err
@@ -82,12 +82,23 @@ def test_the_header_of_llm_c_is_no_tokens(magic, version, dtype, tmp_path):
     header = struct.pack("<3i", magic, version, len(tokens)).ljust(1024, b"\0")
     (tmp_path / "a.bin").write_bytes(header + tokens.tobytes())
     job = tiny.job(data={"dataset": str(tmp_path / "a.bin"), "format": RAW})
+    itemsize = tokens.itemsize
     [table] = RawFormat(suffix=".bin", end=END).tables(tmp_path, open_task(job).tokenizer)
     assert (table.dtype, table.lengths.tolist()) == (tokens.dtype.name, [1, 3, 1])
     assert table.starts[0] == 1024
+    for damaged in (header[:40], header + tokens.tobytes()[:-itemsize]):
+        (tmp_path / "a.bin").write_bytes(damaged)
+        with pytest.raises(ConfigError, match="and its header is that of 5 "):
+            list(RawFormat(suffix=".bin", end=END).tables(tmp_path, open_task(job).tokenizer))
+
+
+def test_an_end_beyond_the_vocabulary_is_refused_before_the_run(tmp_path):
+    job = recipe(tmp_path, model={"vocab_size": END})
+    [problem] = problems_of_stream(job, 1, is_new=True)
+    assert f"data.format.end: got {END}; the model's vocabulary has {END}" in problem.message
 
 
 def test_an_end_must_be_known(tmp_path):
     job = recipe(tmp_path)
-    with pytest.raises(ConfigError, match="set `end` to the token that ends a document"):
+    with pytest.raises(ConfigError, match=r"set data\.format\.name .* `end` to the token"):
         list(RawFormat(suffix=".bin").tables(tmp_path, open_task(job).tokenizer))

@@ -19,7 +19,7 @@ from tests.token_shards import (
     token_streams,
     write_shards,
 )
-from torchtitan.config import ConfigError, Context
+from torchtitan.config import ConfigError
 from torchtitan.data.lanes import ENDED
 from torchtitan.data.order import Document, Position
 from torchtitan.data.settings import DataConfig
@@ -190,14 +190,6 @@ def test_a_source_that_is_read_in_part_has_enough_rows(tmp_path):
         shorter.load_state_dict(saved([stream]))
 
 
-@pytest.mark.parametrize("dataset", ["python_stdlib", "synthetic"])
-def test_text_is_not_packed_while_training(dataset):
-    config = DataConfig(dataset=dataset, packing="best_fit")
-    [problem] = config.problems(Context())
-    assert problem.path == "packing"
-    assert "torchtitan data tokenize" in problem.message
-
-
 def test_text_files_are_not_packed_while_training(tmp_path):
     (tmp_path / "text.txt").write_text("a document\n")
     config = DataConfig(dataset=str(tmp_path / "text.txt"), packing="best_fit")
@@ -250,8 +242,7 @@ class Arrays:
 def arrays_stream(*contents, workers=0, device=None):
     part = {"local_batch_size": 1, "accumulation": 1, "rank": 0, "ranks": 1, "device": device}
     config = DataConfig(num_workers=workers)
-    source = Arrays(*contents)
-    return stream_of(config, source, ByteTokenizer(), seq_len=8, **part)
+    return stream_of(config, Arrays(*contents), ByteTokenizer(), seq_len=8, **part)
 
 
 @pytest.mark.parametrize("token", [258, -1, 2**32 + 5])
@@ -449,13 +440,11 @@ def test_a_source_that_has_ended_is_refused_or_padded(documents):
 def test_joined_samples_count_the_tokens_that_do_not_see_their_start(documents):
     reader = TokenReader("a", documents, seq_len=9, seed=1, shuffle=True, epochs=None)
     starts = set(np.cumsum([0, *documents.lengths(np.arange(100))]).tolist())
-    cursor = reader.cursor(SourcePosition())
-    for sample in map(cursor.sample, range(100)):
+    for sample in map(reader.cursor(SourcePosition()).sample, range(100)):
         is_start = [int(token) in starts for token in sample.tokens]
         assert sample.cut == (is_start.index(True) if any(is_start[:-1]) else 9)
 
 
-Length = tuple[int, int]
 lengths = st.lists(st.integers(0, 40), max_size=60)
 tries = settings(max_examples=150)
 
@@ -510,8 +499,7 @@ def best_fit_decreasing(counts, room):
 @tries
 @given(lengths, st.integers(1, 30))
 def test_each_token_is_predicted_in_one_row(documents, seq_len):
-    rows = spans(packed(documents, seq_len))
-    tokens, pairs = tokens_and_pairs(rows)
+    tokens, pairs = tokens_and_pairs(spans(packed(documents, seq_len)))
     assert set(tokens) == {(d, t) for d, n in enumerate(documents) for t in range(n)}
     assert pairs == Counter((d, t) for d, n in enumerate(documents) for t in range(1, n))
     # A token is in two rows only where a document that is longer than a row is divided.
@@ -549,8 +537,7 @@ def test_there_is_no_more_padding_than_with_first_fit(data):
 
 @pytest.mark.parametrize("seq_len", [2048, 8192])
 def test_documents_of_real_lengths_leave_little_padding(seq_len):
-    draw = np.random.default_rng(0)
-    documents = draw.lognormal(6, 1.2, 8192).astype(np.int64) + 1
+    documents = np.random.default_rng(0).lognormal(6, 1.2, 8192).astype(np.int64) + 1
     rows = packed(documents.tolist(), seq_len)
     counts = rows.pieces.counts
     assert len(rows) <= first_fit_decreasing(counts.tolist(), seq_len + 1)

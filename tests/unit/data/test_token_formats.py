@@ -4,10 +4,10 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.foreign_shards import CASES, LIBRARIES, SAVED, SAVED_DOCUMENTS, documents
+from tests.tables import table
 from tests.token_shards import write_format
 from torchtitan.config import ConfigError
 from torchtitan.data.settings import DataConfig
@@ -24,13 +25,12 @@ from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
 from torchtitan.data.tokens.index import TokenDocuments
 from torchtitan.data.tokens.index_cache import find_format, index_folder, open_tokens
 from torchtitan.data.tokens.mixed_sources import open_token_sources
-from torchtitan.remote import location
+from torchtitan.remote import POINTER, location
 from torchtitan.tools.cli import main
 from torchtitan.tools.data import differences
 
 VOCABULARY = 50257
 FORMATS = sorted(set(TOKEN_FORMATS) - {"auto"})
-Edit = Callable[[bytearray], bytes]
 
 
 class Gpt2(ByteTokenizer):
@@ -76,15 +76,31 @@ def flip(byte, bit=0):
 
 
 def put(byte, new):
-    return lambda content: bytes(content[:byte] + new + content[byte + len(new) :])
+    return lambda content: bytes(content[:byte] + bytes([new]) + content[byte + 1 :])
 
 
 def cut(size):
     return lambda content: bytes(content[:size])
 
 
+def grow(size):
+    return lambda content: bytes(content) + bytes(size)
+
+
+def point():
+    """As a file is in a clone without Git LFS."""
+    return lambda content: POINTER + b"v1\n"
+
+
 def say(old, new):
     return lambda content: content.decode().replace(old, new, 1).encode()
+
+
+def change_of(words):
+    """The change that a row of `damage.txt` names."""
+    name, *arguments = shlex.split(words)
+    change = {"flip": flip, "put": put, "cut": cut, "grow": grow, "point": point, "say": say}[name]
+    return change(*(int(each) if each.isdigit() else each for each in arguments))
 
 
 # --- what other software wrote ---
@@ -171,68 +187,17 @@ def test_a_flipped_byte_of_tokens_is_refused(name, tmp_path):
         assert main(["data", "verify", str(shards), "--cache", str(tmp_path)]) == 1
 
 
-IDX, MDS, DS, BIN = "00000.idx", "shard.00000.mds", "00000.ds", "chunk-0-0.bin"
-# Of six documents, Megatron's index has lengths at 34, pointers at 58 and documents at 106.
-DAMAGE = [
-    ("megatron", IDX, flip(0), "byte 0: not an index of Megatron"),
-    ("megatron", IDX, flip(9), "byte 9: version 0"),
-    ("megatron", IDX, put(17, b"\6"), "byte 17: no dtype of tokens has the code 6"),
-    ("megatron", IDX, flip(18), "byte 162: it has 162 bytes, but its header is that of 174"),
-    ("megatron", IDX, flip(38), "byte 74: sequence 2 starts at byte 78"),
-    ("megatron", IDX, flip(41, 7), "byte 38: sequence 1 has a length of -"),
-    ("megatron", IDX, flip(58), "byte 58: sequence 0 starts at byte 1"),
-    ("megatron", IDX, flip(106), "byte 106: the documents do not divide the 6 sequences"),
-    ("megatron", IDX, flip(122, 4), "byte 130: the documents do not divide the 6 sequences"),
-    ("megatron", IDX, flip(154), "byte 154: the documents do not divide the 6 sequences"),
-    ("megatron", IDX, cut(150), "byte 150: it has 150 bytes"),
-    ("megatron", IDX, cut(0), "byte 0: truncated"),
-    ("megatron", IDX, lambda content: bytes(content + bytes(6)), "multimodal"),
-    ("megatron", "00001.bin", cut(100), "byte 100: it has 100 bytes, and 00001.idx has"),
-    ("mds", MDS, flip(0), "byte 0: it has 7 samples, and index.json says 6"),
-    ("mds", MDS, flip(7, 7), "byte 8: the samples do not divide"),
-    ("mds", MDS, flip(12, 6), "byte 16: the samples do not divide"),
-    ("mds", MDS, flip(40), "byte 32: its columns are not those"),
-    ("mds", MDS, cut(9), "byte 9: it has 9 bytes, and index.json says"),
-    ("mds", MDS, cut(0), "byte 0: it has 0 bytes"),
-    ("mds", "index.json", cut(200), "byte 200: not JSON"),
-    ("mds", "index.json", cut(0), "byte 0: not JSON"),
-    ("mds", "index.json", say('"samples"', '"simples"'), "its entry in index.json is incomplete"),
-    ("datatrove", f"{DS}.index", flip(8, 7), "byte 16: document 2 ends at token"),
-    ("datatrove", f"{DS}.index", flip(40), "byte 40: the last document ends at token"),
-    ("datatrove", f"{DS}.index", cut(44), "byte 44: truncated"),
-    ("datatrove", f"{DS}.index", cut(0), "byte 0: truncated"),
-    ("datatrove", f"{DS}.index", put(40, b"\1"), "byte 40: document 5 ends at token"),
-    ("datatrove", f"{DS}.metadata", say("|2", "|4"), "says 4 bytes a token"),
-    ("litdata", BIN, flip(0), "byte 0: it has 7 items, and index.json says 6"),
-    ("litdata", BIN, flip(4), "byte 4: the items do not divide"),
-    ("litdata", BIN, flip(8), "byte [0-9]+: item 0 has 3 bytes, no multiple of 2"),
-    ("litdata", BIN, flip(28, 1), "byte 28: the items do not divide"),
-    ("litdata", BIN, cut(30), "byte 30: truncated"),
-    ("litdata", BIN, cut(0), "byte 0: truncated"),
-    ("litdata", "index.json", say("tensor:20", "tensor:1"), "wanted one tensor of integers"),
-    (
-        "litdata",
-        "index.json",
-        say('"compression": null', '"compression": "zstd"'),
-        "compression zstd",
-    ),
-    ("litdata", "index.json", say('"dim": ', '"dim": 1'), "byte 4: its items have"),
-    ("raw", "00000.npy", cut(0), "byte 0: it has no tokens"),
-    ("raw", "00000.npy", cut(99), "byte 98: 99 bytes are no multiple of 2"),
-    ("raw", "00000.csv.gz", cut(12), "1: wanted the start and end"),
-    ("torchtitan", "index.json", cut(99), "not an index of tokens"),
-    ("torchtitan", "lengths.u32", cut(7), "truncated or missing"),
-]
+MDS, DS, BIN = "shard.00000.mds", "00000.ds", "chunk-0-0.bin"
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_damage_is_refused_by_file_and_byte(format, tmp_path):
     whole, unseen = write(tmp_path / "whole", format), []
-    for number, (name, file, change, message) in enumerate(DAMAGE):
+    for number, (name, file, change, message) in enumerate(table(__file__, "damage.txt")):
         if name != format:
             continue
         shards = shutil.copytree(whole, tmp_path / f"{number}/shards")
-        edit(shards / file, change)
+        edit(shards / file, change_of(change))
         named = "" if file == "index.json" else re.escape(f"{file}")
         try:
             opened(shards, tmp_path / f"{number}", TOKEN_FORMATS[name]())

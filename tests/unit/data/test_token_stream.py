@@ -223,8 +223,7 @@ def test_a_run_of_an_earlier_version_continues_its_order(shards):
 
 def test_another_mixture_is_taken_only_from_a_stage_on(tmp_path):
     amounts = [{"weight": w, "repeat": True} for w in (1, 1)]
-    config = mixture(tmp_path, *amounts)
-    before = token_streams(config, 1)
+    before = token_streams(mixture(tmp_path, *amounts), 1)
     rows(before, 4)
     state = saved(before)
     other = mixture(tmp_path, *[{"weight": w, "repeat": True} for w in (3, 1)])
@@ -233,8 +232,7 @@ def test_another_mixture_is_taken_only_from_a_stage_on(tmp_path):
         token_streams(other, 1)[0].load_state_dict(state)
     for start, is_taken in ((4, True), (7, True), (3, False)):
         stage = StageConfig(from_step=start, weights=(1, 0))
-        changed = mixture(tmp_path, *amounts, stages=(stage,))
-        [stream] = token_streams(changed, 1)
+        [stream] = token_streams(mixture(tmp_path, *amounts, stages=(stage,)), 1)
         if not is_taken:
             with pytest.raises(ConfigError, match="from_step = 4"):
                 stream.load_state_dict(state)

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 
 from tests import tiny
+from tests.tables import table
 from torchtitan.config import ConfigError
 from torchtitan.data import (
     DataConfig,
@@ -286,6 +287,9 @@ def test_a_bos_that_there_is_not_matters_where_it_is_asked_for(tmp_path):
     [
         ("model", b"YQ== 0\n\x0a\x0esentencepiece\n", r"model:2: not a line of a tiktoken file"),
         ("model", b"", r"tokenizer\.model: a tiktoken file without any token"),
+        ("model", b"YQ== 0\nYg== 0\n", "its ranks are not 0, 1, 2"),
+        ("model", b"YQ== 0\nYg== -1\n", "its ranks are not 0, 1, 2"),
+        ("model", b"YQ== 0\n", "255 of the 256 bytes have no token"),
         ("json", b"[]", r"not a Hugging Face tokenizer\.json"),
         ("json", None, "cannot tell which token ends a document"),
     ],
@@ -366,46 +370,10 @@ def changed(folder, **parts):
     return load_tokenizer(str(path))
 
 
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-CUT = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
-
-
-@pytest.mark.parametrize(
-    ("parts", "reason"),
-    [
-        ({"normalizer": {"type": "NFC"}}, "it normalizes the text first (NFC)"),
-        (
-            {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True, "use_regex": True}},
-            "it adds a space to the text (add_prefix_space)",
-        ),
-        (
-            {
-                "pre_tokenizer": {
-                    "type": "Sequence",
-                    "pretokenizers": [CUT, BYTE_LEVEL | {"use_regex": False}],
-                }
-            },
-            "it drops what it splits at (Split)",
-        ),
-        (
-            {
-                "pre_tokenizer": {
-                    "type": "Sequence",
-                    "pretokenizers": [{"type": "WhitespaceSplit"}, BYTE_LEVEL],
-                }
-            },
-            "its effect on whitespace is not known (WhitespaceSplit)",
-        ),
-        (
-            {"pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first"}},
-            "it is not byte-level (no ByteLevel in pre_tokenizer)",
-        ),
-        ({"model": {"end_of_word_suffix": "</w>"}}, "its tokens have markers"),
-    ],
-)
+@pytest.mark.parametrize(("parts", "reason"), table(__file__, "odd_tokenizers.txt"))
 def test_what_may_not_add_up_is_not_guessed(parts, reason, tmp_path):
     with pytest.raises(BytesUnknown) as error:
-        changed(tmp_path, **parts).byte_counts()
+        changed(tmp_path, **json.loads(parts)).byte_counts()
     assert reason in str(error.value)
 
 

@@ -183,7 +183,8 @@ def test_rank_that_makes_no_progress_after_sigterm_says_where_it_is(tmp_path, mo
     with recorder(tmp_path) as mine:
         # As in the loop, where the signal is a request.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
-        mine.step(4)
+        for step in (3, 4):
+            mine.step(step)
         os.kill(os.getpid(), signal.SIGTERM)
         written = threading.Event()
         while not (tmp_path / "comm_traces/0.json").exists():
@@ -196,7 +197,10 @@ def test_rank_that_makes_no_progress_after_sigterm_says_where_it_is(tmp_path, mo
     signal.signal(signal.SIGTERM, moved_on)
 
 
-def test_a_request_to_stop_in_a_long_step_is_no_failure(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("starts", "slow", "stuck"), [([0.0, 13.0, 26.0], [46.0, 64.0], 66.0), ([0.0], [299.0], 301.0)]
+)
+def test_a_request_to_stop_in_a_long_step_is_no_failure(tmp_path, monkeypatch, starts, slow, stuck):
     """It is as long as the step before; a step that is far longer is a failure all the same."""
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.POLL_INTERVAL", 0.01)
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.TERMINATION_TIMEOUT", 0.05)
@@ -205,16 +209,16 @@ def test_a_request_to_stop_in_a_long_step_is_no_failure(tmp_path, monkeypatch):
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     with recorder(tmp_path, 0, 1024) as mine:
         signal.signal(signal.SIGTERM, lambda number, frame: None)
-        for number, at in enumerate((0.0, 13.0, 26.0), 1):
+        for number, at in enumerate(starts, 1):
             now[0] = at
             mine.step(number)
         os.kill(os.getpid(), signal.SIGTERM)
-        for at in (46.0, 64.0):
+        for at in slow:
             threading.Event().wait(0.2)
             now[0] = at
             threading.Event().wait(0.2)
             assert not (tmp_path / "comm_traces/0.json").exists()
-        now[0] = 66.0
+        now[0] = stuck
         while not (tmp_path / "comm_traces/0.json").exists():
             threading.Event().wait(0.01)
     signal.signal(signal.SIGTERM, before)

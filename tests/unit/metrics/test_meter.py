@@ -66,6 +66,14 @@ def run(meter, clock, steps, seconds=1.0, tokens=1000):
         meter.flush(step)
 
 
+def ran(steps, seconds=1.0, **changes):
+    """What a sink is given of these steps."""
+    meter, kept, clock = make(**changes)
+    with meter:
+        run(meter, clock, steps, seconds)
+    return kept
+
+
 def test_rows_are_due_on_the_first_step_every_log_freq_and_the_last():
     meter, kept, clock = make(total_steps=25)
     with meter:
@@ -75,9 +83,7 @@ def test_rows_are_due_on_the_first_step_every_log_freq_and_the_last():
 
 
 def test_the_first_step_of_a_resumed_process_is_due():
-    meter, kept, clock = make(start_step=12, start_units=12_000)
-    with meter:
-        run(meter, clock, range(13, 21))
+    kept = ran(range(13, 21), start_step=12, start_units=12_000)
     assert kept.started == 12
     assert [(step, row["tokens"]) for step, row in kept.rows] == [(13, 13_000), (20, 20_000)]
 
@@ -105,9 +111,7 @@ def test_the_first_row_is_timed_by_the_steps_that_really_passed():
 
 
 def test_mfu_is_tokens_per_second_and_device_times_flops_over_peak():
-    meter, kept, clock = make()
-    with meter:
-        run(meter, clock, [1], seconds=2.0)
+    kept = ran([1], seconds=2.0)
     assert kept.rows[0][1]["tps"] == 250.0
     assert kept.rows[0][1]["mfu"] == pytest.approx(250 * 6e6 / 1e9)
 
@@ -125,10 +129,7 @@ def test_devices_are_those_of_all_replica_groups():
 
 
 def test_mfu_is_none_where_the_peak_is_unknown():
-    meter, kept, clock = make(peak_flops=None)
-    with meter:
-        run(meter, clock, [1])
-    assert kept.rows[0][1]["mfu"] is None
+    assert ran([1], peak_flops=None).rows[0][1]["mfu"] is None
 
 
 def test_tokens_and_skipped_add_up_between_rows():
@@ -147,10 +148,7 @@ def test_tokens_and_skipped_add_up_between_rows():
 
 
 def test_loss_is_that_of_the_row_s_step():
-    meter, kept, clock = make()
-    with meter:
-        run(meter, clock, range(1, 11))
-    assert [row["loss"] for _, row in kept.rows] == [10.0, 1.0]
+    assert [row["loss"] for _, row in ran(range(1, 11)).rows] == [10.0, 1.0]
 
 
 def test_a_value_not_recorded_again_is_not_repeated():
@@ -278,13 +276,9 @@ def test_shares_are_those_of_all_ranks_since_the_last_row():
 
 
 def test_memory_is_a_share_of_the_device():
-    meter, kept, clock = make()
-    with meter:
-        run(meter, clock, [1])
-    row = kept.rows[0][1]
-    assert row["memory_pct"] == pytest.approx(
-        100 * row["memory_gib"] / Device("cpu").memory_capacity()
-    )
+    row = ran([1]).rows[0][1]
+    whole = Device("cpu").memory_capacity()
+    assert row["memory_pct"] == pytest.approx(100 * row["memory_gib"] / whole)
 
 
 def test_log_writes_a_row_of_its_own_at_once():
@@ -350,9 +344,7 @@ def test_after_a_rollback_steps_count_on_from_there_and_what_was_undone_is_summe
 
 
 def test_a_run_that_stops_early_writes_its_last_step():
-    meter, kept, clock = make()
-    with meter:
-        run(meter, clock, range(1, 8))
+    kept = ran(range(1, 8))
     assert [step for step, _ in kept.rows] == [1, 7]
     assert kept.rows[1][1]["tokens"] == 7000
     assert (kept.summary["step"], kept.summary["stopped_by"]) == (7, None)
@@ -506,24 +498,16 @@ def test_the_hash_of_the_data_is_summed_over_ranks_to_the_bit():
         other[-2:] = torch.tensor([float(half) for half in divmod(2**62 + 3, 2**32)])
         return torch.stack([vector, other, other])
 
-    meter, kept, clock = make(gather=gather, log_freq=1, data=lambda: (8, next(terms)))
-    with meter:
-        run(meter, clock, range(1, 4))
+    kept = ran(range(1, 4), gather=gather, log_freq=1, data=lambda: (8, next(terms)))
     sums = [term + 2 * (2**62 + 3) for term in (2**64 - 1, 2**53 + 1, 12345)]
     assert [row["data_hash"] for _, row in kept.rows] == [f"{s % 2**64:016x}" for s in sums]
     assert kept.rows[0][1]["samples"] == 8
 
 
 def test_the_hash_of_the_data_is_null_where_a_rank_does_not_know_it():
-    meter, kept, clock = make(data=lambda: (8, None))
-    with meter:
-        run(meter, clock, [1])
-    assert kept.rows[0][1]["data_hash"] is None
+    assert ran([1], data=lambda: (8, None)).rows[0][1]["data_hash"] is None
     assert "samples" not in _row_without_data()
 
 
 def _row_without_data():
-    meter, kept, clock = make()
-    with meter:
-        run(meter, clock, [1])
-    return kept.rows[0][1]
+    return ran([1]).rows[0][1]

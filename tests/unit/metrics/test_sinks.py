@@ -7,6 +7,7 @@ import logging
 import resource
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.wandb_files import WANDB_OFFLINE, ended, offline_runs
 from torchtitan.config import Context
 from torchtitan.device import Device
 from torchtitan.logging import QUIET_SECONDS
-from torchtitan.metrics import SINKS, Meter, MetricsConfig, SinkContext, build_sinks
+from torchtitan.metrics import Meter, MetricsConfig, SinkContext, build_sinks
 from torchtitan.metrics.sinks import Console, Jsonl, TensorBoard, WandB, row_line, summary_text
 
 ROW = {
@@ -64,6 +65,17 @@ def write_jsonl(folder, written, start_step=0, rank=0):
     for step in written:
         sink.write(step, {"loss": float(step)})
     sink.close(SUMMARY)
+
+
+@contextmanager
+def files_of_at_most(size):
+    """As on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 SPEED, LEFT = "12,346 tok/s/device", "eta 1h02m"
@@ -267,9 +279,8 @@ def test_jsonl_of_a_fresh_run_sets_older_files_aside(tmp_path, caplog):
     assert steps(tmp_path / "metrics.2.jsonl") == [2]
     assert steps(tmp_path / "metrics.jsonl") == [3]
     assert len(caplog.messages) == 2
-    assert caplog.messages[1].endswith(
-        "metrics.jsonl: an earlier run's file, renamed metrics.2.jsonl"
-    )
+    told = "metrics.jsonl: an earlier run's file, renamed metrics.2.jsonl"
+    assert caplog.messages[1].endswith(told)
 
 
 def test_jsonl_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path, caplog):
@@ -390,20 +401,16 @@ def test_tensorboard_on_a_full_disk_says_so_and_does_not_hang(tmp_path, monkeypa
     monkeypatch.setattr(threading, "excepthook", lambda ended: None)
     sink = TensorBoard(SinkContext(tmp_path))
     sink.open(0)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
 
     def fill():
         for step in range(1000):
             sink.write(step, ROW)
 
-    try:
+    with files_of_at_most(1000):
         with pytest.raises(OSError, match="File too large"):
             fill()
         with pytest.raises(OSError, match="File too large"):
             sink.close(SUMMARY)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture
@@ -442,10 +449,8 @@ def test_wandb_writes_an_offline_run(tmp_path, offline, monkeypatch):
     # Everything is drawn over the step.
     [path] = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
     metrics = [record.metric for record in ended(path) if record.HasField("metric")]
-    assert [(m.name or m.glob_name, m.step_metric) for m in metrics] == [
-        ("step", ""),
-        ("*", "step"),
-    ]
+    names = [(m.name or m.glob_name, m.step_metric) for m in metrics]
+    assert names == [("step", ""), ("*", "step")]
 
 
 def test_wandb_that_is_resumed_goes_on_with_the_same_run(tmp_path, offline):
@@ -509,14 +514,6 @@ def test_sinks_of_other_ranks_are_a_file_or_none(tmp_path):
     assert sink.path == tmp_path / "metrics.rank2.jsonl"
 
 
-def test_a_sink_added_to_the_registry_is_used(tmp_path, monkeypatch):
-    class Ours(Jsonl):
-        pass
-
-    monkeypatch.setitem(SINKS, "ours", Ours)
-    assert Ours in [type(s) for s in build_sinks(MetricsConfig(), SinkContext(tmp_path))]
-
-
 def missing(config):
     return [problem[:2] for problem in config.problems(Context())]
 
@@ -561,16 +558,11 @@ def test_jsonl_keeps_rows_that_the_disk_has_no_room_for(tmp_path, caplog):
     sink = Jsonl(SinkContext(tmp_path))
     sink.open(0)
     sink.write(1, ROW)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (sink.path.stat().st_size + 9, before[1]))
-    try:
+    with files_of_at_most(sink.path.stat().st_size + 9):
         sink.write(2, ROW)
         sink.write(3, ROW)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert caplog.messages == 2 * [
-        f"{sink.path}: File too large; unwritten rows are kept in memory"
-    ]
+    told = f"{sink.path}: File too large; unwritten rows are kept in memory"
+    assert caplog.messages == [told, told]
     sink.write(4, ROW)
     assert steps(sink.path) == [1, 2, 3, 4]
     sink.close(SUMMARY)

@@ -42,8 +42,7 @@ def events(monkeypatch, ranks, before, during):
         degrees=Degrees(dp_shard=ranks),
     )
     log = SimpleNamespace(write=lambda step, kind, **values: told.update({kind: values}))
-    timeline = Timeline(world.device)
-    watch = startup.Startup(log, timeline, world)
+    watch = startup.Startup(log, Timeline(world.device), world)
     watch.before_step()
     watch.after_step(1)
     watch.before_step()

@@ -10,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
 from tests.unit.models.families import (
-    check_refusals,
     drawn,
     equals_transformers,
     has_published_sizes,
     published,
+    refuses_bad_configs,
     shrunk,
 )
 from torchtitan.config import RecipeError
@@ -165,37 +165,7 @@ def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
 
 
 def test_a_network_of_another_kind_is_refused_in_words():
-    config = published("deepseek_v3_671B")
-    cases = [
-        (
-            {"num_experts_per_tok": 129},
-            "topk_group: a token cannot have 129 of the 128 experts in ",
-        ),
-        ({"rope_interleave": False}, "rope_interleave: got false; deepseekv3 has true"),
-        ({"scoring_func": "softmax"}, 'scoring_func: got "softmax"; deepseekv3 has "sigmoid"'),
-        ({"topk_method": "greedy"}, 'topk_method: got "greedy"; deepseekv3 has "noaux_tc"'),
-        ({"num_key_value_heads": 8}, "num_key_value_heads: got 8; each of the 128 heads has one"),
-        ({"kv_lora_rank": 0}, "kv_lora_rank: got 0; input should be greater than 0"),
-        ({"v_head_dim": 256}, "v_head_dim: values of 256 elements are wider than queries and "),
-        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: got 63, which is odd"),
-        ({"quantization_config": {"fmt": "e4m3"}}, "quantization_config: quantized weights cannot"),
-        (
-            {"rope_scaling": {"type": "llama3", "factor": 8.0}},
-            'rope_scaling: got "llama3"; supported: "yarn", or none',
-        ),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 8.0}},
-            "rope_scaling: it has no original_max_position_embeddings",
-        ),
-        (
-            {
-                "rope_scaling": published("deepseek_v3_671B")["rope_scaling"]
-                | {"attention_factor": 2.0}
-            },
-            "rope_scaling: got attention_factor; not supported",
-        ),
-    ]
-    check_refusals(HUGGING_FACE.args, config, cases)
+    refuses_bad_configs(HUGGING_FACE.args, "DeepSeek-V3", published("deepseek_v3_671B"))
 
 
 def test_what_the_format_cannot_express_is_refused():
@@ -209,42 +179,12 @@ def test_what_the_format_cannot_express_is_refused():
             HUGGING_FACE.config(dataclasses.replace(ARGS, **change), None)
 
 
-@pytest.mark.parametrize(
-    ("keys", "path", "message"),
-    [
-        ({"value_dim": 49}, "model.value_dim", "values of 49 elements are wider than queries and"),
-        ({"rotated_dim": 15}, "model.rotated_dim", "got 15, which is odd, and rotary positions"),
-        (
-            {"rope_scaling": 4, "rope_beta_slow": 40},
-            "model.rope_beta_slow",
-            "the band between rope_beta_slow 40.0 and rope_beta_fast 32.0 is empty",
-        ),
-        ({"top_groups": 5}, "model.top_groups", "a token cannot have 5 of 4 groups"),
-        (
-            {"rope_scaling": 4, "rope_mscale": 0.5, "rope_mscale_all_dim": 0},
-            "model.rope_mscale",
-            "rope_mscale 0.5 needs a rope_mscale_all_dim above 0; use 1",
-        ),
-        (
-            {"rope_scaling": 4, "rope_theta": 1},
-            "model.rope_theta",
-            "rotary frequencies of base 1.0 cannot be scaled by YaRN; use more than 1",
-        ),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(keys, path, message):
-    (found,) = tiny.problems(tiny.job(model=MODEL | keys))
-    assert found.path == path
-    assert found.message.startswith(message)
-
-
 MODEL = {"name": "deepseek_v3", "flavor": "debugmodel"}
 
 
 def test_keys_change_sizes_and_scaling():
-    args = tiny.job(
-        model=MODEL | {"n_heads": 4, "rope_scaling": 8, "rope_mscale": 0.5}
-    ).model_args()
+    keys = {"n_heads": 4, "rope_scaling": 8, "rope_mscale": 0.5}
+    args = tiny.job(model=MODEL | keys).model_args()
     assert (args.n_heads, args.n_kv_heads) == (4, 4)
     assert args.rope_scaling == Yarn(factor=8.0, mscale=0.5, mscale_all_dim=1.0)
 
@@ -253,12 +193,3 @@ def test_keys_change_sizes_and_scaling():
 def test_sizes_of_other_families_are_refused(key):
     with pytest.raises(ValueError, match=key):
         tiny.job(model=MODEL | {key: 4})
-
-
-def test_tensor_ranks_must_divide_heads_and_shards_latent_vectors():
-    degrees = {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}
-    model = MODEL | {"query_rank": 191, "latent_rank": 127}
-    found = tiny.problems(tiny.job(model=model, parallelism=degrees), ranks=4)
-    assert len(found) == 2
-    for problem, what in zip(found, ("latent_rank 127", "query_rank 191"), strict=True):
-        assert what in problem.message

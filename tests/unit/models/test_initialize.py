@@ -67,8 +67,7 @@ def test_known_values():
 
 
 def test_blocks_of_a_parameter_differ():
-    blocks = draw(40, 16)[:39].view(13, -1)
-    assert len(blocks.unique(dim=0)) == 13
+    assert len(draw(40, 16)[:39].view(13, -1).unique(dim=0)) == 13
 
 
 def test_no_two_names_draw_alike_where_a_short_seed_would():

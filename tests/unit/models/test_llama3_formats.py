@@ -6,46 +6,14 @@ import pytest
 import torch
 from llama_models.sku_list import all_registered_models
 
-from tests.unit.models.families import lines
+from tests.unit.models.families import lines, published, refuses_bad_configs
 from torchtitan.models import MODELS
 from torchtitan.models.layers import RopeScaling
 
 SPEC = MODELS["llama3"]
 HUGGING_FACE, META = SPEC.formats["hf"], SPEC.formats["meta"]
 
-PUBLISHED = {
-    "8B": {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 128000,
-        "eos_token_id": 128001,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.02,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "vocab_size": 128256,
-    }
-}
+PUBLISHED = {"8B": published("llama3_8B")}
 PUBLISHED["1B"] = PUBLISHED["8B"] | {
     "head_dim": 64,
     "hidden_size": 2048,
@@ -120,39 +88,8 @@ def test_rows_are_a_permutation_within_each_head(heads):
     assert HUGGING_FACE.rows(args, "layers.0.attention.wv.weight") is None
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"hidden_act": "gelu"}, ['hidden_act: got "gelu"; llama3 has "silu"']),
-        (
-            {"attention_bias": True, "mlp_bias": True, "hidden_size": None},
-            [
-                "attention_bias: got true; llama3 has false",
-                "mlp_bias: got true; llama3 has false",
-                "hidden_size: got nothing; wanted a number",
-            ],
-        ),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            ['rope_scaling: got "yarn"; supported: "llama3", or none'],
-        ),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
-            ["rope_scaling: it has no high_freq_factor, original_max_position_embeddings"],
-        ),
-        (
-            {"head_dim": 63},
-            ["head_dim: a head of 63 elements is odd, and rotary positions need pairs"],
-        ),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            ["quantization_config: quantized weights cannot be read"],
-        ),
-    ],
-    ids=str,
-)
-def test_a_network_that_is_not_ours_is_refused_in_words(change, told):
-    assert lines(HUGGING_FACE.args, PUBLISHED["8B"] | change) == told
+def test_a_network_of_another_kind_is_refused_in_words():
+    refuses_bad_configs(HUGGING_FACE.args, "Llama-3.1-8B", PUBLISHED["8B"])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
+from tests.tables import table
 from torchtitan.models import MODELS
 from torchtitan.models.spec import MinShape, ModelSpec, build_empty, count_parameters, initialize
 
@@ -56,8 +57,7 @@ TOY = ModelSpec(
 
 @pytest.mark.parametrize(("name", "flavor"), [("llama3", "debugmodel"), ("toy", "small")])
 def test_a_model_is_built_started_and_trained_from_its_spec_alone(name, flavor):
-    models = {**MODELS, "toy": TOY}
-    spec, seq_len = models[name], 16
+    spec, seq_len = {**MODELS, "toy": TOY}[name], 16
     args = spec.flavors[flavor]
 
     with torch.device("meta"):
@@ -103,27 +103,13 @@ def test_operations_are_those_that_torch_counts(name, facts):
     assert found - windowed == 12 * args.n_layers * args.n_heads * args.head_size * (seq_len - 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "ndim", "role"),
-    [
-        ("tok_embeddings.weight", 2, "embedding"),
-        ("layers.3.attention.wq.weight", 2, "matrix"),
-        ("layers.3.attention.wq.bias", 1, "bias"),
-        ("layers.3.ffn_norm.weight", 1, "norm"),
-        ("layers.3.attention.q_norm.weight", 1, "norm"),
-        ("layers.3.ffn_norm.bias", 1, "norm"),
-        ("layers.3.gate", 1, "norm"),
-        ("output.weight", 2, "head"),
-        ("output.bias", 1, "bias"),
-        ("layers.3.router.weight", 2, "router"),
-    ],
-)
+@pytest.mark.parametrize(("name", "ndim", "role"), table(__file__, "roles.txt"))
 def test_roles_of_parameters_follow_from_the_spec(name, ndim, role):
     spec = dataclasses.replace(MODELS["llama3"], roles={"layers.*.router.*": "router"})
-    assert spec.role(name, ndim) == role
+    assert spec.role(name, int(ndim)) == role
     without_plan = dataclasses.replace(spec, tensor_plan={})
     in_norm = name == "layers.3.ffn_norm.bias"  # which nothing else says
-    assert without_plan.role(name, ndim) == ("bias" if in_norm else role)
+    assert without_plan.role(name, int(ndim)) == ("bias" if in_norm else role)
 
 
 def test_every_model_is_registered_under_its_own_name():

@@ -72,7 +72,7 @@ def of_pack_backward(*given):
 @pytest.fixture
 def packed(monkeypatch):
     """Segments are packed as on CUDA, and computed by the definition of the kernel."""
-    monkeypatch.setattr(segment_kernels, "packs", lambda *_: True)
+    monkeypatch.setattr(segment_kernels, "has_varlen_kernels", lambda *_: True)
     monkeypatch.setattr(segment_kernels, "flash_forward", of_pack)
     monkeypatch.setattr(segment_kernels, "flash_backward", of_pack_backward)
 
@@ -124,8 +124,7 @@ def test_packed_segments_equal_dense_attention(name):
 def random_segments(rng):
     segments = []
     for row in range(BATCH):
-        cuts = sorted(rng.sample(range(QUERIES + 1), 4))
-        for queries in itertools.pairwise(cuts):
+        for queries in itertools.pairwise(sorted(rng.sample(range(QUERIES + 1), 4))):
             first, last = sorted(rng.sample(range(KEYS + 1), 2))
             window = rng.choice((0, rng.randint(1, 60)))
             shift = rng.randint(-30, 50)
@@ -183,7 +182,7 @@ def test_contributions_of_parts_of_the_keys_add_up(way, request):
 
 def test_the_flash_kernel_takes_what_it_is_given(monkeypatch):
     """By its shapes, on tensors without values, as there is no such kernel on a CPU."""
-    monkeypatch.setattr(segment_kernels, "packs", lambda *_: True)
+    monkeypatch.setattr(segment_kernels, "has_varlen_kernels", lambda *_: True)
     q, k, v, grad = (x.to("meta") for x in operands(2, 8, torch.bfloat16))
     for name in ("window", "causal after other keys", "rectangle"):
         out, lse = segments_forward(q, k, v, CASES[name])

@@ -1,18 +1,15 @@
 """All parameters under one optimizer: its updates are those of torch, and its settings by group."""
 
-from collections.abc import Callable, Sequence
-
 import pytest
 import torch
 from torch import nn
 
 from tests.tiny import named
-from torchtitan.optim import SGD, Adam, AdamW, Muon, NamedParameter, OptimizerConfig, Optimizers
+from torchtitan.optim import SGD, Adam, AdamW, Muon, Optimizers
 from torchtitan.optim.muon import AdamWPart
 from torchtitan.optim.optimizer_group import InBackward
 from torchtitan.optim.parameters import global_norm
 
-Builder = Callable[[Sequence[NamedParameter], OptimizerConfig], Optimizers]
 BUILDERS = {
     "plain": Optimizers,
     "in the backward": lambda p, config: InBackward(p, config, None, lambda parameters: None),

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.ranks import run_ranks
-from torchtitan.optim.matrices import Area, Exchange, Matrix, deal
+from torchtitan.optim.matrices import Area, Exchange, Matrix, assign_to_ranks
 from torchtitan.optim.parameters import NamedParameter, local
 from torchtitan.torch_private.dtensor import extents
 
@@ -26,7 +26,7 @@ def test_matrices_are_dealt_out_evenly():
     shapes = [(40, 10)] * 5 + [(10, 40)] * 3 + [(20, 20)] * 7 + [(3, 4)]
     matrices = [Matrix(number, area(*shape)) for number, shape in enumerate(shapes)]
     for ranks in (1, 2, 3, 5, 32):
-        rounds = deal(matrices, ranks, cost, limit=900)
+        rounds = assign_to_ranks(matrices, ranks, cost, limit=900)
         assert all(len(current) == ranks for current in rounds)
         dealt = [m for current in rounds for of_rank in current for m in of_rank]
         assert sorted(dealt) == sorted(matrices)
@@ -39,14 +39,14 @@ def test_matrices_are_dealt_out_evenly():
             for rank in range(ranks)
         ]
         assert max(loads) <= 4 / 3 * max(sum(costs) / ranks, max(costs))
-        assert rounds == deal(matrices, ranks, cost, limit=900)
+        assert rounds == assign_to_ranks(matrices, ranks, cost, limit=900)
 
 
 def test_a_matrix_above_the_limit_is_by_itself():
     matrices = [Matrix(number, area(10, 10)) for number in range(3)]
-    assert [len(of_rank) for (of_rank,) in deal(matrices, 1, cost, limit=0)] == [1, 1, 1]
-    assert [len(of_rank) for (of_rank,) in deal(matrices, 1, cost, limit=299)] == [2, 1]
-    assert [len(of_rank) for (of_rank,) in deal(matrices, 1, cost, limit=300)] == [3]
+    assert [len(of_rank) for (of_rank,) in assign_to_ranks(matrices, 1, cost, limit=0)] == [1, 1, 1]
+    assert [len(of_rank) for (of_rank,) in assign_to_ranks(matrices, 1, cost, limit=299)] == [2, 1]
+    assert [len(of_rank) for (of_rank,) in assign_to_ranks(matrices, 1, cost, limit=300)] == [3]
 
 
 SHAPES = [(7, 5), (5, 9), (3, 4), (8, 8), (8, 8), (1, 6), (7, 5)]
@@ -102,7 +102,7 @@ def exchanged(layout, limit):
         for one in found:
             matrix = one.of(whole, area(*whole.shape))
             one.of(expected, area(*whole.shape)).copy_(2 * (matrix - matrix.mean()))
-        held = Area.of_dims(extents(parameter.tensor, coordinate))
+        held = Area.from_dims(extents(parameter.tensor, coordinate))
         wrong += held.shape != tuple(local(parameter.tensor).shape)
         off = held.of(expected, area(*whole.shape)) - local(parameter.tensor)
         worst = max([worst, *off.abs().flatten().tolist()])

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests import tiny
 from tests.ranks import run_ranks
 from tests.tiny import named
 from torchtitan.device import GIB
@@ -30,8 +29,7 @@ SHAPES = [(8, 8), (6, 20), (20, 6), (1, 5)]
 @pytest.mark.parametrize("steps", [1, 5])
 def test_newton_schulz_maps_the_singular_values_by_the_quintic(shape, steps):
     """The oracle knows singular values and a polynomial, and no product of matrices."""
-    generator = np.random.default_rng(0)
-    matrices = generator.normal(size=(3, *shape))
+    matrices = np.random.default_rng(0).normal(size=(3, *shape))
     left, values, right = np.linalg.svd(matrices, full_matrices=False)
     values /= np.sqrt((values**2).sum(-1, keepdims=True))
     for _ in range(steps):
@@ -178,53 +176,6 @@ def test_compiled_it_is_the_same_for_any_number_of_shapes():
         optimizers.step()
         results.append([parameter.detach() for parameter in optimizers.names])
     assert all(map(torch.equal, *results))
-
-
-REFUSED = [
-    ({"momentum": 0.0}, [("optimizer.nesterov", "it needs optimizer.momentum > 0; use false")]),
-    (
-        {"roles": ["matrix", "matrx"]},
-        [("optimizer.roles", "no parameter has the role matrx; allowed: ")],
-    ),
-    (
-        {"roles": ["matrix", "norm"]},
-        [
-            (
-                "optimizer.roles",
-                "Muon updates matrices, of 2 or 3 dims; layers.0.attention_norm.weight, which is "
-                'of the role norm, has 1, as have 4 others; use ["matrix"]',
-            )
-        ],
-    ),
-    ({"roles": ["head"], "by_head": True}, [("optimizer.by_head", 'no parameter of ["head"] has')]),
-    (
-        {"early_step_in_backward": True, "nesterov": True, "momentum": 0.0},
-        [
-            ("optimizer.nesterov", "it needs optimizer.momentum > 0"),
-            ("optimizer.early_step_in_backward", "all ranks but one would wait"),
-        ],
-    ),
-    (
-        {"groups": [{"roles": ["norm"], "momentum": 0.5}]},
-        [("optimizer.groups.0.momentum", "which is of the role norm, has no momentum")],
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "expected"), REFUSED)
-def test_what_is_refused(settings, expected):
-    optimizer = {"name": "Muon", **settings}
-    job = tiny.job(optimizer=optimizer, training={"max_norm": 0.0, "global_batch_size": 2})
-    found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=1)}
-    for path, message in expected:
-        assert message in found[path]
-
-
-def test_a_host_is_too_slow_for_the_products():
-    job = tiny.job(optimizer={"name": "Muon"}, training={"enable_cpu_offload": True})
-    (problem,) = tiny.problems(job, "cuda")
-    assert problem.path == "training.enable_cpu_offload"
-    assert "Muon multiplies matrices" in problem.message
 
 
 def test_the_scale_gives_the_update_the_size_of_adamws():

@@ -151,33 +151,6 @@ def problems(chosen, compile, parallelism, device):
     return list(recomputation(tiny.job().model_copy(update=sections), world))
 
 
-@pytest.mark.parametrize(
-    ("chosen", "compile", "word"),
-    [
-        (config("memory_budget"), CompileConfig(), "compile.enable = true"),
-        (
-            config("memory_budget"),
-            CompileConfig(enable=True, components=("loss",)),
-            '"model" in compile.components',
-        ),
-        (
-            config("memory_budget"),
-            CompileConfig(enable=True, backend="eager"),
-            'compile.backend = "eager"',
-        ),
-        (config("memory_budget"), COMPILED, None),
-        (config("full"), CompileConfig(), None),
-        (config("full"), COMPILED, None),
-    ],
-)
-def test_a_budget_needs_the_compiler(chosen, compile, word):
-    found = problems(chosen, compile, ParallelismConfig(), "cpu")
-    assert [problem.path for problem in found] == ["activation_checkpoint.mode"] * (
-        word is not None
-    )
-    assert all(str(word) in problem.message for problem in found)
-
-
 @pytest.mark.parametrize("mesh_is_input", [False, True])
 @pytest.mark.parametrize(
     ("chosen", "parallelism", "device", "is_refused"),

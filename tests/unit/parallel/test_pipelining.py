@@ -26,9 +26,8 @@ def found(
     **keys,
 ):
     """The problems, each as one line, without the names of the sections."""
-    config = ParallelismConfig(
-        pipeline_parallel_degree=pp, pipeline_parallel_schedule=schedule, **keys
-    )
+    pipeline = {"pipeline_parallel_degree": pp, "pipeline_parallel_schedule": schedule}
+    config = ParallelismConfig(**pipeline, **keys)
     planned = pipelining.Planned(
         config,
         LLAMA3,
@@ -53,93 +52,6 @@ def test_what_works_is_not_refused():
     assert not found("LoopedBFS", pipeline_parallel_layers_per_stage=1)
     parts = (NAMES[:1], NAMES[1:3], NAMES[3:5], NAMES[5:])
     assert not found("DualPipeV", module_fqns_per_model_part=parts)
-
-
-def test_a_schedule_that_is_misspelt():
-    (line,) = found("DualPipe")
-    assert line.startswith("pipeline_parallel_schedule: allowed: GPipe, 1F1B, ")
-    assert line.endswith("did you mean DualPipeV?")
-
-
-def test_weights_that_are_tied():
-    (line,) = found(args=dataclasses.replace(ARGS, tied=True))
-    assert line == (
-        "pipeline_parallel_degree: the output shares the weights of the embedding, which would be "
-        "on another stage; use 1, or a flavor with a separate output"
-    )
-
-
-def test_stages_that_a_schedule_cannot_have():
-    assert found("1F1B", pipeline_parallel_layers_per_stage=1) == [
-        "pipeline_parallel_layers_per_stage: it cuts 4 layers into 4 stages; 1F1B on 2 ranks needs "
-        "this number of stages: 2, one per rank; use 2"
-    ]
-    (line,) = found("LoopedBFS", pipeline_parallel_layers_per_stage=2)
-    assert line.endswith(
-        "needs this number of stages: 4, 6 or any other multiple of 2, two or more per rank; use 1"
-    )
-    (line,) = found("ZBVZeroBubble", pp=3, pipeline_parallel_layers_per_stage=2)
-    assert line.endswith(
-        "ZBVZeroBubble on 3 ranks needs this number of stages: 6, two per rank; leave it out"
-    )
-    (line,) = found("GPipe", module_fqns_per_model_part=(NAMES[:3], NAMES[3:4], NAMES[4:]))
-    assert line == (
-        "module_fqns_per_model_part: these are 3 stages; GPipe on 2 ranks needs this "
-        "number of stages: 2, one per rank"
-    )
-    (line,) = found(
-        module_fqns_per_model_part=(NAMES[:3], NAMES[3:]), pipeline_parallel_layers_per_stage=2
-    )
-    assert line.endswith("defines the stages already; remove one of the two")
-
-
-def test_more_stages_than_the_model_can_be_cut_into():
-    assert found("DualPipeV", pp=4) == [
-        "pipeline_parallel_degree: it makes 8 stages, but 4 layers, with the modules before and "
-        "after them, can be cut into at most 6; use fewer"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "pp", "microbatches", "words"),
-    [
-        ("1F1B", 4, 3, "needs at least as many microbatches as stages, 4, but there are 3"),
-        ("1F1B", 4, 3, "1F1B can run 4"),
-        ("DualPipeV", 2, 2, "DualPipeV can run 4"),
-        ("Interleaved1F1B", 2, 5, "Interleaved1F1B can run 4 or 6"),
-        ("InterleavedZeroBubble", 2, 7, "can run 6 or 8"),
-    ],
-)
-def test_microbatches_that_do_not_fit(schedule, pp, microbatches, words):
-    (line,) = found(schedule, pp, microbatches)
-    assert line.startswith("pipeline_parallel_schedule: ")
-    assert words in line
-
-
-PARTS = {
-    (NAMES[:3], ("layers.2", "layer.3", "norm", "output")): (
-        '"layer.3" is not a module that can be placed; allowed: tok_embeddings, layers.0, '
-        "layers.1, layers.2, layers.3, norm, output; did you mean layers.3?"
-    ),
-    (NAMES[:3], NAMES[4:]): "layers.2 is in no part",
-    (NAMES[1:3], NAMES[3:6]): "tok_embeddings, output are in no part",
-    (NAMES[:4], NAMES[3:]): "layers.2 is in several parts",
-    (NAMES[3:], NAMES[:3]): (
-        "layers.2 is in the place of tok_embeddings; wanted the order of the model"
-    ),
-    ((), NAMES): "part 1 is empty; wanted at least one module in each",
-    (
-        NAMES[:6],
-        NAMES[6:],
-    ): "norm and output are in different parts; wanted one part for all of them",
-}
-
-
-@pytest.mark.parametrize("parts", PARTS)
-def test_parts_by_hand_that_are_no_cut(parts):
-    assert found(module_fqns_per_model_part=parts) == [
-        f"module_fqns_per_model_part: {PARTS[parts]}"
-    ]
 
 
 @pytest.mark.parametrize("schedule", [name for name, s in SCHEDULES.items() if s.splits_backward])

@@ -29,7 +29,7 @@ from torchtitan.checkpoint.dcp.items import (
 )
 from torchtitan.checkpoint.manifest import Damaged, reading
 from torchtitan.checkpoint.ranges import Files, Sizes, contiguous, files_in, read_header, sizes
-from torchtitan.checkpoint.storage import StoredBlock, assemble
+from torchtitan.checkpoint.storage import StoredBlock, join_pieces
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
 from torchtitan.remote import refuse_pointer
@@ -310,7 +310,7 @@ class DcpCheckpoint:
             return self._files.block(place, layout.dtype, layout.strides, at, shape)
 
         where = f"{self.folder}: {name}"
-        return assemble(entry.dtype, offsets, sizes, entry.chunks, block, where)
+        return join_pieces(entry.dtype, offsets, sizes, entry.chunks, block, where)
 
     @property
     def files(self) -> set[str]:

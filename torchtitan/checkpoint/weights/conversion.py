@@ -192,14 +192,18 @@ def complete_or_absent(destination: Path) -> Iterator[Path]:
         with TemporaryDirectory() as spool:
             logger.info(
                 "%s: first written to %s, which needs room for all of it; TMPDIR sets the place",
-                *(destination, spool),
+                destination,
+                spool,
             )
             yield Path(spool)
             upload(Path(spool), destination)
         return
     saving = destination.with_name(f"{destination.name}.saving")
     shutil.rmtree(saving, ignore_errors=True)
-    saving.mkdir(parents=True)
+    try:
+        saving.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"{destination}: cannot be written: {error.strerror}") from None
     try:
         yield saving
         for path in saving.iterdir():

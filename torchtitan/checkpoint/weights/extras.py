@@ -94,7 +94,8 @@ class Extras(NamedTuple):
             wanted = " or ".join(name for name in TOKENIZERS if name in names)
             logger.warning(
                 "the weights are written without their tokenizer, %s: this format has %s",
-                *(self.tokenizer, wanted),
+                self.tokenizer,
+                wanted,
             )
         if "tokenizer.json" in copied and TOKENIZER_CONFIG not in copied:
             _describe_tokenizer(folder)

@@ -26,6 +26,7 @@ from torchtitan.checkpoint.weights.network import Network, Sizes, identify, read
 from torchtitan.config import ConfigError, RecipeError, shorten
 from torchtitan.logging import logger
 from torchtitan.models.spec import ModelSpec
+from torchtitan.remote import dangling
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 INDEX = "model.safetensors.index.json"
@@ -124,11 +125,13 @@ def _file_names(folder: Path) -> list[str]:
             f"{folder}: weights are in both {SINGLE}, which transformers would read, and the files "
             f"of {INDEX}; remove those that are not meant"
         )
-    other = re.compile(r"(model|pytorch_model|consolidated)[\d.of-]*\.(safetensors|bin|pth)")
+    other = re.compile(r"(adapter_|pytorch_)?(model|consolidated)[\w.-]*\.(safetensors|bin|pth)")
     if others := sorted(filter(other.fullmatch, there.difference(names))):
         logger.warning(
-            "%s: weights are read from %s; not read, as in transformers: %s",
-            *(folder, names[0] if len(names) == 1 else INDEX, shorten(", ".join(others))),
+            "%s: weights are read from %s; not read: %s",
+            folder,
+            names[0] if len(names) == 1 else INDEX,
+            shorten(", ".join(others)),
         )
     return names
 
@@ -136,14 +139,18 @@ def _file_names(folder: Path) -> list[str]:
 def _named_files(folder: Path) -> list[str]:
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
-            raise ConfigError(f"{folder}: there is neither {INDEX} nor {SINGLE}")
+            lost = dangling(folder / SINGLE) or dangling(folder / INDEX)
+            others = sorted(path.name for path in folder.glob("*.safetensors"))
+            only = f"; there is only {shorten(', '.join(others))}" if others else ""
+            raise ConfigError(lost or f"{folder}: there is neither {INDEX} nor {SINGLE}{only}")
         return [SINGLE]
     weight_map = read_config(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(map(_is_beside, weight_map.values())):
+    named = weight_map.values() if isinstance(weight_map, dict) else ()
+    if not named or not all(map(_is_beside, named)):
         raise ConfigError(
             f"{folder / INDEX}: it has no weight_map from tensors to files in its folder"
         )
-    names, there = sorted(set(weight_map.values())), {path.name for path in folder.iterdir()}
+    names, there = sorted(set(named)), {path.name for path in folder.iterdir()}
     for path in (folder / name for name in names if name not in there):
         raise ConfigError(f"{path}: there is no such file, but the index names it")
     return names

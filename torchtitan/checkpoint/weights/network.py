@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torchtitan.config import ConfigError, RecipeError, allowed_names, near_names, show
 from torchtitan.models import MODELS, spec_in_recipe
 from torchtitan.models.spec import ModelSpec, WeightFormat, build_empty
-from torchtitan.remote import StoreError, refuse_pointer
+from torchtitan.remote import StoreError, dangling, refuse_pointer
 
 Sizes = tuple[int, ...]
 
@@ -192,10 +192,10 @@ def read_config(path: Path) -> dict[str, Any]:
         refuse_pointer(path, data)
         content = json.loads(data.decode())
     except (FileNotFoundError, IsADirectoryError):
-        raise ConfigError(f"{path}: there is no such file") from None
-    except StoreError:
+        raise ConfigError(dangling(path) or f"{path}: there is no such file") from None
+    except (StoreError, ConfigError):
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a JSON object")

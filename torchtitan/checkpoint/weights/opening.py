@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, is_dcp, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, state_of, translated
-from torchtitan.checkpoint.folder import look_at, read_state, saved_steps
+from torchtitan.checkpoint.folder import read_state, read_verified_manifest, saved_steps
 from torchtitan.checkpoint.manifest import STATE_FILE, Damaged
 from torchtitan.checkpoint.storage import INDEX, SavedTensors, TensorSource
 from torchtitan.checkpoint.store import HISTORY, MANIFEST, NAME, OF_NODE
@@ -106,6 +106,11 @@ def find_format(folder: Path) -> str:
     if len(found) > 1:
         raise ConfigError(f"{folder}: it contains {' and '.join(found)}; choose one with --from")
     if not found:
+        if pickled := next(folder.glob("*.bin"), None):
+            raise ConfigError(
+                f"{pickled}: pickled weights are not read; write them as safetensors with "
+                "transformers: from_pretrained(...), then save_pretrained(...)"
+            )
         signs = ", ".join(sign for signs in SIGNS.values() for sign in signs)
         raise ConfigError(f"{folder}: found no weights; looked for {signs}")
     return found[0]
@@ -114,7 +119,7 @@ def find_format(folder: Path) -> str:
 def open_ours(folder: Path, model: str | None, flavor: str | None) -> Opened:
     """Open a checkpoint of ours, or the newest in a folder of them or of a run."""
     path = find(folder)[-1]
-    manifest = look_at(path)
+    manifest = read_verified_manifest(path)
     state = read_state(path, manifest)
     recipe, source = state["recipe"], Verified(path)
     network, extras = of_recipe(path, recipe, model, flavor), Extras.of_recipe(recipe)
@@ -151,7 +156,9 @@ def open_dcp(folder: Path, model: str | None, flavor: str | None) -> Opened:
         logger.warning(
             "%s: its shapes match %s, from which settings that do not affect shapes, such as "
             "heads and RoPE, are taken too. If its recipe sets other values: %s",
-            *(path, opened.network, command),
+            path,
+            opened.network,
+            command,
         )
     return opened
 

@@ -94,7 +94,7 @@ def _megatron_table(root: Path, file: Path) -> ShardTable:
         message = f"no dtype of tokens has the code {code}; the codes are {[*MEGATRON_DTYPES]}"
         raise damaged(file, 17, message)
     size = HEADER_BYTES + 12 * sequences + 8 * count
-    if len(content) == size + sequences:
+    if sequences and len(content) == size + sequences:
         raise ConfigError(f"{file}: multimodal sequences; only text can be read")
     if len(content) != size:
         message = f"it has {len(content):,} bytes, but its header is that of {size:,}"

@@ -172,6 +172,8 @@ def read_description(folder: Path) -> IndexDescription:
             )
         shards = tuple(Shard(**shard) for shard in values.pop("shards"))
         return IndexDescription(**values, shards=shards)
+    except ConfigError:
+        raise
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{file}: not an index of tokens: {error}") from None
 
@@ -310,7 +312,7 @@ class TokenDocuments:
             raise ConfigError(
                 f"{self.place(document, int(beyond))}: token {tokens[beyond]} is outside of the "
                 f"vocabulary of {self.vocab_size}; it was made with another tokenizer; set "
-                "model.tokenizer_path to that, and use a model of its size"
+                "model.tokenizer_path to that, or model.vocab_size to its size if there is none"
             )
         return tokens
 
@@ -362,9 +364,10 @@ def _limit(dtype: np.dtype[Any], vocab_size: int) -> int | None:
 
 def _array(folder: Path, name: str, count: int) -> npt.NDArray[Any]:
     path, dtype = array_file(folder, name), np.dtype(ARRAYS[name])
-    size = path.stat().st_size if path.is_file() else -1
+    size = path.stat().st_size if path.is_file() else None
     if size != count * dtype.itemsize:
-        raise ConfigError(f"{path}: truncated or missing: {size:,} bytes; index the data again")
+        found = "missing" if size is None else f"has {size:,} bytes of {count * dtype.itemsize:,}"
+        raise ConfigError(f"{path}: {found}; restore it, or index the data again")
     return np.asarray(np.memmap(path, dtype, "r")) if count else np.zeros(0, dtype)
 
 

@@ -134,6 +134,9 @@ def _open_shards(
         shuffle_window=config.shuffle_window,
         cache_limit=config.cache_limit,
     )
+    end = getattr(format, "end", None)
+    if end is not None and end >= vocab_size:
+        raise ConfigError(f"data.format.end: got {end}; the model's vocabulary has {vocab_size:,}")
     made_by = documents.description.tokenizer
     if made_by not in (None, tokenizer.fingerprint):
         raise ConfigError(

@@ -27,6 +27,7 @@ from torchtitan.data.tokens.formats import (
 )
 from torchtitan.data.tokens.index import ShardTable
 from torchtitan.logging import logger
+from torchtitan.remote import refuse_pointer
 
 UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
 BLOCK = 2**22
@@ -66,22 +67,25 @@ class RawFormat(TokenFormat):
 
     def _table(self, root: Path, file: Path, dtype: str, end: int | None) -> ShardTable:
         with file.open("rb") as stream:
-            first_bytes = stream.read(8)
-        header, rows = 0, None
-        if header_dtype := LLM_C_DTYPES.get(first_bytes):
+            first_bytes = stream.read(12)
+        header, rows, said = 0, None, None
+        if header_dtype := LLM_C_DTYPES.get(first_bytes[:8]):
             if self.dtype and dtype != header_dtype:
                 raise damaged(file, 0, f"its header says {header_dtype}, and the recipe {dtype}")
-            header, dtype = 1024, header_dtype
+            header, dtype, said = 1024, header_dtype, int.from_bytes(first_bytes[8:], "little")
             logger.info("data: %s has a header of llm.c, %s; it is used", file, dtype)
         if first_bytes.startswith(MAGIC):
             array = _open_npy(file)
             if self.dtype and dtype != array.dtype.name:
                 message = f"its header says {array.dtype}, and the recipe {dtype}; remove `dtype`"
                 raise damaged(file, 0, message)
-            header, dtype, rows = array.offset, array.dtype.name, array.shape
+            header, dtype, rows, said = array.offset, array.dtype.name, array.shape, array.size
             logger.info("data: %s has a header of NumPy, %s %s; it is used", file, dtype, rows)
         itemsize = np.dtype(dtype).itemsize
         size = file.stat().st_size - header
+        if size < 0 or (said is not None and size != said * itemsize):
+            message = f"it has {max(0, size):,} bytes of tokens, and its header is that of "
+            raise damaged(file, header, f"{message}{said:,} {dtype}; it is truncated, or damaged")
         if not size:
             raise damaged(file, header, "it has no tokens; remove it")
         if size % itemsize:
@@ -117,6 +121,7 @@ def _read_spans(
     file: Path, tokens: int, dtype: str
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Read the first token and the end of each document."""
+    refuse_pointer(file)
     spans: list[tuple[int, int]] = []
     try:
         with gzip.open(file, "rt", encoding="utf-8", newline="") as lines:
@@ -143,7 +148,10 @@ def _read_spans(
 def _find_ends(file: Path, header: int, dtype: str, end: int | None) -> npt.NDArray[np.int64]:
     """Find the end of each document, by the token that ends it."""
     if end is None:
-        message = "nothing says where documents end; set `end` to the token that ends a document"
+        message = (
+            'nothing says where documents end; set data.format.name = "raw" and `end` to the token '
+            "that ends a document"
+        )
         raise damaged(file, header, message)
     found: list[npt.NDArray[np.int64]] = []
     count = 0

@@ -292,8 +292,7 @@ class _Tokenization:
         tables = list(self._limited(parts))
         if not tables:
             raise ConfigError(
-                f"{self._about}: "
-                + "no document has text"
+                f"{self._config.dataset_path or self._config.dataset}: no document has text"
                 + " within the limit of tokens; raise it" * (self._max_tokens is not None)
             )
         kept = {table.file for table in tables}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.parallel.settings import Precision
-from torchtitan.parallel.sharding import placement, read_by
+from torchtitan.parallel.sharding import map_parameter_reads, placement
 from torchtitan.torch_private.dtensor import data_parallel_over
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def apply(
             if parameter not in without:
                 module.register_parameter(name, laid_out(parameter, mesh))
     read = partial(gather, axes=axes, tensor_mesh=tensor_mesh, precision=precision)
-    read_by(model, read, without)
+    map_parameter_reads(model, read, without)
 
 
 def laid_out(parameter: nn.Parameter, mesh: DeviceMesh, dim: int = 0) -> nn.Parameter:
@@ -71,7 +71,9 @@ def gather(
         local = copy.to_local(grad_placements=[Partial()])
     whole = (
         DTensor.from_local(
-            *(local, parts, [split]),
+            local,
+            parts,
+            [split],
             run_check=False,
             # A dim that is split twice is evenly divisible, so that its shape follows.
             shape=None if is_split_again else parameter.shape,
@@ -87,7 +89,9 @@ def gather(
     if not is_split_again:
         return whole
     return DTensor.from_local(
-        *(whole, tensor_mesh, parameter.placements[-1:]),
+        whole,
+        tensor_mesh,
+        parameter.placements[-1:],
         run_check=False,
         shape=parameter.shape,
         stride=parameter.stride(),

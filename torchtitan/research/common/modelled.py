@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchtitan.build import Run, build, lay_out
+from torchtitan.build import Run, build, build_on_meta
 from torchtitan.comm import Gather, Reduce, ReplicaReducer, Unit
 from torchtitan.data import Batch
 from torchtitan.device import Device
@@ -101,7 +101,7 @@ def places(job: JobConfig, at_step: AtStep) -> MeshPosition:
     with ExitStack() as stack:
         world = stack.enter_context(open_world(job.degrees(launch.size), job.comm, CPU))
         stack.enter_context(patch.object(type(way), "open", record))
-        model = lay_out(job, world, Timeline(world.device))
+        model = build_on_meta(job, world, Timeline(world.device))
         named = {n: p for part in model.parts for n, p in part.named_parameters()}
         boxes = {}
         for name, p in named.items():

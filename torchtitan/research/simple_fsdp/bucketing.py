@@ -123,7 +123,7 @@ class Times:
 
     def __init__(self, name: str) -> None:
         self.hardware = import_wing("torchtitan.plan.hardware", KEY).find_hardware(name)
-        self.message_seconds = import_wing("torchtitan.plan.message_time", KEY).message_seconds
+        self.message_seconds = import_wing("torchtitan.plan.messages", KEY).message_seconds
         self.bandwidth: float = self.hardware.memory_bandwidth * 1e9
         peaks = self.hardware.peaks
         self.flops: float = (peaks.bfloat16 or peaks.float32 or 0.0) * 1e12

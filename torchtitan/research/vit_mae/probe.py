@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.checkpoint.folder import look_at, read_state
+from torchtitan.checkpoint.folder import read_state, read_verified_manifest
 from torchtitan.checkpoint.weights.foreign import weights_of
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.checkpoint.weights.opening import OPEN, find, find_format
@@ -202,7 +202,7 @@ def _sample(view: ImageView, number: int) -> ImageSample | None:
 
 def _recipe(place: ModelLocation) -> dict[str, Any]:
     path = find(place.path)[-1]
-    recipe: dict[str, Any] = read_state(path, look_at(path))["recipe"]
+    recipe: dict[str, Any] = read_state(path, read_verified_manifest(path))["recipe"]
     return recipe
 
 

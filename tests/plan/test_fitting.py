@@ -1,0 +1,38 @@
+"""Whether a run fits in this machine, and what is said if it does not."""
+
+import pytest
+
+from torchtitan.config import RecipeError
+from torchtitan.device import Device
+from torchtitan.tools.cli import main
+
+
+def test_a_run_that_cannot_fit_is_refused(capsys):
+    for verb in (["check", "--here", "--device", "cpu"], ["train"]):
+        assert main([*verb, "--model.flavor", "405B", "--training.steps", "5"]) == 2
+        message = " ".join(capsys.readouterr().err.split())
+        assert 'error: --model.flavor: got "405B"; a rank holds at least ' in message
+        assert " GiB, and the host has " in message
+        assert "torchtitan plan lists changes after which a recipe fits" in message
+
+
+@pytest.mark.gate
+def test_a_run_that_may_not_fit_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(Device, "memory_available", lambda self: 0.25)
+    assert main(["check", "--here", "--device", "cpu", "--training.steps", "10000"]) == 0
+    noted = capsys.readouterr().err
+    assert "a rank holds about " in noted
+    assert "by its plan, and 0.2 of the host are free" in noted
+
+
+def test_a_recipe_without_a_plan_is_told(monkeypatch, capsys):
+    def refuse(*args, **settings):
+        raise RecipeError(["this recipe cannot be planned yet: no"])
+
+    monkeypatch.setattr("torchtitan.plan.fitting.plan", refuse)
+    words = ["check", "--training.steps", "10000"]
+    assert main([*words, "--plan"]) == 0
+    told = capsys.readouterr().out
+    assert "\nplanned memory: unknown, as this recipe cannot be planned yet: no\n" in told
+    assert main([*words, "--device-memory", "80"]) == 2
+    assert "--device-memory: got 80; this recipe cannot be planned" in capsys.readouterr().err

@@ -1,0 +1,10 @@
+"""Tables that lie beside a test as text: a row a line, with bars between its columns."""
+
+from pathlib import Path
+
+
+def table(test, name):
+    r"""The rows of a file beside a test, as tuples of their columns; `\n` stands for a new line."""
+    lines = Path(test).with_name(name).read_text(encoding="utf-8").splitlines()
+    rows = (line.replace(r"\n", "\n") for line in lines if line and not line.startswith("# "))
+    return [tuple(column.strip(" ") for column in row.split(" | ")) for row in rows]

@@ -1,0 +1,245 @@
+"""Predict a recipe's memory and speed on hardware that you do not have.
+
+For the folder of a run, show what it measured, too.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchtitan import config
+from torchtitan.checks import ELSEWHERE, is_error_of, load_job, problems
+from torchtitan.config import PlannedWorld, RecipeError, find_recipe, print_message
+from torchtitan.device import DeviceType
+from torchtitan.inputs import require_recipe
+from torchtitan.job import JobConfig
+from torchtitan.plan.comparison import measured_rows, measured_text
+from torchtitan.plan.fitting import FittingChange, changes
+from torchtitan.plan.hardware import Hardware, find_hardware, hardware_names, hardware_of
+from torchtitan.plan.hardware.calibrate import calibrate
+from torchtitan.plan.page import plan_page
+from torchtitan.plan.plan import plan
+from torchtitan.plan.plan_report import Json, plan_json, plan_text
+from torchtitan.plan.search import LEAST
+from torchtitan.plan.search_report import (
+    SECONDS,
+    require_devices,
+    search_layouts,
+    search_text,
+    write_best,
+)
+from torchtitan.provenance import RECIPE_FILE
+from torchtitan.tools.history import RunHistory
+from torchtitan.tools.options import (
+    Count,
+    DeviceMemory,
+    Recipe,
+    RecipeVerb,
+    count,
+    number,
+    progress,
+    verb,
+)
+
+UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+MOST_RANKS = 2**20
+NEAR = 64
+"""Number of smaller and of larger world sizes that are tried in place of one that is refused."""
+
+app = verb()
+
+
+def token_count(word: object) -> float:
+    """Read a number of tokens, such as 15T."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", str(word).lower().replace("_", ""))
+    if found is None or not 0 < (tokens := float(found[1]) * UNITS[found[2]]) < 1e24:
+        raise typer.BadParameter(f"got {word}; wanted a number of tokens, such as 15T or 300B")
+    return tokens
+
+
+@app.command(cls=RecipeVerb, help=__doc__, name="plan")
+def plan_recipe(
+    context: typer.Context,
+    recipe: Recipe = None,
+    world_size: Annotated[
+        int | None,
+        Count("Number of ranks (default: that of the recipe, or the minimum of its layout)."),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME | FILE",
+            help=f"Hardware, {', '.join(hardware_names())} or a file (default: the recipe's).",
+        ),
+    ] = None,
+    device_memory: Annotated[
+        float | None, DeviceMemory("Memory of a device (default: that of the hardware).")
+    ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option(
+            parser=token_count,
+            metavar="N",
+            help="Budget of the run, such as 15T (default: all steps of the recipe).",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a page with plots.")
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Also plan other layouts; write the best as a recipe.")
+    ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            parser=number("seconds, a number >= 0", lambda found: 0 <= found < inf),
+            metavar="N",
+            help=f"Time of a search (default: {SECONDS:.0f}); it plans at least {LEAST} layouts.",
+        ),
+    ] = None,
+    timed: Annotated[
+        int | None,
+        typer.Option(
+            "--time",
+            parser=count,
+            metavar="K",
+            help="With --search: also run the best K layouts for a few steps on this machine.",
+        ),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure this machine instead, and write it as a hardware file."
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Recipe of the best layout, or hardware file (default: outputs/NAME_planned.toml, "
+            "outputs/hardware.toml).",
+        ),
+    ] = None,
+) -> int:
+    path, flags = config.split_recipe([*([recipe] if recipe else []), *context.args])
+    history = RunHistory.open(Path(path)) if path and Path(path).is_dir() else None
+    if history:
+        path = str(history.folder / RECIPE_FILE)
+        world_size = world_size or history.ranks
+    require_recipe(path, flags, "plan")
+    if html and not html.resolve().parent.is_dir():
+        raise RecipeError([f"--html: got {html}; make its folder"])
+    for option, file in (("--html", html), ("--output", output)):
+        if file and file.is_dir():
+            raise RecipeError([f"{option}: got {file}; name a file in this folder"])
+    if world_size and world_size > MOST_RANKS:
+        raise RecipeError([f"--world-size: got {world_size}; use at most {MOST_RANKS:,}"])
+    devices = None if hardware is None else find_hardware(hardware)
+
+    def load(ranks: int | None, more: Sequence[str] = ()) -> config.Recipe[JobConfig]:
+        device_type = _type(devices, history)
+        return load_job(path, [*flags, *more], ranks, device_type, exempt=ELSEWHERE)
+
+    job = load(None).config
+    stated = job.flat()
+    name = stated.get("job.hardware")
+    if devices is None and history:
+        devices = hardware_of(str(name or ""), history.device_type, history.device or "")
+    elif devices is None and name:
+        devices = find_hardware(str(name), "job.hardware")
+    ranks = world_size or stated.get("job.ranks") or job.parallelism.least_ranks
+    try:
+        found = load(ranks)
+    except RecipeError as error:
+        near = near_sizes(job, ranks, _type(devices, history))
+        if near:
+            sizes = " or ".join(f"{size:,}" for size in near)
+            error.lines.append(f"--world-size: got {ranks}; use {sizes}, which this recipe can use")
+        raise
+    for notice in found.notices:
+        print_message("note", notice)
+    if measure:
+        place = output or Path("outputs/hardware.toml")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with progress("measuring this machine"):
+            calibrate(found.config, ranks, place)
+        print(f"hardware: {place}")
+        return 0
+    if search and (devices is None or path is None):
+        missing = "the hardware; add --hardware" if path else "a recipe; name one"
+        raise RecipeError([f"--search: it needs {missing}"])
+    if timed and not search:
+        raise RecipeError([f"--time: got {timed}; add --search, whose layouts it times"])
+    if seconds is not None and not search:
+        raise RecipeError([f"--seconds: got {seconds:g}; add --search, whose time it is"])
+    if timed and devices:
+        require_devices(devices, ranks)
+    if devices and device_memory:
+        devices = devices.model_copy(update={"memory_gib": device_memory})
+    with progress(f"planning {ranks:,} ranks") as advance:
+        planned = plan(
+            found.config,
+            ranks,
+            devices,
+            device_type=_type(devices, history),
+            capacity_gib=device_memory,
+            count=advance,
+        )
+    layouts: Json = {}
+    given = find_recipe(path) if search and path else None
+    if given:
+        place = output or Path("outputs") / f"{given.stem}_planned.toml"
+        with progress(f"searching layouts of {ranks:,} ranks"):
+            words = (given, planned, _type(devices), place)
+            time_limit = SECONDS if seconds is None else seconds
+            layouts = search_layouts(*words, seconds=time_limit, timed=timed or 0)
+    smaller: list[FittingChange] = []
+    if planned.fits is False:
+        with progress("looking for changes after which it fits") as advance:
+            smaller = changes(lambda size, more: load(size, more).config, planned, count=advance)
+    answer = plan_json(planned, tokens=tokens, changes=smaller)
+    answer |= {"search": layouts} if search else {}
+    rows = measured_rows(planned, history) if history else []
+    answer |= {"measured": [row._asdict() for row in rows]} if rows else {}
+    text = [json.dumps(answer, indent=1)] if as_json else [*plan_text(answer)]
+    text += search_text(layouts) if given and not as_json else []
+    text += ["", *measured_text(rows)] if rows and not as_json else []
+    if html:
+        html.write_text(plan_page(planned, answer).html(), encoding="utf-8")
+        text += [] if as_json else ["", f"page: {html}"]
+    # In one piece, so that `| head` does not close the pipe in between.
+    print("".join(f"{line}\n" for line in text), end="", flush=True)
+    if given:
+        write_best(layouts, given, planned, _type(devices))
+    for note in planned.notes:
+        print_message("warning", note)
+    return 0
+
+
+def near_sizes(job: JobConfig, ranks: int, device_type: str) -> list[int]:
+    """Return the nearest numbers of ranks below and above `ranks` that a recipe can use."""
+
+    def runs(size: int) -> bool:
+        found = problems(job, PlannedWorld(size, device_type))
+        return all(each.severity == "note" or is_error_of(each, ELSEWHERE) for each in found)
+
+    least = job.parallelism.least_ranks
+    if job.parallelism.data_parallel_shard_degree != -1:
+        candidates = [[least]] if least != ranks else []
+    else:
+        below = range((ranks - 1) // least * least, 0, -least)
+        above = range(ranks // least * least + least, (ranks // least + NEAR) * least, least)
+        candidates = [[*below[:NEAR]], [*above]]
+    nearest = (next(filter(runs, sizes), None) for sizes in candidates)
+    return [size for size in nearest if size]
+
+
+def _type(devices: Hardware | None, history: RunHistory | None = None) -> DeviceType:
+    known = devices or history
+    return known.device_type if known else "cuda"

@@ -1,1 +1,0 @@
-"""The plan of a recipe, as text, as JSON and as a page."""
