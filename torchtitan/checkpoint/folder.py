@@ -54,7 +54,7 @@ class TrainState:
     """Progress of a run: all of its counters."""
 
     step: int = 0
-    """Number of steps step_already_saved_error, including skipped ones."""
+    """Number of steps taken, including skipped ones."""
     tokens: int = 0
     """Number of targets trained on, over all ranks."""
     skipped: int = 0

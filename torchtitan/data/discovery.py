@@ -32,8 +32,6 @@ TOKENS = {
     ".mds": "their index.json is missing or damaged; restore it",
 }
 """Suffixes of tokens that no format has recognized, and how to read them."""
-HEAD = 8000
-"""Bytes at the start of a text file among which none is 0."""
 ABOUT = {".md", ".rst", ".yaml", ".yml", ".toml", ".py", ".sh", ".sha256", ".md5", ".cff", ".png"}
 ABOUT |= {"README", "LICENSE", "LICENCE", "COPYING", "NOTICE", "CITATION", "CHANGELOG", "MANIFEST"}
 """Suffixes and names of files that accompany data; they do not make a folder one of mixed kinds."""
@@ -129,7 +127,6 @@ def _readable(files: list[Path], kind: str) -> tuple[list[Path], str]:
     Raises:
         ConfigError: if one is a table, a pointer of Git LFS, or compressed text.
     """
-    checked = set(files[:: -(-len(files) // 1000) or 1])
     for file in files:
         refuse_pointer(file)
         suffix = _kind_of(file)
@@ -147,15 +144,6 @@ def _readable(files: list[Path], kind: str) -> tuple[list[Path], str]:
                 f"{file}: compressed text is not supported, only JSON Lines compressed as "
                 f"{' or '.join(COMPRESSED)}; decompress it first"
             )
-        if kind == "text" and file in checked:
-            with file.open("rb") as stream:
-                head, zero, _ = stream.read(HEAD).partition(b"\0")
-            if zero:
-                line = head.count(b"\n") + 1
-                raise ConfigError(
-                    f"{file}:{line}: not UTF-8 text (byte {len(head)} is 0); "
-                    "is it UTF-16, or no text at all?"
-                )
     return files, kind
 
 

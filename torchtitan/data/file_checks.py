@@ -29,6 +29,8 @@ MAX_BYTES: Final = 2**30
 MAX_UNPACKED: Final = 2**27
 """Maximum bytes of compressed files that are decompressed, over all files."""
 BLOCK: Final = 2**24
+HEAD: Final = 8000
+"""Bytes at the start of a text file among which none is 0."""
 SHARED_BYTES: Final = 2**20
 """Bytes of all files from which a check is not repeated by other processes of the node."""
 
@@ -135,6 +137,10 @@ def _check_encoding(file: Path, most: int, kind: str, config: DataConfig) -> int
     decoder, read, newlines = codecs.getincrementaldecoder("utf-8")(), 0, 0
     with file.open("rb") as stream:
         while read < most and (block := stream.read(min(BLOCK, most - read))):
+            if kind == "text" and not read and (zero := block.find(b"\0", 0, HEAD)) >= 0:
+                line = block.count(b"\n", 0, zero) + 1
+                why = f"(byte {zero} is 0); is it UTF-16, or no text at all?"
+                raise ConfigError(f"{file}:{line}: not UTF-8 text {why}")
             read += len(block)
             try:
                 decoder.decode(block)

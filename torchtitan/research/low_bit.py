@@ -187,9 +187,10 @@ def _zeros(parameter: NamedParameter, storage: LowBitStorage, *, signed: bool) -
 
 
 def compute_tables() -> None:
-    """Compute the values of all codes, which torchao keeps for the process, without modes.
+    """Compute torchao's tables of codes outside of dispatch modes.
 
-    A plan would compute them from tensors without values.
+    torchao caches them for the process. In a plan, tensors have no values, so the tables would be
+    wrong for a run that follows.
     """
     from torchao.optim import subclass_4bit, subclass_8bit
 
