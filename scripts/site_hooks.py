@@ -1,11 +1,11 @@
 """Parts of the site that mkdocs does not find in docs/ by itself.
 
-Pages from elsewhere in the repository are added. The README's section Install, the options of the
-verbs and the purposes of all modules are filled in. Links to files outside of the site become
+Pages from elsewhere in the repository are added, and the pages of settings are made. The README's
+section Install, the tables of sections, the options of the verbs and the purposes of all modules
+are filled in. Links to files outside of the site become
 plain text: the pages are also read in the repository, where those links work.
 """
 
-import ast
 import posixpath
 import re
 import sys
@@ -35,7 +35,7 @@ def added() -> dict[str, str]:
 
 
 ADDED = added()
-LESS_SEARCHED = ("papers/", "benchmarks/", "changelog", "contributing", "modules", "api")
+LESS_SEARCHED = ("papers/", "benchmarks/", "changelog", "contributing", "api")
 MORE_SEARCHED = (
     *("troubleshooting", "glossary", "quickstart", "layouts"),
     *("checkpoint", "precision", "data.md"),
@@ -45,19 +45,25 @@ FILE = re.compile(r"<!-- file: (\S+) -->\n```(\w+)")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add the pages from outside docs/."""
+    """Add the pages from outside docs/, and those of settings."""
+    from scripts.write_config_docs import pages
+
     for path, uri in ADDED.items():
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    for uri, text in pages().items():
+        files.append(File.generated(config, uri, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     """Fill in what is computed, name files, and point links to where the site has theirs."""
+    from scripts.write_config_docs import index
+
     markdown = FILE.sub(r'```\2 title="\1"', markdown)
     if page.file.src_uri == "commands.md":
         markdown += "\n\n" + "\n".join(help_of_verbs())
-    if page.file.src_uri == "modules.md":
-        markdown += "\n\n" + "\n".join(modules())
+    if page.file.src_uri == "config.md":
+        markdown += "\n\n" + "\n".join(index())
     if page.file.src_uri == "architecture.md":
         markdown = re.sub(r"(?<=\n## The road\n).*?(?=\n## )", with_lines, markdown, flags=re.S)
     if page.file.src_uri == "install.md":
@@ -69,8 +75,8 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     if page.file.src_uri.startswith(LESS_SEARCHED + MORE_SEARCHED):
         boost = 0.2 if page.file.src_uri.startswith(LESS_SEARCHED) else 2
         page.meta["search"] = {"boost": boost}
-    assert page.file.abs_src_path is not None
-    here = Path(page.file.abs_src_path).relative_to(ROOT).as_posix()
+    source = page.file.abs_src_path or ROOT / "docs" / page.file.src_uri
+    here = Path(source).relative_to(ROOT).as_posix()
 
     def linked(match: re.Match[str]) -> str:
         text, name, anchor = match.groups()
@@ -117,15 +123,3 @@ def help_of_verbs() -> Iterator[str]:
             yield typer.cli.get_docs_for_click(
                 obj=command, ctx=context, indent=1, name=name, call_prefix="torchtitan"
             )
-
-
-def modules() -> Iterator[str]:
-    """Yield a table of the modules of each package, with the first lines of their docstrings."""
-    package = ROOT / "torchtitan"
-    folders = sorted({path.parent for path in package.rglob("*.py")})
-    for folder in folders:
-        yield f"\n## {folder.relative_to(ROOT).as_posix()}/\n\n| module | purpose |\n|---|---|"
-        for path in sorted(folder.glob("*.py")):
-            if about := ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))):
-                first = about.partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-                yield f"| `{path.name}` | {first} |"

@@ -1,15 +1,14 @@
-"""Writes the reference of all settings from the settings themselves.
-
-That is docs/config.md, a page in docs/config/ for each section at the top of a recipe, and the
-reference of verbs and settings that `--help` reads.
+"""Makes the reference of all settings from the settings themselves.
 
 python scripts/write_config_docs.py
+
+writes the reference of verbs and settings that `--help` reads. The site takes its pages of
+sections, models and data sets from here when it is built (scripts/site_hooks.py).
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from torchtitan.config import HelpEntry, HelpSection, all_sections, sections, show
 from torchtitan.config.other_names import SYNONYMS, Moved
@@ -20,82 +19,39 @@ from torchtitan.tools.cli import command, verbs
 from torchtitan.tools.commands import REFERENCE, as_json
 from torchtitan.torchtitan_keys import DEFAULTS, OF_CONVERTER, OUR_SECTIONS, TABLE
 
-DOCS = Path(__file__).parents[1] / "docs"
-WRITTEN = "<!-- Written by scripts/write_config_docs.py; change the settings, not this page. -->\n"
 
-INTRODUCTION = f"""\
-# Recipes
-
-{WRITTEN}
-
-The format of a recipe, and the reference of every section and key that it can have.
-
-A recipe is a TOML file. Section and key names are those of TorchTitan v0.2, wherever it has the
-concept.
-
-```toml
-extends = "base/llama3.toml"  # relative to this file; that recipe may extend another
-
-[model]
-flavor = "8B"
-
-[optimizer]
-lr = 3e-4
-```
-
-**Names.** The recipes of this project come with the package, and are found by name in any folder,
-also by `extends`: `torchtitan train debug_model`. A file with that path has priority. `torchtitan
-recipes` lists them, and `torchtitan recipes copy NAME` copies one with those that it extends.
-
-**Precedence.** Flags override the recipe, the recipe overrides the one it extends, and that
-overrides the defaults. A recipe that changes `optimizer.name` does not inherit settings that the
-new optimizer does not have. A recipe with `[[convert]]` sections does not inherit any;
-`convert = []` means none.
-
-**Flags.** `--section.key value` or `--section.key=value`. Booleans: `--section.key`,
-`--no-section.key`, `--section.no-key`, `--section.key false`. Lists: `--section.key a b` or `a,b`.
-Optional values: `--section.key none`. An integer may be written as `1e3`. Hyphens and underscores
-are equivalent. Sections in a list have numbers: `--convert.0.recipe rowwise` changes the first one,
-or, with `--convert.0.name float8`, adds it.
-
-**Check.** `torchtitan check RECIPE.toml [--world-size N] [--section.key value ...]` validates a
-recipe without starting anything and reports all its mistakes at once, in the order of the file,
-each with a fix. If there are none, it prints the layout, the model, the tokens per step, and the
-checkpoint to start from; with `--plan` also the planned memory of a rank. `--resolved` prints the
-recipe with every key instead, as TOML that can be trained from. `--device-memory GIB` also refuses
-a recipe whose ranks need more memory than such a device has, and names up to three changes after
-which it fits. `train` makes the same checks before it starts anything; the [exit
-code](exit_codes.md) for a wrong recipe is 2. `train`, and `check --here`, refuse a run whose
-parameters, gradients and optimizer states exceed the memory of this machine; all ranks share that
-of a CPU host.
-
-**Editors.** `torchtitan check --json-schema > recipe.schema.json` writes a JSON Schema. Taplo, the
-TOML extension of several editors, then completes and validates any recipe whose first line is
-`#:schema recipe.schema.json`.
-
-**Old recipes.** `torchtitan migrate OLD.toml -o NEW.toml` rewrites a recipe of TorchTitan v0.1 or
-v0.2 with the current keys, with a notice for each, and keeps the comments. [What
-moved](config/torchtitan_keys.md) lists all of them. Other commands refuse such a recipe.
-"""
-
-
-def pages() -> dict[Path, str]:
-    """Return the text of every page."""
-    tops = defaultdict(list)
-    for part in sections(all_sections(JobConfig)):
-        tops[part.header.strip("[]").partition(".")[0]].append(part)
-    index = ["## Sections\n", "| section | contents |", "|---|---|"]
-    index += [
-        f"| [`{parts[0].header}`](config/{name}.md) | {cell(about(parts))} |"
-        for name, parts in tops.items()
-    ]
-    written = {DOCS / "config.md": "\n".join([INTRODUCTION, *index, "", *lists()])}
-    for name, parts in tops.items():
-        title = f"# {parts[0].header}\n\n{WRITTEN}\n{about(parts)}\n"
-        written[DOCS / f"config/{name}.md"] = "\n".join([title, *by_header(parts)])
-    written[DOCS / "config/torchtitan_keys.md"] = "\n".join(old_keys())
-    written[DOCS / "config/other_names.md"] = "\n".join(other_names())
+def pages() -> dict[str, str]:
+    """Return the pages of settings by their places in the site: one for each top-level section."""
+    written = {
+        f"config/{name}.md": "\n".join(
+            [f"# {parts[0].header}\n\n{about(parts)}\n", *by_header(parts)]
+        )
+        for name, parts in sections_by_page().items()
+    }
+    written["config/torchtitan_keys.md"] = "\n".join(old_keys())
+    written["config/other_names.md"] = "\n".join(other_names())
     return written
+
+
+def index() -> Iterator[str]:
+    """Yield the tables of sections, models and data sets that end the page of recipes."""
+    yield "## Sections\n\n| section | contents |\n|---|---|"
+    for name, parts in sections_by_page().items():
+        yield f"| [`{parts[0].header}`](config/{name}.md) | {cell(about(parts))} |"
+    yield "\n## Models\n\n| `model.name` | `model.flavor` |\n|---|---|"
+    for name, spec in MODELS.items():
+        yield f"| `{name}` | {', '.join(f'`{flavor}`' for flavor in spec.flavors)} |"
+    yield "\n## Data sets\n\n| `data.dataset` | |\n|---|---|"
+    for name, dataset in DATASETS.items():
+        yield f"| `{name}` | {cell(dataset.about)} |"
+
+
+def sections_by_page() -> dict[str, list[HelpSection]]:
+    """Return all sections by the names of the top-level ones that contain them."""
+    found = defaultdict(list)
+    for part in sections(all_sections(JobConfig)):
+        found[part.header.strip("[]").partition(".")[0]].append(part)
+    return found
 
 
 def reference_json() -> str:
@@ -190,20 +146,9 @@ def table(rows: Sequence[str]) -> str:
     return "\n".join([*head, *rows, ""]) if rows else ""
 
 
-def lists() -> Iterator[str]:
-    """The names that a recipe can use for models and data sets."""
-    rows = [
-        f"| `{name}` | {', '.join(f'`{f}`' for f in s.flavors)} |" for name, s in MODELS.items()
-    ]
-    yield "\n".join(["## Models", "", "| `model.name` | `model.flavor` |", "|---|---|", *rows, ""])
-    rows = [f"| `{name}` | {cell(dataset.about)} |" for name, dataset in DATASETS.items()]
-    yield "\n".join(["## Data sets", "", "| `data.dataset` | |", "|---|---|", *rows, ""])
-
-
 def old_keys() -> Iterator[str]:
     """The translation table."""
     yield "# What moved since TorchTitan v0.1 and v0.2\n"
-    yield WRITTEN
     yield "`torchtitan migrate OLD.toml -o NEW.toml` converts a recipe of TorchTitan by this table;"
     yield "every other verb refuses one, with that command.\n"
     yield "A key without a counterpart is dropped if its value changes nothing, and refused"
@@ -236,7 +181,6 @@ def old_keys() -> Iterator[str]:
 def other_names() -> Iterator[str]:
     """The names of settings in other software."""
     yield "# Names in other frameworks\n"
-    yield WRITTEN
     yield "Settings and options by the names that users of Hugging Face, Megatron-LM, litgpt or"
     yield "nanoGPT know; `train` and `check` suggest ours. The meaning may differ in detail:"
     yield "`gradient_accumulation_steps`, for example, follows from the global batch.\n"
@@ -252,6 +196,4 @@ def cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in {**pages(), REFERENCE: reference_json()}.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    REFERENCE.write_text(reference_json(), encoding="utf-8")

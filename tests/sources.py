@@ -1,6 +1,7 @@
 """The sources of the package and the pages of documentation, each read and parsed once."""
 
 import ast
+import runpy
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,13 @@ PAGES = [
 @cache
 def text(path):
     return path.read_text(encoding="utf-8")
+
+
+@cache
+def pages_of_settings():
+    """The pages that are made when the site is built, by the paths that links to them have."""
+    pages = runpy.run_path(str(ROOT / "scripts/write_config_docs.py"))["pages"]()
+    return {ROOT / "docs" / name: page for name, page in pages.items()}
 
 
 @cache

@@ -16,8 +16,10 @@ from signal import SIGHUP, SIGTERM, SIGUSR1
 import pytest
 
 from tests.compare.browser import CHROMIUM, opened_browser
-from tests.sources import MODULES, ROOT, nodes, tree
+from tests.sources import MODULES, ROOT, nodes, pages_of_settings, tree
 from torchtitan.cluster.launcher import WRONG_RECIPE
+from torchtitan.data import DATASETS
+from torchtitan.models import MODELS
 from torchtitan.resilience.stop import DIVERGED, REQUEUE, SIGNALS, status_of_stop
 from torchtitan.tools.cli import verbs
 
@@ -105,6 +107,7 @@ def test_navigation_has_every_page():
     added = runpy.run_path(str(ROOT / "scripts/site_hooks.py"))["ADDED"].values()
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     pages |= {page for page in added if page.endswith(".md")}
+    pages |= {path.relative_to(ROOT / "docs").as_posix() for path in pages_of_settings()}
     named = re.findall(
         r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -146,17 +149,14 @@ def test_table_of_sizes_is_as_computed():
 
 
 @pytest.mark.gate
-def test_verbs_modules_and_names_of_files_are_shown(site):
+def test_verbs_tables_and_names_of_files_are_shown(site):
     commands = (site / "commands/index.html").read_text(encoding="utf-8")
     for name in (verb for group in verbs().values() for verb in group):
         assert f'id="torchtitan-{name}"' in commands
     text = (site / "extending/index.html").read_text(encoding="utf-8")
     assert '<span class="filename">my_parts/model.py</span>' in text
-    text = (site / "modules/index.html").read_text(encoding="utf-8")
-    package = ROOT / "torchtitan"
-    for path in package.rglob("*.py"):
-        is_listed = f"<code>{path.name}</code>" in text
-        assert is_listed == (path.stat().st_size > 0) or path.name == "__init__.py", path
+    text = (site / "config/index.html").read_text(encoding="utf-8")
+    assert all(f"<code>{name}</code>" in text for name in (*MODELS, *DATASETS))
 
 
 def texts_of_the_package():
@@ -180,11 +180,3 @@ def test_quoted_messages_exist():
         missing += [] if re.search(pattern, said) else [message]
     assert quoted
     assert missing == [], "mend docs/troubleshooting.md"
-
-
-def test_tests_that_are_named_exist():
-    page = (ROOT / "docs/failures_elsewhere.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
-    assert len(named) == page.count("*Here*:")
-    for file, name in named:
-        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"

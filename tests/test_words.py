@@ -3,7 +3,7 @@
 import ast
 import re
 
-from tests.sources import MODULES, PAGES, ROOT, nodes, place, text
+from tests.sources import MODULES, PAGES, ROOT, nodes, pages_of_settings, place, text
 
 HEADLESS = re.compile(r"(What|Of|Where|Which|How|Who|Whose|Those|That)\b")
 """A docstring starts with a verb (function), a noun (class, field), or Whether."""
@@ -61,9 +61,9 @@ def test_docstrings_are_plain_english():
 
 
 def test_pages_use_the_terms_of_the_field():
-    found = []
-    for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
-        prose = re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
+    found, pages = [], {page: text(page) for page in PAGES if page.name != "CHANGELOG.md"}
+    for page, written in (pages | pages_of_settings()).items():
+        prose = re.sub(r"^```.*?^```$", "", written, flags=re.MULTILINE | re.DOTALL)
         words = PRIVATE.finditer(" ".join(prose.split()))
         found += [f"{page.relative_to(ROOT)}: {each[0]}" for each in words]
     assert found == []
