@@ -181,6 +181,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
                 observer = replace(observer, monitors=monitors)
                 with recorder:
                     made = build(job, world, observer, stop)
+                    recorder.timeline = made.timeline
                     with closing(made.batches):
                         Trainer(made).train(start)
             except ConfigError as error:

@@ -40,6 +40,7 @@ from torchtitan.flight_recorder.records import place
 from torchtitan.flight_recorder.traces import Failure, Kind, State, read_note, read_rank
 from torchtitan.logging import logger
 from torchtitan.parallel import CommConfig
+from torchtitan.timeline import Timeline
 from torchtitan.torch_private.distributed import flight_records, group_members
 
 # Seconds after SIGTERM in which a rank should have reached its next step, or exited, unless steps
@@ -95,6 +96,8 @@ class Recorder:
         self.rank, self.world_size, self.device_type = rank, world_size, device_type
         self.shared, self.host, self.at, self.notes = shared, socket.gethostname(), 0, 0
         self.first_limit, self.limit = config.init_timeout_seconds, config.train_timeout_seconds
+        self.timeline: Timeline | None = None
+        """That of the run, once it is built; it tells of pauses."""
         self._over = threading.Event()
         self._began = self._took = 0.0
         self.is_failure_logged = False
@@ -243,8 +246,13 @@ class Recorder:
         return self.limit if self.notes > FIRST_STEP else self.first_limit
 
     def _patience(self) -> float:
-        """Seconds after which a step is not only slow; nothing is known of the first."""
-        return self.first_limit if self.notes == FIRST_STEP else LONG_STEPS * self._took
+        """Seconds after which a step is not only slow.
+
+        Nothing is known of the first one, or of a pause: a validation, a save.
+        """
+        is_paused = self.timeline is not None and self.timeline.paused_in
+        known = LONG_STEPS * self._took
+        return max(self.first_limit, known) if is_paused or self.notes == FIRST_STEP else known
 
     def _note(self, state: State, step: int) -> None:
         note = {

@@ -6,6 +6,7 @@ import signal
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,9 +199,16 @@ def test_rank_that_makes_no_progress_after_sigterm_says_where_it_is(tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("starts", "slow", "stuck"), [([0.0, 13.0, 26.0], [46.0, 64.0], 66.0), ([0.0], [299.0], 301.0)]
+    ("starts", "pause", "slow", "stuck"),
+    [
+        ([0.0, 13.0, 26.0], None, [46.0, 64.0], 66.0),
+        ([0.0], None, [299.0], 301.0),
+        ([0.0, 13.0, 26.0], "validation", [66.0, 325.0], 327.0),
+    ],
 )
-def test_a_request_to_stop_in_a_long_step_is_no_failure(tmp_path, monkeypatch, starts, slow, stuck):
+def test_a_request_to_stop_in_a_long_step_is_no_failure(
+    tmp_path, monkeypatch, starts, pause, slow, stuck
+):
     """It is as long as the step before; a step that is far longer is a failure all the same."""
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.POLL_INTERVAL", 0.01)
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.TERMINATION_TIMEOUT", 0.05)
@@ -212,6 +220,7 @@ def test_a_request_to_stop_in_a_long_step_is_no_failure(tmp_path, monkeypatch, s
         for number, at in enumerate(starts, 1):
             now[0] = at
             mine.step(number)
+        mine.timeline = SimpleNamespace(paused_in=pause)
         os.kill(os.getpid(), signal.SIGTERM)
         for at in slow:
             threading.Event().wait(0.2)
