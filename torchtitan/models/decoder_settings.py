@@ -99,6 +99,10 @@ class DecoderConfig(TextConfig):
         def add(key: str, message: str) -> None:
             problems.append(f"{keys.get(key, key)}: {message}")
 
+        # Absent from a recipe, a size follows the flavor; there is none to follow here.
+        absent = [key for key, v in sizes.items() if v is None and getattr(type(args), key, 0) != v]
+        for key in absent:
+            add(key, f"got {show(None)}; wanted a value")
         try:
             config = cls.model_validate(sizes, strict=True)
         except ValidationError as error:
@@ -108,6 +112,8 @@ class DecoderConfig(TextConfig):
                     f"got {show(details['input'])}; {details['msg'].lower()}",
                 )
             raise RecipeError(problems) from None
+        if absent:
+            raise RecipeError(problems)
         for problem in config.size_problems(args):
             add(problem.path, problem.message)
         for key, value in sizes.items():

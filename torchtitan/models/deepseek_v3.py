@@ -158,12 +158,13 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
         got, wanted = show(config["num_key_value_heads"]), show(heads)
         raise RecipeError([f"num_key_value_heads: got {got}; each of the {wanted} heads has one"])
     sizes = {ours: config[theirs] for ours, theirs in SIZES.items()}
+    shared, width = config["n_shared_experts"] or 0, config["moe_intermediate_size"]
     return args_in(
         {key: value for key, value in config.items() if key != "n_routed_experts"},
         DeepSeekV3Config,
         FIXED,
         query_rank=config["q_lora_rank"] or 0,
-        shared_dim=(config["n_shared_experts"] or 0) * config["moe_intermediate_size"],
+        shared_dim=shared * width if isinstance(width, int) else 0,
         **HAS,
         **sizes,
     )

@@ -219,10 +219,6 @@ def args_in(
     except RecipeError as error:
         problems += error.lines
     sizes: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in SIZES.items()}
-    numbers = [*((theirs, sizes[ours]) for ours, theirs in SIZES.items()), ("rope_theta", theta)]
-    if unknown := [n for n in numbers if not isinstance(n[1], int | float)]:
-        problems += (f"{key}: got {show(got)}; wanted a number" for key, got in unknown)
-        raise RecipeError(problems)
     sizes |= {
         "n_kv_heads": config.get("num_key_value_heads") or sizes["n_heads"],
         "norm_eps": config.get("rms_norm_eps", 1e-6),
@@ -237,11 +233,13 @@ def args_in(
     return family.checked(family.args_type(**sizes | own), theirs, problems)
 
 
-def agreed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json whose facts that are in two places are equal, in one of them.
+def agreed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a config.json with the facts that are in two places in one, and its problems.
+
+    Each is a fact with two values, and both of them, or with no possible one.
 
     Raises:
-        RecipeError: with every fact that has two values, and both of them, or no possible one.
+        RecipeError: if the number of blocks is no possible one.
     """
     problems = list(_malformed(config))
     parts = {key: config[key] for key in ROPES if isinstance(config.get(key), Mapping)}
@@ -267,20 +265,19 @@ def agreed(config: Mapping[str, Any]) -> dict[str, Any]:
         if any(_plain(value) != _plain(next(iter(known.values()))) for value in known.values()):
             got = " and ".join(f"{key} {show(value)}" for key, value in known.items())
             problems.append(f"{got} are one fact with two values; make them equal, or remove one")
-    if problems:
-        raise RecipeError(problems)
     if len(parts) < 2:
-        return dict(config)
-    return {**config, "rope_parameters": {**parts["rope_scaling"], **parts["rope_parameters"]}}
+        return dict(config), problems
+    whole = {**parts["rope_scaling"], **parts["rope_parameters"]}
+    return {**config, "rope_parameters": whole}, problems
 
 
 def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
     """Find facts that are not of their type."""
     layers = config.get("num_hidden_layers")
     if layers is not None and not isinstance(layers, int):
-        yield f"num_hidden_layers: got {show(layers)}; wanted a number"
-    elif layers is not None and layers > MAX_LAYERS:
-        yield f"num_hidden_layers: got {layers}; wanted at most {MAX_LAYERS:,}"
+        raise RecipeError([f"num_hidden_layers: got {show(layers)}; wanted a number"])
+    if layers is not None and layers > MAX_LAYERS:
+        raise RecipeError([f"num_hidden_layers: got {layers}; wanted at most {MAX_LAYERS:,}"])
     if not isinstance(uses := config.get("use_sliding_window"), bool | None):
         yield f"use_sliding_window: got {show(uses)}; wanted true or false"
     context = config.get("max_position_embeddings")
@@ -338,8 +335,30 @@ def rope_scaling(
         raise RecipeError([f"rope_scaling: it has no {', '.join(absent)}"])
     if supported is Yarn and (rest := rope.keys() - {*fields.values(), *NOT_OF_SCALING}):
         raise RecipeError([f"rope_scaling: got {', '.join(sorted(rest))}; not supported"])
+    if supported is Yarn and rope.get("mscale_all_dim") and not rope.get("mscale"):
+        raise RecipeError(
+            [
+                f"rope_scaling: got mscale_all_dim {show(rope['mscale_all_dim'])} without mscale, "
+                "which transformers and the published code of DeepSeek read in two ways; set both"
+            ]
+        )
     found = {ours: rope.get(theirs) for ours, theirs in fields.items()}
-    return supported(**{ours: value for ours, value in found.items() if value is not None})
+    scaling = supported(**{ours: value for ours, value in found.items() if value is not None})
+    return None if scaling.factor == 1 else scaling
+
+
+def _read(
+    content: Mapping[str, Any], args: Callable[[Mapping[str, Any]], DecoderArgs]
+) -> DecoderArgs:
+    """Read arguments from a config.json, in which all mistakes are found together."""
+    config, problems = agreed(content)
+    try:
+        found = args(config)
+    except RecipeError as error:
+        problems += (line for line in error.lines if line not in problems)
+    if problems:
+        raise RecipeError(problems)
+    return found
 
 
 def decoder_format(
@@ -356,7 +375,7 @@ def decoder_format(
         **usual | own,
         architectures=architectures,
         config=config,
-        args=lambda content: args(agreed(content)),
+        args=lambda content: _read(content, args),
         rows=rows,
         repeated=lambda args: {"lm_head.weight": "tok_embeddings.weight"} if args.tied else {},
         computed=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",

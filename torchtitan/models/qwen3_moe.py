@@ -71,7 +71,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     dim, heads = config.get("hidden_size"), config.get("num_attention_heads")
     width = dim // heads if isinstance(dim, int) and isinstance(heads, int) and heads else None
     dense = config.get("mlp_only_layers") or []
-    if dense != list(range(len(dense))):
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
         raise RecipeError([f"mlp_only_layers: got {show(dense)}; wanted the first blocks, or none"])
     return args_in(
         {key: value for key, value in config.items() if key not in EXPERTS},
