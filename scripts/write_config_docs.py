@@ -9,12 +9,14 @@ sections, models and data sets from here when it is built (scripts/site_hooks.py
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torchtitan.config import HelpEntry, HelpSection, all_sections, sections, show
 from torchtitan.config.other_names import SYNONYMS, Moved
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
+from torchtitan.models.spec import ModelSpec
 from torchtitan.tools.cli import command, verbs
 from torchtitan.tools.commands import REFERENCE, as_json
 from torchtitan.torchtitan_keys import DEFAULTS, OF_CONVERTER, OUR_SECTIONS, TABLE
@@ -49,7 +51,7 @@ def index() -> Iterator[str]:
 def sections_by_page() -> dict[str, list[HelpSection]]:
     """Return all sections by the names of the top-level ones that contain them."""
     found = defaultdict(list)
-    for part in sections(all_sections(JobConfig)):
+    for part in sections(map(with_values, all_sections(JobConfig))):
         found[part.header.strip("[]").partition(".")[0]].append(part)
     return found
 
@@ -62,14 +64,34 @@ def reference_json() -> str:
 
 
 def with_values(section: HelpSection) -> HelpSection:
-    """Add the names that registries have for the values of a section's keys."""
+    """Add the names that complete the values of a section's keys, and the sizes of flavors."""
     names = {"data.dataset": [*DATASETS], "validation.dataset": [*DATASETS]}
     if section.choice:
         names[f"{section.path}.name"] = [section.choice]
+    sizes = dict[str, str]()
     if section.path == "model":
-        names["model.flavor"] = [*MODELS[str(section.choice)].flavors]
-    entries = [each._replace(values=names.get(each.path, each.values)) for each in section.entries]
+        spec = MODELS[str(section.choice)]
+        names["model.flavor"] = [*spec.flavors]
+        sizes = {f"model.{key}": sizes_of_flavors(spec, key) for key in spec.settings.sizes()}
+    entries = [
+        each._replace(
+            values=names.get(each.path, each.values),
+            help=each.help.replace("default: the flavor's", f"default: {sizes.get(each.path)}"),
+        )
+        for each in section.entries
+    ]
     return section._replace(entries=entries)
+
+
+def sizes_of_flavors(spec: ModelSpec[Any], key: str) -> str:
+    """Return the values that the flavors of a model have for a size: `256 in debugmodel`."""
+    flavors = defaultdict(list)
+    for flavor, args in spec.flavors.items():
+        value = spec.settings.sizes_of(args)[key]
+        flavors["none" if value is None else show(value)].append(flavor)
+    if len(flavors) == 1:
+        return next(iter(flavors))
+    return "; ".join(f"{value} in {', '.join(names)}" for value, names in flavors.items())
 
 
 def about(parts: Sequence[HelpSection]) -> str:

@@ -223,6 +223,18 @@ MISTAKES = {
 
 
 @pytest.mark.costs("a process that imports torch")
+def test_a_refusal_names_the_systems_that_are_not_installed(tmp_path):
+    copy_package(WINGS, tmp_path)
+    shutil.rmtree(tmp_path / "torchtitan/research/galore")
+    done = run_in(
+        tmp_path, "-m", "torchtitan", "check", "debug_model", "--optimizer.name", "GaLore"
+    )
+    assert done.returncode == 2
+    assert 'got "GaLore"' in done.stderr
+    assert done.stderr.endswith("note: not installed: torchtitan.research.galore\n")
+
+
+@pytest.mark.costs("a process that imports torch")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wing_that_is_half_there_is_refused(mistake, tmp_path):
     file, content, message = MISTAKES[mistake]

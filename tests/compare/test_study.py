@@ -174,6 +174,8 @@ def test_one_recipe_varied_in_all_ways():
     assert [job.optimizer.lr for job in jobs] == [0.1, 0.2, 0.1, 0.2]
     with pytest.raises(RecipeError, match=r"--vary: got seq_len=3; wanted section.key=value,value"):
         make_study([DEBUG], ["seq_len=3"], [])
+    names = make_study([DEBUG], ['job.description=["a, b", "c"]'], []).plans
+    assert [plan.name for plan in names] == ["description = a, b", "description = c"]
 
 
 def test_runs_are_launched_once_and_not_again(tmp_path, monkeypatch):

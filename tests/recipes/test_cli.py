@@ -1,5 +1,6 @@
 """The verbs of the `torchtitan` command, the schema for editors, and the reference page."""
 
+import ast
 import errno
 import json
 import os
@@ -29,7 +30,7 @@ from torchtitan.job import JobConfig
 from torchtitan.optim import OPTIMIZERS
 from torchtitan.plan.fitting import memory
 from torchtitan.tools import commands
-from torchtitan.tools.cli import act, command, main, verbs
+from torchtitan.tools.cli import ABSENT, act, command, main, verbs
 from torchtitan.tools.commands import verb_of_help
 from torchtitan.tools.options import RecipeVerb, Verb, count, verb
 
@@ -46,13 +47,15 @@ Vary = Annotated[list[str], typer.Option(metavar="KEY=A,B")]
         ("", ""),
     ],
 )
-def test_output_that_nobody_takes_is_no_traceback(output, said):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_nobody_takes_is_no_traceback(output, said, unbuffered):
     """A full disk is said; a reader that has read enough, as `| head`, is not."""
     shell = (
         f"exec 3>&1; {{ sleep 0.3; {sys.executable} -m torchtitan --version 2>&3; echo $? >&3; }}"
     )
     shell += f" > {output}" if output else " | true"
-    done = subprocess.run(["sh", "-c", shell], text=True, capture_output=True, check=False)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["sh", "-c", shell], text=True, capture_output=True, env=environment)
     assert done.stdout == f"{said}1\n"
 
 
@@ -63,8 +66,10 @@ def test_a_full_disk_is_said(monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("torchtitan.tools.cli.run", fill)
-    assert act(["plot", "r"]) == 1
+    with Path("output").open("w") as output, redirect_stdout(output):
+        assert act(["plot", "r"]) == 1
     assert capsys.readouterr().err == "error: a file cannot be written: No space left on device\n"
+    assert not Path("output").read_text(), "what is written as JSON stays so"
     with pytest.raises(OSError):
         act(["train", "r.toml"])
 
@@ -393,6 +398,45 @@ def test_help_texts_stand_alone():
         assert "absent" not in text, f"{of} {name}: {text}"
 
 
+OTHERS = {
+    # Of torchrun, hf, lm_eval, sbatch, git, nvidia-smi, docker, pip.
+    *("--standalone", "--nproc-per-node", "--nproc_per_node", "--node-rank", "--local_addr"),
+    *("--rdzv_backend", "--rdzv_conf", "--rdzv_endpoint", "--rdzv_id", "--role", "--tee"),
+    *("--local-ranks-filter", "--signals-to-handle", "--repo-type", "--local-dir"),
+    *("--model_args", "--account", "--ntasks-per-node", "--porcelain", "--query-gpu"),
+    *("--shm-size", "--index-url"),
+    # Of all verbs together, and beginnings of keys.
+    *("--version", "--convert", "--job.manifest"),
+}
+"""Flags that no verb has."""
+
+
+def test_every_flag_that_a_message_or_a_page_names_exists():
+    known = {option for options in commands.completion_table().values() for option in options}
+    known |= OTHERS | {words.split()[-1] for words in ABSENT if "--" in words}
+    named = []
+    for path in (ROOT / "torchtitan").rglob("*.py"):
+        tree = ast.walk(ast.parse(path.read_text()))
+        texts = (str(node.value) for node in tree if isinstance(node, ast.Constant))
+        named += [(path.name, flag) for text in texts for flag in flags_in(text)]
+    for path in (ROOT / "docs").glob("*.md"):
+        if path.stem not in ("from_torchtitan", "extending"):  # which have keys of others
+            flags = flags_in(path.read_text())
+            named += [(path.name, flag) for flag in flags if "." in flag]
+    assert len(named) > 200
+    assert not {(name, flag) for name, flag in named if not {flag, turned_on(flag)} & known}
+
+
+def flags_in(text):
+    """The flags in a text, but for placeholders such as --section.key."""
+    found = re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text)
+    return [flag for flag in found if not re.match(r"--(no-)?(section|a|convert\.N)\b", flag)]
+
+
+def turned_on(flag):
+    return re.sub(r"\.no[-_]", ".", flag).replace("--no-", "--")
+
+
 def test_long_help_on_a_terminal_is_paged(monkeypatch, capsys):
     paged = []
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
@@ -553,7 +597,10 @@ def test_help_has_every_setting(monkeypatch, capsys):
         for key, field in settings.model_fields.items():
             if kind_of(field) is field:
                 assert f"│ --{path}.{key}  (" in output
-                assert f"│     {descriptions(settings)[key]} " in output
+                about, of_flavor, _ = descriptions(settings)[key].partition("the flavor's")
+                assert f"│     {about}{'' if of_flavor else ' '}" in output
+    assert "(default: 256 in debugmodel; 2048 in 1B; " in output
+    assert "the flavor's" not in output
     for name, choice in CONVERTERS.items():
         assert f'─ [[convert]] with name = "{name}" ─' in output
         assert all(f"│ --convert.0.{key}  (" in output for key in choice.model_fields)

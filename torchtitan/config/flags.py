@@ -1,10 +1,11 @@
 """The command line: a program's own options, the recipe, and settings as `--section.key value`.
 
-Also `--a.b=v`, `--a.b v w` or `v,w` for lists (one word is not a list where a scalar is allowed),
-`none` for an optional setting, and for booleans `--a.b`, `--no-a.b`, `--a.no-b`; `--a.0.b` for the
-first section of a list. A hyphen may replace an underscore. Words are converted to the type of
-their field, as a command line has no types. The last of repeated flags wins, so that a script can
-append its own. `--help`, and docs/config.md, list all settings.
+Also `--a.b=v`; for lists `--a.b v w` or `v,w` (one word is not a list where a scalar is allowed),
+or a JSON array, whose items may have commas; `none` for an optional setting, and for booleans
+`--a.b`, `--no-a.b`, `--a.no-b`; `--a.0.b` for the first section of a list. A hyphen may replace an
+underscore. Words are converted to the type of their field, as a command line has no types. The last
+of repeated flags wins, so that a script can append its own. `--help`, and docs/config.md, list all
+settings.
 """
 
 import json
@@ -177,8 +178,9 @@ def _typed(kind: Kind | None, values: Sequence[str]) -> Any:
         return True
     if not values:
         raise ConfigError(f"got no value; wanted {describe(schema)}")
-    if schema.get("items", {}).get("type") == "array":
-        return _json(" ".join(values), schema)
+    text = " ".join(values)
+    if schema.get("items", {}).get("type") == "array" or ("array" in kinds and is_array(text)):
+        return _json(text, schema)
     if "array" in kinds:
         items = [_word(part, kinds) for value in values for part in value.split(",") if part]
         one_will_do = any(part.get("type") in NOUNS for part in schema.get("anyOf", ()))
@@ -187,6 +189,11 @@ def _typed(kind: Kind | None, values: Sequence[str]) -> Any:
         got = shorten(" ".join(values))
         raise ConfigError(f"got {len(values)} values, {got}; wanted one")
     return _word(values[0], kinds)
+
+
+def is_array(text: str) -> bool:
+    """Whether the value of a flag is a JSON array, whose items may have commas."""
+    return text.startswith("[") and text.endswith("]")
 
 
 def _json(text: str, schema: Mapping[str, Any]) -> Any:

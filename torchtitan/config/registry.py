@@ -1,7 +1,8 @@
 """Registries of the names in recipes and their classes, and what wings add to them.
 
 `ENTRIES` in the `__init__.py` of a wing has what it adds: by the kind of registry and the name in
-it, the place where it is defined, relative to the wing.
+it, the place where it is defined, relative to the wing. `ABSENT`, if it has that, lists its modules
+that are not installed, whose names are then unknown to recipes.
 """
 
 import traceback
@@ -30,8 +31,10 @@ def needs_wing(name: str) -> str:
 
 
 def absent_wings() -> str:
-    """Name the wings that are not installed; empty if all are."""
+    """Name the wings, and the parts of wings, that are not installed; empty if all are."""
     absent = [f"torchtitan.{name}" for name in WINGS if not has_wing(name)]
+    for name in filter(has_wing, WINGS):
+        absent += getattr(import_module(f"torchtitan.{name}"), "ABSENT", ())
     return f"not installed: {', '.join(absent)}" if absent else ""
 
 

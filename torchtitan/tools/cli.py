@@ -8,6 +8,7 @@ reference instead.
 import errno
 import gc
 import os
+import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -125,13 +126,19 @@ def act(argv: Sequence[str]) -> int:
 
 
 def drop_output() -> bool:
-    """Drop what is written to standard output from now on; False if it takes another line."""
+    """Drop what is written to standard output from now on, if it takes no more; else False."""
+    output = sys.stdout
     try:
-        print(flush=True)
+        output.flush()  # what could not be written is still in its buffer
+        os.write(output.fileno(), b"")  # without a buffer: a full device refuses even nothing
+        poll = select.poll()
+        poll.register(output, 0)  # for errors alone: nobody reads the pipe
+        is_taken = not poll.poll(0)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+        is_taken = False
+    if not is_taken:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+    return not is_taken
 
 
 def run(argv: Sequence[str]) -> int:

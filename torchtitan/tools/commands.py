@@ -133,8 +133,8 @@ TYPES |= {f"list[{name}]": list[kind] for name, kind in TYPES.items()}  # type: 
 SETTINGS = """\
 Settings override the recipe: --section.key VALUE, or --section.key=VALUE.
 True, false: --section.key, --no-section.key. None: --section.key none.
-Lists: --section.key A B, or A,B. For the settings of a section:
---help SECTION; for those of every section: --help all.
+Lists: --section.key A B, or A,B, or a JSON array: '["A, with a comma", "B"]'.
+For the settings of a section: --help SECTION; for those of every section: --help all.
 """
 
 

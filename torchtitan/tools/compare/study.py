@@ -42,6 +42,7 @@ from torchtitan.config import (
     RecipeError,
     Setting,
     allowed_names,
+    is_array,
     located,
     read_file,
     read_flags,
@@ -207,9 +208,13 @@ def make_study(
 def _choices(variation: str) -> Iterator[tuple[str, str]]:
     """Split `section.key=a,b` into the name of each value and the flag that sets it."""
     key, equals, values = variation.partition("=")
-    if not equals or "." not in key or not all(values.split(",")):
+    try:
+        given = json.loads(values) if is_array(values) else values.split(",")
+    except ValueError as error:
+        raise RecipeError([f"--vary: got {variation}; wanted a JSON array: {error}"]) from None
+    if not equals or "." not in key or "" in given:
         raise RecipeError([f"--vary: got {variation}; wanted section.key=value,value"])
-    for value in values.split(","):
+    for value in (each if isinstance(each, str) else json.dumps(each) for each in given):
         yield f"{key.rpartition('.')[2]} = {value}", f"--{key}={value}"
 
 
