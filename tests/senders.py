@@ -1,4 +1,4 @@
-"""Ways to send from outside the tree, named in `job.imports`; they note how they are used."""
+"""Ways to send, which note how they are used, and a sharding, from outside the tree."""
 
 from collections import Counter
 from typing import Literal
@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from pydantic import Field
+from torch import nn
 
 from torchtitan.comm import (
     GRADIENTS,
@@ -18,6 +19,8 @@ from torchtitan.comm import (
     ReplicasConfig,
     WeightsConfig,
 )
+from torchtitan.parallel import SHARDING
+from torchtitan.parallel.sharding import Sharding, ShardingConfig
 
 USED = Counter()
 """By way and unit, in this process."""
@@ -99,6 +102,29 @@ class Flat(ReplicaReducer):
             gradient.copy_(summed.view_as(gradient))
 
 
+class Whole(ShardingConfig):
+    """Unsharded parameters on every rank; gradients are summed after the backward."""
+
+    name: Literal["whole"] = Field("whole", description="Method of sharding.")
+
+    def open(self, target):
+        return WholeModel(target.mesh)
+
+
+class WholeModel(Sharding):
+    def __init__(self, mesh):
+        self.mesh, self.parts = mesh, []
+
+    def apply(self, part, blocks):
+        self.parts.append(part)
+
+    def complete_gradients(self):
+        for group in self.mesh.get_all_groups():
+            for parameter in nn.ModuleList(self.parts).parameters():
+                dist.all_reduce(parameter.grad, group=group)
+
+
 WEIGHTS["half"] = HalfWeights
 GRADIENTS["half"] = HalfGradients
 REPLICAS["counted"] = Counted
+SHARDING["whole"] = Whole

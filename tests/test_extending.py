@@ -44,6 +44,30 @@ class Halves(ScheduleConfig):
 
 SCHEDULES["halves"] = Halves
 """
+SINK = r"""
+from torchtitan.metrics import SINKS, SinkContext
+
+
+class Csv:
+    '''Steps and losses, for a spreadsheet.'''
+
+    def __init__(self, context: SinkContext) -> None:
+        self.path = context.folder / "loss.csv"
+
+    def open(self, start_step: int) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = self.path.open("a")
+
+    def write(self, step: int, metrics: dict) -> None:
+        if "loss" in metrics:
+            self.file.write(f"{step},{metrics['loss']}\n")
+
+    def close(self, summary: dict) -> None:
+        self.file.close()
+
+
+SINKS["csv"] = Csv
+"""
 NOISE = """
 import torch
 from torchtitan.config import Config
@@ -96,7 +120,7 @@ CASES = {
     "an optimizer": Case(
         1,
         [*TINY, "--job.imports=mine", "--optimizer.name=Lion"],
-        {"mine.py": PAGE["my_parts/optimizer.py"]},
+        {"mine.py": PAGE["my_optimizer.py"]},
     ),
     "an optimizer that communicates": Case(
         4,
@@ -106,7 +130,7 @@ CASES = {
     "a sink": Case(
         1,
         [*TINY, "--job.imports=mine"],
-        {"mine.py": PAGE["my_parts/sink.py"]},
+        {"mine.py": SINK},
         shows="len(Path('out/loss.csv').read_text().splitlines()) == 2",
     ),
     "a data format": Case(

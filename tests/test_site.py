@@ -154,7 +154,7 @@ def test_verbs_tables_and_names_of_files_are_shown(site):
     for name in (verb for group in verbs().values() for verb in group):
         assert f'id="torchtitan-{name}"' in commands
     text = (site / "extending/index.html").read_text(encoding="utf-8")
-    assert '<span class="filename">my_parts/model.py</span>' in text
+    assert '<span class="filename">my_decoder.py</span>' in text
     text = (site / "config/index.html").read_text(encoding="utf-8")
     assert all(f"<code>{name}</code>" in text for name in (*MODELS, *DATASETS))
 

@@ -10,12 +10,10 @@ from tests import layouts
 from tests.layouts import AFTERWARDS, LAYOUTS, case
 from tests.ranks import run_ranks
 from tests.runs import trace, train
-from tests.test_docs import ROOT, blocks
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.comm import GRADIENTS, WEIGHTS
 from torchtitan.config import RecipeError
-from torchtitan.job import JobConfig
 
 STEPS = 3
 HALF = {"weights": {"name": "half"}, "gradients": {"name": "half"}}
@@ -42,11 +40,12 @@ def used(job):
     return Used(found.losses, found.grad_norms, weights, calls, buffers)
 
 
-def job(layout, communication):
+def job(layout, communication, **sections):
     imports = {"imports": ["tests.senders"], "dump_folder": "unused"}
     load_job(None, ["--job.imports", "tests.senders"], 1, "cpu")
+    training = {"steps": STEPS}
     recipe = layouts.job(
-        layout, "SGD", communication=communication, training={"steps": STEPS}, job=imports
+        layout, "SGD", communication=communication, training=training, job=imports, **sections
     )
     assert "half" in WEIGHTS
     return recipe
@@ -143,22 +142,12 @@ def test_replicas_that_were_apart_agree_on_another_layout(tmp_path):
     assert all(torch.equal(other[name], weight) for name, weight in one.items())
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("example.toml", 2e-2), ("whole.toml", 1e-6)])
-def test_example_of_the_documentation(name, tolerance, tmp_path, monkeypatch):
-    """On two ranks it is the run of FSDP2, up to what it rounds."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for block in blocks(ROOT / "docs" / "extending.md"):
-        if "file" in block.marks:
-            file = tmp_path / block.marks["file"]
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(block.text)
-    example = load_job(name, ["--metrics.log_freq", "1"], 2, "cpu").config
-    plain = {"sharding": JobConfig().sharding, "communication": JobConfig().communication}
-    found = run_ranks(trace, 2, example)[0]
-    expected = run_ranks(trace, 2, example.model_copy(update=plain))[0]
-    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
-    assert found.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
+def test_a_sharding_from_outside_trains_the_run_of_fsdp():
+    layout = case(shard=2)
+    jobs = [job(layout, {}), job(layout, {}, sharding={"name": "whole"})]
+    expected, found = run_ranks(all_used, 2, jobs)[0]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-6)
 
 
 def having_bits():

@@ -1,4 +1,4 @@
-"""The image model of docs/extending.md: another task, from outside the tree, on every layout."""
+"""The model of tests/images.py: another task, from outside the package, on every layout."""
 
 from pathlib import Path
 
@@ -6,7 +6,6 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.runs import rows, train, train_each
-from tests.test_docs import ROOT, blocks
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.models.output import AuxiliaryLoss
@@ -19,17 +18,48 @@ LAYOUTS = {
 }
 ZBV = [*LAYOUTS["PP 2"], "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
 TRAINED = LAYOUTS | ({"ZBV": ZBV} if keeps_nodes_of_functions() else {})
+RECIPE = """
+[job]
+imports = ["tests.images"]
+dump_folder = "outputs/images"
+
+[model]
+name = "restorer"
+flavor = "tiny"
+n_layers = 4
+
+[data]
+dataset = "squares"
+
+[training]
+local_batch_size = 8
+steps = 4
+mixed_precision_param = "float32"
+
+[optimizer]
+lr = 1e-2
+
+[lr_scheduler]
+warmup_steps = 0
+
+[validation]
+enable = true
+dataset = "squares"
+freq = 2
+
+[checkpoint]
+interval = 2
+
+[metrics]
+log_freq = 1
+"""
 KEYS = ("loss", "grad_norm", "loss/activity", "images")
 
 
 @pytest.fixture(autouse=True)
-def page(tmp_path, monkeypatch):
-    """The files of the page, in the current folder."""
-    for block in blocks(ROOT / "docs/extending.md"):
-        if block.marks.get("file", "").startswith(("images", "my_images")):
-            (tmp_path / block.marks["file"]).write_text(block.text)
+def recipe(tmp_path, monkeypatch):
+    (tmp_path / "images.toml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
 
 
 def read(folder, ranks, *flags, weight=0.01):
@@ -125,4 +155,4 @@ def test_what_images_cannot_do_is_refused_by_name(flags, message):
 def test_text_is_not_trained_on_images():
     message = "it holds images, and llama3 is trained on text"
     with pytest.raises(RecipeError, match=message):
-        load_job(None, ["--job.imports=my_images", "--data.dataset=squares"], 1, "cpu")
+        load_job(None, ["--job.imports=tests.images", "--data.dataset=squares"], 1, "cpu")
