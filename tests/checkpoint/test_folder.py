@@ -468,6 +468,18 @@ def test_a_folder_that_cannot_be_written_into_is_refused(tmp_path):
     message = f"job.dump_folder: cannot write into {tmp_path}/file/run: "
     with pytest.raises(ConfigError, match=message), lock(tmp_path / "file" / "run"):
         pass
+    (tmp_path / "link").symlink_to("/no/disk")
+    for run in ("link", "link/run"):
+        with pytest.raises(ConfigError, match="link to /no/disk"), lock(tmp_path / run):
+            pass
+
+
+def test_of_an_old_checkpoint_that_is_a_link_only_the_link_is_deleted(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "step-2").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "step-4").mkdir()
+    disk.delete_old_checkpoints(tmp_path, newest=4, keep=1, every=0)
+    assert {path.name for path in tmp_path.iterdir()} == {"elsewhere", "step-4"}
 
 
 def test_what_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch, caplog):

@@ -35,6 +35,7 @@ from torchtitan.checkpoint.manifest import (
 from torchtitan.checkpoint.store import MANIFEST, NAME, store_of
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
+from torchtitan.remote import dangling
 from torchtitan.step import StepStatus
 
 LOCK_FILE = "lock"
@@ -193,7 +194,8 @@ def lock(dump_folder: Path, key: str = "job.dump_folder") -> Iterator[Lock]:
     try:
         file = _acquire(dump_folder, key)
     except OSError as error:
-        raise ConfigError(f"{key}: cannot write into {dump_folder}: {error}") from None
+        link = dangling(error.filename or dump_folder)
+        raise ConfigError(f"{key}: {link or f'cannot write into {dump_folder}: {error}'}") from None
     try:
         with file:
             found, held = file.read(), Lock(file)

@@ -26,7 +26,7 @@ from torchtitan.checkpoint.weights.hugging_face_files import CONFIG
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.parallel import World
-from torchtitan.remote import is_url
+from torchtitan.remote import dangling, is_url
 
 
 class SaveFailed(RuntimeError):
@@ -133,7 +133,8 @@ class Checkpointer:
                 self.store.make_shared(self.folder)
                 return is_new
             except OSError as error:
-                raise ConfigError(f"checkpoint.folder: {error}") from None
+                link = dangling(error.filename or self.folder)
+                raise ConfigError(f"checkpoint.folder: {link or error}") from None
 
         def sweep() -> None:
             for name in disk.delete_unfinished(self.folder):

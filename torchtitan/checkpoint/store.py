@@ -80,8 +80,11 @@ class Disk:
         self.remove(doomed)
 
     def remove(self, path: Path) -> None:
-        """Delete a folder that is not a checkpoint."""
-        shutil.rmtree(path)
+        """Delete a folder that is not a checkpoint; of a link only the link."""
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
     def discard(self, path: Path) -> None:
         """Delete a folder that is not a checkpoint, ignoring errors."""
