@@ -295,25 +295,6 @@ REPLICAS = Registry[type[ReplicasConfig]](
     "communication.replicas", {"all_reduce": AllReduce, "none": Nothing}
 )
 
-__all__ = [
-    "GRADIENTS",
-    "REPLICAS",
-    "WEIGHTS",
-    "AllReduce",
-    "CommunicationConfig",
-    "Communicator",
-    "Gather",
-    "GradientsConfig",
-    "PlainGather",
-    "PlainGradients",
-    "PlainWeights",
-    "Reduce",
-    "ReplicaReducer",
-    "ReplicasConfig",
-    "Unit",
-    "WeightsConfig",
-]
-
 
 class CommunicationConfig(Config):
     """Communication between ranks that share a model."""

@@ -102,9 +102,14 @@ def write_provenance(folder: Path, job: JobConfig, ranks: int, device: Device) -
             path.rename(path.with_suffix(f".{launches}{path.suffix}"))
     texts = {RECIPE_FILE: to_toml(job), ENVIRONMENT_FILE: json.dumps(environment, indent=1)}
     for name, text in texts.items():  # half a recipe would be another
-        unfinished = folder / f"{name}.writing"
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(folder / name)
+        write_whole(folder / name, text)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: it exists completely or not at all."""
+    unfinished = path.with_name(f"{path.name}.writing")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tests.ranks import free_port, run_ranks
 from tests.reliability.trials import at_call, play
 from tests.runs import rows
 from torchtitan.checkpoint.manager import Checkpointer
-from torchtitan.cluster.health import LIMIT_IN_STEPS, Health, serving
+from torchtitan.cluster.health import LIMIT_IN_STEPS, Health, open_health
 from torchtitan.device import Device
 from torchtitan.metrics import parse_address
 from torchtitan.optim.optimizer_group import Optimizers
@@ -251,9 +251,8 @@ def test_an_address_is_split():
 
 
 def test_a_client_that_leaves_is_not_in_the_log(capfd):
-    one, _, _ = health()
     port = free_port()
-    with serving(f":{port}", one):
+    with open_health(f":{port}", 5.0, 0):
         with socket.socket() as client:
             client.connect(("127.0.0.1", port))
             # Closed at once, by a reset.
@@ -262,7 +261,7 @@ def test_a_client_that_leaves_is_not_in_the_log(capfd):
         assert ask(port, "/healthz?from=probe")[0] == 200
     assert capfd.readouterr().err == ""
     # A restarted run can serve the port at once.
-    with serving(f":{port}", one):
+    with open_health(f":{port}", 5.0, 0):
         assert ask(port, "/healthz")[0] == 200
 
 

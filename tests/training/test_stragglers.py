@@ -8,7 +8,7 @@ from tests.ranks import run_ranks
 from tests.runs import world_of
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
-from torchtitan.metrics.stragglers import Straggler, StragglerWatch, busy_seconds, slowest
+from torchtitan.metrics.stragglers import Straggler, StragglerWatch, busy_seconds
 from torchtitan.timeline import Spent
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.train import Trainer
@@ -16,7 +16,7 @@ from torchtitan.train import Trainer
 
 def test_what_a_rank_costs_is_a_share_of_the_step():
     seconds = {"data": [0.1, 0.1, 0.4], "forward": [2.0, 1.0, 1.0]}
-    assert slowest(seconds, 2.0) == [
+    assert StragglerWatch(10).slowest(seconds, 2.0) == [
         Straggler("data", 2, 0.30000000000000004, 15.000000000000002),
         Straggler("forward", 0, 1.0, 50.0),
     ]
@@ -24,10 +24,10 @@ def test_what_a_rank_costs_is_a_share_of_the_step():
 
 def test_stages_of_a_pipeline_have_different_work():
     seconds = {"data": [0.1, 0.1, 0.1, 0.3], "forward": [1.0, 1.2, 3.0, 3.0]}
-    found = [(late.phase, late.rank) for late in slowest(seconds, 4.0, stages=2)]
+    found = [(late.phase, late.rank) for late in StragglerWatch(10, stages=2).slowest(seconds, 4.0)]
     assert found == [("data", 3), ("forward", 1)]
     # A rank that is alone in its stage has no other to be compared with.
-    assert [late.phase for late in slowest(seconds, 4.0, stages=4)] == ["data"]
+    assert [late.phase for late in StragglerWatch(10, stages=4).slowest(seconds, 4.0)] == ["data"]
 
 
 def test_waiting_for_data_is_the_ranks_own():
@@ -38,19 +38,20 @@ def test_waiting_for_data_is_the_ranks_own():
 def test_a_straggler_is_told_of_once_until_it_catches_up():
     watch = StragglerWatch(10)
     late, even = {"forward": [1.0, 1.5]}, {"forward": [1.0, 1.0]}
-    told = [len(watch.look(slowest(seconds, 2.0))) for seconds in [late] * 5 + [even] + [late] * 3]
+    reports = [late] * 5 + [even] + [late] * 3
+    told = [len(watch.look(watch.slowest(seconds, 2.0))) for seconds in reports]
     assert told == [0, 0, 1, 0, 0, 0, 0, 0, 1]
 
 
 def test_another_rank_each_time_is_chance():
     watch = StragglerWatch(10)
-    told = [watch.look(slowest({"forward": [1.0, 1.5][::turn]}, 2.0)) for turn in (1, -1) * 4]
+    told = [watch.look(watch.slowest({"forward": [1.0, 1.5][::turn]}, 2.0)) for turn in (1, -1) * 4]
     assert not any(told)
 
 
 def test_a_limit_of_none_tells_of_none():
     watch = StragglerWatch(0)
-    assert not any(watch.look(slowest({"forward": [1.0, 9.0]}, 2.0)) for _ in range(5))
+    assert not any(watch.look(watch.slowest({"forward": [1.0, 9.0]}, 2.0)) for _ in range(5))
 
 
 def with_slow_ranks(job):

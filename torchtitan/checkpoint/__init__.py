@@ -15,19 +15,3 @@ if TYPE_CHECKING:
     from torchtitan.checkpoint.tiers import choose_together
 else:
     __getattr__ = on_first_use(__name__, __file__)
-
-__all__ = [
-    "CheckpointConfig",
-    "Checkpointable",
-    "Checkpointer",
-    "Lock",
-    "ResumePoint",
-    "ResumePolicy",
-    "SaveFailed",
-    "Saver",
-    "TrainState",
-    "choose_together",
-    "lock",
-    "on_rank_0",
-    "saved_steps",
-]

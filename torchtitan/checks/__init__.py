@@ -45,8 +45,6 @@ from torchtitan.torchtitan_keys import refuse_foreign
 
 Settings = dict[KeyPath, Setting]
 
-__all__ = ["RULES", "load_job", "problems"]
-
 RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     divisibility.degrees,
     model.sizes,

@@ -206,10 +206,7 @@ class Agent(LocalElasticAgent):
                 if left <= 0:
                     raise
                 if now - logged > LOG_INTERVAL:
-                    logged, why = (
-                        now,
-                        str(error).partition("\n")[0] or ("too few nodes have joined"),
-                    )
+                    logged, why = now, str(error).partition("\n")[0] or "too few nodes have joined"
                     logger.info("waiting for other nodes: %s; %.0f minutes left", why, left / 60)
             time.sleep(RETRY_INTERVAL)
 

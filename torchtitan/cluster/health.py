@@ -181,17 +181,6 @@ def open_health(serve: str, timeout_seconds: float, restarts: int) -> Iterator[H
     """
     # A rank that hangs is reported and restarted after the timeout, which a probe is to leave time.
     health = Health(2.0 * timeout_seconds, restarts)
-    with serving(serve, health):
-        yield health
-
-
-@contextmanager
-def serving(serve: str, health: Health) -> Iterator[None]:
-    """Answer requests at the address of `[metrics] serve`.
-
-    Raises:
-        OSError: if it cannot be served.
-    """
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10.0
@@ -220,6 +209,6 @@ def serving(serve: str, health: Health) -> Iterator[None]:
     with Server(parse_address(serve), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            yield
+            yield health
         finally:
             server.shutdown()

@@ -21,7 +21,17 @@ from torchtitan.job import JobConfig, ManifestSection
 from torchtitan.logging import logger
 from torchtitan.models.spec import count_parameters
 from torchtitan.resilience.stop import DIVERGED, REQUEUE, VARIABLE, planned_seconds
-from torchtitan.tools.options import Count, Output, Recipe, RecipeVerb, one_of, verb
+from torchtitan.tools.options import (
+    Count,
+    Flag,
+    Output,
+    Recipe,
+    RecipeVerb,
+    Text,
+    one_of,
+    verb,
+    write_output,
+)
 
 FOLDER = Path(__file__).with_name("manifests")
 WORK = "/work"
@@ -94,19 +104,16 @@ def manifest(
         int | None, Count("Ranks of a node (default: as many as its hardware has).")
     ] = None,
     hardware: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Hardware of the nodes (default: job.hardware)."),
+        str | None, Text("NAME", "Hardware of the nodes (default: job.hardware).")
     ] = None,
     grace_seconds: Annotated[
         int | None,
         Count("Time to save and stop (default: two minutes, and the state at 1 GB/s a node)."),
     ] = None,
     no_preflight: Annotated[
-        bool, typer.Option("--no-preflight", help="Do not check the nodes before they train.")
+        bool, Flag("--no-preflight", "Do not check the nodes before they train.")
     ] = False,
-    image: Annotated[
-        str, typer.Option(metavar="NAME", help="Container image (default: torchtitan).")
-    ] = "torchtitan",
+    image: Annotated[str, Text("NAME", "Container image (default: torchtitan).")] = "torchtitan",
     volume: Annotated[
         str,
         typer.Option(
@@ -156,12 +163,7 @@ def manifest(
         wanted=wanted,
     )
     text = write(target, submission)
-    if output is None:
-        print(text, end="")
-    elif output.exists():
-        raise ConfigError(f"{output}: already exists; nothing was written")
-    else:
-        output.write_text(text, encoding="utf-8")
+    write_output(text, output)
 
 
 def name_of(recipe: str) -> str:

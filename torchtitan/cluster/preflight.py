@@ -49,7 +49,7 @@ from torchtitan.logging import configure, logger
 from torchtitan.packages import PACKAGE, requirements
 from torchtitan.parallel import Degrees, Launch, World, open_world
 from torchtitan.resilience.stop import status_of_stop
-from torchtitan.tools.options import Recipe, RecipeVerb, Text, number, verb
+from torchtitan.tools.options import Flag, Recipe, RecipeVerb, Text, number, verb
 from torchtitan.train import read
 
 REPORT = "TORCHTITAN_PREFLIGHT_REPORT"
@@ -71,7 +71,7 @@ def preflight(
             parser=fraction,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, Flag("--json", "Print JSON.")] = False,
     processes: Processes = None,
     nnodes: Nodes = None,
     rdzv_endpoint: Endpoint = None,

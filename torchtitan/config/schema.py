@@ -163,12 +163,8 @@ def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
 
 def field_schema(info: FieldInfo) -> dict[str, Any]:
     """Return the JSON Schema of the value of one field, constraints included."""
-    return _adapter(info).json_schema()
-
-
-def _adapter(info: FieldInfo) -> TypeAdapter[Any]:
     kind: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
-    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False)).json_schema()
 
 
 def describe(schema: Mapping[str, Any]) -> str:

@@ -27,23 +27,6 @@ from torchtitan.torch_private.torchao import quiet_torchao
 
 CONVERTERS = Registry[type[ConverterConfig]]("convert", {"float8": Float8, "mxfp8": MXFP8})
 
-__all__ = [
-    "CONVERTERS",
-    "MXFP8",
-    "Conversion",
-    "ConverterConfig",
-    "Float8",
-    "LinearConverterConfig",
-    "Target",
-    "Wire",
-    "apply",
-    "before_pass",
-    "describe",
-    "experts",
-    "linears",
-    "replace",
-]
-
 SHOWN = 8
 """Maximum number of names listed per reason for skipping."""
 

@@ -26,27 +26,3 @@ if TYPE_CHECKING:
     )
 else:
     __getattr__ = on_first_use(__name__, __file__)
-
-__all__ = [
-    "DATA",
-    "DATASETS",
-    "SOURCES",
-    "Batch",
-    "BatchStream",
-    "DataConfig",
-    "DataStream",
-    "Dataset",
-    "Tokenizer",
-    "build_stream",
-    "check_local",
-    "check_vocabulary",
-    "data_class",
-    "leading_tokens",
-    "load_tokenizer",
-    "merge_states",
-    "open_source",
-    "separators",
-    "train_bpe",
-    "train_tokenizer",
-    "without_idle_sections",
-]

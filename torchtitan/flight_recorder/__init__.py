@@ -4,16 +4,3 @@ from torchtitan.flight_recorder.diagnosis import report
 from torchtitan.flight_recorder.recorder import Recorder
 from torchtitan.flight_recorder.records import Collective, Group, Shape, recorded, sent_by_kind
 from torchtitan.flight_recorder.traces import RankTrace, read_note, read_traces
-
-__all__ = [
-    "Collective",
-    "Group",
-    "RankTrace",
-    "Recorder",
-    "Shape",
-    "read_note",
-    "read_traces",
-    "recorded",
-    "report",
-    "sent_by_kind",
-]

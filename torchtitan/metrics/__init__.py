@@ -19,21 +19,6 @@ from torchtitan.metrics.sinks import Console, Jsonl, Monitor, Sink, SinkContext,
 from torchtitan.metrics.stragglers import StragglerWatch
 from torchtitan.packages import install, is_installed
 
-__all__ = [
-    "EVENTS_FOLDER",
-    "MONITORS",
-    "SINKS",
-    "EventLog",
-    "Meter",
-    "MetricsConfig",
-    "Monitor",
-    "Sink",
-    "SinkContext",
-    "StragglerWatch",
-    "build_sinks",
-    "parse_address",
-]
-
 EVENTS_FOLDER: Final = "events"
 """Folder of event logs inside job.dump_folder."""
 

@@ -234,7 +234,7 @@ class Meter:
     def summary(self) -> Metrics:
         """The run of this process as a whole, as far as it was logged."""
         trained = self._units - self.start_units
-        busy = self._training_seconds
+        busy, best = self._training_seconds, self._best_validation
         return {
             "step": self._step,
             "total_steps": self.total_steps,
@@ -244,7 +244,7 @@ class Meter:
             "seconds": self.clock() - self._begin,
             self.rate: trained / busy / self.devices if busy else None,
             "loss": self._last.get("loss"),
-            "best_validation_loss": _finite(self._best_validation),
+            "best_validation_loss": best if math.isfinite(best) else None,
             "memory_gib": max(self._peak_memory, self.device.memory_peak()),
             "stopped_by": self._stopped_by,
             "failed_sinks": ", ".join(self._failed.values()) or None,
@@ -367,13 +367,8 @@ class Meter:
             "memory_pct": 100 * memory / self.device.memory_capacity(),
             "data_pct": 100 * waited / step_time if step_time else 0.0,
         }
-        walls, busy = zip(
-            *(
-                (each.wall / steps, busy_seconds(name, each) / steps)
-                for name, each in zip(PHASES, in_phases, strict=True)
-            ),
-            strict=True,
-        )
+        walls = [each.wall / steps for each in in_phases]
+        busy = [busy_seconds(*each) / steps for each in zip(PHASES, in_phases, strict=True)]
         shares = self.shares()
         # Two halves, since float64 has 53 bits; unknown if not a number.
         halves = [math.nan] * 2 if term is None else [float(half) for half in divmod(term, 2**32)]
@@ -421,7 +416,3 @@ class Meter:
         if self.peak_flops is None:
             return f"{what}; MFU = {formula}: null, as this device's peak is unknown"
         return f"{what}; MFU = {formula}, {self.peak_flops:.4g} FLOP/s"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

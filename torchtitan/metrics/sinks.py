@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torchtitan.config import counted
 from torchtitan.logging import (
     QUIET_SECONDS,
     TITLE,
@@ -29,7 +30,6 @@ from torchtitan.logging import (
     make_progress,
     on_terminal,
 )
-from torchtitan.packages import install
 from torchtitan.timeline import Timeline
 
 
@@ -37,14 +37,6 @@ def pixels(picture: Tensor) -> npt.NDArray[np.uint8]:
     """Convert a picture (3, H, W) in 0..1 to (H, W, 3) in 0..255."""
     whole = (picture * 255).round().to(torch.uint8)
     return np.ascontiguousarray(whole.permute(1, 2, 0).cpu().numpy())
-
-
-def write_png(path: Path, picture: Tensor) -> None:
-    """Write a picture (3, H, W) in 0..1."""
-    from PIL import Image
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels(picture)).save(path)
 
 
 Value = float | int | str | None
@@ -133,10 +125,9 @@ class Console:
 
     def __init__(self, context: SinkContext) -> None:
         self.total, self.color = context.total_steps, context.color
-        held_out = context.recipe.get("validation.dataset_path") or (
-            context.recipe.get("validation.dataset")
-        )
-        if context.recipe.get("data.validation_fraction"):
+        recipe = context.recipe
+        held_out = recipe.get("validation.dataset_path") or recipe.get("validation.dataset")
+        if recipe.get("data.validation_fraction"):
             held_out = "held-out documents"
         self.held_out = held_out if isinstance(held_out, str) else ""
         """Name of the validation data set if there is only one; rows name one of several."""
@@ -237,9 +228,12 @@ class Jsonl:
 
     def picture(self, step: int, picture: Tensor) -> None:
         """Write the picture into `pictures/`, next to the file of rows."""
+        from PIL import Image
+
         path = self.path.parent / "pictures" / f"step-{step:06}.png"
         try:
-            write_png(path, picture)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels(picture)).save(path)
         except OSError as error:
             logger.error("%s: %s; the picture is lost", path, error.strerror)
 
@@ -268,10 +262,8 @@ class Jsonl:
         for line in self.path.read_text(encoding="utf-8").splitlines():
             step = _step_of(line)
             if step is None:
-                logger.warning(
-                    "%s: dropped an incomplete line of a process that was killed while writing",
-                    self.path,
-                )
+                what = "an incomplete line of a process that was killed while writing"
+                logger.warning("%s: dropped %s", self.path, what)
             elif step > start_step:
                 superseded.append(line)
             else:
@@ -280,14 +272,9 @@ class Jsonl:
             moved_to = self._sibling("superseded")
             with moved_to.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in superseded)
-            logger.info(
-                "%s: %d row%s past step %d moved to %s",
-                self.path,
-                len(superseded),
-                "s" * (len(superseded) > 1),
-                start_step,
-                moved_to.name,
-            )
+            rows = counted(len(superseded), "row")
+            where = f"past step {start_step} moved to {moved_to.name}"
+            logger.info("%s: %s %s", self.path, rows, where)
         whole = self.path.with_name(f"{self.path.name}.new")
         whole.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         whole.replace(self.path)
@@ -307,13 +294,8 @@ class TensorBoard:
         self.writer: Any = None
 
     def open(self, start_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            how = install("tensorboard")
-            raise RuntimeError(
-                f"metrics.enable_tensorboard: TensorBoard is not installed: {how}"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         if self.writer is not None:
             self.writer.close()
         # A fresh run also forgets what an earlier one in this folder said before its first step.
@@ -351,29 +333,24 @@ class WandB:
         self.run: Any = None
 
     def open(self, start_step: int) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise RuntimeError(
-                f"metrics.enable_wandb: Weights & Biases is not installed: {install('wandb')}"
-            ) from error
+        import wandb
+
         if self.run is not None:
             return  # a rollback; its steps come again in the same run
         self.context.folder.mkdir(parents=True, exist_ok=True)
-        resumes = start_step > 0
-        defaults = {
+        resumes, earlier = start_step > 0, ""
+        if resumes and self.id_file.exists():
+            earlier = self.id_file.read_text(encoding="utf-8").strip()
+        defaults: dict[str, tuple[str, Any]] = {
             "WANDB_PROJECT": ("project", "torchtitan"),
             "WANDB_NAME": ("name", self.context.name),
             "WANDB_TAGS": ("tags", list(self.context.tags)),
-            "WANDB_RUN_ID": ("id", self._earlier_id() if resumes else None),
+            "WANDB_RUN_ID": ("id", earlier or None),
             "WANDB_RESUME": ("resume", "allow" if resumes else None),
         }
-        ours: dict[str, Any] = dict(
-            default for variable, default in defaults.items() if variable not in os.environ
-        )
-        self.run = wandb.init(
-            dir=str(self.context.folder), config=dict(self.context.recipe), **ours
-        )
+        ours = dict(default for name, default in defaults.items() if name not in os.environ)
+        config = dict(self.context.recipe)
+        self.run = wandb.init(dir=str(self.context.folder), config=config, **ours)
         self.id_file.write_text(f"{self.run.id}\n", encoding="utf-8")
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
@@ -391,11 +368,6 @@ class WandB:
         if self.run is not None:
             self.run.summary.update({f"summary/{name}": value for name, value in summary.items()})
             self.run.finish(exit_code=1 if summary["stopped_by"] else 0)
-
-    def _earlier_id(self) -> str | None:
-        if not self.id_file.exists():
-            return None
-        return self.id_file.read_text(encoding="utf-8").strip() or None
 
 
 def rate_key(metrics: Metrics) -> str | None:
@@ -418,7 +390,6 @@ def row_line(step: int, total: int, metrics: Metrics) -> str:
         parts += [*values[:1], *(value.removeprefix("validation ") for value in values[1:])]
         return "  ".join(parts)
     mfu, waiting = metrics["mfu"], metrics["data_pct"]
-    is_waiting = isinstance(waiting, float) and waiting >= NOTABLE_WAIT
     memory = metrics["memory_gib"]
     places = ".2f" if isinstance(memory, float) and memory < 10 else ".1f"
     parts += [
@@ -430,7 +401,7 @@ def row_line(step: int, total: int, metrics: Metrics) -> str:
         f"{_show(memory, places):>4} GiB",
         f"eta {_about(metrics['eta_s'])}",
     ]
-    if is_waiting:
+    if isinstance(waiting, float) and waiting >= NOTABLE_WAIT:
         parts.append(f"data {waiting:.0f}%")
     if isinstance(padding := metrics.get("data_padding_pct"), float):
         parts.append(f"padding {padding:.1f}%")
@@ -498,11 +469,9 @@ def _about(seconds: Value) -> str:
     minutes, hours = round(seconds / 60), round(seconds / 3600)
     if seconds < 3600:
         return f"{round(seconds) // 60}m{round(seconds) % 60:02}s"
-    return (
-        f"{minutes // 60}h{minutes % 60:02}m"
-        if minutes < 24 * 60
-        else f"{hours // 24}d{hours % 24:02}h"
-    )
+    if minutes < 24 * 60:
+        return f"{minutes // 60}h{minutes % 60:02}m"
+    return f"{hours // 24}d{hours % 24:02}h"
 
 
 def _numbers(metrics: Metrics) -> dict[str, float | int]:

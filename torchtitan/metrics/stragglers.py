@@ -40,27 +40,6 @@ def busy_seconds(phase: str, spent: Spent) -> float:
     return spent.wall if phase in ALONE else spent.busy
 
 
-def slowest(
-    seconds: Mapping[str, Sequence[float]], step_seconds: float, stages: int = 1
-) -> list[Straggler]:
-    """Find the rank that worked longest in each phase, from the seconds a step of all ranks.
-
-    Stages of a pipeline have different work, so a rank is compared with those of its own: with
-    `stages` of them, that many equal parts of the ranks, in order. All read data alike.
-    """
-    found = []
-    for phase, of_ranks in seconds.items():
-        size = len(of_ranks) if phase in ALONE else len(of_ranks) // stages
-        if size < 2:
-            continue
-        parts = (of_ranks[begin : begin + size] for begin in range(0, len(of_ranks), size))
-        usual = [statistics.median_low(part) for part in parts]
-        late = [own - usual[rank // size] for rank, own in enumerate(of_ranks)]
-        percent = 100 * max(late) / step_seconds if step_seconds else 0.0
-        found.append(Straggler(phase, late.index(max(late)), max(late), percent))
-    return found
-
-
 class StragglerWatch:
     """Detector of a rank that is the slowest in a phase in several reports in a row."""
 
@@ -72,8 +51,22 @@ class StragglerWatch:
     def slowest(
         self, seconds: Mapping[str, Sequence[float]], step_seconds: float
     ) -> list[Straggler]:
-        """The slowest rank of each phase in a report, from the seconds a step of all ranks."""
-        return slowest(seconds, step_seconds, self.stages)
+        """Find the rank that worked longest in each phase, from the seconds a step of all ranks.
+
+        Stages of a pipeline have different work, so a rank is compared with those of its own: with
+        several of them, that many equal parts of the ranks, in order. All read data alike.
+        """
+        found = []
+        for phase, of_ranks in seconds.items():
+            size = len(of_ranks) if phase in ALONE else len(of_ranks) // self.stages
+            if size < 2:
+                continue
+            parts = (of_ranks[begin : begin + size] for begin in range(0, len(of_ranks), size))
+            usual = [statistics.median_low(part) for part in parts]
+            late = [own - usual[rank // size] for rank, own in enumerate(of_ranks)]
+            percent = 100 * max(late) / step_seconds if step_seconds else 0.0
+            found.append(Straggler(phase, late.index(max(late)), max(late), percent))
+        return found
 
     def look(self, found: Sequence[Straggler]) -> list[Straggler]:
         """Select the stragglers to report, each once until it has caught up."""

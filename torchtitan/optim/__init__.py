@@ -48,34 +48,6 @@ def without_idle_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-__all__ = [
-    "OPTIMIZERS",
-    "OPTIMIZER_KEYS",
-    "SCHEDULES",
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Compiled",
-    "GroupConfig",
-    "Muon",
-    "NamedParameter",
-    "OptimizerConfig",
-    "Optimizers",
-    "ParameterGroup",
-    "ScheduleConfig",
-    "UpdateRule",
-    "WarmupStableDecay",
-    "describe_rules",
-    "group_problems",
-    "learning_rate_factor",
-    "name_parameters",
-    "open_optimizers",
-    "rate_in_recipe",
-    "state_bytes",
-    "without_idle_keys",
-]
-
-
 def open_optimizers(
     parameters: Sequence[NamedParameter],
     config: OptimizerConfig,

@@ -45,26 +45,6 @@ from torchtitan.parallel.world import RANK_ROLE, CommConfig, Degrees, Launch, Wo
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import Timeline
 
-__all__ = [
-    "FSDP2",
-    "RANK_ROLE",
-    "SHARDING",
-    "ActivationCheckpointConfig",
-    "CommConfig",
-    "CompileConfig",
-    "Degrees",
-    "Launch",
-    "Layout",
-    "Losses",
-    "ParallelModel",
-    "ParallelismConfig",
-    "Precision",
-    "ShardingConfig",
-    "World",
-    "open_world",
-    "parallelize",
-]
-
 
 @dataclass(frozen=True)
 class Layout:

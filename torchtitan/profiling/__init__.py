@@ -4,5 +4,3 @@ for, and when memory runs out."""
 from torchtitan.profiling.out_of_memory import Evidence
 from torchtitan.profiling.profiler import ON_REQUEST, REQUEST_FILE, Profiler
 from torchtitan.profiling.settings import ProfilingConfig
-
-__all__ = ["ON_REQUEST", "REQUEST_FILE", "Evidence", "Profiler", "ProfilingConfig"]

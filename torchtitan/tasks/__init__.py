@@ -192,5 +192,3 @@ def previewed(
 
 
 TASKS = Registry[type[Task]]("task", {"next_token": "torchtitan.tasks.next_token:NextToken"})
-
-__all__ = ["TASKS", "Batch", "LossFunction", "Task", "previewed"]

@@ -41,7 +41,16 @@ from torchtitan.optim import describe_rules, name_parameters
 from torchtitan.parallel import stages
 from torchtitan.provenance import to_toml
 from torchtitan.tasks import TASKS
-from torchtitan.tools.options import Choice, Count, DeviceMemory, Recipe, RecipeVerb, progress, verb
+from torchtitan.tools.options import (
+    Choice,
+    Count,
+    DeviceMemory,
+    Flag,
+    Recipe,
+    RecipeVerb,
+    progress,
+    verb,
+)
 
 app = verb()
 
@@ -76,22 +85,19 @@ def check(
     device: Annotated[
         str | None, Choice(("cpu", "cuda"), "Device of the run (default: this machine's).")
     ] = None,
-    with_plan: Annotated[
-        bool, typer.Option("--plan", help="Also print the planned memory of a rank.")
-    ] = False,
+    with_plan: Annotated[bool, Flag("--plan", "Also print the planned memory of a rank.")] = False,
     device_memory: Annotated[
         float | None,
         DeviceMemory("Refuse a recipe whose planned memory per rank exceeds that of a device."),
     ] = None,
     here: Annotated[
-        bool,
-        typer.Option("--here", help="Also check this machine: its memory, files and packages."),
+        bool, Flag("--here", "Also check this machine: its memory, files and packages.")
     ] = False,
     resolved: Annotated[
-        bool, typer.Option("--resolved", help="Print the recipe with every key instead, as TOML.")
+        bool, Flag("--resolved", "Print the recipe with every key instead, as TOML.")
     ] = False,
     schema: Annotated[
-        bool, typer.Option("--json-schema", help="Print the JSON Schema of recipes, for editors.")
+        bool, Flag("--json-schema", "Print the JSON Schema of recipes, for editors.")
     ] = False,
 ) -> int:
     if schema:

@@ -27,6 +27,7 @@ from torchtitan.provenance import versions
 from torchtitan.remote import location
 from torchtitan.tools.options import (
     Choice,
+    Flag,
     Flavor,
     Imports,
     Model,
@@ -87,7 +88,7 @@ def diff(
     first: OnePath,
     second: OnePath,
     everything: Annotated[
-        bool, typer.Option("--all", help="Show every tensor that differs, not only the first ones.")
+        bool, Flag("--all", "Show every tensor that differs, not only the first ones.")
     ] = False,
 ) -> int:
     """Compare two checkpoints of any layouts; the exit status is 1 if they differ."""
@@ -125,7 +126,7 @@ def convert(
         str | None, Choice(weights.DTYPES, "Dtype of all weights (default: each keeps its own).")
     ] = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Maximum size of a file (default: 5GB).")
+        str | None, Text("SIZE", "Maximum size of a file (default: 5GB).")
     ] = None,
     with_optimizer: Annotated[
         bool,

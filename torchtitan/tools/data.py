@@ -43,6 +43,7 @@ from torchtitan.tools.options import (
     Count,
     Dataset,
     DatasetPath,
+    Flag,
     Imports,
     Processes,
     RecipeVerb,
@@ -237,10 +238,10 @@ def tokenize_text(
     ] = None,
     tokenizer: TokenizerPath = None,
     add_bos: Annotated[
-        bool | None, typer.Option("--bos/--no-bos", help="Start documents by BOS, data.add_bos.")
+        bool | None, Flag("--bos/--no-bos", "Start documents by BOS, data.add_bos.")
     ] = None,
     add_eos: Annotated[
-        bool | None, typer.Option("--eos/--no-eos", help="End documents by EOS, data.add_eos.")
+        bool | None, Flag("--eos/--no-eos", "End documents by EOS, data.add_eos.")
     ] = None,
     processes: Processes = None,
     max_tokens: Annotated[

@@ -15,7 +15,6 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-import typer
 
 from torchtitan import __version__
 from torchtitan.config import counted
@@ -30,7 +29,7 @@ from torchtitan.packages import (
     other_torchtitan,
     requirements,
 )
-from torchtitan.tools.options import Verb, verb
+from torchtitan.tools.options import Flag, Verb, verb
 
 CUDA_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
 OPTIONAL = {
@@ -60,7 +59,7 @@ class Finding(NamedTuple):
 
 
 @app.command(cls=Verb, help=__doc__)
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
+def doctor(as_json: Annotated[bool, Flag("--json", "Print JSON.")] = False) -> int:
     device = pick()
     found = [*versions(), *devices(device), *backends(device), *features(device), *system(device)]
     if as_json:
@@ -150,14 +149,10 @@ def backends(device: Device) -> Iterator[Finding]:
             yield Finding("backends", name, state, "not in this build of torch")
             continue
         failure = try_backend(device) if name == device.backend else ""
-        number = nccl_version() if name == "nccl" else ""
-        detail = failure or number or "available"
+        detail = failure or "available"
+        if name == "nccl" and not failure:
+            detail = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         yield Finding("backends", name, "error" if failure else "ok", detail)
-
-
-def nccl_version() -> str:
-    """Return the version of NCCL that torch uses."""
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def try_backend(device: Device) -> str:
@@ -182,16 +177,16 @@ def features(device: Device) -> Iterator[Finding]:
     """Find what the features need that not every machine has."""
     for name, converter in CONVERTERS.items():
         if issubclass(converter, LinearConverterConfig):
-            lack = converter(name=name).lacks(device.capability)
-            fix = "set emulate = true in [[convert]]" if lack else ""
-            state: Literal["ok", "missing"] = "missing" if lack else "ok"
-            yield Finding("features", name, state, lack or "matrix products", fix)
+            lack, fix = (
+                converter(name=name).lacks(device.capability),
+                "set emulate = true in [[convert]]",
+            )
+            yield _needs(name, not lack, lack or "matrix products", fix)
     peers = device.type == "cuda" and torch.cuda.device_count() > 1
     peers = peers and torch.cuda.can_device_access_peer(0, 1)
-    lack = "" if peers else "; needs two CUDA devices with peer access"
-    name = "symmetric memory"
-    detail = f"asynchronous tensor parallelism{lack}"
-    yield Finding("features", name, "ok" if peers else "missing", detail)
+    detail = "asynchronous tensor parallelism"
+    detail += "" if peers else "; needs two CUDA devices with peer access"
+    yield _needs("symmetric memory", peers, detail, "")
     if device.type == "cpu":
         fix = 'training.mixed_precision_param = "float32"'
         yield _needs("bfloat16", cpu_has_bfloat16(), "arithmetic without emulation", fix)
@@ -206,8 +201,9 @@ def features(device: Device) -> Iterator[Finding]:
     yield _needs("wandb login", is_known, "metrics.enable_wandb", "wandb login")
 
 
-def _needs(name: str, is_there: bool, use: str, fix: str) -> Finding:
-    return Finding("features", name, "ok" if is_there else "missing", use, "" if is_there else fix)
+def _needs(name: str, is_there: bool, detail: str, fix: str, section: str = "features") -> Finding:
+    state, fix = ("ok", "") if is_there else ("missing", fix)
+    return Finding(section, name, state, detail, fix)
 
 
 def system(device: Device) -> Iterator[Finding]:
@@ -215,12 +211,10 @@ def system(device: Device) -> Iterator[Finding]:
     if device.type == "cpu":
         return
     free = shutil.disk_usage("/dev/shm").free / GIB
-    fix = "" if free >= SHARED_MEMORY else "docker run --shm-size 8g"
-    state: Literal["ok", "missing"] = "missing" if fix else "ok"
-    yield Finding("system", "shared memory", state, f"{free:.2f} GiB free in /dev/shm", fix)
+    detail, fix = f"{free:.2f} GiB free in /dev/shm", "docker run --shm-size 8g"
+    yield _needs("shared memory", free >= SHARED_MEMORY, detail, fix, "system")
     if Path("/sys/class/infiniband").is_dir():
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         is_free = limit == resource.RLIM_INFINITY
         detail = "unlimited" if is_free else f"{limit:,} bytes; InfiniBand needs unlimited"
-        fix = "" if is_free else "ulimit -l unlimited"
-        yield Finding("system", "locked memory", "ok" if is_free else "missing", detail, fix)
+        yield _needs("locked memory", is_free, detail, "ulimit -l unlimited", "system")

@@ -33,7 +33,7 @@ from torchtitan.tools.inference import (
     find_model,
     padded,
 )
-from torchtitan.tools.options import Count, Flavor, Imports, Model, Text, import_modules, verb
+from torchtitan.tools.options import Count, Flag, Flavor, Imports, Model, Text, import_modules, verb
 
 AT_A_TIME = 256
 """Documents that are held in memory."""
@@ -80,9 +80,7 @@ def evaluate(
     length: Annotated[
         int | None, Count("Context length in tokens (default: as in training).")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the results as a JSON object.")
-    ] = False,
+    as_json: Annotated[bool, Flag("--json", "Print the results as a JSON object.")] = False,
     format: Format = None,
     model: Model = None,
     flavor: Flavor = None,

@@ -36,6 +36,7 @@ from torchtitan.tools.inference import (
 )
 from torchtitan.tools.options import (
     Count,
+    Flag,
     Flavor,
     Imports,
     Model,
@@ -80,7 +81,7 @@ def generate(
         ),
     ] = 1.0,
     seed: Annotated[int, Text("N", "Random seed (default: 0).")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per line.")] = False,
+    as_json: Annotated[bool, Flag("--json", "Print a JSON object per line.")] = False,
     format: Format = None,
     model: Model = None,
     flavor: Flavor = None,

@@ -24,7 +24,7 @@ from torchtitan.device import pick
 from torchtitan.inputs import open_task, require_recipe
 from torchtitan.job import JobConfig
 from torchtitan.tasks.next_token import NextToken, PackedTokens
-from torchtitan.tools.options import Count, Recipe, integer
+from torchtitan.tools.options import Count, Flag, Recipe, integer
 
 START, END = 300, 100
 """Characters of a document that are shown, if it is longer."""
@@ -42,7 +42,7 @@ def inspect_samples(
         int | None, Count("Number of ranks (default: the minimum of the layout).")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object for each sample, one per line.")
+        bool, Flag("--json", "Print a JSON object for each sample, one per line.")
     ] = False,
 ) -> None:
     """Show the samples that a run reads, and facts about its data."""

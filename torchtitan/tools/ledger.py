@@ -8,12 +8,10 @@ be read again to recompute their hash.
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
-
-import typer
 
 from torchtitan.checkpoint.folder import read_state
 from torchtitan.checkpoint.manifest import Damaged, read_manifest
@@ -27,7 +25,7 @@ from torchtitan.logging import progress_bar
 from torchtitan.metrics.data_ledger import LEDGER_FILE, chained
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tools.history import Row, RunHistory
-from torchtitan.tools.options import Run
+from torchtitan.tools.options import Flag, Run
 
 
 @dataclass
@@ -110,9 +108,9 @@ class Consumption:
 
 def ledger(
     run: Run,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+    as_json: Annotated[bool, Flag("--json", "Print the facts as JSON.")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read the samples again, and compare their hash.")
+        bool, Flag("--verify", "Read the samples again, and compare their hash.")
     ] = False,
 ) -> int:
     """Say which samples a run consumed, and whether each was read exactly once."""
@@ -224,40 +222,34 @@ def replay(run: Path, consumed: Consumption) -> tuple[int, list[str]]:
         ConfigError: if a recipe or the data cannot be read.
     """
     first = consumed.parts[0].start["samples"]
-    with progress_bar("samples", consumed.end["samples"] - first) as show:
-        return _compared(run, consumed, lambda samples: show(completed=samples - first))
-
-
-def _compared(
-    run: Path, consumed: Consumption, count: Callable[[int], None]
-) -> tuple[int, list[str]]:
     compared, stream = 0, None
-    for part in consumed.parts:
-        job = recipe_of(run, part.start)
-        following = open_alone(job, part.start)
-        if stream is not None:
-            following.load_state_dict(state_of(stream))
-        elif part.start["samples"]:
-            _start_later(following, job, part.start)
-        stream, last = following, part.start["samples"]
-        known = hashes(part.rows[: part.kept])
-        while True:
-            at = stream.samples
-            if at in known:
-                compared += 1
-                if (found := state_of(stream)["hash"]) != known[at]:
-                    stream.close()
-                    return compared, [
-                        f"samples {last:,} to {at:,} are not those that were recorded: their hash "
-                        f"is {found}, and the ledger has {known[at]}"
-                    ]
-                last = at
-            if at >= part.end["samples"]:
-                break
-            for _ in range(part.start["global_batch"]):
-                next(stream)
-            count(stream.samples)
-        stream.close()
+    with progress_bar("samples", consumed.end["samples"] - first) as show:
+        for part in consumed.parts:
+            job = recipe_of(run, part.start)
+            following = open_alone(job, part.start)
+            if stream is not None:
+                following.load_state_dict(state_of(stream))
+            elif part.start["samples"]:
+                _start_later(following, job, part.start)
+            stream, last = following, part.start["samples"]
+            known = hashes(part.rows[: part.kept])
+            while True:
+                at = stream.samples
+                if at in known:
+                    compared += 1
+                    if (found := state_of(stream)["hash"]) != known[at]:
+                        stream.close()
+                        return compared, [
+                            f"samples {last:,} to {at:,} are not those that were recorded: their "
+                            f"hash is {found}, and the ledger has {known[at]}"
+                        ]
+                    last = at
+                if at >= part.end["samples"]:
+                    break
+                for _ in range(part.start["global_batch"]):
+                    next(stream)
+                show(completed=stream.samples - first)
+            stream.close()
     return compared, []
 
 

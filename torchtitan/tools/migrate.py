@@ -13,7 +13,6 @@ from tomlkit.items import AoT, Comment, InlineTable, Table, Whitespace
 from torchtitan.checks import load_job
 from torchtitan.config import (
     CannotRun,
-    ConfigError,
     KeyPath,
     RecipeError,
     Setting,
@@ -27,7 +26,7 @@ from torchtitan.config import (
     show,
 )
 from torchtitan.config.other_names import OLD_KEYS, Moved, Translation, move, translate_key
-from torchtitan.tools.options import Output, Verb, verb
+from torchtitan.tools.options import Output, Verb, verb, write_output
 from torchtitan.torchtitan_keys import (
     DEFAULTS,
     OF_CONVERTER,
@@ -452,12 +451,7 @@ def migrate(
     text = rewrite(read_text(recipe), migration)
     for notice in [*migration.notices, *missing(recipe, migration)]:
         print_message("note", notice)
-    if output is None:
-        print(text, end="")
-    elif output.exists():
-        raise ConfigError(f"{output}: already exists; nothing was written")
-    else:
-        output.write_text(text, encoding="utf-8")
+    write_output(text, output)
 
 
 def missing(recipe: Path, migration: Migration) -> list[str]:

@@ -142,6 +142,20 @@ def progress(what: str) -> Iterator[Callable[[int], None]]:
         yield lambda recorded: add(f": {recorded} recorded")
 
 
+def write_output(text: str, output: Path | None) -> None:
+    """Write to a new file, or to standard output.
+
+    Raises:
+        ConfigError: if the file exists.
+    """
+    if output is None:
+        print(text, end="")
+    elif output.exists():
+        raise ConfigError(f"{output}: already exists; nothing was written")
+    else:
+        output.write_text(text, encoding="utf-8")
+
+
 def verb(**settings: Any) -> typer.Typer:
     """A verb, or a group of verbs."""
     return typer.Typer(cls=VerbGroup, add_completion=False, **settings)
@@ -174,6 +188,11 @@ def Text(metavar: str, help: str, *spellings: str, **settings: Any) -> Any:
     return typer.Option(*spellings, metavar=metavar, help=help, **settings)
 
 
+def Flag(spelling: str, help: str) -> Any:
+    """An option without a value."""
+    return typer.Option(spelling, help=help)
+
+
 Recipe = Annotated[
     str | None, typer.Argument(help="Recipe; settings may follow: --section.key VALUE.")
 ]
@@ -182,7 +201,7 @@ LogLevel = Annotated[
     Choice(("debug", "info", "warning", "error"), "Least severe messages to log (default: info)."),
 ]
 Run = Annotated[Path, typer.Argument(help="Folder of a run (job.dump_folder): outputs/x.")]
-Shrink = Annotated[bool, typer.Option("--shrink", help="Reduce model, batches and layout first.")]
+Shrink = Annotated[bool, Flag("--shrink", "Reduce model, batches and layout first.")]
 Model = Annotated[str | None, Text("NAME", "Name of the model (default: that of the source).")]
 Flavor = Annotated[str | None, Text("NAME", "Flavor of the model (default: that of the source).")]
 Imports = Annotated[

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from torchtitan.config import ConfigError, print_error
 from torchtitan.profiling import ON_REQUEST, REQUEST_FILE
+from torchtitan.provenance import write_whole
 from torchtitan.timeline import TRACED
 from torchtitan.tools.history import RunHistory, traces_in
 from torchtitan.tools.options import Count, Run, Verb, verb
@@ -96,6 +97,11 @@ class Event(NamedTuple):
     begin: float
     end: float
 
+    @property
+    def times(self) -> Interval:
+        """Its interval."""
+        return self.begin, self.end
+
 
 def read_trace(path: Path) -> TraceSummary:
     """Summarize a Chrome trace of torch's profiler.
@@ -151,8 +157,8 @@ def _whole(events: Iterable[Event]) -> Intervals:
 
 def _device_intervals(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
     sent = {e for e in events if COMMUNICATES_ON_DEVICE.search(e.name)}
-    compute = (_times(e) for e in events if e not in sent and not TO_HOST.match(e.name))
-    return union(compute), union(map(_times, sent))
+    compute = (e.times for e in events if e not in sent and not TO_HOST.match(e.name))
+    return union(compute), union(e.times for e in sent)
 
 
 def _cpu_intervals(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
@@ -160,9 +166,9 @@ def _cpu_intervals(events: Sequence[Event]) -> tuple[Intervals, Intervals]:
     compute: Intervals = []
     for thread in _threads_of_training(events):
         own = [event for event in events if event.thread == thread]
-        waits = union(_times(e) for e in own if WAITS_ON_CPU.match(e.name))
-        compute += subtract(union(_times(e) for e in own if COMPUTES_ON_CPU.match(e.name)), waits)
-    return union(compute), union(_times(e) for e in events if e.name.startswith(GLOO))
+        waits = union(e.times for e in own if WAITS_ON_CPU.match(e.name))
+        compute += subtract(union(e.times for e in own if COMPUTES_ON_CPU.match(e.name)), waits)
+    return union(compute), union(e.times for e in events if e.name.startswith(GLOO))
 
 
 def _threads_of_training(events: Iterable[Event]) -> set[Any]:
@@ -201,22 +207,15 @@ def _self_times(events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
 
 def _phases(events: Iterable[Event], prefix: str) -> dict[str, Intervals]:
     """The times of each phase, without the phases nested in it."""
-    marks = [
-        e for e in events if e.category == f"{prefix}user_annotation" and e.name.startswith(TRACED)
-    ]
+    category = f"{prefix}user_annotation"
+    marks = [e for e in events if e.category == category and e.name.startswith(TRACED)]
     found: defaultdict[str, list[Interval]] = defaultdict(list)
     for mark in marks:
         inner = union(
-            _times(e)
-            for e in marks
-            if e is not mark and mark.begin <= e.begin and e.end <= mark.end
+            e.times for e in marks if e is not mark and mark.begin <= e.begin and e.end <= mark.end
         )
-        found[mark.name.removeprefix(TRACED)] += subtract([_times(mark)], inner)
+        found[mark.name.removeprefix(TRACED)] += subtract([mark.times], inner)
     return {name: union(times) for name, times in found.items()}
-
-
-def _times(event: Event) -> Interval:
-    return event.begin, event.end
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
@@ -314,9 +313,7 @@ def request_trace(
             f"{request}: a trace was already requested and has not started; wait for it"
         )
     known = set(traces.glob(f"*{ON_REQUEST}"))
-    unfinished = request.with_name(f"{REQUEST_FILE}.writing")
-    unfinished.write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
-    unfinished.replace(request)
+    write_whole(request, json.dumps({"steps": steps}) + "\n")
     log(f"requested from {folder} a trace of {steps} step{'s' * (steps > 1)}; it is {state.words}")
 
     end, logged, is_taken = time.monotonic() + timeout, 0, False

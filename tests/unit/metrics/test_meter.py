@@ -75,11 +75,7 @@ def ran(steps, seconds=1.0, **changes):
 
 
 def test_rows_are_due_on_the_first_step_every_log_freq_and_the_last():
-    meter, kept, clock = make(total_steps=25)
-    with meter:
-        run(meter, clock, range(1, 26))
-        assert [step for step, _ in kept.rows] == [1, 10, 20, 25]
-    assert len(kept.rows) == 4
+    assert [step for step, _ in ran(range(1, 26), total_steps=25).rows] == [1, 10, 20, 25]
 
 
 def test_the_first_step_of_a_resumed_process_is_due():
@@ -110,10 +106,15 @@ def test_the_first_row_is_timed_by_the_steps_that_really_passed():
     assert second["tps"] == pytest.approx(250.0)
 
 
-def test_mfu_is_tokens_per_second_and_device_times_flops_over_peak():
+def test_mfu_and_memory_are_shares_of_what_the_device_has():
     kept = ran([1], seconds=2.0)
-    assert kept.rows[0][1]["tps"] == 250.0
-    assert kept.rows[0][1]["mfu"] == pytest.approx(250 * 6e6 / 1e9)
+    row = kept.rows[0][1]
+    assert row["tps"] == 250.0
+    assert row["memory_pct"] == pytest.approx(
+        100 * row["memory_gib"] / Device("cpu").memory_capacity()
+    )
+    assert row["mfu"] == pytest.approx(250 * 6e6 / 1e9)
+    assert ran([1], peak_flops=None).rows[0][1]["mfu"] is None
 
 
 def test_devices_are_those_of_all_replica_groups():
@@ -126,10 +127,6 @@ def test_devices_are_those_of_all_replica_groups():
     meter = build_meter(job, task, world, timeline, [], None, dict, dict)
     assert meter.devices == 2 * 3
     assert meter.units_per_step == 8 * 32
-
-
-def test_mfu_is_none_where_the_peak_is_unknown():
-    assert ran([1], peak_flops=None).rows[0][1]["mfu"] is None
 
 
 def test_tokens_and_skipped_add_up_between_rows():
@@ -273,12 +270,6 @@ def test_shares_are_those_of_all_ranks_since_the_last_row():
     assert (first["cut_pct"], first["padding_pct"]) == (50.0, 0.0)
     assert second["cut_pct"] == 0.0
     assert "padding_pct" not in second
-
-
-def test_memory_is_a_share_of_the_device():
-    row = ran([1]).rows[0][1]
-    whole = Device("cpu").memory_capacity()
-    assert row["memory_pct"] == pytest.approx(100 * row["memory_gib"] / whole)
 
 
 def test_log_writes_a_row_of_its_own_at_once():
@@ -506,8 +497,4 @@ def test_the_hash_of_the_data_is_summed_over_ranks_to_the_bit():
 
 def test_the_hash_of_the_data_is_null_where_a_rank_does_not_know_it():
     assert ran([1], data=lambda: (8, None)).rows[0][1]["data_hash"] is None
-    assert "samples" not in _row_without_data()
-
-
-def _row_without_data():
-    return ran([1]).rows[0][1]
+    assert "samples" not in ran([1]).rows[0][1]

@@ -2,5 +2,3 @@
 
 from torchtitan.resilience.replica_groups.group import InMemoryState, ReplicaGroup
 from torchtitan.resilience.replica_groups.settings import FaultToleranceConfig
-
-__all__ = ["FaultToleranceConfig", "InMemoryState", "ReplicaGroup"]

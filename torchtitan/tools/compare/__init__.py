@@ -12,17 +12,11 @@ from torchtitan.config import ConfigError, RecipeError, find_recipe
 from torchtitan.device import pick
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
+from torchtitan.provenance import write_whole
 from torchtitan.tools.compare.gather import Candidate, plan_of, read_run, report
 from torchtitan.tools.compare.report_page import LOSSES, byte_size, report_page
 from torchtitan.tools.compare.results import Report
-from torchtitan.tools.compare.runs import (
-    MeasuredRun,
-    is_done,
-    launch_all,
-    read_outcome,
-    terminable,
-    write_whole,
-)
+from torchtitan.tools.compare.runs import MeasuredRun, is_done, launch_all, read_outcome, terminable
 from torchtitan.tools.compare.study import (
     PlannedRun,
     Ready,
@@ -35,9 +29,7 @@ from torchtitan.tools.compare.study import (
     tasks,
 )
 from torchtitan.tools.history import METRICS_FILE
-from torchtitan.tools.options import Count, RecipeVerb, verb
-
-__all__ = ["FORMS", "compare_folders", "compare_recipes", "dry_run", "read", "summary"]
+from torchtitan.tools.options import Count, Flag, RecipeVerb, Text, verb
 
 FORMS = ("md", "html", "json")
 """Formats in which a report is written."""
@@ -207,27 +199,23 @@ def compare(
         typer.Argument(help="Study, or recipes, or folders of runs (job.dump_folder)."),
     ] = None,
     vary: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=A,B", help="Setting to vary, with a variant for each value."),
+        list[str] | None, Text("KEY=A,B", "Setting to vary, with a variant for each value.")
     ] = None,
     ranks: Annotated[
         int | None, Count(f"Number of ranks of a run {DEFAULT} the minimum of its recipe).")
     ] = None,
     baseline: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help=f"Variant to compare with {DEFAULT} the first)."),
+        str | None, Text("NAME", f"Variant to compare with {DEFAULT} the first).")
     ] = None,
     rounds: Annotated[int | None, Count(f"Number of runs of each variant {DEFAULT} 3).")] = None,
     warmup_steps: Annotated[
         int | None, Count(f"Number of steps before those measured {DEFAULT} 5).")
     ] = None,
     steps: Annotated[int | None, Count(f"Number of measured steps {DEFAULT} 20).")] = None,
-    no_trace: Annotated[bool, typer.Option("--no-trace", help="Trace no step.")] = False,
-    output: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Folder for the runs and the report.")
-    ] = None,
+    no_trace: Annotated[bool, Flag("--no-trace", "Trace no step.")] = False,
+    output: Annotated[str | None, Text("FOLDER", "Folder for the runs and the report.")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Print the runs that would start, without starting any.")
+        bool, Flag("--check", "Print the runs that would start, without starting any.")
     ] = False,
 ) -> int:
     paths, vary = paths or [], vary or []

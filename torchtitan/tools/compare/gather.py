@@ -60,11 +60,11 @@ def compare_curves(
         theirs, their_norms: those of the baseline.
         jobs: both recipes.
     """
-    dtype = coarsest(jobs)
-    if dtype is None:
+    if any(job.convert for job in jobs):
         differences = (difference(ours, theirs, 0.0), difference(our_norms, their_norms, 0.0))
         why = "linears in Float8 or MXFP8 have no tolerance by dtype"
         return Parity("not judged", why, *differences)
+    dtype = max((job.training.mixed_precision_param for job in jobs), key=GROWTH.__getitem__)
     growth = GROWTH[dtype]
     loss = difference(ours, theirs, growth)
     norm = difference(our_norms, their_norms, NORM * growth)
@@ -79,13 +79,6 @@ def compare_curves(
         later = f"; at step {overall.step} the loss is {overall.largest:.1e} off"
         return Parity("same", f"within {rule}{later}", loss, norm)
     return Parity("differs", f"more than {rule}", loss, norm)
-
-
-def coarsest(jobs: Sequence[JobConfig]) -> str | None:
-    """The computation dtype with the fewest bits; None if converted linears have even fewer."""
-    if any(job.convert for job in jobs):
-        return None
-    return max((job.training.mixed_precision_param for job in jobs), key=GROWTH.__getitem__)
 
 
 def difference(ours: RunCurve, theirs: RunCurve, growth: float) -> CurveDifference | None:

@@ -70,10 +70,8 @@ def answer(report: Report) -> str:
         return "No variant ran besides the baseline."
     best, base = fastest(same), f"“{report.baseline}”"
     if len(others) > 1:
-        said = (
-            f"{len(same)} of {len(others)} variants {'has' if len(same) == 1 else 'have'} the same "
-        )
-        said += f"loss as {base}"
+        have = "has" if len(same) == 1 else "have"
+        said = f"{len(same)} of {len(others)} variants {have} the same loss as {base}"
         if best is None:
             return f"{said}."
         name, speed = f"“{best.name}”", relative(best)
@@ -106,9 +104,8 @@ def overview(report: Report) -> Chart | None:
     for each in report.ran:
         if each.tps:
             value = count(each.tps.median)
-            value += (
-                f" ({ratio(each.ratio)})" if each.ratio and each.name != report.baseline else ""
-            )
+            if each.ratio and each.name != report.baseline:
+                value += f" ({ratio(each.ratio)})"
             speeds.append(stacked_bar(each.name, {"speed": each.tps.median}, value))
         if each.memory_gib is not None:
             value = digits(each.memory_gib, "GiB")
@@ -225,17 +222,11 @@ def runs(report: Report) -> Table:
 
 def time_chart(report: Report) -> Chart | None:
     """Draw the share of each phase."""
-    found = [each for each in report.ran if each.time_shares]
-    rows = [
-        stacked_bar(
-            each.name,
-            each.time_shares,
-            f"exposed communication {share(each.exposed_communication)}"
-            if each.exposed_communication is not None
-            else "",
-        )
-        for each in found
-    ]
+    rows = []
+    for each in report.ran:
+        exposed = each.exposed_communication
+        value = "" if exposed is None else f"exposed communication {share(exposed)}"
+        rows += [stacked_bar(each.name, each.time_shares, value)] * bool(each.time_shares)
     return draw_rows("Where the time goes", rows, "Of measured steps.") if rows else None
 
 
@@ -325,11 +316,10 @@ def settings(report: Report) -> Table | str:
     found = [each for each in report.variants if each.differs]
     if not found:
         return "All variants have the same settings."
-    return by_variant(
-        "Settings that are not the same in all variants",
-        found,
-        {"settings": lambda each: [Code(f"{k} = {written(v)}") for k, v in each.differs.items()]},
-    )
+    columns: Columns = {
+        "settings": lambda each: [Code(f"{k} = {written(v)}") for k, v in each.differs.items()]
+    }
+    return by_variant("Settings that are not the same in all variants", found, columns)
 
 
 def conditions(report: Report) -> list[Table]:
@@ -347,14 +337,12 @@ def conditions(report: Report) -> list[Table]:
 
 def reasons(report: Report) -> Table:
     """The reasons why variants have no numbers, in full."""
-    return by_variant(
-        "Variants without numbers",
-        [each for each in report.variants if each.status != "ran"],
-        {
-            "status": lambda each: each.status,
-            "why": lambda each: each.reasons or "no reason is known",
-        },
-    )
+    columns: Columns = {
+        "status": lambda each: each.status,
+        "why": lambda each: each.reasons or "no reason is known",
+    }
+    without = (each for each in report.variants if each.status != "ran")
+    return by_variant("Variants without numbers", without, columns)
 
 
 def written(value: object) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 from torchtitan.config import has_wing
 from torchtitan.logging import logger
+from torchtitan.provenance import write_whole
 from torchtitan.resilience.stop import handled
 from torchtitan.tools.compare.results import FinishedRun, RunCurve, Spread
 from torchtitan.tools.compare.study import PlannedRun, write_recipe
@@ -160,13 +161,6 @@ def set_aside(folder: Path) -> None:
     logger.info("%s: of an earlier study or an interrupted run, renamed %s", folder, aside.name)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: it exists completely or not at all."""
-    unfinished = path.with_name(f"{path.name}.writing")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
-
-
 def spread(values: Sequence[float]) -> Spread | None:
     """Compute median, quartiles (by linear interpolation) and extremes; None without values."""
     if not values:
@@ -231,10 +225,11 @@ class MeasuredRun:
 
     def curve(self, key: str) -> RunCurve:
         """A value over all steps, including those that are not measured."""
+        values: list[float | None] = [row[key] for row in self.all]
         return RunCurve(
             tuple(row["step"] for row in self.all),
             tuple(row["tokens"] for row in self.all),
-            tuple(_finite(row[key]) for row in self.all),
+            tuple(value if math.isfinite(value or 0) else None for value in values),
         )
 
     @property
@@ -257,7 +252,3 @@ class MeasuredRun:
         inside = self.folder.is_relative_to(root)
         folder = self.folder.relative_to(root) if inside else self.folder
         return FinishedRun(str(folder), self.round, self.seed, spread(self.tps), self.startup_s)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -419,15 +419,11 @@ def tasks(study: Study, variants: list[Ready]) -> list[PlannedRun]:
     found = []
     for number in range(1, study.conditions.rounds + 1):
         for ready in runnable[:: 1 if number % 2 else -1]:
-            found.append(_task(study, ready, number))
+            folder = study.output / "runs" / slug(ready.name) / f"round-{number}"
+            section = ready.job.job.model_copy(update={"dump_folder": str(folder)})
+            job = ready.job.model_copy(update={"job": section})
+            found.append(PlannedRun(ready, job, folder, number, _key(ready, job)))
     return found
-
-
-def _task(study: Study, ready: Ready, number: int) -> PlannedRun:
-    folder = study.output / "runs" / slug(ready.name) / f"round-{number}"
-    section = ready.job.job.model_copy(update={"dump_folder": str(folder)})
-    job = ready.job.model_copy(update={"job": section})
-    return PlannedRun(ready, job, folder, number, _key(ready, job))
 
 
 def _key(ready: Ready, job: JobConfig) -> str:

@@ -9,7 +9,7 @@ in it.
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, Problem, Registry, print_error, split_recipe
+from torchtitan.config import ConfigError, Registry, print_error, split_recipe
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
 from torchtitan.logging import make_console, on_terminal
@@ -34,7 +34,7 @@ from torchtitan.tools.verify.measure import (
     write_steps,
 )
 from torchtitan.tools.verify.recipe import Checked, derive_checked, use_float64
-from torchtitan.tools.verify.report import Comparison
+from torchtitan.tools.verify.report import Comparison, largest_weight
 
 Reference = Callable[[JobConfig, JobConfig, int, Path, str], list[Step]]
 """(the run of one rank, that of the layout, its ranks, the folder for what it has after each step,
@@ -47,31 +47,26 @@ Where ranks compress messages, the run is compared, to the same tolerances, with
 """
 
 
-def verify(
-    path: str | None,
-    flags: Sequence[str],
-    *,
-    world_size: int | None = None,
-    steps: int | None = None,
-    shrink: bool = False,
-) -> bool:
-    """Compare a recipe's layout with one rank, and print what is found.
+app = verb()
 
-    Args:
-        world_size: ranks; absent: as few as show all of the layout.
-        shrink: make the model, its batches and its layout small first.
 
-    Returns:
-        Whether they train the same run.
-
-    Raises:
-        ConfigError: the recipe cannot be trained, or not here.
-    """
-    recipe = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
-    checked = derive_checked(recipe, world_size=world_size, steps=steps, shrink=shrink)
+@app.command(cls=RecipeVerb, help=__doc__)
+def verify_parallelism(
+    context: typer.Context,
+    recipe: Recipe = None,
+    world_size: Annotated[
+        int | None, Count("Number of ranks (default: the minimum that shows the layout).")
+    ] = None,
+    steps: Annotated[int | None, Count("Number of optimizer steps (default: 5).")] = None,
+    shrink: Shrink = False,
+) -> int:
+    path, flags = split_recipe([*([recipe] if recipe else []), *context.args])
+    loaded = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
+    checked = derive_checked(loaded, world_size=world_size, steps=steps, shrink=shrink)
     job, ranks = checked.job, checked.ranks
     console = make_console(width=None if on_terminal(sys.stdout) else 120, soft_wrap=True)
-    replace(recipe, config=job).refuse(_problems(checked))
+    # The file of one rank's weights and gradients after each step.
+    replace(loaded, config=job).refuse(problems_here(job, ranks, 8 * job.training.steps))
     if not (checked.is_exact or "modelled" in REFERENCES):
         raise ConfigError(
             "communication: the ranks compress what they send, so this is not the run of one "
@@ -84,7 +79,7 @@ def verify(
             'the simulation to compare them with cuts all rows alike; use "headtail" for this check'
         )
     layout = ", ".join(f"{axis} {size}" for axis, size in job.degrees(ranks)._asdict().items())
-    console.print(f"{recipe.place} on {ranks} rank{'s' * (ranks > 1)}: {layout}")
+    console.print(f"{loaded.place} on {ranks} rank{'s' * (ranks > 1)}: {layout}")
     for loss in job.auxiliary_losses:
         console.print(f"auxiliary loss {loss.described()}")
     console.print("for this check:", *(f"  {line}" for line in checked.changes), sep="\n")
@@ -94,23 +89,17 @@ def verify(
             found = _compare(checked, optimizer, name)
         except RanksFailed as error:
             print_error(f"no comparison: {error}")
-            return False
+            return 1
         console.print(found.table(f"\n{name}"))
         if fault := found.fault():
             console.print(f"\nFAIL: {name}, {fault}", style="bold red")
-            return False
-        off = max(off, found.largest())
+            return 1
+        off = max(off, largest_weight(found.ranks))
     where = "on one rank" if checked.is_exact else "simulated in one process"
     count = job.training.steps
     said = f"{count} step{'s' * (count > 1)} {where} and on {ranks}"
     console.print(f"\nPASS: {said}; max weight difference {off:.0e}", style="bold green")
-    return True
-
-
-def _problems(checked: Checked) -> Iterator[Problem]:
-    """Find problems of the recipe as it is checked, including those of this machine."""
-    # The file of one rank's weights and gradients after each step.
-    return problems_here(checked.job, checked.ranks, 8 * checked.job.training.steps)
+    return 0
 
 
 def _optimizers(job: JobConfig) -> dict[str, OptimizerConfig]:
@@ -118,8 +107,7 @@ def _optimizers(job: JobConfig) -> dict[str, OptimizerConfig]:
     own = job.optimizer
     shared = set(GroupConfig.model_fields)
     groups = [SGDGroup(**group.model_dump(include=shared)) for group in own.groups]
-    kept = ("weight_decay", "no_weight_decay_on")
-    same = {name: getattr(own, name) for name in kept}
+    same = {name: getattr(own, name) for name in ("weight_decay", "no_weight_decay_on")}
     return {
         "SGD with momentum": SGD(lr=0.1, momentum=0.9, groups=tuple(groups), **same),
         f"{own.name} of the recipe": own,
@@ -140,21 +128,3 @@ def _compare(checked: Checked, optimizer: OptimizerConfig, name: str) -> Compari
             expected = REFERENCES["modelled"](one, job, checked.ranks, given, name)
         found = run(compare_steps, checked.ranks, job, given, what=what)
     return Comparison(expected, found)
-
-
-app = verb()
-
-
-@app.command(cls=RecipeVerb, help=__doc__)
-def verify_parallelism(
-    context: typer.Context,
-    recipe: Recipe = None,
-    world_size: Annotated[
-        int | None, Count("Number of ranks (default: the minimum that shows the layout).")
-    ] = None,
-    steps: Annotated[int | None, Count("Number of optimizer steps (default: 5).")] = None,
-    shrink: Shrink = False,
-) -> int:
-    path, flags = split_recipe([*([recipe] if recipe else []), *context.args])
-    is_same = verify(path, flags, world_size=world_size, steps=steps, shrink=shrink)
-    return 0 if is_same else 1

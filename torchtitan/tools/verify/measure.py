@@ -219,11 +219,6 @@ def compare_checkpoints(
     return train(job, look, at_step, kill_after=kill_after)
 
 
-def die() -> None:
-    """End this process as the kernel does when memory runs out: nothing more is done."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def train(
     job: JobConfig,
     look: Look,
@@ -287,7 +282,7 @@ class StepRecorder:
         if state.step == self.kill_after:
             self.run.checkpoint.finish()
             if self.world.rank == self.world.size - 1:
-                die()
+                os.kill(os.getpid(), signal.SIGKILL)  # as where memory runs out
 
     def step(self, row: Row | None, samples: Mapping[int, int]) -> Step:
         """Return the current state of this rank."""
@@ -344,13 +339,17 @@ class Slack:
         return self.sums.get(name, 0.0)
 
 
-def _place(tensor: Tensor, whole: Tensor) -> Tensor:
-    """Return the place in `whole` of this rank's part of a tensor."""
+def _offset(tensor: Tensor) -> tuple[int, ...]:
+    """Return where this rank's part of a tensor begins in the whole."""
     from torch.distributed.tensor import DTensor
 
-    offset = local_extent(tensor)[1] if isinstance(tensor, DTensor) else (0,) * tensor.ndim
-    sizes = local(tensor).shape
-    return whole[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))]
+    return local_extent(tensor)[1] if isinstance(tensor, DTensor) else (0,) * tensor.ndim
+
+
+def _place(tensor: Tensor, whole: Tensor) -> Tensor:
+    """Return the place in `whole` of this rank's part of a tensor."""
+    extents = zip(_offset(tensor), local(tensor).shape, strict=True)
+    return whole[tuple(slice(begin, begin + size) for begin, size in extents)]
 
 
 @torch.no_grad()
@@ -371,12 +370,7 @@ def difference(
     Returns:
         None where they are the same to the bit, and where this rank has no part.
     """
-    from torch.distributed.tensor import DTensor
-
-    offset: tuple[int, ...] = (0,) * tensor.ndim
-    if isinstance(tensor, DTensor):
-        _, offset = local_extent(tensor)
-    part = local(tensor).cpu()
+    part, offset = local(tensor).cpu(), _offset(tensor)
     if isinstance(whole, SavedTensors):
         expected = whole.read(name, offset, part.shape).to(part.dtype)
     else:

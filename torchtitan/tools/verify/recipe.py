@@ -121,20 +121,12 @@ def make_ready(draft: Draft, world_size: int | None, shrink: bool, other: Parall
             _make_layout_small(draft)
         _make_model_small(draft, other)
     _find_data(draft)
-    ranks = world_size or draft.job.parallelism.least_ranks * (2 if _takes_all(draft.job) else 1)
+    # Parameters that are split over as many ranks as there are: two show it.
+    takes_all = draft.job.parallelism.data_parallel_shard_degree == -1
+    ranks = world_size or draft.job.parallelism.least_ranks * (2 if takes_all else 1)
     if shrink:
         _make_batches_small(draft, ranks)
     return ranks
-
-
-def rounds_states(job: JobConfig) -> bool:
-    """Whether the optimizer keeps its states in fewer bits than it computes with."""
-    return job.optimizer.rounds_state
-
-
-def _takes_all(job: JobConfig) -> bool:
-    """Whether parameters are split over as many ranks as there are; two show it."""
-    return job.parallelism.data_parallel_shard_degree == -1
 
 
 def _make_exact(draft: Draft) -> None:

@@ -35,10 +35,6 @@ class Comparison:
                 return f"step {one.number}, {fault}"
         return None
 
-    def largest(self) -> float:
-        """Return the largest error of a weight."""
-        return largest_weight(self.ranks)
-
     def table(self, title: str) -> "Table":
         """A line a step. Of several ranks, the numbers of the one that is farthest off."""
         headings = (
@@ -103,13 +99,9 @@ class Resumption:
                 every = (step.samples.items() for rank in self.whole for step in rank)
                 known = {has: other for samples in every for other, has in samples}
                 what = (
-                    f"its sample {known[read]}"
-                    if read in known
-                    else ("a sample that it never reads")
+                    f"its sample {known[read]}" if read in known else "a sample that it never reads"
                 )
-                yield (
-                    f"the uninterrupted run reads its sample {number} where this one reads {what}"
-                )
+                yield f"the uninterrupted run reads its sample {number} where this one reads {what}"
         if missing := expected.keys() - _samples(resumed).keys():
             yield f"sample {min(missing)} of the run was not read"
 
@@ -131,10 +123,6 @@ class Resumption:
         """Return the largest relative error of the loss."""
         pairs = ((step.loss, whole[0].loss) for whole, resumed in self.steps() for step in resumed)
         return max(relative(a, b) for a, b in pairs if a is not None and b is not None)
-
-    def largest_weight(self) -> float:
-        """Return the largest error of a weight."""
-        return largest_weight(self.resumed)
 
 
 def empty_table(title: str, headings: Sequence[str]) -> "Table":
@@ -158,6 +146,7 @@ def farthest(found: Sequence[Step], kind: str | None = None) -> tuple[str, str]:
 
 
 def largest_weight(ranks: Ranks) -> float:
+    """Return the largest error of a weight."""
     differences = (d for rank in ranks for step in rank for d in step.differences)
     return max((d.off for d in differences if d.kind == "weight"), default=0.0)
 

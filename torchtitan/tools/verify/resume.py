@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +25,7 @@ from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
 from torchtitan.logging import make_console, on_terminal
 from torchtitan.parallel import Degrees, ParallelismConfig
-from torchtitan.tools.options import Count, Recipe, RecipeVerb, Shrink, verb
+from torchtitan.tools.options import Count, Recipe, RecipeVerb, Shrink, Text, verb
 from torchtitan.tools.verify.measure import (
     EXEMPT,
     WEIGHT,
@@ -35,8 +35,8 @@ from torchtitan.tools.verify.measure import (
     problems_here,
     run,
 )
-from torchtitan.tools.verify.recipe import Draft, make_ready, make_short, rounds_states
-from torchtitan.tools.verify.report import LOSS, Resumption
+from torchtitan.tools.verify.recipe import Draft, make_ready, make_short
+from torchtitan.tools.verify.report import LOSS, Resumption, largest_weight
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Resumed:
     def layouts(self) -> tuple[tuple[JobConfig, int], ...]:
         """In which it is resumed: its own first."""
         own, other = (self.job, self.ranks), (self.then, self.then_ranks)
-        return (own,) if rounds_states(self.job) else (own, other)
+        return (own,) if self.job.optimizer.rounds_state else (own, other)
 
 
 def derive_resumed(
@@ -85,7 +85,7 @@ def derive_resumed(
         "recipe; no metrics, no profile, no validation"
     )
     ranks = make_ready(draft, world_size, shrink, parallelism(Degrees(**then)))
-    if rounds_states(draft.job):
+    if draft.job.optimizer.rounds_state:
         keys = [f"optimizer.{key}" for key in draft.job.optimizer.rounded_by]
         why = f"layouts round the optimizer's states differently ({', '.join(keys)})"
         if then:
@@ -140,42 +140,43 @@ CHECKPOINT_BYTES = 12
 """For each parameter: the weight and Adam's two moments."""
 
 
-def verify(
-    path: str | None,
-    flags: Sequence[str],
-    *,
-    world_size: int | None = None,
-    steps: int | None = None,
-    shrink: bool = False,
-    then: Mapping[str, int] | None = None,
-) -> bool:
-    """Compare a run that is killed and resumed with one that is not, and print what is found.
+app = verb()
 
-    Args:
-        world_size: ranks; absent: as few as show all of the layout.
-        steps: k; it is killed after k steps were saved, of twice as many.
-        shrink: make the model, its batches and its layout small first.
-        then: sizes of the axes of the other layout it is resumed in; absent: one is chosen.
 
-    Returns:
-        Whether they are the same run.
-
-    Raises:
-        ConfigError: the recipe cannot be trained, or not here.
-    """
-    recipe = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
-    asked = derive_resumed(
-        recipe, world_size=world_size, steps=steps, shrink=shrink, then=dict(then or {})
-    )
+@app.command(cls=RecipeVerb, help=__doc__)
+def verify_resume(
+    context: typer.Context,
+    recipe: Recipe = None,
+    world_size: Annotated[
+        int | None, Count("Number of ranks (default: the minimum that shows the layout).")
+    ] = None,
+    then: Annotated[
+        int | None,
+        Count("Number of ranks to resume on, with FSDP (default: half of the ranks, or 2)."),
+    ] = None,
+    then_layout: Annotated[
+        str | None, Text("AXES", "Other layout to resume in: tp=2,dp_shard=2.")
+    ] = None,
+    steps: Annotated[
+        int | None, Count("Number of steps before the kill, and after it (default: 3).")
+    ] = None,
+    shrink: Shrink = False,
+) -> int:
+    if then and then_layout:
+        raise typer.BadParameter("--then and --then-layout both name a layout; keep one")
+    path, flags = split_recipe([*([recipe] if recipe else []), *context.args])
+    layout = read_layout(then_layout) if then_layout else {"dp_shard": then} if then else {}
+    loaded = load_job(path, flags, world_size, "cuda", exempt=EXEMPT)
+    asked = derive_resumed(loaded, world_size=world_size, steps=steps, shrink=shrink, then=layout)
     console = make_console(width=None if on_terminal(sys.stdout) else 120, soft_wrap=True)
     with tempfile.TemporaryDirectory() as folder:
-        replace(recipe, config=asked.job).refuse(_problems(asked.job, asked.ranks))
+        replace(loaded, config=asked.job).refuse(_problems(asked.job, asked.ranks))
         then_job, then_ranks = asked.layouts[-1]
         if mistakes := list(_problems(then_job, then_ranks)):
             where = _where(then_job, then_ranks)
             lines = "".join(f"\n  {problem.path}: {problem.message}" for problem in mistakes)
             raise ConfigError(f"--then: the run cannot be resumed {where}:{lines}")
-        console.print(f"{recipe.place} {_where(asked.job, asked.ranks)}")
+        console.print(f"{loaded.place} {_where(asked.job, asked.ranks)}")
         console.print("for this check:", *(f"  {line}" for line in asked.changes), sep="\n")
         trial = Trial(asked, Path(folder))
         try:
@@ -189,10 +190,10 @@ def verify(
                 console.print(found.table(f"\n{title}"))
                 if fault := found.fault():
                     console.print(f"\nFAIL: resumed {where}, {fault}", style="bold red")
-                    return False
+                    return 1
         except RanksFailed as error:
             print_error(f"no comparison: {error}")
-            return False
+            return 1
     summary = (
         f"\nPASS: killed after step {trial.half} of {2 * trial.half} and resumed "
         f"{_where(asked.job, asked.ranks)}, to the bit"
@@ -200,10 +201,10 @@ def verify(
     if not found.is_exact:
         summary += (
             f"; {where}: max loss difference {found.largest_loss():.0e} (tolerance {LOSS:.0e}), "
-            f"max weight difference {found.largest_weight():.0e} ({WEIGHT:.0e})"
+            f"max weight difference {largest_weight(found.resumed):.0e} ({WEIGHT:.0e})"
         )
     console.print(summary, style="bold green")
-    return True
+    return 0
 
 
 def _problems(job: JobConfig, ranks: int) -> Iterator[Problem]:
@@ -258,33 +259,3 @@ class Trial:
                 "checkpoint": job.checkpoint.model_copy(update=checkpoint),
             }
         )
-
-
-app = verb()
-
-
-@app.command(cls=RecipeVerb, help=__doc__)
-def verify_resume(
-    context: typer.Context,
-    recipe: Recipe = None,
-    world_size: Annotated[
-        int | None, Count("Number of ranks (default: the minimum that shows the layout).")
-    ] = None,
-    then: Annotated[
-        int | None,
-        Count("Number of ranks to resume on, with FSDP (default: half of the ranks, or 2)."),
-    ] = None,
-    then_layout: Annotated[
-        str | None, typer.Option(metavar="AXES", help="Other layout to resume in: tp=2,dp_shard=2.")
-    ] = None,
-    steps: Annotated[
-        int | None, Count("Number of steps before the kill, and after it (default: 3).")
-    ] = None,
-    shrink: Shrink = False,
-) -> int:
-    if then and then_layout:
-        raise typer.BadParameter("--then and --then-layout both name a layout; keep one")
-    path, flags = split_recipe([*([recipe] if recipe else []), *context.args])
-    layout = read_layout(then_layout) if then_layout else {"dp_shard": then} if then else {}
-    is_same = verify(path, flags, world_size=world_size, steps=steps, shrink=shrink, then=layout)
-    return 0 if is_same else 1
