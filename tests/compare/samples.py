@@ -10,9 +10,9 @@ from torchtitan.tools.compare.results import (
     Parity,
     Report,
     RunCurve,
-    Spread,
     Variant,
 )
+from torchtitan.tools.compare.runs import spread
 
 HOSTILE = (
     "</script><script>window.broken = 1</script> & \"quotes\" 'single' <b>bold</b> %{x} \\u003c"
@@ -27,19 +27,6 @@ MEASURED = (
     *("tps", "ratio", "step_s", "memory_gib", "mfu", "exposed_communication"),
     *("startup_s", "compile_s", "loss", "grad_norm"),
 )
-
-
-def spread(values):
-    """As `statistics` would have it."""
-    ordered = sorted(values)
-
-    def at(part):
-        place = part * (len(ordered) - 1)
-        below, rest = int(place), place - int(place)
-        above = min(below + 1, len(ordered) - 1)
-        return ordered[below] * (1 - rest) + ordered[above] * rest
-
-    return Spread(at(0.5), at(0.25), at(0.75), ordered[0], ordered[-1], len(ordered))
 
 
 def curve(off, seed, tokens, start, end):

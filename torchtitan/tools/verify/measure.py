@@ -219,6 +219,11 @@ def compare_checkpoints(
     return train(job, look, at_step, kill_after=kill_after)
 
 
+def die() -> None:
+    """End this process as the kernel does when memory runs out: nothing more is done."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def train(
     job: JobConfig,
     look: Look,
@@ -282,7 +287,7 @@ class StepRecorder:
         if state.step == self.kill_after:
             self.run.checkpoint.finish()
             if self.world.rank == self.world.size - 1:
-                os.kill(os.getpid(), signal.SIGKILL)  # as where memory runs out
+                die()
 
     def step(self, row: Row | None, samples: Mapping[int, int]) -> Step:
         """Return the current state of this rank."""
