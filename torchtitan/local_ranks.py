@@ -117,7 +117,7 @@ def _rank(
         # Make torch 2.11 replace the parent's thread pool now; its autograd threads race to do it.
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-        store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
+        store = dist.FileStore(str(folder / "store"), world)
         dist.init_process_group(
             "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
             store=store,

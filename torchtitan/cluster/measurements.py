@@ -52,7 +52,7 @@ def products(device: Device) -> Rates:
     a, b, v = (x.to(device.torch_device) for x in (few, draw(side, side), draw(side, 1)))
     left, right = a.to(like), b.to(like)
     out, taken, began = left @ right, list[float](), time.perf_counter()
-    while time.perf_counter() - began < SECONDS[device.type]:
+    while not taken or time.perf_counter() - began < SECONDS[device.type]:
         taken.append(_seconds(lambda: torch.mm(left, right, out=out), device))
     if not torch.equal(out.double() @ v.double(), a.double() @ (b.double() @ v.double())):
         raise Broken("the product of two matrices is wrong")

@@ -21,8 +21,8 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
-from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
-from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed import Store as TorchStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,

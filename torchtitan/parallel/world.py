@@ -263,7 +263,7 @@ class World:
 
     def after_first_step(self) -> None:
         """Shorten timeouts, so that a rank that does not respond is detected sooner."""
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # type: ignore[attr-defined]
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
             return  # torch cannot change the timeout of a group that checks its collectives
         timeout = timedelta(seconds=self.comm.train_timeout_seconds)
         for group in {id(group): group for group in self.groups.values()}.values():
@@ -348,8 +348,8 @@ def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None)
     device.make_current()
     if comm.debug_level is not None:
         # Each group reads the level when it is created.
-        level = getattr(dist.DebugLevel, comm.debug_level.upper())  # type: ignore[attr-defined]
-        dist.set_debug_level(level)  # type: ignore[attr-defined]
+        level = getattr(dist.DebugLevel, comm.debug_level.upper())
+        dist.set_debug_level(level)
     # A rank connects to those that it sends to. Otherwise it would connect to all others in every
     # group of gloo, and first read what each of them tells each: 2 GB at 16,384 ranks.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -360,7 +360,7 @@ def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None)
         if launch.by_launcher:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            store = dist.HashStore()  # type: ignore[attr-defined]
+            store = dist.HashStore()
             dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     try:
         slow_group = dist.new_group(backend="gloo", timeout=OBJECT_TIMEOUT, group_desc="slow")

@@ -158,7 +158,7 @@ def backends(device: Device) -> Iterator[Finding]:
 def try_backend(device: Device) -> str:
     """Reduce a tensor among one rank; return the error, if any."""
     with TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)  # type: ignore[attr-defined]
+        store = dist.FileStore(f"{folder}/store", 1)
         minute = timedelta(minutes=1)
         try:
             device.make_current()
@@ -202,8 +202,7 @@ def features(device: Device) -> Iterator[Finding]:
 
 
 def _needs(name: str, is_there: bool, detail: str, fix: str, section: str = "features") -> Finding:
-    state, fix = ("ok", "") if is_there else ("missing", fix)
-    return Finding(section, name, state, detail, fix)
+    return Finding(section, name, "ok" if is_there else "missing", detail, "" if is_there else fix)
 
 
 def system(device: Device) -> Iterator[Finding]:

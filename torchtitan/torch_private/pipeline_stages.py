@@ -156,7 +156,7 @@ def schedule_from_csv(stages: Sequence[Any], path: Path, **settings: Any) -> Any
 def skip_shape_inference(schedule: Any) -> None:
     """Skip torch 2.13's agreement of the stages on who knows its shapes, by values: ours all do."""
     if hasattr(schedule, "_warmup_p2p"):
-        from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
+        from torch.distributed.pipelining.stage import InferenceMode
 
         def decide(stages: list[Any], *_: Any) -> None:
             for stage in stages:

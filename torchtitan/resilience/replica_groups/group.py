@@ -194,7 +194,7 @@ class ReplicaGroup:
 
     def _store(self) -> tuple[Any, str, int]:
         """The store in which the ranks of this group find their manager, and groups each other."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore
 
         store, host, port = None, socket.gethostname(), 0
         if self.world.rank == 0:
