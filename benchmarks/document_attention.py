@@ -23,8 +23,9 @@ import torch
 from quoted import quote
 from torch import Tensor
 
+from tests.dense import dense_attention
 from torchtitan.device import pick
-from torchtitan.models.attention import Core, causal_attention, dense_attention
+from torchtitan.models.attention import Core, causal_attention
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -55,10 +55,11 @@ from torchtitan.resilience.divergence import Divergence
 from torchtitan.resilience.replica_groups import InMemoryState, ReplicaGroup
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard, add_up, meet
 from torchtitan.resilience.spikes import Guard
-from torchtitan.resilience.stop import StopSignal, outlook, planned_seconds
+from torchtitan.resilience.stop import StopSignal, handled, outlook, planned_seconds
 from torchtitan.step import Agreement, Batches, Hooks, StepOptimizers, StepVote, UpdateGuard
 from torchtitan.tasks import Task, previewed
 from torchtitan.timeline import Timeline
+from torchtitan.torch_private.compiler import compilers_spared
 from torchtitan.torch_private.dtensor import allocate as allocate_weights
 from torchtitan.validate import Validator
 
@@ -322,7 +323,10 @@ def features(run: Run) -> Iterator[Hooks]:
         yield Hooks(after_step=once(model.sharding.confirm))
     if job.compile.enable:
         compiled = compile.CompileMonitor(job.compile, blocks, model.has_loss)
-        yield Hooks(after_step=lambda step: compiled.after_step(step, run.is_finished()))
+        yield Hooks(
+            after_step=lambda step: compiled.after_step(step, run.is_finished()),
+            session=compilers_spared(handled()),
+        )
     yield Hooks(after_step=run.startup.after_step)
 
 

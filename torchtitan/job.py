@@ -39,7 +39,6 @@ from torchtitan.optim import (
     OptimizerConfig,
     ScheduleConfig,
     WarmupStableDecay,
-    learning_rate_factor,
     without_idle_keys,
 )
 from torchtitan.parallel import (
@@ -331,7 +330,7 @@ class JobConfig(Config):
 
     def learning_rate_factor(self, step: int) -> float:
         """Return the multiplier of the peak learning rate for a step of the schedule, from 1 on."""
-        return learning_rate_factor(self.lr_scheduler, step, self.schedule_steps())
+        return self.lr_scheduler.factor(step, self.schedule_steps())
 
     def same_run(self) -> set[str]:
         """Return the keys whose values a checkpoint and a recipe of one run share."""

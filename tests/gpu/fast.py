@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.dense import dense_attention
 from tests.gpu import mixture
 from tests.gpu.planned import calibration, planned
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
-from torchtitan.models.attention import causal_attention, dense_attention
+from torchtitan.models.attention import causal_attention
 from torchtitan.models.llama3 import LLAMA3
 from torchtitan.models.spec import build_empty, initialize
 from torchtitan.parallel import open_world

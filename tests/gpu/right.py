@@ -16,12 +16,13 @@ from typing import Any, get_args
 import torch
 
 from tests import layouts, tiny
+from tests.dense import dense_attention
 from tests.research.layouts import BESIDE_LATENT, LATENT_LOSSES
 from tests.runs import trace
 from torchtitan.convert import ConverterConfig, Float8
 from torchtitan.job import JobConfig
 from torchtitan.losses import AuxiliaryLossConfig
-from torchtitan.models.attention import causal_attention, dense_attention
+from torchtitan.models.attention import causal_attention
 from torchtitan.research.common.codec import Codec, Form
 from torchtitan.research.hadamard_attention import LowPrecisionAttention
 from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward

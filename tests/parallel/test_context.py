@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.dense import dense_attention
 from tests.ranks import run_ranks
-from torchtitan.models.attention import SelfAttention, causal_attention, dense_attention
+from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.parallel import context, context_pieces
 from torchtitan.parallel.context import context_attention, context_attention_backward, shard
 from torchtitan.parallel.context_pieces import Cut, segments

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests import tiny
+from tests.dense import dense_attention
 from tests.parallel.test_context import (
     DEVICES,
     Tiny,
@@ -21,7 +22,7 @@ from tests.parallel.test_context import (
     run_tiny,
 )
 from tests.ranks import run_ranks
-from torchtitan.models.attention import causal_attention, dense_attention
+from torchtitan.models.attention import causal_attention
 from torchtitan.parallel import SHARDING, activation_checkpoint, context
 from torchtitan.parallel.context import all_to_all, exchanging_heads
 

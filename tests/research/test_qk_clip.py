@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.dense import document_mask
 from tests.ranks import run_ranks
 from tests.runs import train
 from torchtitan.build import build, resume_policy
@@ -14,7 +15,7 @@ from torchtitan.config import RecipeError
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.models.attention import SelfAttention, causal_attention, document_mask
+from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.optim import AdamW, Muon, name_parameters
 from torchtitan.parallel import SHARDING, Launch, open_world
 from torchtitan.parallel.context_pieces import Cut

@@ -35,6 +35,31 @@ with StopSignal() as stop:
 for number in SIGNALS * 2:
     os.kill(os.getpid(), number)
 """
+COMPILING = """
+import os, signal, subprocess, sys, time
+import torch
+from torchtitan.resilience.stop import StopSignal, handled
+from torchtitan.torch_private.compiler import compilers_spared
+
+def backend(graph, inputs):
+    program = subprocess.Popen(["sleep", "0.3"])  # a C++ compiler
+    os.killpg(0, getattr(signal, sys.argv[1]))
+    assert program.wait() == 0
+    return graph.forward
+
+with StopSignal() as stop, compilers_spared(handled()):
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(()))
+    assert stop.requested
+"""
+
+
+@pytest.mark.gate  # it imports torch's compiler
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_programs_of_a_compilation_do_not_end_on_a_request(name):
+    """A terminal sends it to all of them."""
+    command = [sys.executable, "-c", COMPILING, name]
+    done = subprocess.run(command, capture_output=True, start_new_session=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -90,11 +90,6 @@ class Collective:
         """Bytes that this rank supplied."""
         return sum(shape.bytes for shape in self.inputs)
 
-    @property
-    def bytes_out(self) -> int:
-        """Bytes that this rank received, in place or not."""
-        return sum(shape.bytes for shape in self.outputs)
-
     def __str__(self) -> str:
         return f"{self.operation} #{self.sequence} on {self.group}"
 

@@ -64,23 +64,6 @@ def causal_attention(
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    window: int = 0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Compute `causal_attention` with a mask of S x S elements, as a reference."""
-    if q.is_cuda:  # with grouped heads and a mask, the kernels materialize all scores
-        heads = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(heads, dim=1), v.repeat_interleave(heads, dim=1)
-    if documents is None:
-        documents = torch.zeros(len(q), q.shape[2], dtype=torch.int64, device=q.device)
-    return masked_attention(q, k, v, document_mask(documents, window)[:, None], sinks)
-
-
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None = None
 ) -> Tensor:
@@ -116,13 +99,6 @@ def gradient_of_sinks(
         return None
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # (B, H, S)
     return -(share * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
-
-
-def document_mask(documents: Tensor, window: int = 0) -> Tensor:
-    """Return the mask of visible tokens: (B, S, S) bool, query before key."""
-    same = documents[:, :, None] == documents[:, None, :]
-    band = torch.ones_like(same[0]).tril()
-    return same & (band.triu(1 - window) if window else band)
 
 
 @torch.library.custom_op("torchtitan::document_attention", mutates_args=())

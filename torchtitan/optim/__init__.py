@@ -14,13 +14,7 @@ from torchtitan.optim.grouping import describe_groups, describe_rules, group_pro
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.optimizer_group import InBackward, Optimizers
 from torchtitan.optim.parameters import NamedParameter, name_parameters
-from torchtitan.optim.schedule import (
-    SCHEDULES,
-    ScheduleConfig,
-    WarmupStableDecay,
-    learning_rate_factor,
-    rate_in_recipe,
-)
+from torchtitan.optim.schedule import SCHEDULES, ScheduleConfig, WarmupStableDecay, rate_in_recipe
 from torchtitan.optim.settings import (
     Compiled,
     GroupConfig,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchtitan.config import Problem, allowed_names, shorten
 from torchtitan.device import Device
 from torchtitan.optim.parameters import NamedParameter, in_layers
-from torchtitan.optim.settings import GroupConfig, OptimizerConfig, ParameterGroup, UpdateRule
+from torchtitan.optim.settings import OptimizerConfig, ParameterGroup, UpdateRule
 
 
 class Assignment(NamedTuple):
@@ -92,18 +92,13 @@ def describe_groups(
     for number, (group, (tensors, elements)) in enumerate(
         zip(config.groups, counts.tolist(), strict=True)
     ):
-        selectors = [
-            f"{key} {', '.join(value)}" for key, value in _selectors(group).items() if value
-        ]
+        named = {"roles": group.roles, "names": group.names}
+        selectors = [f"{key} {', '.join(value)}" for key, value in named.items() if value]
         other = {"lr_factor": group.lr_factor, **group.changes()}
         yield (
             f"optimizer.groups.{number}: {'; '.join(selectors)}: {tensors} tensors, {elements:,} "
             f"parameters, with {', '.join(f'{key} {value:g}' for key, value in other.items())}"
         )
-
-
-def _selectors(group: GroupConfig) -> dict[str, tuple[str, ...]]:
-    return {"roles": group.roles, "names": group.names}
 
 
 def describe_rules(config: OptimizerConfig, parameters: Sequence[NamedParameter]) -> Iterator[str]:

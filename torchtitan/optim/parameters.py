@@ -120,9 +120,3 @@ def name_parameters(
 def in_layers(name: str) -> str:
     """Return a parameter's name with its layer number replaced by *."""
     return re.sub(r"\.\d+\.", ".*.", name)
-
-
-def format_parameters(parameters: Iterable[NamedParameter]) -> str:
-    """Describe the number of tensors and of parameters."""
-    sizes = [parameter.tensor.numel() for parameter in parameters]
-    return f"{len(sizes)} tensors, {sum(sizes):,} parameters"

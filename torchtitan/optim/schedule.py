@@ -43,6 +43,23 @@ class ScheduleConfig(Config):
         decay = steps if self.decay_ratio is None else round(steps * self.decay_ratio)
         return warmup, min(decay, steps - warmup)
 
+    def factor(self, step: int, steps: int) -> float:
+        """Return the multiplier of the peak learning rate for the 1-based `step` of `steps`.
+
+        Warm-up: step / warm-up steps, so step 1 already learns. Decay: t runs from 0 at its first
+        step to 1 just after its last, so no step has a rate of zero when `min_lr_factor` is 0.
+        """
+        warmup, decay = self.shares(steps)
+        if step <= warmup:
+            return step / warmup
+        t = min(max((step - 1 - (steps - decay)) / decay, 0.0), 1.0) if decay else 0.0
+        shape = {
+            "linear": 1 - t,
+            "sqrt": 1 - math.sqrt(t),
+            "cosine": 0.5 * (1 + math.cos(math.pi * t)),
+        }[self.decay_type]
+        return self.min_lr_factor + (1 - self.min_lr_factor) * shape
+
 
 class WarmupStableDecay(ScheduleConfig):
     """Warm-up, stable phase and decay of any length and shape."""
@@ -52,24 +69,6 @@ class WarmupStableDecay(ScheduleConfig):
 
 
 SCHEDULES = Registry[type[ScheduleConfig]]("schedule", {"warmup_stable_decay": WarmupStableDecay})
-
-
-def learning_rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
-    """Return the multiplier of the peak learning rate for the 1-based `step` of `steps`.
-
-    Warm-up: step / warm-up steps, so step 1 already learns. Decay: t runs from 0 at its first step
-    to 1 just after its last, so no step has a rate of zero when `min_lr_factor` is 0.
-    """
-    warmup, decay = config.shares(steps)
-    if step <= warmup:
-        return step / warmup
-    t = min(max((step - 1 - (steps - decay)) / decay, 0.0), 1.0) if decay else 0.0
-    shape = {
-        "linear": 1 - t,
-        "sqrt": 1 - math.sqrt(t),
-        "cosine": 0.5 * (1 + math.cos(math.pi * t)),
-    }[config.decay_type]
-    return config.min_lr_factor + (1 - config.min_lr_factor) * shape
 
 
 def rate_in_recipe(recipe: Mapping[str, Any], step: int) -> float | None:
@@ -85,4 +84,4 @@ def rate_in_recipe(recipe: Mapping[str, Any], step: int) -> float | None:
         return None
     config = kind.model_validate({k: v for k, v in section.items() if k in kind.model_fields})
     steps = config.total_steps or recipe["training.steps"]
-    return float(recipe["optimizer.lr"]) * learning_rate_factor(config, step, steps)
+    return float(recipe["optimizer.lr"]) * config.factor(step, steps)

@@ -198,6 +198,16 @@ def _look_up(module: nn.Embedding, tokens: "DTensor") -> "DTensor":
     return DTensor.from_local(found, weight.device_mesh, [Partial()], run_check=False)
 
 
+def _whole(x: "DTensor", weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return weights that every rank has as plain tensors, for this rank's positions of `x`."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    assert isinstance(weight, DTensor)
+    grads = [Partial() if x.placements[0].is_shard() else Replicate()]
+    own_bias = bias.to_local(grad_placements=grads) if isinstance(bias, DTensor) else None
+    return weight.to_local(grad_placements=grads), own_bias
+
+
 class WholeLinear(nn.Linear):
     """Linear that multiplies this rank's positions with the whole matrix, which every rank has.
 
@@ -205,15 +215,9 @@ class WholeLinear(nn.Linear):
     """
 
     def forward(self, x: "DTensor") -> "DTensor":  # type: ignore[override]
-        from torch.distributed.tensor import DTensor, Partial, Replicate
+        from torch.distributed.tensor import DTensor
 
-        grads = Partial() if x.placements[0].is_shard() else Replicate()
-        matrix, bias = (
-            each.to_local(grad_placements=[grads]) if isinstance(each, DTensor) else None
-            for each in (self.weight, self.bias)
-        )
-        assert matrix is not None
-        product = F.linear(x.to_local(), matrix, bias)
+        product = F.linear(x.to_local(), *_whole(x, self.weight, self.bias))
         return DTensor.from_local(product, x.device_mesh, x.placements, run_check=False)
 
 
@@ -227,12 +231,7 @@ class SplitRouter(Router):
 
         if counted is not None and x.placements[0].is_shard():
             counted = counted.chunk(x.device_mesh.size(), 1)[x.device_mesh.get_local_rank()]
-        grads = Partial() if x.placements[0].is_shard() else Replicate()
-        weight, bias = (
-            each.to_local(grad_placements=[grads]) if isinstance(each, DTensor) else None
-            for each in (self.weight, self.logit_bias)
-        )
-        assert weight is not None
+        weight, bias = _whole(x, self.weight, self.logit_bias)
         found = self.route(x.to_local(), weight, bias, counted)
         mine = [DTensor.from_local(t, x.device_mesh, x.placements, run_check=False) for t in found]
         scores, chosen = (each.redistribute(placements=[Replicate()]) for each in mine)

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import signal
 import sys
 import warnings
 from collections import Counter
@@ -81,6 +82,34 @@ def compile_seconds() -> float:
 
     names = ("entire_frame_compile", "entire_backward_compile")
     return sum(cumulative_time_spent_ns.get(name, 0) for name in names) / 1e9
+
+
+@contextmanager
+def compilers_spared(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Withhold `signals` from the programs that compilations start within this context.
+
+    A terminal and some schedulers send a request to stop to a whole group of processes. A C++
+    compiler would end on it, and the run fail. Programs inherit the signals that are blocked in
+    the thread that starts them; this process receives its own in another thread, or after the
+    compilation.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    those = set(signals)
+
+    def block(_: Any) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, those)
+
+    def unblock(_: Any) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, those)
+
+    callback_handler.register_start_callback(block)
+    callback_handler.register_end_callback(unblock)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(block)
+        callback_handler.remove_end_callback(unblock)
 
 
 def keep_compiled_graphs(folder: Path | None) -> None:

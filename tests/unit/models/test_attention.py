@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.dense import dense_attention
 from torchtitan.models import attention
-from torchtitan.models.attention import causal_attention, dense_attention, document_attention
+from torchtitan.models.attention import causal_attention, document_attention
 
 LENGTH = 150
 DOCUMENTS = {

@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
+from tests.dense import dense_attention
 from tests.unit.models.families import (
     drawn,
     equals_transformers,
@@ -17,7 +18,7 @@ from tests.unit.models.families import (
 )
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
-from torchtitan.models.attention import causal_attention, dense_attention
+from torchtitan.models.attention import causal_attention
 from torchtitan.models.gpt_oss import GptOssArgs
 from torchtitan.models.layers import Yarn
 from torchtitan.tools.generate import cached

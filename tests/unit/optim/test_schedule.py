@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from torchtitan.optim import ScheduleConfig, learning_rate_factor
+from torchtitan.optim import ScheduleConfig
 
 SHAPES = {
     "linear": lambda left: left,
@@ -43,11 +43,11 @@ def test_learning_rate(steps, decay_type):
         config = ScheduleConfig(
             warmup_steps=warmup, decay_ratio=ratio, decay_type=decay_type, min_lr_factor=floor
         )
-        found = [learning_rate_factor(config, step, steps) for step in range(1, steps + 1)]
+        found = [config.factor(step, steps) for step in range(1, steps + 1)]
         assert found == pytest.approx(rates(config, steps), abs=1e-12)
         assert found[0] == (1 / min(warmup, steps) if warmup else 1)
         assert found[-1] > 0
-        after = learning_rate_factor(config, steps + 1, steps)
+        after = config.factor(steps + 1, steps)
         has_decay = steps > warmup and (ratio is None or round(ratio * steps) > 0)
         assert after == pytest.approx(floor if has_decay else 1, abs=1e-12)
 
@@ -55,9 +55,9 @@ def test_learning_rate(steps, decay_type):
 def test_rates_by_hand():
     config = ScheduleConfig(warmup_steps=2, decay_ratio=0.5)
     by_hand = [0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25]
-    found = [learning_rate_factor(config, step, 8) for step in range(1, 9)]
+    found = [config.factor(step, 8) for step in range(1, 9)]
     assert found == pytest.approx(by_hand)
     # Of the 4 steps that would decay, the warm-up leaves 2.
     config = ScheduleConfig(warmup_steps=6, decay_ratio=0.5)
-    found = [learning_rate_factor(config, step, 8) for step in (5, 6, 7, 8)]
+    found = [config.factor(step, 8) for step in (5, 6, 7, 8)]
     assert found == pytest.approx([5 / 6, 1, 1, 0.5])

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from torchtitan.models.attention import document_mask
+from tests.dense import document_mask
 from torchtitan.parallel import context_pieces
 from torchtitan.parallel.context import shard
 from torchtitan.parallel.context_pieces import Cut, segments, work

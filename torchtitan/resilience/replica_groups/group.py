@@ -44,6 +44,7 @@ from torchtitan.resilience.replica_groups.settings import LIGHTHOUSE, FaultToler
 from torchtitan.torch_private.distributed import read_stream
 
 if TYPE_CHECKING:
+    from torchft import Manager
     from torchft.checkpointing import HTTPTransport
 
     from torchtitan.checkpoint import Checkpointable
@@ -110,9 +111,6 @@ def transport(timeout: timedelta) -> "HTTPTransport[dict[str, Any]]":
 
     return Transport(timeout=timeout, num_chunks=0)
 
-
-if TYPE_CHECKING:
-    from torchft import Manager
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 MOST_FAILURES = 3
