@@ -97,7 +97,7 @@ class Recorder:
         self.shared, self.host, self.at, self.notes = shared, socket.gethostname(), 0, 0
         self.first_limit, self.limit = config.init_timeout_seconds, config.train_timeout_seconds
         self.timeline: Timeline | None = None
-        """That of the run, once it is built; it tells of pauses."""
+        """Timeline of the run, once it is built; it tells of pauses."""
         self._over = threading.Event()
         self._began = self._took = 0.0
         self.is_failure_logged = False
