@@ -4,7 +4,6 @@ A feature that is off is not in the list, so no step knows of it.
 """
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -13,10 +12,10 @@ from typing import Any
 
 import torch
 
-from torchtitan.checkpoint import Checkpointable, Checkpointer, ResumePolicy, Saver, TrainState
+from torchtitan.checkpoint import Checkpointable, Checkpointer, ResumePolicy, TrainState
 from torchtitan.config import Registry, local_path
 from torchtitan.data import Batch
-from torchtitan.device import collect_garbage
+from torchtitan.device import collect_garbage, set_determinism
 from torchtitan.expert_loads import ExpertLoads, routers
 from torchtitan.inputs import open_stream, open_task, validation_streams
 from torchtitan.job import JobConfig
@@ -40,7 +39,6 @@ from torchtitan.models.spec import build_empty, initialize
 from torchtitan.optim import Compiled, Optimizers, name_parameters, open_optimizers
 from torchtitan.parallel import (
     Launch,
-    Losses,
     ParallelModel,
     World,
     async_tensor,
@@ -56,7 +54,7 @@ from torchtitan.resilience.replica_groups import InMemoryState, ReplicaGroup
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard, add_up, meet
 from torchtitan.resilience.spikes import Guard
 from torchtitan.resilience.stop import StopSignal, handled, outlook, planned_seconds
-from torchtitan.step import Agreement, Batches, Hooks, StepOptimizers, StepVote, UpdateGuard
+from torchtitan.step import Agreement, Batches, Hooks, StepOptimizers, StepVote, UpdateGuard, once
 from torchtitan.tasks import Task, previewed
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.compiler import compilers_spared
@@ -85,6 +83,14 @@ class Observer:
     """Context in which steps run; entered once the run's state is loaded."""
     monitors: Sequence[Monitor] = ()
     """Monitors of the run, opened before it is built."""
+
+    def hooks(self, state: TrainState) -> Hooks:
+        """Return the hooks in a run with this state."""
+        return Hooks(
+            before_step=lambda: self.before_step(state.step + 1),
+            after_step=lambda step: self.after_step(state),
+            session=self.session,
+        )
 
 
 class Run:
@@ -260,7 +266,8 @@ def build(
     Raises:
         ConfigError: if the data, or files that the task needs, do not fit the recipe.
     """
-    set_determinism(job)
+    debug = job.debug
+    set_determinism(debug.seed, debug.deterministic, debug.deterministic_warn_only)
     run = Run(job, world, observer or Observer(), stop or StopSignal())
     run.attach(list(features(run)))
     return run
@@ -284,13 +291,13 @@ def features(run: Run) -> Iterator[Hooks]:
     if job.fault_tolerance.enable:
         yield replica_groups(run)
     yield Hooks(before_step=run.startup.before_step)
-    yield observation(run)
+    yield run.observer.hooks(run.state)
     if run.has_ledger:
         yield Hooks(session=record_data(job, run.world, run.ledger, run.data, run.contents))
     if job.auxiliary_losses:
         yield Hooks(before_forward=lambda: model.auxiliary.begin(run.state.step + 1))
     if loads := open_loads(run):
-        yield expert_loads(run, loads)
+        yield loads.hooks(run.meter, job.metrics.statistics_freq, job.training.steps)
     for name in job.optimizer.features:
         yield FEATURES[name](run)
     replicas = job.communication.replicas
@@ -300,16 +307,16 @@ def features(run: Run) -> Iterator[Hooks]:
     if (metric := run.task.left_out(job.data)) and not job.fault_tolerance.enable:
         yield Hooks(before_forward=partial(count_left_out, run, metric))
     if job.metrics.statistics_freq:
-        yield layer_statistics(run)
+        yield open_statistics(run).hooks(lambda: run.state.step, run.meter, run.timeline)
     if job.checkpoint.enable:
-        yield Hooks(before_update=partial(wait_until_writable, run))
-        for saver in checkpoint.savers:
-            yield unfinished_saves(run, saver)
+        yield from checkpoint.unfinished(run.timeline)
     yield Hooks(after_step=lambda step: run.divergence.after_step(run.state))
     if job.checkpoint.enable:
-        yield Hooks(after_step=partial(save_if_due, run))
+        yield checkpoint.saving(run.timeline, job.training.steps, run.is_finished)
     if job.validation.enable:
-        yield validation(run)
+        yield open_validator(run).hooks(
+            run.meter, run.timeline, job.training.steps, lambda: stop.is_agreed
+        )
     yield Hooks(
         vote=StepVote(run.profiler.request, run.profiler.agree),
         after_step=run.profiler.step,
@@ -337,27 +344,6 @@ def save_outlook(run: Run) -> Callable[[], tuple[int, str]]:
     of_stage = sum(p.numel() for part in run.model.parts for p in part.parameters())
     planned = planned_seconds(of_stage * run.world.degrees.pp, nodes)
     return lambda: outlook(checkpoint.saver.seconds, planned, checkpoint.saved_step, run.stop.grace)
-
-
-def once(action: Callable[[], None]) -> Callable[[int], None]:
-    """Return a hook that calls `action` after the first step only."""
-    left = [action]
-
-    def call(step: int) -> None:
-        while left:
-            left.pop()()
-
-    return call
-
-
-def observation(run: Run) -> Hooks:
-    """Return the hooks of an outside observer, such as `verify`."""
-    observer = run.observer
-    return Hooks(
-        before_step=lambda: observer.before_step(run.state.step + 1),
-        after_step=lambda step: observer.after_step(run.state),
-        session=observer.session,
-    )
 
 
 def replica_groups(run: Run) -> Hooks:
@@ -408,22 +394,6 @@ def open_loads(run: Run) -> ExpertLoads | None:
     )
 
 
-def expert_loads(run: Run, loads: ExpertLoads) -> Hooks:
-    """Return the hooks that count the choices of routers, and then balance these."""
-    every, last = run.job.metrics.statistics_freq, run.job.training.steps
-
-    def report(step: int) -> None:
-        if every and (step % every == 0 or step == last):
-            run.meter.measured(step, "experts", **loads.by_expert())
-
-    return Hooks(
-        before_forward=loads.begin,
-        after_backward=lambda batches, losses: run.meter.record(**loads.end()),
-        after_update=loads.update,
-        after_step=report,
-    )
-
-
 def open_statistics(run: Run) -> Statistics:
     """Build the per-layer statistics requested by the recipe."""
     job, world, model = run.job, run.world, run.model
@@ -439,73 +409,12 @@ def open_statistics(run: Run) -> Statistics:
     return Statistics(freq, model, run.optimizers.inner, world, units, copies)
 
 
-def layer_statistics(run: Run) -> Hooks:
-    """Return the hooks that measure a step that is due before clipping, and report it after."""
-    statistics, found = open_statistics(run), dict[str, float]()
-
-    def measure(batches: Sequence[Batch], losses: Losses) -> None:
-        found.clear()
-        if statistics.is_due(run.state.step + 1):
-            with run.timeline.pause("statistics"):
-                found.update(statistics.measure(batches))
-
-    def report(step: int) -> None:
-        if found:
-            run.meter.measured(step, "statistics", **found)
-
-    return Hooks(after_backward=measure, after_step=report)
-
-
-def wait_until_writable(run: Run) -> None:
-    """Wait until no checkpoint is copying the weights."""
-    if run.checkpoint.is_staging:
-        with run.timeline.pause("checkpoint"):
-            run.checkpoint.wait_staging()
-
-
-def unfinished_saves(run: Run, saver: Saver) -> Hooks:
-    """Return hooks that advance a save after each step, by a stage, if no rank is busy with it."""
-    busy: list[float] = [0]
-
-    def advance(step: int) -> None:
-        if not (busy[0] or saver.is_idle):
-            with run.timeline.pause("checkpoint"):
-                saver.advance()
-
-    vote = StepVote(lambda: saver.is_busy, lambda agreed: busy.__setitem__(0, agreed))
-    return Hooks(vote=vote, after_step=advance)
-
-
-def save_if_due(run: Run, step: int) -> None:
-    """Save this step, if it is due."""
-    is_final = run.is_finished()
-    if run.checkpoint.is_due(is_final):
-        with run.timeline.pause("checkpoint"):
-            run.checkpoint.save(step == run.job.training.steps, is_final)
-
-
 def open_validator(run: Run) -> Validator:
     """Build the validator."""
     job, world = run.job, run.world
     accumulation, streams = validation_streams(job, run.task, run.data, world)
-    return Validator(job.validation, streams, accumulation, run.task, run.model, world)
-
-
-def validation(run: Run) -> Hooks:
-    """Return the hooks of validation, with a picture if the task draws one."""
-    validator, job = open_validator(run), run.job
     draws = job.validation.picture and run.task.has_picture and job.parallelism.has_outputs
-
-    def validate(step: int) -> None:
-        if validator.is_due(step, job.training.steps) and not run.stop.is_agreed:
-            with run.timeline.pause("validation"):
-                found = validator.run()
-                picture = validator.picture() if draws else None
-            run.meter.log(step, **found)
-            if picture is not None and not run.world.rank:
-                run.meter.picture(step, picture)
-
-    return Hooks(after_step=validate)
+    return Validator(job.validation, streams, accumulation, run.task, run.model, world, draws=draws)
 
 
 def resume_policy(job: JobConfig) -> ResumePolicy:
@@ -639,17 +548,3 @@ def build_meter(
         shares=shares,
         sources=sources,
     )
-
-
-def set_determinism(job: JobConfig) -> None:
-    """Seed the generators and, if asked, allow only deterministic algorithms."""
-    torch.manual_seed(job.debug.seed)
-    if job.debug.deterministic:
-        # Read by cuBLAS on first use; without it torch refuses matrix products on CUDA.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Torch imports its compiler for this setting, which takes a second, so it is set only if
-    # needed.
-    if job.debug.deterministic or torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(
-            job.debug.deterministic, warn_only=job.debug.deterministic_warn_only
-        )

@@ -329,3 +329,15 @@ def _resident_peak() -> int:
             return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def set_determinism(seed: int, deterministic: bool, warn_only: bool) -> None:
+    """Seed the generators and, if asked, allow only deterministic algorithms."""
+    torch.manual_seed(seed)
+    if deterministic:
+        # Read by cuBLAS on first use; without it torch refuses matrix products on CUDA.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Torch imports its compiler for this setting, which takes a second, so it is set only if
+    # needed.
+    if deterministic or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)

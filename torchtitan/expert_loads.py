@@ -13,8 +13,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from torchtitan.config import Config
+from torchtitan.metrics import Meter
 from torchtitan.models.experts import Router
 from torchtitan.parallel import World
+from torchtitan.step import Hooks
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.runtime import is_in_backward
 
@@ -72,6 +74,24 @@ class ExpertLoads:
         """(layers, E) int64, tokens of each expert in the global batch."""
         for _, router in self.own:
             router.count = self._count
+
+    def hooks(self, meter: Meter, every: int, last: int) -> Hooks:
+        """Return hooks that count the choices of routers, and then balance these.
+
+        Args:
+            every: steps between reports of each expert, which the `last` step has too; 0: none.
+        """
+
+        def report(step: int) -> None:
+            if every and (step % every == 0 or step == last):
+                meter.measured(step, "experts", **self.by_expert())
+
+        return Hooks(
+            before_forward=self.begin,
+            after_backward=lambda batches, losses: meter.record(**self.end()),
+            after_update=self.update,
+            after_step=report,
+        )
 
     def begin(self) -> None:
         """Count from here on."""

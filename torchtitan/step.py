@@ -166,6 +166,17 @@ class Hooks:
     """Context that is open while the run trains."""
 
 
+def once(action: Callable[[], None]) -> Callable[[int], None]:
+    """Return a hook that calls `action` after the first step only."""
+    left = [action]
+
+    def call(step: int) -> None:
+        while left:
+            left.pop()()
+
+    return call
+
+
 class Agreement:
     """The only wait for the device in a step.
 

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from torchtitan.config import Config, Context, Problem
 from torchtitan.data import DATASETS, BatchStream, DataConfig
+from torchtitan.metrics import Meter
 from torchtitan.parallel import ParallelModel, World
+from torchtitan.step import Hooks
 from torchtitan.tasks import Task
+from torchtitan.timeline import Timeline
 
 
 class ValidationConfig(Config):
@@ -124,13 +127,36 @@ class Validator:
         task: Task,
         model: ParallelModel,
         world: World,
+        *,
+        draws: bool = False,
     ) -> None:
-        """`open_streams` has the held-out data sets by name."""
+        """
+        Args:
+            open_streams: functions that open the held-out data sets, by name.
+            draws: whether a validation has a picture, too.
+        """
+        self.draws = draws
         self.config, self.open_streams, self.accumulation = config, open_streams, accumulation
         self.task, self.model, self.world = task, model, world
         self.streams: dict[str, BatchStream] = {}
         if config.enable:
             task.prepare_validation(world.device.torch_device, is_first=world.rank == 0)
+
+    def hooks(
+        self, meter: Meter, timeline: Timeline, last: int, is_stopping: Callable[[], bool]
+    ) -> Hooks:
+        """Return the hooks that validate when due, unless the run is being stopped."""
+
+        def validate(step: int) -> None:
+            if self.is_due(step, last) and not is_stopping():
+                with timeline.pause("validation"):
+                    found = self.run()
+                    picture = self.picture() if self.draws else None
+                meter.log(step, **found)
+                if picture is not None and not self.world.rank:
+                    meter.picture(step, picture)
+
+        return Hooks(after_step=validate)
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether there is a validation after `step`."""

@@ -26,9 +26,12 @@ from torch import Tensor, nn
 
 from torchtitan.data import Batch
 from torchtitan.logging import logger
+from torchtitan.metrics.meter import Meter
 from torchtitan.optim import Optimizers
 from torchtitan.optim.optimizer_group import local
-from torchtitan.parallel import ParallelModel, World
+from torchtitan.parallel import Losses, ParallelModel, World
+from torchtitan.step import Hooks
+from torchtitan.timeline import Timeline
 
 # Elements that are looked at together: few copies of a tensor are made, and none of a large one.
 CHUNK = 2**22
@@ -64,6 +67,22 @@ class Statistics:
             for kind in ("gradient", "weight")
         }
         """Elements of each parameter on all ranks together, without copies."""
+
+    def hooks(self, steps_done: Callable[[], int], meter: Meter, timeline: Timeline) -> Hooks:
+        """Return hooks that measure a step that is due before clipping, and report it after."""
+        found: dict[str, float] = {}
+
+        def measure(batches: Sequence[Batch], losses: Losses) -> None:
+            found.clear()
+            if self.is_due(steps_done() + 1):
+                with timeline.pause("statistics"):
+                    found.update(self.measure(batches))
+
+        def report(step: int) -> None:
+            if found:
+                meter.measured(step, "statistics", **found)
+
+        return Hooks(after_backward=measure, after_step=report)
 
     def is_due(self, step: int) -> bool:
         """Whether there is something to measure in this step."""
