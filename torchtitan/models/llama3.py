@@ -162,61 +162,30 @@ META = WeightFormat(
 )
 
 
-VOCAB_SIZE = 128_256
-LLAMA_3_1 = RopeScaling(factor=8.0)
-LLAMA_3_2 = RopeScaling(factor=32.0)
+def flavor(
+    dim: int, n_layers: int, n_heads: int, ffn_dim: int, *, factor: float, tied: bool = False
+) -> DecoderArgs:
+    return DecoderArgs(
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        ffn_dim=ffn_dim,
+        vocab_size=128_256,
+        rope_scaling=RopeScaling(factor=factor),
+        tied=tied,
+    )
+
 
 FLAVORS = {
     "debugmodel": DecoderArgs(
         dim=256, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=768, vocab_size=2048
     ),
-    "1B": DecoderArgs(
-        dim=2048,
-        n_layers=16,
-        n_heads=32,
-        n_kv_heads=8,
-        ffn_dim=8192,
-        vocab_size=VOCAB_SIZE,
-        rope_scaling=LLAMA_3_2,
-        tied=True,
-    ),
-    "3B": DecoderArgs(
-        dim=3072,
-        n_layers=28,
-        n_heads=24,
-        n_kv_heads=8,
-        ffn_dim=8192,
-        vocab_size=VOCAB_SIZE,
-        rope_scaling=LLAMA_3_2,
-        tied=True,
-    ),
-    "8B": DecoderArgs(
-        dim=4096,
-        n_layers=32,
-        n_heads=32,
-        n_kv_heads=8,
-        ffn_dim=14336,
-        vocab_size=VOCAB_SIZE,
-        rope_scaling=LLAMA_3_1,
-    ),
-    "70B": DecoderArgs(
-        dim=8192,
-        n_layers=80,
-        n_heads=64,
-        n_kv_heads=8,
-        ffn_dim=28672,
-        vocab_size=VOCAB_SIZE,
-        rope_scaling=LLAMA_3_1,
-    ),
-    "405B": DecoderArgs(
-        dim=16384,
-        n_layers=126,
-        n_heads=128,
-        n_kv_heads=8,
-        ffn_dim=53248,
-        vocab_size=VOCAB_SIZE,
-        rope_scaling=LLAMA_3_1,
-    ),
+    "1B": flavor(2048, 16, 32, 8192, factor=32.0, tied=True),
+    "3B": flavor(3072, 28, 24, 8192, factor=32.0, tied=True),
+    "8B": flavor(4096, 32, 32, 14_336, factor=8.0),
+    "70B": flavor(8192, 80, 64, 28_672, factor=8.0),
+    "405B": flavor(16_384, 126, 128, 53_248, factor=8.0),
 }
 
 LLAMA3 = decoder_spec(

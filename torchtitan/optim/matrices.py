@@ -89,35 +89,6 @@ Round = Sequence[Sequence[Matrix]]
 """Matrices, all of one shape, that each rank computes on at the same time, by rank."""
 
 
-class UpdatePlan:
-    """Schedule of matrix updates over the ranks that share some parameters."""
-
-    def __init__(
-        self,
-        shardings: Mapping[int, MatrixSharding],
-        matrices: Sequence[Matrix],
-        cost: Callable[[int, int], float],
-        limit: int,
-    ) -> None:
-        """For the arguments see `assign_to_ranks`."""
-        self.shardings = shardings
-        ranks = len(next(iter(shardings.values())).parts) if shardings else 1
-        self.rounds = assign_to_ranks(matrices, ranks, cost, limit)
-
-    def part(self, matrix: Matrix, rank: int) -> Area:
-        """Return a rank's part of a matrix."""
-        return matrix.area & self.held(matrix, rank)
-
-    def held(self, matrix: Matrix, rank: int) -> Area:
-        """Return a rank's part of the matrix's parameter."""
-        return self.shardings[matrix.parameter].parts[rank]
-
-    def same_copy(self, matrix: Matrix, one: int, other: int) -> bool:
-        """Whether two ranks hold parts of the same replica of a matrix, and so exchange them."""
-        copies = self.shardings[matrix.parameter].copies
-        return copies[one] == copies[other]
-
-
 class Exchange:
     """Gathers whole matrices, and scatters the results of an update."""
 
@@ -152,9 +123,9 @@ class Exchange:
         ]
 
     def __str__(self) -> str:
-        matrices = sum(len(of_rank) for g in self.groups for r in g.plan.rounds for of_rank in r)
-        own = sum(len(r[g.rank]) for g in self.groups for r in g.plan.rounds)
-        rounds = sum(len(g.plan.rounds) for g in self.groups)
+        matrices = sum(len(of_rank) for g in self.groups for r in g.rounds for of_rank in r)
+        own = sum(len(r[g.rank]) for g in self.groups for r in g.rounds)
+        rounds = sum(len(g.rounds) for g in self.groups)
         return f"{matrices} matrices in {rounds} rounds, {own} of them on this rank"
 
     def apply(self, tensors: Sequence[Tensor], update: Update) -> None:
@@ -181,7 +152,7 @@ class _Group:
         self.group = None if mesh is None else over(mesh)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         coordinates = [()] if mesh is None else _coordinates(mesh, self.group)
-        shardings = {
+        self.shardings = {
             number: MatrixSharding(
                 [Area.from_dims(extents(p.tensor, at)) for at in coordinates],
                 [
@@ -191,11 +162,24 @@ class _Group:
             )
             for number, p in parameters.items()
         }
-        self.plan = UpdatePlan(shardings, matrices, cost, limit)
+        self.rounds = assign_to_ranks(matrices, len(coordinates), cost, limit)
+
+    def part(self, matrix: Matrix, rank: int) -> Area:
+        """Return a rank's part of a matrix."""
+        return matrix.area & self.held(matrix, rank)
+
+    def held(self, matrix: Matrix, rank: int) -> Area:
+        """Return a rank's part of the matrix's parameter."""
+        return self.shardings[matrix.parameter].parts[rank]
+
+    def same_copy(self, matrix: Matrix, one: int, other: int) -> bool:
+        """Whether two ranks hold parts of the same replica of a matrix, and so exchange them."""
+        copies = self.shardings[matrix.parameter].copies
+        return copies[one] == copies[other]
 
     def apply(self, tensors: Sequence[Tensor], update: Update) -> None:
         """See `Exchange.apply`."""
-        rounds = self.plan.rounds
+        rounds = self.rounds
         arriving, leaving = self._gather(rounds[0], tensors), None
         for number, current in enumerate(rounds):
             whole = arriving()
@@ -215,21 +199,21 @@ class _Group:
 
         Each rank receives the parts from its own replica of a parameter.
         """
-        plan, here = self.plan, self.rank
+        here = self.rank
         own = current[here]
         sent = [
             [
-                plan.part(matrix, here).of(tensors[matrix.parameter], plan.held(matrix, here))
+                self.part(matrix, here).of(tensors[matrix.parameter], self.held(matrix, here))
                 for matrix in of_rank
-                if plan.same_copy(matrix, rank, here)
+                if self.same_copy(matrix, rank, here)
             ]
             for rank, of_rank in enumerate(current)
         ]
         expected = [
             [
-                (number, plan.part(matrix, rank))
+                (number, self.part(matrix, rank))
                 for number, matrix in enumerate(own)
-                if plan.same_copy(matrix, rank, here)
+                if self.same_copy(matrix, rank, here)
             ]
             for rank in range(len(current))
         ]
@@ -253,19 +237,19 @@ class _Group:
         own = current[self.rank]
         sent = [
             [
-                self.plan.part(matrix, rank).of(result, matrix.area)
+                self.part(matrix, rank).of(result, matrix.area)
                 for matrix, result in zip(own, results, strict=True)
             ]
             for rank in range(len(current))
         ]
-        expected = [[(m, self.plan.part(m, self.rank)) for m in of_rank] for of_rank in current]
+        expected = [[(m, self.part(m, self.rank)) for m in of_rank] for of_rank in current]
         sizes = [[part.size for _, part in of_rank] for of_rank in expected]
         received = self._send(sent, sizes, tensors[0])
 
         def placed() -> None:
             for places, pieces in zip(expected, received(), strict=True):
                 for (matrix, part), piece in zip(places, pieces, strict=True):
-                    target = part.of(tensors[matrix.parameter], self.plan.held(matrix, self.rank))
+                    target = part.of(tensors[matrix.parameter], self.held(matrix, self.rank))
                     target.copy_(piece.view(part.shape))
 
         return placed
