@@ -66,7 +66,7 @@ CASES = {
         tp=2, recompute=FULL, **layouts.ALL_BESIDE
     ),
     "CP 2 x TP 2, all auxiliary losses": case(cp=2, tp=2, **layouts.ALL_BESIDE),
-    "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=2, **{RESHARD: "always"}),
+    "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=4, **{RESHARD: "always"}),
     # Each second half of a backward recomputes a block once for each of its weights.
     "TP 2 x PP 2, ZBVZeroBubble, full recomputation": case(
         2, tp=2, batch=4, recompute=FULL, **layouts.ZBV

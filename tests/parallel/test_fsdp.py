@@ -40,7 +40,7 @@ def sent(layout):
     """Bytes that a rank sends in a step, by operation."""
     found = Counter[str]()
     for one in link_traffic(recorded.step(recipe(layout), layout.ranks), layout.ranks):
-        found[one.operation] += one.sent
+        found[one.operation] += one.bytes
     return found
 
 

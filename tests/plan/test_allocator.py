@@ -66,21 +66,3 @@ def test_sizes_are_rounded_and_little_is_left_of_a_large_block():
     large.release(large.allocate(32 * MIB))
     large.allocate(31 * MIB)
     assert large.allocated == 32 * MIB
-
-
-def test_a_full_device_empties_the_cache():
-    allocator = CachingAllocator(capacity=100 * MIB)
-    allocator.release(allocator.allocate(60 * MIB))
-    allocator.allocate(80 * MIB)
-    assert (allocator.retries, allocator.reserved) == (1, 80 * MIB)
-    assert allocator.peak_reserved == 80 * MIB
-    allocator.allocate(40 * MIB)
-    assert (allocator.retries, allocator.peak_reserved) == (2, 120 * MIB), "it does not fit"
-
-
-def test_a_full_device_unmaps_the_free_pages_of_expandable_segments():
-    allocator = CachingAllocator(capacity=100 * MIB, expandable=True)
-    allocator.allocate(10 * MIB, stream=1)
-    allocator.release(allocator.allocate(60 * MIB))
-    allocator.allocate(70 * MIB, stream=2)
-    assert (allocator.retries, allocator.reserved) == (1, 100 * MIB)

@@ -36,7 +36,7 @@ GATHERED, REDUCED = 188_800, 151_680
 )
 def test_a_layout_sends_as_much_as_it_needs(layout, expected):
     step = recorded.step(recorded.job(layout), 2)
-    sent = {one.operation: one.sent for one in link_traffic(step, 2) if one.sent > 8}
+    sent = {one.operation: one.bytes for one in link_traffic(step, 2) if one.bytes > 8}
     assert sent == expected
 
 

@@ -1,12 +1,13 @@
 """A step recorded from few blocks, microbatches and batches equals the step recorded in full."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests import layouts
-from tests.layouts import FULL, INTERLEAVED, case, schedule
+from tests.layouts import FULL, INTERLEAVED, RESHARD, case, schedule
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.models import MODELS
@@ -18,6 +19,7 @@ from torchtitan.plan.plan import alike_ranks
 from torchtitan.plan.shortening import Abridged
 from torchtitan.plan.speed import step_time
 
+ALWAYS = {RESHARD: "always"}
 CASES = {
     "FSDP 2, accumulating 6": case(shard=2, batch=1, training={"global_batch_size": 12}),
     "TP 2, full recomputation": case(tp=2, batch=8, recompute=FULL).of(n_layers=6),
@@ -31,6 +33,8 @@ CASES = {
     ).of(n_layers=28),
     "PP 2, ZBVZeroBubble": schedule("ZBVZeroBubble").of(n_layers=28),
     "PP 2, DualPipeV": schedule("DualPipeV"),
+    "FSDP 2 x PP 2, always reshard": case(2, batch=8, shard=2, **ALWAYS),
+    "FSDP 2 x PP 4, always reshard": case(4, batch=16, shard=2, **ALWAYS),
 }
 
 
@@ -67,6 +71,15 @@ def test_a_short_recording_stands_for_the_whole_step(name):
         for each in (short, whole)
     )
     assert flops == expected_flops
+    sent, expected_sent = (
+        Counter(
+            (message.operation, message.bytes, message.overlaps)
+            for segment in each.segments
+            for message in segment.messages
+        )
+        for each in (short, whole)
+    )
+    assert sent == expected_sent
     assert [part.action for part in short.parts] == [part.action for part in whole.parts]
 
 

@@ -48,7 +48,7 @@ def test_every_rank_tells_its_start_its_traffic_and_its_phases(name, tmp_path):
         assert events[-1]["stopped_by"] is None
     # What was sent is what was planned, and the few numbers that all ranks agree on.
     planned = link_traffic(recorded.step(job, 2), 2)
-    asked = sum(one.sent for one in planned if one.axis == axis)
+    asked = sum(one.bytes for one in planned if one.axis == axis)
     sent = logs[0][3][f"sent/{axis}"]
     assert asked > 100_000
     assert asked <= sent <= asked + 500

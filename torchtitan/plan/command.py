@@ -5,7 +5,8 @@ For the folder of a run, show what it measured, too.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -133,35 +134,26 @@ def plan_recipe(
         path = str(history.folder / RECIPE_FILE)
         world_size = world_size or history.ranks
     require_recipe(path, flags, "plan")
-    if html and not html.resolve().parent.is_dir():
-        raise RecipeError([f"--html: got {html}; make its folder"])
-    for option, file in (("--html", html), ("--output", output)):
-        if file and file.is_dir():
-            raise RecipeError([f"{option}: got {file}; name a file in this folder"])
-    if world_size and world_size > MOST_RANKS:
-        raise RecipeError([f"--world-size: got {world_size}; use at most {MOST_RANKS:,}"])
-    devices = None if hardware is None else find_hardware(hardware)
+    mistakes = [*_mistakes(html, output, search, seconds, timed)]
+    devices: Hardware | None = None
 
     def load(ranks: int | None, more: Sequence[str] = ()) -> config.Recipe[JobConfig]:
         device_type = _type(devices, history)
         return load_job(path, [*flags, *more], ranks, device_type, exempt=ELSEWHERE)
 
-    job = load(None).config
-    stated = job.flat()
-    name = stated.get("job.hardware")
-    if devices is None and history:
-        devices = hardware_of(str(name or ""), history.device_type, history.device or "")
-    elif devices is None and name:
-        devices = find_hardware(str(name), "job.hardware")
-    ranks = world_size or stated.get("job.ranks") or job.parallelism.least_ranks
-    try:
-        found = load(ranks)
-    except RecipeError as error:
-        near = near_sizes(job, ranks, _type(devices, history))
-        if near:
-            sizes = " or ".join(f"{size:,}" for size in near)
-            error.lines.append(f"--world-size: got {ranks}; use {sizes}, which this recipe can use")
-        raise
+    with collected(mistakes):
+        devices = None if hardware is None else find_hardware(hardware)
+    with collected(mistakes):
+        job = load(None).config
+        if hardware is None and history:
+            devices = hardware_of(job.job.hardware, history.device_type, history.device or "")
+        elif hardware is None and job.job.hardware:
+            with collected(mistakes):
+                devices = find_hardware(job.job.hardware, "job.hardware")
+        ranks = world_size or job.job.ranks or job.parallelism.least_ranks
+        found = _for_ranks(load, job, ranks, _type(devices, history))
+    if mistakes:
+        raise RecipeError(mistakes)
     for notice in found.notices:
         print_message("note", notice)
     if measure:
@@ -174,10 +166,6 @@ def plan_recipe(
     if search and (devices is None or path is None):
         missing = "the hardware; add --hardware" if path else "a recipe; name one"
         raise RecipeError([f"--search: it needs {missing}"])
-    if timed and not search:
-        raise RecipeError([f"--time: got {timed}; add --search, whose layouts it times"])
-    if seconds is not None and not search:
-        raise RecipeError([f"--seconds: got {seconds:g}; add --search, whose time it is"])
     if timed and devices:
         require_devices(devices, ranks)
     if devices and device_memory:
@@ -220,6 +208,45 @@ def plan_recipe(
     for note in planned.notes:
         print_message("warning", note)
     return 0
+
+
+@contextmanager
+def collected(mistakes: list[str]) -> Iterator[None]:
+    """Add the mistakes that are found inside to others, instead of raising them."""
+    try:
+        yield
+    except RecipeError as error:
+        mistakes += error.lines
+
+
+def _mistakes(
+    html: Path | None, output: Path | None, search: bool, seconds: float | None, timed: int | None
+) -> Iterator[str]:
+    """Yield what is wrong with the options alone."""
+    if html and not html.resolve().parent.is_dir():
+        yield f"--html: got {html}; make its folder"
+    for option, file in (("--html", html), ("--output", output)):
+        if file and file.is_dir():
+            yield f"{option}: got {file}; name a file in this folder"
+    if timed and not search:
+        yield f"--time: got {timed}; add --search, whose layouts it times"
+    if seconds is not None and not search:
+        yield f"--seconds: got {seconds:g}; add --search, whose time it is"
+
+
+def _for_ranks(
+    load: Callable[[int], config.Recipe[JobConfig]], job: JobConfig, ranks: int, device_type: str
+) -> config.Recipe[JobConfig]:
+    """Read a recipe for a number of ranks; an error names the nearest that it can use."""
+    if ranks > MOST_RANKS:
+        raise RecipeError([f"--world-size: got {ranks}; use at most {MOST_RANKS:,}"])
+    try:
+        return load(ranks)
+    except RecipeError as error:
+        if near := near_sizes(job, ranks, device_type):
+            sizes = " or ".join(f"{size:,}" for size in near)
+            error.lines.append(f"--world-size: got {ranks}; use {sizes}, which this recipe can use")
+        raise
 
 
 def near_sizes(job: JobConfig, ranks: int, device_type: str) -> list[int]:

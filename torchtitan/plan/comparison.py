@@ -52,7 +52,7 @@ def planned_collectives(plan: Plan) -> dict[tuple[str, str], tuple[int, float]]:
     for one in link_traffic(plan.kinds[0].step, plan.ranks):
         kind = names.get(one.axis, one.axis), one.operation
         count, size = found.get(kind, (0, 0.0))
-        found[kind] = count + one.count, size + one.sent
+        found[kind] = count + one.count, size + one.bytes
     return found
 
 

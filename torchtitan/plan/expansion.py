@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchtitan.parallel.schedules import Action
-from torchtitan.plan.fake_rank import GATHER, RankRecording
+from torchtitan.plan.fake_rank import GATHER, NEIGHBOR, RankRecording
 from torchtitan.plan.recording import DISPATCH, Change, Event, Kernel, Mark, Message, StorageRecord
 
 
@@ -152,7 +152,8 @@ def _of_pipeline(source: RankRecording, segments: Sequence[StepSegment]) -> Iter
         action = names[segments[a].name]
         own, gathered = list[StepSegment](), list[StepSegment]()
         for each in segments[a:b]:
-            (gathered if each.name.startswith(GATHER) else own).append(each)
+            if each.name != NEIGHBOR:
+                (gathered if each.name.startswith(GATHER) else own).append(each)
         recorded[action], gathers[action] = _with_all(source, own), _with_all(source, gathered)
     yield StepPart(None, _with_all(source, segments[: starts[0]]))
     for action in source.pipeline.actions:

@@ -32,6 +32,7 @@ from torchtitan.optim import name_parameters, open_optimizers
 from torchtitan.parallel import ParallelModel, World, expert_parallel, parallelize, stages
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.parallel.pipeline import Pipeline
+from torchtitan.parallel.schedules import Action
 from torchtitan.parallel.sharding import FullyShard
 from torchtitan.parallel.stages import Stages, prune
 from torchtitan.parallel.tensor import redistribute_grads
@@ -55,6 +56,7 @@ from torchtitan.torch_private.pipeline_stages import (
     kept_messages,
     mark_actions,
     mark_reductions,
+    set_gathered,
     skip_shape_inference,
 )
 
@@ -62,6 +64,8 @@ MAX_PASSES = 4
 """Number of accumulated batches that are recorded: the first two, one between, and the last."""
 GATHER = "gather of "
 """Start of the names of marks where a pipeline gathers parameters, between its actions."""
+NEIGHBOR = "neighbor"
+"""Mark where weights are gathered or freed, as by an action that is not recorded."""
 REDUCTION = "reduction of "
 """Start of the names of marks where it reduces gradients, after the last backward of a stage."""
 REDUCED = "end of reductions"
@@ -269,7 +273,8 @@ def _lay_out(
     if world.degrees.pp > 1:
         microbatches = job.parallelism.microbatches(layout.local_batch_size)
         orders = stages.orders(job.parallelism, len(blocks), microbatches)
-        pipeline = Abridged.of(orders, world.stage_rank, shorten)
+        reshards = layout.reshard == "always"
+        pipeline = Abridged.of(orders, world.stage_rank, shorten, reshards)
     timeline = _Marks(world.device, recorder)
     pruned, kept = prune(network, dropped), Stages(units, plan.ranks)
     model = parallelize(pruned, spec, args, layout, world, timeline, plan=kept)
@@ -317,6 +322,10 @@ def _mark_actions(
                 for microbatch, received in buffers(each).items():
                     count = abridged.times(microbatch, each.stage_index)
                     recorder.track(received, "communication", count=count)
+        gathered = abridged.gathered.get(Action(stage, kind, number))
+        if gathered is not None:
+            recorder.mark(NEIGHBOR, in_action=False)
+            set_gathered(next(each for each in opened if each.stage_index == stage), gathered)
         is_loss = stage == pipeline.last and kind != "W"
         of_kind = {"F": "activations", "W": ""}.get(kind, "logits" if is_loss else "recomputed")
         name, times = f"{stage}{kind}{number}", abridged.times(number, stage)

@@ -23,7 +23,6 @@ forward and that of the backward (torch's CublasHandlePool.cpp).
 
 import bisect
 import itertools
-import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -70,8 +69,6 @@ class Reserved:
     """Bytes of the largest tensor."""
     moment: str
     """Name of the segment of the step at the peak of the tensors."""
-    retries: int
-    """Times that the cache was emptied because the device was full, which takes time."""
 
 
 @dataclass(eq=False)
@@ -87,20 +84,13 @@ class MemoryBlock:
 
 @dataclass
 class CachingAllocator:
-    """Allocator of one device.
+    """Allocator of one device, whose memory has no end."""
 
-    If the device is full, segments that are free as a whole are returned to it, which takes time. A
-    request that does not fit even then is served nevertheless.
-    """
-
-    capacity: float = math.inf
     expandable: bool = False
     """Whether its segments are expandable."""
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
-    peak_reserved: int = 0
-    retries: int = 0
     free_blocks: dict[tuple[int, bool], list[tuple[int, int, MemoryBlock]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -123,7 +113,8 @@ class CachingAllocator:
         elif self.expandable:
             block = self._extend(pool, size)
         else:
-            block = MemoryBlock(pool, self._reserve(_segment(size)))
+            block = MemoryBlock(pool, _segment(size))
+            self.reserved += block.size
         rest = block.size - size
         if rest >= SMALLEST if is_small or self.expandable else rest > SMALL:
             block.size = size
@@ -158,29 +149,6 @@ class CachingAllocator:
                 self.ends[block.pool] = block
         self._keep(block)
 
-    def empty_cache(self) -> None:
-        """Return the segments to the device that are free as a whole; of expandable ones, pages."""
-        for pool, known in self.free_blocks.items():
-            for _, _, block in [*known]:
-                if self.expandable:
-                    pages = block.size // _page(pool) * _page(pool)
-                    self._forget(block)
-                    block.size -= pages
-                    self.reserved -= pages
-                    self._keep(block)
-                elif block.before is None and block.after is None:
-                    self._forget(block)
-                    self.reserved -= block.size
-
-    def _reserve(self, size: int) -> int:
-        """Take memory from the device, and return its size."""
-        if self.reserved + size > self.capacity:
-            self.retries += 1
-            self.empty_cache()
-        self.reserved += size
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return size
-
     def _extend(self, pool: tuple[int, bool], size: int) -> MemoryBlock:
         """Return the free end of a segment, extended to `size` or more."""
         end = self.ends.get(pool)
@@ -191,9 +159,11 @@ class CachingAllocator:
         else:
             block = end
             self._forget(block)
-        missing, page = size - block.size, _page(pool)
+        missing, page = size - block.size, SMALL_SEGMENT if pool[1] else PAGE
         self.ends[pool] = block
-        block.size += self._reserve(-(-missing // page) * page)
+        pages = -(-missing // page) * page
+        block.size += pages
+        self.reserved += pages
         return block
 
     def _keep(self, block: MemoryBlock) -> None:
@@ -210,11 +180,6 @@ class CachingAllocator:
         del known[at]
 
 
-def _page(pool: tuple[int, bool]) -> int:
-    """Return the unit in which the expandable segment of a pool grows."""
-    return SMALL_SEGMENT if pool[1] else PAGE
-
-
 def _segment(size: int) -> int:
     """Return the size of the segment that is made for a request."""
     if size <= SMALL:
@@ -227,22 +192,19 @@ def of_tensors(step: RankStep) -> Reserved:
     moment, level = step.peak()
     changes = (e for s in (step.before, *step.segments) for e in s.events if isinstance(e, Change))
     largest = max(each.bytes for each in changes)
-    return Reserved(level.total(), level.total(), largest, moment, 0)
+    return Reserved(level.total(), level.total(), largest, moment)
 
 
-def reserved(
-    step: RankStep, capacity: float = math.inf, workspaces: Iterable[int] = ()
-) -> Reserved:
+def reserved(step: RankStep, workspaces: Iterable[int] = ()) -> Reserved:
     """Return the memory of a step at its peak.
 
     The first step allocates the optimizer states, as in training: in its update, where they take
     the place of activations.
 
     Args:
-        capacity: bytes of the device for the allocator.
         workspaces: bytes that libraries keep in all steps.
     """
-    allocator = CachingAllocator(capacity, "expandable_segments:True" in allocator_settings())
+    allocator = CachingAllocator("expandable_segments:True" in allocator_settings())
     for size in workspaces:
         allocator.allocate(size)
     replay, segments = _Replay(step, allocator), _without_repetitions(step)
@@ -256,9 +218,7 @@ def reserved(
             if segment.name == "update" and number == 0:
                 replay.segment(segment.name, states)
             replay.segment(segment.name, segment.events)
-    return Reserved(
-        replay.peak, allocator.peak_reserved, replay.largest, replay.moment, allocator.retries
-    )
+    return Reserved(replay.peak, allocator.reserved, replay.largest, replay.moment)
 
 
 def _without_repetitions(step: RankStep) -> list[StepSegment]:

@@ -34,7 +34,7 @@ class LinkTraffic:
     link: LinkName
     """Slowest link between the ranks."""
     count: int
-    sent: int
+    bytes: int
     """Bytes that the rank sends in all of them (`torchtitan.comm.sent_bytes`)."""
 
 

@@ -4,7 +4,14 @@ from collections.abc import Iterator, Sequence
 
 from torchtitan.device import GIB
 from torchtitan.plan.plan import Plan, RankPlan
-from torchtitan.plan.plan_report import Json, kinds_of_memory, layout, parts_of_step, plan_text
+from torchtitan.plan.plan_report import (
+    Json,
+    answer,
+    kinds_of_memory,
+    layout,
+    parts_of_step,
+    plan_text,
+)
 from torchtitan.tools.page import (
     BarPart,
     Chart,
@@ -34,7 +41,7 @@ def plan_page(plan: Plan, found: Json) -> Page:
     fullest, *others = memory_charts(plan, found)
     return Page(
         title=f"{model['name']} {model['flavor']} on {plan.ranks:,} ranks: {layout(found)}",
-        answer=answer(found),
+        answer="; ".join(answer(found)),
         chart=fullest,
         sections={
             "Memory of other ranks": others,
@@ -45,26 +52,6 @@ def plan_page(plan: Plan, found: Json) -> Page:
         name="plan",
         data=found,
     )
-
-
-def answer(found: Json) -> str:
-    """Say whether the recipe fits, and how fast it is."""
-    memory, speed = found["memory"], found["speed"]
-    peak, capacity = memory["peak_reserved_gib"]["value"], memory["capacity_gib"]
-    if memory["room_gib"] is None:
-        fits = f"The plan reserves {peak:.1f} GiB on the fullest rank"
-    elif memory["room_gib"] < 0:
-        return (
-            f"It does not fit: {-memory['room_gib']:.1f} GiB over the {capacity:.1f} of a device."
-        )
-    else:
-        fits = f"It fits, with {memory['room_gib']:.1f} of {capacity:.1f} GiB to spare"
-    if speed["seconds"] is None:
-        return f"{fits}; its speed is unknown without hardware."
-    seconds = speed["seconds_per_step"]["value"]
-    rate = speed["tokens_per_second_per_device"]["value"]
-    unit = found["batch"]["unit"]
-    return f"{fits}; a step takes {seconds:.3g} s, {rate:,.0f} {unit}/s per device."
 
 
 def memory_charts(plan: Plan, found: Json) -> list[Chart]:

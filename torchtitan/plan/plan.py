@@ -238,7 +238,7 @@ def plan(
         device_type,
         kinds,
         step_time(job, ranks, steps, hardware, stands_for) if hardware else None,
-        max(traffic, key=lambda found: sum(each.sent for each in found)),
+        max(traffic, key=lambda found: sum(each.bytes for each in found)),
         capacity_gib,
         [
             *plan_notes(job, ranks, hardware, max(kind.saved for kind in kinds) / GIB),

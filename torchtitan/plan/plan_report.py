@@ -1,6 +1,7 @@
 """A plan as one JSON object, and that as text for a terminal: see docs/plan.md."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torchtitan.config import amount
@@ -68,16 +69,7 @@ def plan_json(
             "per_step_per_device": per_unit * units / plan.ranks,
             "executed_per_step_per_device": max(kind.executed.total() for kind in plan.kinds),
         },
-        "traffic": [
-            {
-                "axis": each.axis,
-                "operation": each.operation,
-                "link": each.link,
-                "count": each.count,
-                "bytes": each.sent,
-            }
-            for each in plan.traffic
-        ],
+        "traffic": [asdict(each) for each in plan.traffic],
         "pipeline": _pipeline(plan, len(spec.blocks(network))),
         "speed": _speed_json(plan, units),
         "budget": _budget(plan, budget, units),
@@ -205,13 +197,12 @@ def _change_json(change: FittingChange, before: Plan, tokens: float) -> Json:
 
 def plan_text(found: Json) -> Iterator[str]:
     """Yield the lines of a plan, given its JSON object: its answer first."""
-    does_fit = found["memory"]["fits"]["value"] is not False
-    yield from _answer(found, does_fit)
+    yield from _head(found)
     yield from ("", "memory of a rank at its peak, GiB")
     yield from _indented(_memory(found["memory"]))
     yield from ("", "computation and communication per step")
     yield from _indented(_work(found))
-    if does_fit and found["speed"]["seconds"] is not None:
+    if _does_fit(found) and found["speed"]["seconds"] is not None:
         yield from ("", "time of a step")
         yield from _indented(_parts_of_time(found["speed"]))
     if found["changes"]:
@@ -258,28 +249,38 @@ def layout(found: Json) -> str:
     return ", ".join(axes) or "a single rank"
 
 
-def _answer(found: Json, does_fit: bool) -> Iterator[str]:
-    """Yield the recipe, whether it fits, and its speed, or that of the first change that fits."""
+def _does_fit(found: Json) -> bool:
+    return found["memory"]["fits"]["value"] is not False
+
+
+def _head(found: Json) -> Iterator[str]:
+    """Yield the recipe, the answer, and the batch."""
     model, batch, ranks = found["model"], found["batch"], found["world_size"]
     place = found["hardware"]["name"] if found["hardware"] else f"unknown ({found['device_type']})"
     yield (
         f"{model['name']} {model['flavor']} on {ranks:,} rank{'s' * (ranks > 1)}: {layout(found)}; "
         f"hardware: {place}"
     )
-    yield _fits(found["memory"])
-    if does_fit:
-        yield from _speed(found, batch["unit"], ranks)
-    elif found["changes"]:
-        first = found["changes"][0]
-        yield f"it fits with {' '.join(first['flags'])}:"
-        yield from _speed(first, batch["unit"], first["world_size"])
-    else:
-        yield no_change(found["memory"]["least_devices"])
+    yield from answer(found)
     yield (
         f"{model['parameters']:,} parameters; {batch['tokens']:,} {batch['unit']} per step: "
         f"{batch['local']} at a time x {batch['accumulated']} accumulated x "
         f"{batch['data_ranks']} data-parallel"
     )
+
+
+def answer(found: Json) -> Iterator[str]:
+    """Yield whether a plan fits, and its speed, or that of the first change that fits."""
+    unit = found["batch"]["unit"]
+    yield _fits(found["memory"])
+    if _does_fit(found):
+        yield from _speed(found, unit, found["world_size"])
+    elif found["changes"]:
+        first = found["changes"][0]
+        yield f"it fits with {' '.join(first['flags'])}:"
+        yield from _speed(first, unit, first["world_size"])
+    else:
+        yield no_change(found["memory"]["least_devices"])
 
 
 def _memory(memory: Json) -> Iterator[str]:

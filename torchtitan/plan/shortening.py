@@ -92,8 +92,8 @@ class Abridged:
     """Actions of a pipeline that are recorded, of a few microbatches.
 
     A stage's first and last microbatch are recorded, since they allocate and reduce gradients, and
-    one between for each way of doing its backward. Schedules stay valid if all actions of other
-    microbatches are left out.
+    one between for each way of doing its backward and each state of the weights before its actions.
+    Schedules stay valid if all actions of other microbatches are left out.
     """
 
     orders: Orders
@@ -103,15 +103,22 @@ class Abridged:
     recorded: Mapping[Action, Action]
     """Recorded action for each of them."""
     microbatches: int
+    gathered: Mapping[Action, bool]
+    """Whether the weights are gathered before a recorded action, if others may be before it."""
 
     @classmethod
-    def of(cls, orders: Orders, rank: int, shorten: bool) -> "Abridged":
-        """Choose among the microbatches of a pipeline of which this process has `rank`."""
+    def of(cls, orders: Orders, rank: int, shorten: bool, reshards: bool = False) -> "Abridged":
+        """Choose among the microbatches of a pipeline of which this process has `rank`.
+
+        Args:
+            reshards: whether a forward frees the weights that it has gathered.
+        """
         actions = orders[rank]
+        gathered = _gathered(actions) if reshards else {}
         numbers = {action.microbatch for action in actions}
         sample = {(a.stage, a.microbatch): a.microbatch for a in actions}
         if shorten:
-            sample = dict(_samples(actions))
+            sample = dict(_samples(actions, gathered))
         label = {number: index for index, number in enumerate(sorted({*sample.values()}))}
         if len(label) > len(numbers) // 2 + 1:
             label = {number: number for number in numbers}
@@ -121,7 +128,8 @@ class Abridged:
             for each, row in orders.items()
         }
         recorded = {a: a._replace(microbatch=label[sample[a.stage, a.microbatch]]) for a in actions}
-        return cls(kept, actions, recorded, len(label))
+        states = {recorded[action]: state for action, state in gathered.items()}
+        return cls(kept, actions, recorded, len(label), states)
 
     def times(self, number: int, stage: int) -> int:
         """Return the number of microbatches that a recorded one stands for in a stage."""
@@ -130,7 +138,23 @@ class Abridged:
         return sum(each.microbatch == number for each in own)
 
 
-def _samples(actions: Sequence[Action]) -> Iterator[tuple[tuple[int, int], int]]:
+def _gathered(actions: Sequence[Action]) -> dict[Action, bool]:
+    """Return whether weights are gathered before each action, but the first of a stage.
+
+    Forwards free them, and backwards do not; a second half of a backward does not use them.
+    """
+    found, now = {}, dict[int, bool]()
+    for action in actions:
+        if action.stage in now:
+            found[action] = now[action.stage]
+        if action.kind != "W":
+            now[action.stage] = action.kind != "F"
+    return found
+
+
+def _samples(
+    actions: Sequence[Action], gathered: Mapping[Action, bool]
+) -> Iterator[tuple[tuple[int, int], int]]:
     """Yield the recorded microbatch of each (stage, microbatch)."""
     for stage in {action.stage for action in actions}:
         own = [action for action in actions if action.stage == stage]
@@ -138,9 +162,10 @@ def _samples(actions: Sequence[Action]) -> Iterator[tuple[tuple[int, int], int]]
         done = [a.microbatch for a in own if a.kind in "BW"]
         halves = {a.microbatch for a in own if a.kind == "W"}
         ends = (forwards[0], forwards[-1], done[0], done[-1])
-        alike: dict[tuple[bool, ...], list[int]] = {}
+        alike: dict[tuple[object, ...], list[int]] = {}
         for number in forwards:
-            key = (number in halves, *(number == end for end in ends))
+            states = tuple(gathered.get(each) for each in own if each.microbatch == number)
+            key = (number in halves, *(number == end for end in ends), states)
             alike.setdefault(key, []).append(number)
         for each in alike.values():
             yield from (((stage, number), each[len(each) // 2]) for number in each)

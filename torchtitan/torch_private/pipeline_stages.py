@@ -100,13 +100,8 @@ def mark_reductions(stage: Any, mark: Callable[[Any], None], mark_end: Callable[
     reduce_all = stage.perform_reduce_grad
 
     def run(*args: Any) -> None:
-        units: dict[Any, Any] = {}  # several modules may be one unit
-        for module in stage.submod.modules():
-            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-            if state and (group := state._fsdp_param_group) is not None:
-                units.setdefault(group, module)
         with ExitStack() as patched:
-            for group, module in units.items():
+            for group, module in _units(stage).items():
                 reduced = partial(_after, partial(mark, module), group.post_backward)
                 patched.enter_context(mock.patch.object(group, "post_backward", reduced))
             reduce_all(*args)
@@ -114,6 +109,32 @@ def mark_reductions(stage: Any, mark: Callable[[Any], None], mark_end: Callable[
             mark_end()
 
     stage.perform_reduce_grad = run
+
+
+def set_gathered(stage: Any, gathered: bool) -> None:
+    """Bring the weights of a stage to the state after a backward (gathered), or after a forward."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = TrainingState.PRE_BACKWARD if gathered else TrainingState.FORWARD
+    for group in _units(stage):
+        with group.use_training_state(state):
+            if gathered:
+                group.unshard()
+                group.wait_for_unshard()
+            else:
+                group.reshard()
+
+
+def _units(stage: Any) -> dict[Any, Any]:
+    """Return the units of FSDP2 in a stage with a module of each, the first of several."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[Any, Any] = {}
+    for module in stage.submod.modules():
+        state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        if state and (group := state._fsdp_param_group) is not None:
+            found.setdefault(group, module)
+    return found
 
 
 def _after(first: Callable[[], None], then: Callable[..., Any], *args: Any) -> Any:
