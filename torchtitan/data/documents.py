@@ -14,6 +14,7 @@ import mmap
 import os
 import re
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +24,14 @@ import numpy.typing as npt
 
 from torchtitan.config import ConfigError, Registry, allowed_names, lacks
 from torchtitan.data.discovery import fingerprint_files
-from torchtitan.data.file_cache import OPEN_FILES, cache_folder, content_of, locked, open_file
+from torchtitan.data.file_cache import (
+    OPEN_FILES,
+    cache_folder,
+    content_of,
+    locked,
+    open_file,
+    writing,
+)
 from torchtitan.logging import logger
 
 CACHED_BYTES = 2**20
@@ -226,21 +234,32 @@ class ParquetDocuments:
     """Parquet: one document per row, with its text in the column `text_key`.
 
     A row can only be decoded together with its row group, so the shuffle stays inside windows of a
-    few groups, and the groups in use stay decoded.
+    few groups, and the groups in use stay decoded: in memory, or in a file if they are large.
     """
 
     window_rows = 8192
+    window_bytes = 2**28
+    """Text of a window up to which it is decoded into memory."""
+    batch_bytes = 2**24
+    """Text that is decoded at a time into a file."""
 
-    def __init__(self, files: Sequence[Path], text_key: str, root: Path) -> None:
+    def __init__(
+        self, files: Sequence[Path], text_key: str, root: Path, cache: Path | None = None
+    ) -> None:
+        """
+        Args:
+            cache: folder for row groups that are too large for memory. Default: next to the file.
+        """
         import pyarrow
         import pyarrow.parquet
 
-        self._text_key = text_key
+        self._text_key, self._cache = text_key, cache
         self._groups: list[tuple[Path, int]] = []
         self.nulls = 0
         """Number of rows without text, as far as the files say it."""
         self.counts: list[tuple[str, int]] = []
         sizes: list[int] = []
+        self._bytes: list[int] = []
         for path in files:
             try:
                 with pyarrow.parquet.ParquetFile(path) as file:
@@ -259,7 +278,9 @@ class ParquetDocuments:
             groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
             sizes += [group.num_rows for group in groups]
             paths = [metadata.schema.column(n).path for n in range(metadata.num_columns)]
-            found = [group.column(paths.index(text_key)).statistics for group in groups]
+            columns = [group.column(paths.index(text_key)) for group in groups]
+            self._bytes += [column.total_uncompressed_size for column in columns]
+            found = [column.statistics for column in columns]
             self.nulls += sum((known and known.null_count) or 0 for known in found)
         self._ends = np.cumsum([0, *sizes])
         self.windows = [0]
@@ -267,14 +288,16 @@ class ParquetDocuments:
             if end - self.windows[-1] >= self.window_rows or end == len(self):
                 self.windows.append(end)
         self.fingerprint = fingerprint_files(files, root) + f"/{text_key}"
+        groups_of = itertools.pairwise(np.searchsorted(self._ends, self.windows).tolist())
+        spans = [range(first, end) for first, end in groups_of]
+        self._large = {
+            group
+            for span in spans
+            if sum(self._bytes[group] for group in span) > self.window_bytes
+            for group in span
+        }
         # Lanes are about in step, so they read from one window, or near its end from two.
-        longest = max(
-            (
-                int(np.sum((self._ends > a) & (self._ends <= b)))
-                for a, b in itertools.pairwise(self.windows)
-            ),
-            default=0,
-        )
+        longest = max(map(len, spans), default=0)
         self._group = functools.lru_cache(maxsize=2 * longest)(self._read_group)
 
     def __len__(self) -> int:
@@ -301,9 +324,13 @@ class ParquetDocuments:
         import pyarrow.parquet
 
         path, number = self._groups[group]
+        # Without a buffer, all compressed bytes of the group are read first.
+        buffer = self.batch_bytes if group in self._large else 0
         try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                rows = file.read_row_group(number, columns=[self._text_key]).column(0)
+            with pyarrow.parquet.ParquetFile(path, buffer_size=buffer) as file:
+                rows = self._decode_into_file(file, group) if group in self._large else None
+                if rows is None:
+                    rows = file.read_row_group(number, columns=[self._text_key]).column(0)
         except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{path}: row group {number + 1} is damaged: {error}") from None
         if len(rows) != (recorded := int(self._ends[group + 1] - self._ends[group])):
@@ -312,6 +339,40 @@ class ParquetDocuments:
                 f"file says {recorded}"
             )
         return rows
+
+    def _decode_into_file(self, parquet: Any, group: int) -> Any:
+        """Decode a row group a batch at a time, and return its rows, mapped from an unnamed file.
+
+        Returns:
+            None if the file cannot be written.
+        """
+        import pyarrow
+
+        path, number = self._groups[group]
+        folder = cache_folder(path, self._cache)
+        count = int(self._ends[group + 1] - self._ends[group])
+        batch_rows = max(1, count * self.batch_bytes // max(1, self._bytes[group]))
+        kind = parquet.schema_arrow.field(self._text_key).type
+        if pyarrow.types.is_dictionary(kind):  # batches may have different ones
+            kind = kind.value_type
+        schema = pyarrow.schema([(self._text_key, kind)])
+        try:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+            with file, pyarrow.ipc.new_file(file, schema) as writer:
+                for batch in parquet.iter_batches(batch_rows, [number], [self._text_key]):
+                    rows = pyarrow.record_batch([batch.column(0).cast(kind)], schema=schema)
+                    with writing(folder):
+                        writer.write_batch(rows)
+                writer.close()
+                file.flush()
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ConfigError as error:
+            what = f"all of row group {number + 1}, {self._bytes[group] / 2**30:.2g} GiB,"
+            logger.warning("data: %s: %s is kept in memory: %s", path, what, error)
+            return None
+        return pyarrow.ipc.open_file(pyarrow.py_buffer(content)).read_all().column(0)
 
 
 def _name(file: Path, root: Path) -> str:
@@ -389,6 +450,12 @@ def clean(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def require_parts(opened: object, protocol: Any, what: str) -> None:
+    """Refuse what an entry of a registry, `what`, has opened, if it lacks parts of a protocol."""
+    if lacking := lacks(opened, protocol):
+        raise ConfigError(f"{what}: {type(opened).__name__} {lacking}")
+
+
 OpenFiles = Callable[[Sequence[Path], Path, str, int], Documents]
 """(files, their folder, `data.text_key`, `data.document_bytes`) to the documents.
 
@@ -402,12 +469,18 @@ def _open_jsonl(
     return JsonlDocuments(files, text_key, root, cache)
 
 
+def _open_parquet(
+    files: Sequence[Path], root: Path, text_key: str, size: int, cache: Path | None = None
+) -> Documents:
+    return ParquetDocuments(files, text_key, root, cache)
+
+
 FORMATS = Registry[OpenFiles](
     "format",
     {
         "text": lambda files, root, key, size: TextDocuments(files, size, root),
         "jsonl": _open_jsonl,
-        "parquet": lambda files, root, key, size: ParquetDocuments(files, key, root),
+        "parquet": _open_parquet,
     },
 )
 """Functions that open files, by kind: see `torchtitan.data.discovery.SUFFIXES`."""
@@ -434,8 +507,7 @@ def open_documents(
     if "cache" in inspect.signature(opened).parameters:
         opened = functools.partial(opened, cache=cache)
     documents = opened(files, root, text_key, document_bytes)
-    if lacking := lacks(documents, Documents):
-        raise ConfigError(f"the format {kind}: {type(documents).__name__} {lacking}")
+    require_parts(documents, Documents, f"the format {kind}")
     if not len(documents):
         raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
     return documents

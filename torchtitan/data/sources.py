@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.config import ConfigError, Context, RecipeError, Registry, lacks, local_path
+from torchtitan.config import ConfigError, Context, RecipeError, Registry, local_path
 from torchtitan.data.discovery import find_files, fingerprint_files
 from torchtitan.data.documents import (
     FORMATS,
@@ -18,6 +18,7 @@ from torchtitan.data.documents import (
     NullTexts,
     open_documents,
     python_stdlib,
+    require_parts,
 )
 from torchtitan.data.file_cache import (
     GIB,
@@ -236,9 +237,7 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
     else:
         description = DATASETS[config.dataset]
         source = SOURCES[description.kind](description, config, tokenizer, seed)
-        if lacking := lacks(source, Source):
-            what = f"the source {description.kind}: {type(source).__name__}"
-            raise ConfigError(f"{what} {lacking}")
+        require_parts(source, Source, f"the source {description.kind}")
     if config.validation_fraction and "validation_fraction" not in source.identity:
         raise ConfigError(f"data.validation_fraction: {NO_PART}")
     return source

@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import tempfile
 from collections import Counter
 
@@ -129,13 +130,43 @@ def test_parquet_is_shuffled_inside_windows(tmp_path, monkeypatch):
     assert [documents[index] for index in order] == [str(index) for index in order]
 
 
-def test_parquet_mistakes(tmp_path):
+def test_the_memory_of_parquet_does_not_follow_its_row_groups(tmp_path, monkeypatch):
+    rng = random.Random(0)
+    texts = [rng.randbytes(2**11).hex() for _ in range(2**13)]  # 32 MiB
+    write_parquet(tmp_path / "a.parquet", texts, group=2**13)
+    whole = opened(tmp_path)
+    monkeypatch.setattr(ParquetDocuments, "window_bytes", 2**20)
+    monkeypatch.setattr(ParquetDocuments, "batch_bytes", 2**18)
+    documents, usual = opened(tmp_path), pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(pyarrow.system_memory_pool())
+    pyarrow.set_memory_pool(pool)
+    try:
+        order = drawn_order(documents.windows, seed=0, epoch=0, shuffle=True)
+        assert all(documents[int(index)] == texts[index] for index in order)
+    finally:
+        pyarrow.set_memory_pool(usual)
+    assert 0 < pool.max_memory() < 2**24
+    assert (documents.windows, documents.fingerprint) == (whole.windows, whole.fingerprint)
+    assert list((tmp_path / ".torchtitan").iterdir()) == []
+
+
+def test_a_large_row_group_is_read_where_no_file_can_be_written(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(ParquetDocuments, "window_bytes", 0)
+    write_parquet(tmp_path / "a.parquet", ["a", "b"])
+    (tmp_path / ".torchtitan").touch()
+    assert contents(opened(tmp_path / "a.parquet")) == ["a", "b"]
+    assert "all of row group 1" in caplog.text
+
+
+@pytest.mark.parametrize("limit", [0, 2**28])
+def test_parquet_mistakes(limit, tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
     write_parquet(path, ["a"] * 25)
     config = DataConfig(dataset=str(path), text_key="body")
     with pytest.raises(ConfigError, match=r"a\.parquet: no column 'body' .*it has text, id"):
         open_source(config, load_tokenizer(None), seed=0)
     whole = path.read_bytes()
+    monkeypatch.setattr(ParquetDocuments, "window_bytes", limit)
     tens = [at for at, byte in enumerate(whole) if byte == 2 * 10]
     told = []
     for at in tens:  # the number of rows of a group is among them
@@ -158,8 +189,10 @@ def test_parquet_whose_column_has_no_strings(values, tmp_path):
         opened(tmp_path)
 
 
+@pytest.mark.parametrize("limit", [0, 2**28])
 @pytest.mark.parametrize("kind", [pyarrow.large_string(), pyarrow.string_view()], ids=str)
-def test_parquet_of_strings_of_any_kind(kind, tmp_path):
+def test_parquet_of_strings_of_any_kind(kind, limit, tmp_path, monkeypatch):
+    monkeypatch.setattr(ParquetDocuments, "window_bytes", limit)
     for values in (pyarrow.array(["a"], kind), pyarrow.array(["a"]).dictionary_encode()):
         pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
         assert contents(opened(tmp_path)) == ["a"]

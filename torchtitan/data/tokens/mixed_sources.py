@@ -158,7 +158,9 @@ def open_tokenized(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) ->
     folder = folder_of_tokens(config, tokenizer)
     if not (folder / INDEX).is_file():
         logger.info(
-            "data: tokenizing %s once, into %s", config.dataset_path or config.dataset, folder
+            "data: tokenizing %s once, into %s; the amounts of tokens are checked after it",
+            config.dataset_path or config.dataset,
+            folder,
         )
         tokenize(config, tokenizer, folder, processes=os.cpu_count() or 1, show_progress=True)
     return TokenDocuments(folder, folder, vocab_size)
