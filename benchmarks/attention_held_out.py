@@ -1,6 +1,6 @@
 """Held-out loss of a trained model whose attention is rounded to Float8 afterwards.
 
-    python benchmarks/attention_held_out.py --docs docs/research/attention_8bit.md
+    python benchmarks/attention_held_out.py --docs torchtitan/research/hadamard_attention.md
 
 Trains a smaller `train_configs/debug_model.toml` for a few steps, and scores held-out source files
 with it as `torchtitan evaluate` does: in bfloat16, and with `low_precision_attention`, without a

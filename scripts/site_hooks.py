@@ -35,7 +35,7 @@ def added() -> dict[str, str]:
 
 
 ADDED = added()
-LESS_SEARCHED = ("papers/", "benchmarks/", "changelog", "contributing", "api")
+LESS_SEARCHED = ("benchmarks/", "changelog", "contributing", "api")
 MORE_SEARCHED = (
     *("troubleshooting", "glossary", "quickstart", "layouts"),
     *("checkpoint", "precision", "data.md"),

@@ -11,7 +11,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted(PACKAGE.glob("research/*/README.md")),
+    *sorted(PACKAGE.glob("research/*.md")),
 ]
 
 

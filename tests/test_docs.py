@@ -64,7 +64,7 @@ FOLDERS = ("torchtitan", "tests", "benchmarks", "scripts", "train_configs", "doc
 ABOUT_PLANS = (ROOT / "README.md", ROOT / "docs/plan.md")
 LONG = (
     *("checkpoint.md", "compare.md", "data.md", "evaluation.md", "precision.md", "profiling.md"),
-    *("quickstart.md", "verify.md", "vision.md", "vision_results.md", "weights.md"),
+    *("quickstart.md", "verify.md", "vision.md", "weights.md"),
 )
 IN_GATE = [*ABOUT_PLANS, *(ROOT / "docs" / name for name in LONG)]
 DEBUG_RECIPE = "train_configs/debug_model.toml"
@@ -125,7 +125,7 @@ PLAYED = [
         block.is_played and block.language in ("bash", "python", "toml") for block in blocks(page)
     )
 ]
-LONGEST = [page for page in PLAYED if page.name in ("compare.md", "verify.md", "vision_results.md")]
+LONGEST = [page for page in PLAYED if page.name in ("compare.md", "verify.md", "vit_mae.md")]
 """Whole comparisons, whose parts are tested elsewhere."""
 DAILY = [page for page in PLAYED if page not in IN_GATE + LONGEST]
 

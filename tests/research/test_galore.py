@@ -388,7 +388,7 @@ def test_the_table_of_the_docs_is_the_formula():
     spec = MODELS["llama3"]
     parameters = name_parameters([build_empty(spec.build, LLAMA_7B, 8)], spec.role)
     assert sum(one.shape.numel() for one in parameters) == 6_738_415_616
-    page = (Path(__file__).parents[2] / "docs/research/galore.md").read_text()
+    page = (Path(__file__).parents[2] / "torchtitan/research/galore.md").read_text()
     for name, config in optimizers_of_7b().items():
         cells = [bytes_of_rank(config, parameters, layout) / GIB for layout in LAYOUTS_OF_7B]
         line = f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |"

@@ -135,7 +135,7 @@ BYTES = {"parameter": 8.0, "bfloat16": 4.0, "float8": 2.0312, "8bit": 2.0312, "4
 
 @pytest.mark.parametrize("dtype", BYTES)
 def test_bytes_of_a_parameter(dtype):
-    """The table of docs/research/low_bit.md."""
+    """The table of torchtitan/research/low_bit.md."""
     layer = nn.Linear(512, 512, bias=False)
     config = AdamW(state_dtype=dtype)
     optimizers = Optimizers(named(layer), config)
