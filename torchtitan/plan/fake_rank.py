@@ -32,7 +32,7 @@ from torchtitan.optim import name_parameters, open_optimizers
 from torchtitan.parallel import ParallelModel, World, expert_parallel, parallelize, stages
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.parallel.pipeline import Pipeline
-from torchtitan.parallel.schedules import Action
+from torchtitan.parallel.schedules import Action, Kind
 from torchtitan.parallel.sharding import FullyShard
 from torchtitan.parallel.stages import Stages, prune
 from torchtitan.parallel.tensor import redistribute_grads
@@ -315,7 +315,7 @@ def _mark_actions(
 ) -> None:
     """Mark the start of each action of a pipeline, and what FSDP2 does between them."""
 
-    def mark(stage: int, kind: str, number: int) -> None:
+    def mark(stage: int, kind: Kind, number: int) -> None:
         if not is_open:
             is_open.append(True)
             for each in opened:

@@ -54,7 +54,7 @@ def _inside(
     return timed
 
 
-def mark_actions(stage: Any, mark: Callable[[int, str, int], None]) -> None:
+def mark_actions(stage: Any, mark: Callable[[int, Any, int], None]) -> None:
     """Call `mark` with the stage, the kind and the microbatch at the start of each action."""
 
     def marked(method: str, kind: Callable[[bool], str]) -> None:
