@@ -3,6 +3,7 @@
 import ast
 import functools
 import http.server
+import json
 import re
 import runpy
 import subprocess
@@ -18,10 +19,9 @@ import pytest
 from tests.compare.browser import CHROMIUM, opened_browser
 from tests.sources import MODULES, ROOT, nodes, pages_of_settings, tree
 from torchtitan.cluster.launcher import WRONG_RECIPE
-from torchtitan.data import DATASETS
-from torchtitan.models import MODELS
 from torchtitan.resilience.stop import DIVERGED, REQUEUE, SIGNALS, status_of_stop
 from torchtitan.tools.cli import verbs
+from torchtitan.tools.commands import REFERENCE
 
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 
@@ -156,7 +156,11 @@ def test_verbs_tables_and_names_of_files_are_shown(site):
     text = (site / "extending/index.html").read_text(encoding="utf-8")
     assert '<span class="filename">my_decoder.py</span>' in text
     text = (site / "config/index.html").read_text(encoding="utf-8")
-    assert all(f"<code>{name}</code>" in text for name in (*MODELS, *DATASETS))
+    settings = json.loads(REFERENCE.read_text(encoding="utf-8"))["settings"]
+    keys = [entry for *_, entries in settings for entry in entries]
+    names = {name for key in keys if key[0] in ("model.name", "data.dataset") for name in key[4]}
+    assert {"llama3", "c4"} < names
+    assert all(f"<code>{name}</code>" in text for name in names)
 
 
 def texts_of_the_package():
