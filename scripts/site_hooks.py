@@ -1,9 +1,9 @@
 """Parts of the site that mkdocs does not find in docs/ by itself.
 
 Pages from elsewhere in the repository are added, and the pages of settings are made. The README's
-section Install, the tables of sections, the options of the verbs and the purposes of all modules
-are filled in. Links to files outside of the site become
-plain text: the pages are also read in the repository, where those links work.
+section Install, the tables of sections and the options of the verbs are filled in. Links to files
+outside of the site become plain text: the pages are also read in the repository, where those links
+work.
 """
 
 import posixpath

@@ -4,8 +4,7 @@ Also `--a.b=v`; for lists `--a.b v w` or `v,w` (one word is not a list where a s
 or a JSON array, whose items may have commas; `none` for an optional setting, and for booleans
 `--a.b`, `--no-a.b`, `--a.no-b`; `--a.0.b` for the first section of a list. A hyphen may replace an
 underscore. Words are converted to the type of their field, as a command line has no types. The last
-of repeated flags wins, so that a script can append its own. `--help`, and docs/config.md, list all
-settings.
+of repeated flags wins, so that a script can append its own. `--help` lists all settings.
 """
 
 import json

@@ -201,6 +201,9 @@ LogLevel = Annotated[
     Choice(("debug", "info", "warning", "error"), "Least severe messages to log (default: info)."),
 ]
 Run = Annotated[Path, typer.Argument(help="Folder of a run (job.dump_folder): outputs/x.")]
+LayoutRanks = Annotated[
+    int | None, Count("Number of ranks (default: the minimum that shows the layout).")
+]
 Shrink = Annotated[bool, Flag("--shrink", "Reduce model, batches and layout first.")]
 Model = Annotated[str | None, Text("NAME", "Name of the model (default: that of the source).")]
 Flavor = Annotated[str | None, Text("NAME", "Flavor of the model (default: that of the source).")]

@@ -226,7 +226,8 @@ def time_chart(report: Report) -> Chart | None:
     for each in report.ran:
         exposed = each.exposed_communication
         value = "" if exposed is None else f"exposed communication {share(exposed)}"
-        rows += [stacked_bar(each.name, each.time_shares, value)] * bool(each.time_shares)
+        if each.time_shares:
+            rows.append(stacked_bar(each.name, each.time_shares, value))
     return draw_rows("Where the time goes", rows, "Of measured steps.") if rows else None
 
 

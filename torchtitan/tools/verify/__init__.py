@@ -23,7 +23,7 @@ from torchtitan.local_ranks import RanksFailed
 from torchtitan.logging import make_console, on_terminal
 from torchtitan.optim import SGD, GroupConfig, OptimizerConfig
 from torchtitan.optim.adam_and_sgd import SGDGroup
-from torchtitan.tools.options import Count, Recipe, RecipeVerb, Shrink, verb
+from torchtitan.tools.options import Count, LayoutRanks, Recipe, RecipeVerb, Shrink, verb
 from torchtitan.tools.verify.measure import (
     EXEMPT,
     Step,
@@ -54,9 +54,7 @@ app = verb()
 def verify_parallelism(
     context: typer.Context,
     recipe: Recipe = None,
-    world_size: Annotated[
-        int | None, Count("Number of ranks (default: the minimum that shows the layout).")
-    ] = None,
+    world_size: LayoutRanks = None,
     steps: Annotated[int | None, Count("Number of optimizer steps (default: 5).")] = None,
     shrink: Shrink = False,
 ) -> int:

@@ -25,7 +25,7 @@ from torchtitan.job import JobConfig
 from torchtitan.local_ranks import RanksFailed
 from torchtitan.logging import make_console, on_terminal
 from torchtitan.parallel import Degrees, ParallelismConfig
-from torchtitan.tools.options import Count, Recipe, RecipeVerb, Shrink, Text, verb
+from torchtitan.tools.options import Count, LayoutRanks, Recipe, RecipeVerb, Shrink, Text, verb
 from torchtitan.tools.verify.measure import (
     EXEMPT,
     WEIGHT,
@@ -147,9 +147,7 @@ app = verb()
 def verify_resume(
     context: typer.Context,
     recipe: Recipe = None,
-    world_size: Annotated[
-        int | None, Count("Number of ranks (default: the minimum that shows the layout).")
-    ] = None,
+    world_size: LayoutRanks = None,
     then: Annotated[
         int | None,
         Count("Number of ranks to resume on, with FSDP (default: half of the ranks, or 2)."),
