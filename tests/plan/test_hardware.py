@@ -10,6 +10,7 @@ from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.device import peak_flops
 from torchtitan.plan.hardware import FOLDER, find_hardware, hardware_names
+from torchtitan.plan.hardware import calibrate as measured
 from torchtitan.plan.hardware.calibrate import calibrate
 from torchtitan.tools.cli import main
 
@@ -68,6 +69,17 @@ def test_calibration_writes_a_file_of_this_machine(tmp_path):
     assert {(rate.n, rate.k) for rate in hardware.products} >= {(768, 256), (256, 768)}
     assert hardware.attention[0].head_dim == 16
     assert hardware.node != find_hardware("cpu").node
+
+
+def test_a_measurement_that_cannot_be_is_refused_by_name(tmp_path, monkeypatch):
+    own = {"memory_bandwidth": 9.0, "peaks": {"float32": 0.1}, "products": [], "attention": []}
+    links = iter([[own | {"host_us": 1.0, "launch_us": 1.0}], [{"bandwidth": 1.0, "latency": 1e9}]])
+    monkeypatch.setattr(measured, "run_ranks", lambda *_, **__: next(links))
+    job = load_job(ROOT / "train_configs/debug_model.toml", [], 2, "cpu").config
+    path = tmp_path / "mine.toml"
+    with pytest.raises(RecipeError, match=re.escape("--calibrate: node.latency: measured 1e+09")):
+        calibrate(job, 2, path)
+    assert not path.exists()
 
 
 @pytest.mark.gate

@@ -50,7 +50,7 @@ def _between(low: float, high: float, unit: str) -> AfterValidator:
 LEAST_TFLOPS = 0.0001
 Teraflops = Annotated[float, _between(LEAST_TFLOPS, 100_000, "TFLOP/s")]
 Bandwidth = Annotated[float, _between(0.001, 50_000, "GB/s")]
-Microseconds = Annotated[float, _between(0.01, 10_000, "microseconds")]
+Microseconds = Annotated[float, _between(0.01, 100_000, "microseconds")]
 Size = Annotated[int, _between(1, 2**24, "elements")]
 ProductDtype = Literal["float32", "tfloat32", "bfloat16", "float8", "mxfp8"]
 

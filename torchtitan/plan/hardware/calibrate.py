@@ -18,8 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import Tensor
 
+from torchtitan.config import RecipeError
 from torchtitan.device import GIB, Device, pick
 from torchtitan.job import JobConfig
 from torchtitan.local_ranks import run_ranks
@@ -46,7 +48,11 @@ MOST_RANKS = 8
 
 
 def calibrate(job: JobConfig, ranks: int, path: Path) -> Hardware:
-    """Measure this machine for a recipe of `ranks`, and write it to `path`."""
+    """Measure this machine for a recipe of `ranks`, and write it to `path`.
+
+    Raises:
+        RecipeError: if what was measured cannot be, as where others keep the machine busy.
+    """
     import tomlkit
 
     device = pick()
@@ -72,7 +78,16 @@ def calibrate(job: JobConfig, ranks: int, path: Path) -> Hardware:
     if local_ranks > 1:
         size, turns = MESSAGES[device.type], max(local_ranks / own.get("cores", local_ranks), 1.0)
         values["node"] = run_ranks(_link, local_ranks, size, turns, device=device.type)[0]
-    hardware = Hardware.model_validate(values)
+    try:
+        hardware = Hardware.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(
+            [
+                f"--calibrate: {'.'.join(map(str, each['loc']))}: measured {each['input']:g}, "
+                f"{str(each['ctx']['error']).partition(';')[0]}; try again on an idle machine"
+                for each in error.errors()
+            ]
+        ) from None
     path.write_text(tomlkit.dumps(hardware.model_dump(exclude_none=True)), encoding="utf-8")
     return hardware
 
