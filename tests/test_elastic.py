@@ -1,6 +1,5 @@
 """Runs that heal themselves: a rank or a node that dies, signals, Slurm, exit statuses."""
 
-import json
 import os
 import random
 import re
@@ -27,6 +26,7 @@ from torchtitan import train as entry
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checks import load_job
 from torchtitan.cluster import launcher, rendezvous
+from torchtitan.flight_recorder import read_note
 from torchtitan.resilience.stop import DIVERGED
 from torchtitan.tools.cli import main
 from torchtitan.train import Trainer
@@ -76,8 +76,8 @@ def undisturbed(folder, *flags):
 
 def notes(folder):
     """What the ranks note of themselves at each step: pid, step."""
-    texts = [path.read_text() for path in (folder / "comm_traces").glob("*.step")]
-    return [json.loads(text) for text in texts if text]
+    found = [read_note(path) for path in (folder / "comm_traces").glob("*.step")]
+    return [note for note in found if note]
 
 
 @pytest.mark.gate

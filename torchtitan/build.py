@@ -77,6 +77,8 @@ class Observer:
     on_microbatch: Callable[[Batch], Batch] = lambda batch: batch
     """Called with each microbatch of this rank; training uses the returned one."""
     after_step: Callable[[TrainState], None] = lambda state: None
+    at_request: Callable[[], None] = lambda: None
+    """Called on all ranks when a trace of the run was requested."""
     sinks: Sequence[Sink] | None = None
     """Sinks that replace those of the recipe."""
     session: AbstractContextManager[None] | None = None
@@ -154,7 +156,13 @@ class Run:
         evidence = Evidence(world.device, self.timeline, optimizers, recipe)
         folder = local_path(job.job.dump_folder)
         self.profiler = Profiler(
-            job.profiling, folder, world.rank, world.device, self.timeline, evidence
+            job.profiling,
+            folder,
+            world.rank,
+            world.device,
+            self.timeline,
+            evidence,
+            at_request=observer.at_request,
         )
         self.startup = Startup(self.meter.events, self.timeline, world, optimizers.state_bytes)
         self.divergence = Divergence(

@@ -161,9 +161,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
     except ConfigError as error:
         return refuse(error)
     degrees, shared = job.degrees(launch.size), (ConfigError, TrainingDiverged, SaveFailed)
-    recorder = Recorder(
-        job.comm, folder, launch.rank, launch.size, device.type, shared, launch.restart
-    )
+    recorder = Recorder(job.comm, folder, launch, device.type, shared)
     stop = StopSignal(locked.mark_ending if locked else None, grace)
     try:
         with ExitStack() as joined:
@@ -255,7 +253,7 @@ def observe(
 ) -> Observer:
     """Return the observer of this rank: its traces, and on rank 0 the files that name the run."""
     if locked is None:
-        return Observer(before_step=recorder.step)
+        return Observer(before_step=recorder.step, at_request=recorder.copy_note)
 
     def after_step(state: TrainState) -> None:
         # The last save follows.
@@ -263,7 +261,12 @@ def observe(
             locked.mark_ending()
 
     session = described(job, folder, world)
-    return Observer(before_step=recorder.step, after_step=after_step, session=session)
+    return Observer(
+        before_step=recorder.step,
+        after_step=after_step,
+        at_request=recorder.copy_note,
+        session=session,
+    )
 
 
 @contextmanager

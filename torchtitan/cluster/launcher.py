@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
@@ -34,7 +35,7 @@ from torchtitan.cluster.rendezvous import DEFAULT_PORT, LEFT_BEHIND, is_foreign,
 from torchtitan.cluster.schedulers import fill, interface_for_gloo, local_address, node_range
 from torchtitan.config import ConfigError, PlannedWorld, local_path, show
 from torchtitan.device import devices_here, pick
-from torchtitan.flight_recorder import RankTrace, read_note, read_traces, report
+from torchtitan.flight_recorder import RankTrace, note_path, read_note, read_traces, report, rescue
 from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger, tell
 from torchtitan.parallel import RANK_ROLE
@@ -48,6 +49,8 @@ RESTARTS = 3
 # Longer than most network interruptions, and than it takes to replace a node.
 REJOIN_MINUTES = 30.0
 WRONG_RECIPE = 2
+# In which other nodes copy the notes of their ranks that were killed, if they can.
+COPY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -268,11 +271,14 @@ class LaunchedRun:
         All ranks are in the same step, and with many of them their files are many.
         """
         folder = self.folder / self.job.comm.save_traces_folder
-        here = [worker.global_rank for worker in self.agent.get_worker_group().workers[:1]]
-        paths = [path for rank in {0, *here} if (path := folder / f"{rank}.step").exists()]
-        notes = [note for path in paths if (note := read_note(path))]
+        found = (read_note(note_path(folder, rank)) for rank in {0, *self.ranks()[:1]})
+        notes = [note for note in found if note]
         newest = max(notes, key=lambda note: note["time"], default={"time": 0.0})
         return newest.get(key) if newest["time"] >= self.agent.began else None
+
+    def ranks(self) -> list[int]:
+        """Return the ranks of this node."""
+        return [worker.global_rank for worker in self.agent.get_worker_group().workers]
 
     def traces(self) -> list[RankTrace]:
         """Return the traces of the ranks since their last start."""
@@ -282,11 +288,16 @@ class LaunchedRun:
 
     def explain(self) -> None:
         """Print a report of the traces of all nodes, on one node, if they show a failure."""
+        folder = self.folder / self.job.comm.save_traces_folder
+        rescue(folder, self.ranks())
         is_first = not self.agent.get_worker_group().group_rank
         # Those of all ranks, which the other nodes need not read.
         traces = self.traces() if is_first else []
+        until = time.monotonic() + COPY_SECONDS
+        while any(trace.kept_at for trace in traces) and time.monotonic() < until:
+            time.sleep(1.0)
+            traces = self.traces()
         if any(trace.fate != "done" for trace in traces):
-            folder = self.folder / self.job.comm.save_traces_folder
             raised = next((trace.rank for trace in traces if trace.fate == "raised"), None)
             files = sorted(
                 folder.glob(f"{raised}.*traceback"), key=lambda path: path.stat().st_mtime

@@ -89,6 +89,9 @@ class _Run:
     def describe(self, trace: RankTrace) -> str:
         """Describe the end of a rank, without its number."""
         when = f"at step {trace.step}" if trace.step else "before its first step"
+        if trace.kept_at:
+            notes = f"the notes of its steps are gone with {trace.host}, or still there"
+            when = f"at an unknown step ({notes})"
         failure, waiting, last = trace.failure, trace.waiting, trace.last_finished
         error = failure.error if failure else ""
         where = f", in {failure.place}" if failure and failure.place else ""

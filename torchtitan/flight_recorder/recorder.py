@@ -1,9 +1,10 @@
 """Records the activity of this process, to explain a failure of it or of another rank.
 
 A process that is killed can write nothing, so it records beforehand: each step into one line of a
-file, which costs microseconds, and each collective into the ring buffer of the Flight Recorder of
-torch. The surviving ranks write their buffers out. They notice soon: gloo raises an error in them,
-the watchdog of NCCL ends them and writes the buffer itself, and a launcher sends them SIGTERM.
+file in memory, which costs microseconds, and each collective into the ring buffer of the Flight
+Recorder of torch. At its end it copies that line to the folder of the run. The surviving ranks
+write their buffers out. They notice soon: gloo raises an error in them, the watchdog of NCCL ends
+them and writes the buffer itself, and a launcher sends them SIGTERM.
 
 A thread watches the main one, which may never return to Python. It writes the traces of a rank that
 makes no progress after SIGTERM, for much longer than a step takes or because another rank failed,
@@ -35,11 +36,13 @@ from typing import Self
 import torch.distributed as dist
 
 from torchtitan import parallel
+from torchtitan.flight_recorder import notes
 from torchtitan.flight_recorder.diagnosis import describe_rank
+from torchtitan.flight_recorder.notes import NoteFile, note_path, read_note
 from torchtitan.flight_recorder.records import place
-from torchtitan.flight_recorder.traces import Failure, Kind, State, read_note, read_rank
+from torchtitan.flight_recorder.traces import Failure, Kind, State, read_rank
 from torchtitan.logging import logger
-from torchtitan.parallel import CommConfig
+from torchtitan.parallel import CommConfig, Launch
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.distributed import flight_records, group_members
 
@@ -50,8 +53,6 @@ TERMINATION_TIMEOUT = 5.0
 LONG_STEPS = 3.0
 # Seconds between two looks at the main thread.
 POLL_INTERVAL = 1.0
-# More than any note has, so that each covers the one before.
-NOTE_BYTES = 511
 # Seconds; gloo marks a collective as done after the program has continued.
 COMPLETION_DELAY = 0.1
 KINDS = ("step", "json", "stack", "gloo")
@@ -76,25 +77,22 @@ class Recorder:
         self,
         config: CommConfig,
         dump_folder: Path,
-        rank: int,
-        world_size: int,
+        launch: Launch,
         device_type: str,
         shared: tuple[type[BaseException], ...] = (),
-        restart: int = 0,
     ) -> None:
-        """Errors of the types `shared` are raised by all ranks alike, so they leave no trace.
-
-        `restart` is the number of this start of the ranks; tracebacks of earlier ones are kept.
-        """
-        self.restart = restart
-        self.traceback_suffix = f".{restart}.traceback" if restart else ".traceback"
-        self.traceback_file = f"{rank}{self.traceback_suffix}"
+        """Errors of the types `shared` are raised by all ranks alike, so they leave no trace."""
+        self.launch, self.rank, self.world_size = launch, launch.rank, launch.size
+        # Tracebacks of earlier starts are kept.
+        restart = f".{launch.restart}" if launch.restart else ""
+        self.traceback_suffix = f"{restart}.traceback"
+        self.traceback_file = f"{self.rank}{self.traceback_suffix}"
         self.folder = dump_folder / config.save_traces_folder
         # A single rank never waits for others.
-        entries = config.trace_buf_size if world_size > 1 else 0
+        entries = config.trace_buf_size if launch.size > 1 else 0
         self.prefix, self.has_ring = config.save_traces_file_prefix, entries > 0
-        self.rank, self.world_size, self.device_type = rank, world_size, device_type
-        self.shared, self.host, self.at, self.notes = shared, socket.gethostname(), 0, 0
+        self.device_type, self.shared, self.host = device_type, shared, socket.gethostname()
+        self.at = self.notes = 0
         self.first_limit, self.limit = config.init_timeout_seconds, config.train_timeout_seconds
         self.timeline: Timeline | None = None
         """Timeline of the run, once it is built; it tells of pauses."""
@@ -120,6 +118,7 @@ class Recorder:
         """
         if error is not None and not self.notes:
             self._begin()
+            self._keep_note()
         elif self.is_failure_logged:
             raise SystemExit(1) from error
 
@@ -127,19 +126,23 @@ class Recorder:
         """Replace the files of an earlier run by the first note of this one."""
         self._made = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
+        notes.settle(note_path(self.folder, self.rank))
         self._found = {path: path.read_bytes() for path in self._files(self.rank)}
         if self.rank == 0:
             found = [path.stem for path in self.folder.glob("*.step")]
             for other in [int(stem) for stem in found if stem.isdecimal()]:
                 if other >= self.world_size:
+                    notes.settle(note_path(self.folder, other))
                     self._found |= {path: path.read_bytes() for path in self._files(other)}
         for path in self._found:
             path.unlink(missing_ok=True)
-        self._line = os.open(self.folder / f"{self.rank}.step", os.O_WRONLY | os.O_CREAT, 0o644)
+        self._file = NoteFile()
         self._note("starting", 0)
+        self.copy_note()
 
     def _undo(self) -> None:
         """Restore the files of the earlier run, as this one was refused."""
+        self._file.remove()
         for path in self._files(self.rank):
             path.unlink()
         for path, content in self._found.items():
@@ -191,13 +194,15 @@ class Recorder:
                 if path.suffix != ".step":
                     path.unlink()
             self._note("ended" if error else "finished", self.at)
+            self._keep_note()
         else:
             self._write(*evidence(error))
             if not isinstance(error, Terminated):
                 text = "".join(traceback.format_exception(error))
                 self._save(self.traceback_file, text.encode())
+            self._keep_note()
             self._log_failure()
-        os.close(self._line)
+            notes.rescue(self.folder, self.launch.neighbors)
         if signal.getsignal(signal.SIGTERM) is end:
             signal.signal(signal.SIGTERM, self._handler)
 
@@ -222,6 +227,7 @@ class Recorder:
                     self._write("", "p2p" if waits_in_p2p(frames) else "other", frames)
                     asked_in = 0
                 if others_failed:
+                    self._keep_note()
                     os._exit(1)  # there is nothing to wait for
             # A frame that is held is not made again, so the same one is the same call.
             held, waiting = waiting, top if waits_in_p2p(traceback.walk_stack(top)) else None
@@ -232,6 +238,7 @@ class Recorder:
                 self._write(error, "p2p", traceback.walk_stack(top))
                 where = "".join(traceback.format_stack(top))
                 self._save(self.traceback_file, f"{where}{error}\n".encode())
+                self._keep_note()
                 self._log_failure()
                 os._exit(1)
 
@@ -254,17 +261,27 @@ class Recorder:
         known = LONG_STEPS * self._took
         return max(self.first_limit, known) if is_paused or self.notes == FIRST_STEP else known
 
+    def copy_note(self) -> None:
+        """Copy the newest note to the folder of the run, while later ones are in memory."""
+        kept_at = {"kept_at": str(self._file.path)}
+        notes.save_note(note_path(self.folder, self.rank), self._newest | kept_at)
+
+    def _keep_note(self) -> None:
+        """Move the last note to the folder of the run."""
+        notes.save_note(note_path(self.folder, self.rank), self._newest)
+        self._file.remove()
+
     def _note(self, state: State, step: int) -> None:
-        note = {
+        self._newest = {
             "state": state,
             "step": step,
             "world_size": self.world_size,
             "time": time.time(),
             "pid": os.getpid(),
             "host": self.host,
-            "restart": self.restart,
+            "restart": self.launch.restart,
         }
-        os.pwrite(self._line, json.dumps(note).ljust(NOTE_BYTES).encode() + b"\n", 0)
+        self._file.write(self._newest)
         self.at, self.notes = step, self.notes + 1
 
     def _write(self, error: str, kind: Kind, frames: Frames) -> None:
@@ -288,19 +305,17 @@ class Recorder:
             logger.error("%s%s; for all ranks: torchtitan trace %s", message, found, self.folder)
 
     def _save(self, name: str, content: bytes) -> None:
-        unfinished = self.folder / f"{name}.writing"
-        unfinished.write_bytes(content)
-        unfinished.replace(self.folder / name)
+        notes.save(self.folder / name, content)
 
     def _files(self, rank: int) -> list[Path]:
         """Return the files of a rank, from this run or an earlier one."""
         names = [f"{self.prefix}{rank}", *(f"{rank}.{kind}" for kind in KINDS)]
         found = [path for name in names if (path := self.folder / name).exists()]
-        note = self.folder / f"{rank}.step"
-        if self.restart or note not in found:
+        note = note_path(self.folder, rank)
+        if self.launch.restart or note not in found:
             return found
         # The note tells their names: a look at the files of all ranks would grow with the ranks.
-        restart = read_note(note).get("restart", self.restart)
+        restart = read_note(note).get("restart", 0)
         names = [f"{rank}.traceback", *(f"{rank}.{n}.traceback" for n in range(1, restart + 1))]
         return [*found, *(path for name in names if (path := self.folder / name).exists())]
 

@@ -2,7 +2,7 @@
 
 Of rank 3, in the folder comm.save_traces_folder:
 
-    3.step    one line, overwritten at every step; it survives a process that is killed
+    3.step    one line, the first and then the last note of its step (`notes`)
     3.json    what was raised and where, or where the rank was when it received SIGTERM
     3.stack   what Python wrote when the process crashed (a segmentation fault, an abort)
     rank_3    torch's Flight Recorder, under the name that torch itself uses with NCCL
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.config import ConfigError
+from torchtitan.flight_recorder.notes import note_path, read_note
 from torchtitan.flight_recorder.records import Collective, collectives, load, place
 
 State = Literal["starting", "training", "finished", "ended", "unknown"]
@@ -65,6 +66,8 @@ class RankTrace:
     host: str = ""
     restart: int = 0
     """Number of this start of the ranks."""
+    kept_at: str = ""
+    """File in the memory of `host` with the steps after this one, if it could not be read."""
     failure: Failure | None = None
     crash: str = ""
     has_ring: bool = False
@@ -139,7 +142,7 @@ def read_rank(folder: Path, rank: int, prefix: str) -> RankTrace:
 
 
 def _read_rank(folder: Path, rank: int, of_rings: Sequence[Path]) -> RankTrace:
-    step, stack = folder / f"{rank}.step", folder / f"{rank}.stack"
+    step, stack = note_path(folder, rank), folder / f"{rank}.stack"
     failure = read_failure(folder / f"{rank}.json")
     rings = [ring for path in of_rings if (ring := _read_ring(path)) is not None]
     records = [c for ring in rings for c in collectives(ring, failure.groups if failure else {})]
@@ -150,15 +153,6 @@ def _read_rank(folder: Path, rank: int, of_rings: Sequence[Path]) -> RankTrace:
         has_ring=bool(rings),
         collectives=sorted(records, key=lambda collective: collective.created),
     )
-
-
-def read_note(path: Path) -> dict[str, Any]:
-    """Read the note of a rank's step; empty if the rank was killed before it wrote all of it."""
-    try:
-        note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
-    return note
 
 
 def read_failure(path: Path) -> Failure | None:

@@ -118,6 +118,12 @@ class Launch(NamedTuple):
     is_labeled: bool = False
     """Whether the launcher writes the rank before each line of output."""
 
+    @property
+    def neighbors(self) -> range:
+        """Ranks on this machine, with this one."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_size)
+
     @classmethod
     def read(cls) -> "Launch":
         """Read the environment; without a launcher this is the only process."""

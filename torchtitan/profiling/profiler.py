@@ -59,11 +59,13 @@ class Profiler:
         timeline: Timeline | None = None,
         evidence: Evidence | None = None,
         clock: Callable[[], float] = time.monotonic,
+        at_request: Callable[[], None] = lambda: None,
     ) -> None:
+        """`at_request` is called on all ranks when a trace was requested."""
         self.config, self.folder, self.rank, self.device = config, dump_folder, rank, device
         self.timeline = timeline or Timeline(device)
         self.evidence = evidence or Evidence(device, timeline)
-        self.clock = clock
+        self.clock, self.at_request = clock, at_request
         self._step = self._steps = 0
         self._requested = self._asked = 0
         self._looked = -POLL_INTERVAL
@@ -144,6 +146,7 @@ class Profiler:
         config = self.config
         busy = config.profiler_warmup + config.profiler_active
         if self._asked:
+            self.at_request()
             self._begin(WARMUP, self._asked, ON_REQUEST)
             self._asked = 0
         elif (

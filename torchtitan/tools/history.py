@@ -14,7 +14,6 @@ are read with today's names.
 """
 
 import json
-import os
 import socket
 import statistics
 import time
@@ -26,7 +25,7 @@ from typing import Any, Final
 
 from torchtitan.config import ConfigError, RecipeError, read_file
 from torchtitan.device import DeviceType, peak_flops
-from torchtitan.flight_recorder import RankTrace, read_traces, report
+from torchtitan.flight_recorder import RankTrace, is_gone, read_traces, report
 from torchtitan.metrics.data_ledger import LEDGER_FILE, ledger_rows
 from torchtitan.metrics.sinks import rate_key, unit_of
 from torchtitan.provenance import ENVIRONMENT_FILE, RECIPE_FILE
@@ -207,7 +206,11 @@ class RunHistory:
         if gone:
             words = f"stopped without a message at step {step}: rank {', '.join(gone)} is gone"
             return RunState(False, step, ranks, words)
-        ago = max(time.time() - max(trace.time for trace in traces), 0.0)
+        known = [trace for trace in traces if not trace.kept_at]
+        if not known:
+            step = max((row["step"] for row in self.rows), default=0)
+            return RunState(True, step, ranks, f"on other machines; its last report: step {step}")
+        ago = max(time.time() - max(trace.time for trace in known), 0.0)
         return RunState(True, step, ranks, f"in step {step}, which began {ago:.0f} s ago")
 
 
@@ -219,15 +222,8 @@ def traces_in(folder: Path) -> dict[int, Path]:
 
 def _is_gone(trace: RankTrace) -> bool:
     """Whether the process of a rank was on this machine, and no longer exists."""
-    if trace.state == "finished" or trace.host != socket.gethostname():
-        return False
-    try:
-        os.kill(trace.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False  # somebody else's, so it exists
-    return False
+    is_here = trace.host == socket.gethostname()
+    return is_here and trace.state != "finished" and is_gone(trace.pid)
 
 
 def parse_rows(text: bytes) -> Iterator[Row]:

@@ -1,8 +1,11 @@
 """What a process records of itself, and what it writes when it fails."""
 
+import json
+import multiprocessing
 import os
 import resource
 import signal
+import socket
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,31 +18,124 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
-from torchtitan.flight_recorder import Recorder, read_traces, recorded, report
+from torchtitan.flight_recorder import Recorder, read_traces, recorded, report, rescue
 from torchtitan.flight_recorder.recorder import Terminated
-from torchtitan.parallel import CommConfig
+from torchtitan.parallel import CommConfig, Launch
 from torchtitan.tools.cli import main
 
 DEBUG = str(Path(__file__).parents[3] / "train_configs/debug_model.toml")
 SMALL = ["--training.seq_len=32", "--training.steps=2", "--validation.steps=1"]
 
 
-def recorder(folder, rank=0, world_size=1):
-    return Recorder(CommConfig(), folder, rank, world_size, "cpu", shared=(ConfigError,))
+def recorder(folder, rank=0, world_size=1, **place):
+    launch = Launch(rank, world_size, local_rank=0, by_launcher=True)._replace(**place)
+    return Recorder(CommConfig(), folder, launch, "cpu", shared=(ConfigError,))
 
 
 def names(folder):
     return {path.name for path in (folder / "comm_traces").iterdir()}
 
 
-def test_step_is_on_disk_at_once(tmp_path):
-    with recorder(tmp_path, world_size=2) as mine:
+def in_memory(folder, rank=0):
+    """The file of a rank's notes in memory, by the first note in the folder of the run."""
+    return Path(json.loads((folder / f"comm_traces/{rank}.step").read_text())["kept_at"])
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_step_is_written_to_memory_alone_and_found_there(has_memory, tmp_path, monkeypatch):
+    if not has_memory:
+        monkeypatch.setattr("torchtitan.flight_recorder.notes.MEMORY", tmp_path / "none")
+    with recorder(tmp_path / "run", world_size=2) as mine:
+        first, kept_at = content(tmp_path / "run"), in_memory(tmp_path / "run")
         for state, step in (("starting", 0), ("training", 1), ("training", 1000)):
             if step:
                 mine.step(step)
-            (trace,) = read_traces(tmp_path / "comm_traces")
+            (trace,) = read_traces(tmp_path / "run/comm_traces")
             assert (trace.state, trace.step, trace.world_size) == (state, step, 2)
             assert trace.pid == os.getpid()
+        assert content(tmp_path / "run") == first
+    assert not kept_at.exists()
+    (trace,) = read_traces(tmp_path / "run/comm_traces")
+    assert (trace.state, trace.step, trace.kept_at) == ("finished", 1000, "")
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_note_is_copied_on_request(tmp_path):
+    with recorder(tmp_path) as mine:
+        mine.step(7)
+        mine.copy_note()
+        mine.step(8)
+        assert json.loads((tmp_path / "comm_traces/0.step").read_text())["step"] == 7
+        (trace,) = read_traces(tmp_path / "comm_traces")
+        assert trace.step == 8
+
+
+def killed(folder, rank, step):
+    """A rank of three on this machine that is killed in a step."""
+
+    def die():
+        with recorder(folder, rank, 3) as mine:
+            mine.step(step)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    process = multiprocessing.get_context("fork").Process(target=die)
+    process.start()
+    return process
+
+
+def wait_for_end(process):
+    """Without taking its status, as a parent that is busy: it stays a zombie."""
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize("by", ["another rank", "the launcher", "the next start"])
+def test_who_outlives_a_killed_rank_copies_its_last_note(by, tmp_path):
+    wait_for_end(process := killed(tmp_path, 1, 5))
+    kept_at = in_memory(tmp_path, 1)
+    assert kept_at.exists()
+    if by == "another rank":
+        with pytest.raises(ValueError), recorder(tmp_path, 0, 3, local_size=3):
+            raise ValueError
+    elif by == "the launcher":
+        rescue(tmp_path / "comm_traces", [0, 1, 2])
+    else:
+        with pytest.raises(ConfigError), recorder(tmp_path, 1, 3):
+            raise ConfigError("a mistake: this start is refused, and the last run is looked into")
+    assert not kept_at.exists()
+    trace = next(t for t in read_traces(tmp_path / "comm_traces") if t.rank == 1)
+    assert (trace.step, trace.kept_at, trace.fate) == (5, "", "lost")
+    process.join()
+
+
+def test_notes_of_others_are_left_alone(tmp_path, monkeypatch):
+    """Those of a rank that lives, of another run, and files that only look like notes."""
+    wait_for_end(process := killed(tmp_path / "other", 1, 5))
+    with recorder(tmp_path / "run", 1, 3) as mine:
+        mine.step(4)
+        for folder in ("run", "other"):
+            kept_at = in_memory(tmp_path / folder, 1)
+            rescue(tmp_path / "run/comm_traces", range(3))
+            assert kept_at.exists()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    rescue(tmp_path / "other/comm_traces", range(3))
+    assert kept_at.exists()
+    kept_at.unlink()
+    process.join()
+
+
+def test_a_report_says_that_the_notes_of_a_machine_are_gone(tmp_path):
+    wait_for_end(process := killed(tmp_path, 1, 5))
+    in_memory(tmp_path, 1).unlink()
+    (lost, *_) = report(read_traces(tmp_path / "comm_traces"))[1:]
+    host = socket.gethostname()
+    assert lost == (
+        f"rank 1 died or froze at an unknown step (the notes of its steps are gone with {host}, "
+        "or still there) and left no message"
+    )
+    process.join()
 
 
 def test_a_rank_by_itself_records_no_collectives(tmp_path, monkeypatch):
@@ -69,7 +165,7 @@ def test_a_run_may_have_many_open_files(tmp_path):
 
 def test_a_start_removes_the_tracebacks_of_all_earlier_ones(tmp_path):
     for restart in range(3):
-        again = Recorder(CommConfig(), tmp_path, 1, 2, "cpu", restart=restart)
+        again = recorder(tmp_path, 1, 2, restart=restart)
         with pytest.raises(ValueError, match="wrong"), again:
             raise ValueError("wrong")
     assert names(tmp_path) >= {"1.traceback", "1.1.traceback", "1.2.traceback"}
