@@ -54,7 +54,10 @@ SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distr
 
 # Sinks may be the user's own, or a service's, and raise anything; that must not end a run. Nor must
 # what the client libraries of object stores raise. And what one rank meets, all ranks raise.
-OUTER_CODE = ("metrics/meter.py", "remote.py", "data/streaming.py", "checkpoint/placement.py")
+OUTER_CODE = (
+    *("metrics/__init__.py", "metrics/meter.py", "remote.py", "data/streaming.py"),
+    "checkpoint/placement.py",
+)
 
 
 def unit(path):

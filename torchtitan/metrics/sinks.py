@@ -1,4 +1,4 @@
-"""Sinks of metrics: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
+"""Sinks of metrics: the console, `metrics.jsonl`, TensorBoard, Weights & Biases, MLflow.
 
 Every sink is given the same dictionary, made by `Meter`, and writes what it can show of it. What
 went wrong while writing is raised, never passed over: a run whose curve is lost should say so. The
@@ -368,6 +368,75 @@ class WandB:
         if self.run is not None:
             self.run.summary.update({f"summary/{name}": value for name, value in summary.items()})
             self.run.finish(exit_code=1 if summary["stopped_by"] else 0)
+
+
+class MLflow:
+    """An MLflow run, with the recipe as its parameters.
+
+    Its id is kept in `mlflow_run_id`, so that a resumed run continues it; a fresh one is a new run.
+    Steps that come again after a resume or a rollback have both values.
+
+    MLflow's own environment variables win: MLFLOW_TRACKING_URI (without it, a database in the dump
+    folder), MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, ...
+    """
+
+    def __init__(self, context: SinkContext) -> None:
+        self.context = context
+        self.id_file = context.folder / "mlflow_run_id"
+        self.client: Any = None
+        self.run_id = ""
+
+    def open(self, start_step: int) -> None:
+        # A server that is gone fails the sink within a minute, and not after many.
+        for name, value in (("REQUEST_TIMEOUT", "15"), ("REQUEST_MAX_RETRIES", "2")):
+            os.environ.setdefault(f"MLFLOW_HTTP_{name}", value)
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        if self.client is not None:
+            return  # a rollback; its steps come again in the same run
+        self.context.folder.mkdir(parents=True, exist_ok=True)
+        own = f"sqlite:///{self.context.folder.resolve() / 'mlflow.db'}"
+        self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or own)
+        self.run_id = os.environ.get("MLFLOW_RUN_ID", "")
+        if not self.run_id and start_step > 0 and self.id_file.exists():
+            self.run_id = self.id_file.read_text(encoding="utf-8").strip()
+        if self.run_id:
+            self.client.update_run(self.run_id, status="RUNNING")
+        else:
+            new = {"run_name": self.context.name, "tags": dict.fromkeys(self.context.tags, "")}
+            self.run_id = self.client.create_run(self._experiment(), **new).info.run_id
+            recipe = self.context.recipe.items()
+            self._log("params", [Param(key, str(value)) for key, value in recipe], 100)
+        self.id_file.write_text(f"{self.run_id}\n", encoding="utf-8")
+
+    def _experiment(self) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "torchtitan")
+        found = self.client.get_experiment_by_name(name)
+        experiment: str = found.experiment_id if found else self.client.create_experiment(name)
+        return experiment
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        from mlflow.entities import Metric
+
+        now = round(time.time() * 1000)
+        values = [Metric(name, float(v), now, step) for name, v in _numbers(metrics).items()]
+        self._log("metrics", values, 1000)
+
+    def _log(self, kind: str, values: list[Any], most: int) -> None:
+        for start in range(0, len(values), most):  # the most that it takes at once
+            self.client.log_batch(self.run_id, **{kind: values[start : start + most]})
+
+    def picture(self, step: int, picture: Tensor) -> None:
+        self.client.log_image(self.run_id, pixels(picture), key="validation", step=step)
+
+    def close(self, summary: Metrics) -> None:
+        if self.run_id:
+            for name, value in summary.items():
+                self.client.set_tag(self.run_id, f"summary/{name}", value)
+            status = "FAILED" if summary["stopped_by"] else "FINISHED"
+            self.client.set_terminated(self.run_id, status)
 
 
 def rate_key(metrics: Metrics) -> str | None:

@@ -4,20 +4,34 @@ import importlib.util
 import io
 import json
 import logging
+import os
 import resource
+import signal
+import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
+from tests.ranks import free_port
 from tests.wandb_files import WANDB_OFFLINE, ended, offline_runs
 from torchtitan.config import Context
 from torchtitan.device import Device
 from torchtitan.logging import QUIET_SECONDS
 from torchtitan.metrics import Meter, MetricsConfig, SinkContext, build_sinks
-from torchtitan.metrics.sinks import Console, Jsonl, TensorBoard, WandB, row_line, summary_text
+from torchtitan.metrics.sinks import (
+    Console,
+    Jsonl,
+    MLflow,
+    TensorBoard,
+    WandB,
+    row_line,
+    summary_text,
+)
 
 ROW = {
     "loss": 4.25,
@@ -45,6 +59,16 @@ SUMMARY = {
     "best_validation_loss": None,
     "memory_gib": 12.34,
     "stopped_by": None,
+}
+
+METER = {
+    "log_freq": 1,
+    "total_steps": 2,
+    "units_per_step": 4096,
+    "flops_per_unit": 1e9,
+    "peak_flops": None,
+    "devices": 1,
+    "device": Device("cpu"),
 }
 
 
@@ -172,17 +196,7 @@ def test_console_writes_plain_lines_elsewhere_than_on_a_terminal(caplog, capfd, 
     caplog.set_level(logging.INFO, "torchtitan")
     times = [0.0]
     sink = Console(SinkContext(tmp_path, total_steps=2))
-    meter = Meter(
-        [sink],
-        log_freq=1,
-        total_steps=2,
-        units_per_step=4096,
-        flops_per_unit=1e9,
-        peak_flops=None,
-        devices=1,
-        device=Device("cpu"),
-        clock=lambda: times[-1],
-    )
+    meter = Meter([sink], **METER, clock=lambda: times[-1])
 
     def fail():
         with meter:
@@ -472,13 +486,151 @@ def test_variables_of_wandb_win(tmp_path, offline, monkeypatch):
     assert run.resume
 
 
+def mlflow_runs(folder):
+    """The client of MLflow's file store in a folder, and its runs, the oldest first."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(folder.as_uri())
+    experiment = client.get_experiment_by_name("torchtitan").experiment_id
+    return client, client.search_runs([experiment], order_by=["attributes.start_time"])
+
+
+def write_mlflow(folder, start_step, losses, **facts):
+    sink = MLflow(SinkContext(folder, **facts))
+    sink.open(start_step)
+    for step, loss in losses.items():
+        sink.write(step, ROW | {"loss": loss, "event": "text"})
+    sink.close(SUMMARY)
+
+
+def test_mlflow_keeps_one_run_through_a_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    recipe = {f"section.key_{number}": number for number in range(150)}
+    out = tmp_path / "out"
+    write_mlflow(out, 0, {1: 3.5, 2: float("nan")}, recipe=recipe, tags=("a",), run_name="first")
+    write_mlflow(out, 1, {2: 3.25}, recipe=recipe, run_name="first")
+    client, [run] = mlflow_runs(tmp_path / "store")
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    assert run.data.params == {key: str(value) for key, value in recipe.items()}
+    assert run.data.tags.keys() >= {"a", "summary/tps"}
+    assert run.data.metrics["tps"] == ROW["tps"]
+    losses = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "loss")]
+    assert losses == [(1, 3.5), (2, pytest.approx(float("nan"), nan_ok=True)), (2, 3.25)]
+    write_mlflow(out, 0, {1: 2.0})  # afresh
+    assert len(mlflow_runs(tmp_path / "store")[1]) == 2
+
+
+@pytest.mark.slow  # needs a server that is not installed with this package
+def test_mlflow_writes_to_its_server_and_outlives_it(tmp_path, monkeypatch, caplog):
+    python = os.environ.get("TORCHTITAN_ORACLES", sys.executable)
+    if subprocess.run([python, "-c", "import flask, mlflow"], capture_output=True).returncode:
+        pytest.skip(
+            "MLflow's server is not installed; TORCHTITAN_ORACLES may name a Python with it"
+        )
+    port = free_port()
+    command = [python, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
+    store = ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    server = subprocess.Popen([*command, *store], cwd=tmp_path, start_new_session=True)
+    try:
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            assert server.poll() is None
+            time.sleep(0.1)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        sink = MLflow(SinkContext(tmp_path / "out", recipe={"training.steps": 2}))
+        with Meter([sink], **METER) as meter:
+            meter.record(loss=4.5, units=1)
+            meter.flush(1)
+            run = sink.client.get_run(sink.run_id)
+            assert (run.data.metrics["loss"], run.data.params) == (4.5, {"training.steps": "2"})
+            os.killpg(server.pid, signal.SIGKILL)
+            meter.flush(2)
+        assert meter.summary()["failed_sinks"].startswith("MLflow (at step 2: ")
+        assert caplog.text.count("the run continues without it") == 1
+    finally:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def answers(url):
+    try:
+        return urlopen(url, timeout=60).status == 200
+    except OSError:
+        return False
+
+
 def test_sinks_of_rank_0_follow_the_settings(tmp_path):
     def names(**settings):
         return [type(s) for s in build_sinks(MetricsConfig(**settings), SinkContext(tmp_path))]
 
     assert names() == [Jsonl, Console]
     assert names(enable_tensorboard=True) == [Jsonl, TensorBoard, Console]
-    assert names(enable_wandb=True) == [Jsonl, WandB, Console]
+    assert names(enable_wandb=True, sinks=("mlflow", "wandb")) == [Jsonl, MLflow, WandB, Console]
+
+
+MINE = """
+class Own:
+    def __init__(self, context): self.path = context.folder / "own"
+    def open(self, start_step): self.path.write_text("open")
+    def write(self, step, metrics): raise OSError("gone")
+    def close(self, summary): self.path.write_text("closed")
+
+class Broken(Own):
+    def __init__(self, context): raise OSError("no credentials")
+
+class Half:
+    def open(self, start_step): pass
+"""
+
+
+@pytest.fixture
+def mine(in_empty_folder, monkeypatch):
+    """A module with sinks, and a package that offers one of them."""
+    monkeypatch.syspath_prepend(".")
+    Path("my_sinks.py").write_text(MINE)
+    Path("offer-1.0.dist-info").mkdir()
+    Path("offer-1.0.dist-info/METADATA").write_text("Name: offer\nVersion: 1.0\n")
+    offered = "[torchtitan.sinks]\noffered = my_sinks:Own\n"
+    Path("offer-1.0.dist-info/entry_points.txt").write_text(offered)
+    yield
+    sys.modules.pop("my_sinks", None)
+
+
+@pytest.mark.parametrize("name", ["offered", "my_sinks:Own"])
+def test_a_sink_of_ones_own_is_found_by_its_name(name, mine, tmp_path):
+    assert missing(MetricsConfig(sinks=(name,))) == []
+    [_, own, _] = build_sinks(MetricsConfig(sinks=(name,)), SinkContext(tmp_path))
+    with Meter([own], **METER) as meter:
+        for step in (1, 2):
+            meter.flush(step)
+    assert (tmp_path / "own").read_text() == "closed"
+    assert meter.summary()["failed_sinks"].startswith("Own (at step 1: OSError: gone)")
+
+
+def test_a_sink_that_cannot_be_made_is_left_out(mine, tmp_path, caplog):
+    found = build_sinks(MetricsConfig(sinks=("my_sinks:Broken",)), SinkContext(tmp_path))
+    assert [type(sink) for sink in found] == [Jsonl, Console]
+    assert "Broken failed to start: no credentials; the run continues without it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wandbb", "allowed: tensorboard, wandb, mlflow, offered; did you mean wandb?"),
+        ("nowhere:Sink", "it cannot be imported: No module named 'nowhere'"),
+        ("my_sinks:Sink", "my_sinks: it has no Sink"),
+        (
+            "my_sinks:Half",
+            "it has no close and no write; add what torchtitan.metrics.sinks.Sink has",
+        ),
+    ],
+)
+def test_a_sink_that_does_not_exist_or_lacks_a_method_is_refused(name, message, mine):
+    [(key, found)] = missing(MetricsConfig(sinks=(name,)))
+    assert (key, f"{name}: {message}" in found) == ("sinks", True), found
 
 
 def test_sinks_of_other_ranks_are_a_file_or_none(tmp_path):

@@ -399,6 +399,7 @@ EXEMPT = (
     "data.dataset_path",
     "checkpoint.initial_load_path",
     "validation.dataset_path",
+    "metrics.sinks",
     "metrics.enable_tensorboard",
     "metrics.enable_wandb",
 )
