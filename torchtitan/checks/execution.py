@@ -268,6 +268,13 @@ def schedule(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         all_steps = f"{steps} steps, all of which are" if steps > 1 else "1 step, which is"
         message = f"the schedule has only {all_steps} warm-up"
         yield Problem("lr_scheduler.warmup_steps", message, also, "note")
+    elif s.decay_from is not None:
+        if "decay_ratio" in s.model_fields_set and s.decay_ratio:
+            message = f"decay_ratio = {s.decay_ratio:g} starts the decay elsewhere: set one of them"
+            yield Problem("lr_scheduler.decay_from", message, also)
+        if s.decay_from >= steps:
+            message = f"nothing decays: the schedule has {steps} steps; set training.steps too"
+            yield Problem("lr_scheduler.decay_from", message, also, "note")
     elif s.decay_ratio is not None and round(steps * s.decay_ratio) > decay:
         message = f"after {warmup} steps of warm-up, {decay} of {steps} are left for the decay"
         yield Problem("lr_scheduler.decay_ratio", message, also, "note")

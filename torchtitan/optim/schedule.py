@@ -25,6 +25,9 @@ class ScheduleConfig(Config):
     """Length of the schedule in steps (default: training.steps)."""
     decay_ratio: float | None = Field(None, ge=0, le=1)
     """Fraction of the steps that decay, at most all after the warm-up (default: all of these)."""
+    decay_from: int | None = Field(None, ge=0)
+    """Step after which the rate decays until the end, in place of `decay_ratio`: that of a
+    checkpoint, to end a run whose rate was constant."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: float = Field(0.0, ge=0, le=1)
@@ -40,7 +43,10 @@ class ScheduleConfig(Config):
         The decay takes at most what the warm-up leaves.
         """
         warmup = self.warmup(steps)
-        decay = steps if self.decay_ratio is None else round(steps * self.decay_ratio)
+        if self.decay_from is not None:
+            decay = max(steps - self.decay_from, 0)
+        else:
+            decay = steps if self.decay_ratio is None else round(steps * self.decay_ratio)
         return warmup, min(decay, steps - warmup)
 
     def factor(self, step: int, steps: int) -> float:
@@ -68,7 +74,29 @@ class WarmupStableDecay(ScheduleConfig):
     """Name of the schedule."""
 
 
-SCHEDULES = Registry[type[ScheduleConfig]]("schedule", {"warmup_stable_decay": WarmupStableDecay})
+class PowerLaw(ScheduleConfig):
+    """Warm-up, power of the step, decay (Zhai et al., 2022, arXiv:2106.04560, section 3.5).
+
+    Without a decay the rate does not depend on the length of the run.
+    """
+
+    name: Literal["power_law"] = "power_law"
+    """Name of the schedule."""
+    decay_ratio: float | None = Field(0.0, ge=0, le=1)
+    """Fraction of the steps that decay, at most all after the warm-up; none: all of these."""
+    exponent: float = Field(0.5, gt=0)
+    """Exponent p of (warm-up steps / step)^p, which multiplies the rate after the warm-up; 0.5: the
+    inverse square root."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return the multiplier of the peak learning rate for the 1-based `step` of `steps`."""
+        peak = max(self.warmup(steps), 1)
+        return super().factor(step, steps) * min((peak / step) ** self.exponent, 1.0)
+
+
+SCHEDULES = Registry[type[ScheduleConfig]](
+    "schedule", {"warmup_stable_decay": WarmupStableDecay, "power_law": PowerLaw}
+)
 
 
 def rate_in_recipe(recipe: Mapping[str, Any], step: int) -> float | None:

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 
 from torchtitan.optim import ScheduleConfig
+from torchtitan.optim.schedule import PowerLaw
 
 SHAPES = {
     "linear": lambda left: left,
@@ -61,3 +62,23 @@ def test_rates_by_hand():
     config = ScheduleConfig(warmup_steps=6, decay_ratio=0.5)
     found = [config.factor(step, 8) for step in (5, 6, 7, 8)]
     assert found == pytest.approx([5 / 6, 1, 1, 0.5])
+
+
+def test_a_decay_starts_after_the_step_that_is_named():
+    config = ScheduleConfig(warmup_steps=2, decay_from=4)
+    assert [config.factor(step, 8) for step in range(1, 9)] == [0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    constant = ScheduleConfig(warmup_steps=2, decay_ratio=0.0)
+    assert [constant.factor(step, 4) for step in range(1, 5)] == [0.5, 1, 1, 1]
+    assert ScheduleConfig(warmup_steps=2, decay_from=9).factor(8, 8) == 1
+
+
+def test_a_power_law_depends_on_no_length_until_it_decays():
+    config = PowerLaw(warmup_steps=4)
+    for steps in (20, 1000):
+        found = [config.factor(step, steps) for step in (1, 4, 16)]
+        assert found == pytest.approx([0.25, 1, 0.5])
+    assert PowerLaw(warmup_steps=0).factor(9, 10) == pytest.approx(1 / 3)
+    ended = PowerLaw(warmup_steps=4, exponent=1, decay_from=16)
+    assert [ended.factor(step, 20) for step in (16, 17, 19)] == pytest.approx(
+        [1 / 4, 4 / 17, 2 / 19]
+    )
