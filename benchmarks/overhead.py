@@ -159,7 +159,7 @@ def reporting(arguments: argparse.Namespace) -> dict[str, Any]:
         # Two runs cannot have one event log and one metrics.jsonl, and this one has none of them.
         silent: Any = SimpleNamespace(before_step=lambda: None, after_step=lambda step: None)
         with (
-            mock.patch("torchtitan.build.build_meter", return_value=NoMeter()),
+            mock.patch("torchtitan.build.Meter", return_value=NoMeter()),
             mock.patch("torchtitan.build.Startup", return_value=silent),
         ):
             bare = build(job, world)

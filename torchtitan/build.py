@@ -4,7 +4,7 @@ A feature that is off is not in the list, so no step knows of it.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +19,6 @@ from torchtitan.device import collect_garbage, set_determinism
 from torchtitan.expert_loads import ExpertLoads, routers
 from torchtitan.inputs import open_stream, open_task, validation_streams
 from torchtitan.job import JobConfig
-from torchtitan.logging import logger
 from torchtitan.metrics import (
     EVENTS_FOLDER,
     EventLog,
@@ -33,39 +32,22 @@ from torchtitan.metrics import (
 from torchtitan.metrics.data_ledger import DataLedger
 from torchtitan.metrics.startup import Startup
 from torchtitan.metrics.statistics import Statistics
-from torchtitan.models import MODELS, attention
-from torchtitan.models.experts import parameters_in_words
-from torchtitan.models.spec import build_empty, initialize
-from torchtitan.optim import Compiled, Optimizers, name_parameters, open_optimizers
-from torchtitan.parallel import (
-    Launch,
-    ParallelModel,
-    World,
-    async_tensor,
-    compile,
-    parallelize,
-    stages,
-)
-from torchtitan.parallel.tensor import redistribute_grads
+from torchtitan.models import MODELS
+from torchtitan.models.spec import build_empty
+from torchtitan.optim import Optimizers, name_parameters, open_optimizers
+from torchtitan.parallel import Launch, ParallelModel, World, async_tensor, build_model, compile
 from torchtitan.profiling import Evidence, Profiler
-from torchtitan.provenance import about_run, record_data
+from torchtitan.provenance import about_run, record_data, sink_context
 from torchtitan.resilience.divergence import Divergence
 from torchtitan.resilience.replica_groups import InMemoryState, ReplicaGroup
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard, add_up, meet
 from torchtitan.resilience.spikes import Guard
 from torchtitan.resilience.stop import StopSignal, handled, outlook, planned_seconds
 from torchtitan.step import Agreement, Batches, Hooks, StepOptimizers, StepVote, UpdateGuard, once
-from torchtitan.tasks import Task, previewed
+from torchtitan.tasks import previewed
 from torchtitan.timeline import Timeline
 from torchtitan.torch_private.compiler import compilers_spared
-from torchtitan.torch_private.dtensor import allocate as allocate_weights
 from torchtitan.validate import Validator
-
-# Settings that all replica groups of a run share.
-SECTIONS_THAT_DEFINE_A_RUN = (
-    *("model", "data", "training", "optimizer", "lr_scheduler", "spikes", "parallelism", "debug"),
-    "auxiliary_losses",
-)
 
 
 @dataclass(frozen=True)
@@ -102,17 +84,16 @@ class Run:
         """Build the objects, in the order of their dependencies."""
         self.job, self.world, self.observer, self.stop = job, world, observer, stop
         self.task, self.timeline, self.state = open_task(job), Timeline(world.device), TrainState()
-        self.model = build_model(job, world, self.timeline)
+        layout, args = job.layout(world.degrees), job.model_args()
+        self.model = build_model(job.model, args, layout, world, self.timeline, job.debug.seed)
         optimizers = build_optimizers(job, world, self.model)
         self.optimizers = StepOptimizers(optimizers, job.training.max_norm, self.timeline)
-        groups, degrees = job.fault_tolerance, world.degrees
+        degrees = world.degrees
         self.data = open_stream(
             job,
             self.task,
             degrees,
-            rank=groups.group * degrees.data + world.data_rank,
-            ranks=job.data_ranks(degrees),
-            groups=groups.groups,
+            rank=job.fault_tolerance.group * degrees.data + world.data_rank,
             device=world.device,
         )
         self.batches = Batches(
@@ -122,36 +103,15 @@ class Run:
             self.timeline,
             close=self.data.close,
         )
-        runs_apart = job.layout(degrees).runs_apart(degrees)
-        self.agree = Agreement(world, self.timeline, norms_differ=runs_apart)
-        self.contents = Checkpointable(
-            self.model.parts,
-            optimizers,
-            self.state,
-            self.data,
-            world,
-            self.model.state,
-            copies=degrees.dp_replicate if runs_apart else 1,
-            start_over=self.model.start_over,
-        )
+        self.agree = Agreement(world, self.timeline, norms_differ=self.model.runs_apart)
+        self.contents = Checkpointable(self.model, optimizers, self.state, self.data)
         context = sink_context(job, world)
         self.ledger = DataLedger(context, self.data.sources)
-        about = about_run(job) if world.rank == 0 else {}
-        for key in self.task.unknown:
-            about.get("recipe", {}).pop(key, None)
+        about = about_run(job, self.task) if world.rank == 0 else {}
         self.checkpoint = Checkpointer(
             resume_policy(job), self.contents, world, about, self.ledger.record
         )
-        self.meter = build_meter(
-            job,
-            self.task,
-            world,
-            self.timeline,
-            self._sinks(context),
-            data=self.data_read if self.has_hash else None,
-            shares=self.data.take_shares,
-            sources=self.data.report,
-        )
+        self.meter = self.open_meter(context)
         recipe = job.flat() | {"training.local_batch_size": job.local_batch(degrees)}
         evidence = Evidence(world.device, self.timeline, optimizers, recipe)
         folder = local_path(job.job.dump_folder)
@@ -249,7 +209,33 @@ class Run:
             return stream
         return previewed(stream, self.task, lambda: self.state.step > 0)
 
-    def _sinks(self, context: SinkContext) -> Sequence[Sink]:
+    def open_meter(self, context: SinkContext) -> Meter:
+        """Open the meter of the run."""
+        job, task, world, metrics = self.job, self.task, self.world, self.job.metrics
+        seq_len, folder = job.training.seq_len, context.folder / EVENTS_FOLDER
+        return Meter(
+            self.sinks(context),
+            log_freq=metrics.log_freq,
+            total_steps=job.training.steps,
+            unit=task.unit,
+            rate=task.rate,
+            units_per_step=job.global_batch(world.degrees) * task.units(seq_len),
+            flops_per_unit=MODELS[job.model.name].flops_per_unit(job.model_args(), seq_len),
+            peak_flops=world.device.peak_flops(getattr(torch, job.training.mixed_precision_param)),
+            devices=world.size * job.fault_tolerance.groups,
+            device=world.device,
+            rank=world.rank,
+            data=self.data_read if self.has_hash else None,
+            gather=world.table if world.size > 1 else None,
+            timeline=self.timeline,
+            events=EventLog(folder if metrics.save_events else None, world.rank),
+            stragglers=StragglerWatch(metrics.straggler_pct, world.degrees.pp),
+            shares=self.data.take_shares,
+            sources=self.data.report,
+        )
+
+    def sinks(self, context: SinkContext) -> Sequence[Sink]:
+        """Return the sinks of this rank, with the monitors, which learn of the run here."""
         sinks = self.observer.sinks
         if sinks is None:
             ledger = [self.ledger] if self.has_ledger and self.world.rank == 0 else []
@@ -288,7 +274,8 @@ FEATURES = Registry[Callable[[Run], Hooks]]("feature", {})
 def features(run: Run) -> Iterator[Hooks]:
     """Yield the hooks of all features that are on, in the order in which they act."""
     job, model, checkpoint, stop = run.job, run.model, run.checkpoint, run.stop
-    blocks = sum(len(MODELS[job.model.name].all_blocks(part)) for part in model.parts)
+    spec = MODELS[job.model.name]
+    blocks = sum(len(spec.all_blocks(part)) for part in model.parts)
     yield Hooks(session=run.meter)
     if job.checkpoint.saves:
         stop.outlook = save_outlook(run)
@@ -304,7 +291,9 @@ def features(run: Run) -> Iterator[Hooks]:
         yield Hooks(session=record_data(job, run.world, run.ledger, run.data, run.contents))
     if job.auxiliary_losses:
         yield Hooks(before_forward=lambda: model.auxiliary.begin(run.state.step + 1))
-    if loads := open_loads(run):
+    if routers_of_all := routers(build_empty(spec.build, job.model_args(), 1)):
+        splits_stream = run.world.degrees.tp > 1 and not job.parallelism.disable_sequence_parallel
+        loads = ExpertLoads(model, routers_of_all, job.experts.rate, splits_stream=splits_stream)
         yield loads.hooks(run.meter, job.metrics.statistics_freq, job.training.steps)
     for name in job.optimizer.features:
         yield FEATURES[name](run)
@@ -315,7 +304,9 @@ def features(run: Run) -> Iterator[Hooks]:
     if (metric := run.task.left_out(job.data)) and not job.fault_tolerance.enable:
         yield Hooks(before_forward=partial(count_left_out, run, metric))
     if job.metrics.statistics_freq:
-        yield open_statistics(run).hooks(lambda: run.state.step, run.meter, run.timeline)
+        every, optimizers = job.metrics.statistics_freq, run.optimizers.inner
+        statistics = Statistics(every, model, optimizers, spec, job.parallelism)
+        yield statistics.hooks(lambda: run.state.step, run.meter, run.timeline)
     if job.checkpoint.enable:
         yield from checkpoint.unfinished(run.timeline)
     yield Hooks(after_step=lambda step: run.divergence.after_step(run.state))
@@ -357,7 +348,6 @@ def save_outlook(run: Run) -> Callable[[], tuple[int, str]]:
 def replica_groups(run: Run) -> Hooks:
     """Make this run one of several replica groups; the last step counts even if it is void."""
     job, live = run.job, InMemoryState(run.contents, run.checkpoint.wait_staging)
-    tree = job.model_dump(mode="json")
     group = ReplicaGroup(
         job.fault_tolerance,
         run.world,
@@ -365,8 +355,7 @@ def replica_groups(run: Run) -> Hooks:
         get=live.get,
         put=live.put,
         history=lambda: asdict(live.state),
-        recipe={f"[{section}]": tree[section] for section in SECTIONS_THAT_DEFINE_A_RUN}
-        | {"fault_tolerance.group_size": job.fault_tolerance.group_size, "ranks": run.world.size},
+        recipe=job.shared() | {"ranks": run.world.size},
     )
     run.guard = guard = GroupGuard(run.guard, group)
     run.batches.count_of_all, run.optimizers.norm_of_all = group.count, group.max
@@ -383,38 +372,6 @@ def count_left_out(run: Run, metric: str) -> None:
     own = torch.tensor(run.data.left_out(), device=run.world.device.torch_device)
     with run.timeline.phase("sync"):
         run.meter.record(**{metric: run.world.sum(own, over="data")})
-
-
-def open_loads(run: Run) -> ExpertLoads | None:
-    """Return the counts of the loads of experts, if the model has any."""
-    job, world, spec = run.job, run.world, MODELS[run.job.model.name]
-    everyones = routers(build_empty(spec.build, job.model_args(), 1))
-    if not everyones:
-        return None
-    return ExpertLoads(
-        run.model.parts,
-        list(everyones),
-        len(next(iter(everyones.values())).weight),
-        job.experts.rate,
-        world,
-        run.timeline,
-        splits_stream=world.degrees.tp > 1 and not job.parallelism.disable_sequence_parallel,
-    )
-
-
-def open_statistics(run: Run) -> Statistics:
-    """Build the per-layer statistics requested by the recipe."""
-    job, world, model = run.job, run.world, run.model
-    spec, chosen = MODELS[job.model.name], job.parallelism
-
-    def copies(name: str) -> int:
-        is_logits = spec.tensor_plan.get(name) == "logits"
-        whole = chosen.disable_loss_parallel if is_logits else chosen.disable_sequence_parallel
-        return world.degrees.tp if whole else 1
-
-    units = {name for part in model.parts for unit in stages.units(spec, part) for name in unit}
-    freq = job.metrics.statistics_freq
-    return Statistics(freq, model, run.optimizers.inner, world, units, copies)
 
 
 def open_validator(run: Run) -> Validator:
@@ -437,65 +394,6 @@ def resume_policy(job: JobConfig) -> ResumePolicy:
     )
 
 
-def build_model(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
-    """Build the network without memory, parallelize it, then fill in only this rank's parts."""
-    model = build_on_meta(job, world, timeline)
-    allocate(model, job, world)
-    spec = MODELS[job.model.name]
-    rule = partial(spec.init_std, job.model_args())
-    for part in model.parts:
-        initialize(part.named_parameters(), rule, job.debug.seed)
-    return model
-
-
-def build_on_meta(job: JobConfig, world: World, timeline: Timeline) -> ParallelModel:
-    """Return the network in the recipe's layout, still on the meta device."""
-    spec = MODELS[job.model.name]
-    args = job.model_args()
-    layout = job.layout(world.degrees)
-    network = build_empty(spec.build, args, layout.seq_len, layout.precision.parameters)
-    logger.info(
-        "%s %s: %s, computed in %s, on %d x %s",
-        job.model.name,
-        job.model.flavor,
-        parameters_in_words(network),
-        job.training.mixed_precision_param,
-        world.size,
-        world.device.name,
-    )
-    shape = spec.attention(args)
-    if mask := attention.describe(
-        shape.window_in(layout.seq_len) if shape else 0,
-        world.device.type,
-        layout.precision.compute,
-        shape.head_dim if shape else 0,
-        separates_documents=job.model.separates_documents,
-        is_mixed=shape is not None and shape.is_mixed,
-        has_sinks=shape is not None and shape.has_sinks,
-    ):
-        logger.info("attention: %s", mask)
-    if world.degrees.pp > 1:
-        microbatches = job.parallelism.microbatches(layout.local_batch_size)
-        logger.info("%s", stages.describe(job.parallelism, len(spec.blocks(network)), microbatches))
-    return parallelize(network, spec, args, layout, world, timeline)
-
-
-def allocate(model: ParallelModel, job: JobConfig, world: World) -> None:
-    """Allocate the parts of a model, uninitialized, and fill their buffers."""
-    device = world.device.torch_device
-    for part in model.parts:
-        allocate_weights(part, "cpu" if job.training.enable_cpu_offload else device)
-        for module in part.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
-        part.init_buffers()  # type: ignore[operator]
-
-
-def update_compiler(job: JobConfig) -> Compiled | None:
-    """Return a compiler for the expensive part of an update; None if nothing is compiled."""
-    return partial(compile.compiled, config=job.compile) if job.compile.enable else None
-
-
 def build_optimizers(job: JobConfig, world: World, model: ParallelModel) -> Optimizers:
     """Build the optimizers of this rank's parts of the model."""
     spec = MODELS[job.model.name]
@@ -504,55 +402,5 @@ def build_optimizers(job: JobConfig, world: World, model: ParallelModel) -> Opti
         job.optimizer,
         world.groups["pp"],
         world.device,
-        redistribute_grads,
-        update_compiler(job),
-    )
-
-
-def sink_context(job: JobConfig, world: World) -> SinkContext:
-    """Return the facts about the run that sinks write."""
-    return SinkContext(
-        folder=local_path(job.job.dump_folder),
-        rank=world.rank,
-        total_steps=job.training.steps,
-        tensorboard_folder=job.metrics.save_tb_folder,
-        color=not job.metrics.disable_color_printing,
-        run_name=job.metrics.run_name,
-        tags=job.metrics.tags,
-        recipe=job.in_effect(),
-    )
-
-
-def build_meter(
-    job: JobConfig,
-    task: Task,
-    world: World,
-    timeline: Timeline,
-    sinks: Sequence[Sink],
-    data: Callable[[], tuple[int, int | None]] | None,
-    shares: Callable[[], Mapping[str, tuple[int, int]]],
-    sources: Callable[[], Mapping[str, float]],
-) -> Meter:
-    """Build the meter."""
-    spec, folder = MODELS[job.model.name], local_path(job.job.dump_folder)
-    flops = spec.flops_per_unit(job.model_args(), job.training.seq_len)
-    return Meter(
-        sinks,
-        log_freq=job.metrics.log_freq,
-        total_steps=job.training.steps,
-        unit=task.unit,
-        rate=task.rate,
-        units_per_step=job.global_batch(world.degrees) * task.units(job.training.seq_len),
-        flops_per_unit=flops,
-        peak_flops=world.device.peak_flops(getattr(torch, job.training.mixed_precision_param)),
-        devices=world.size * job.fault_tolerance.groups,
-        device=world.device,
-        rank=world.rank,
-        data=data,
-        gather=world.table if world.size > 1 else None,
-        timeline=timeline,
-        events=EventLog(folder / EVENTS_FOLDER if job.metrics.save_events else None, world.rank),
-        stragglers=StragglerWatch(job.metrics.straggler_pct, world.degrees.pp),
-        shares=shares,
-        sources=sources,
+        partial(compile.compiled, config=job.compile) if job.compile.enable else None,
     )

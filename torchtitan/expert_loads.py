@@ -6,7 +6,7 @@ integers, so their sum is the same on every layout.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from pydantic import Field
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torchtitan.config import Config
 from torchtitan.metrics import Meter
 from torchtitan.models.experts import Router
-from torchtitan.parallel import World
+from torchtitan.parallel import ParallelModel
 from torchtitan.step import Hooks
-from torchtitan.timeline import Timeline
 from torchtitan.torch_private.runtime import is_in_backward
 
 BIAS_UPDATE_RATE = 1e-3
@@ -50,25 +49,23 @@ class ExpertLoads:
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
-        layers: Sequence[str],
-        n_experts: int,
+        model: ParallelModel,
+        everyones: Mapping[str, Router],
         rate: float,
-        world: World,
-        timeline: Timeline,
         *,
         splits_stream: bool,
     ) -> None:
         """
         Args:
-            layers: names of all blocks with experts, those of other pipeline stages too.
+            everyones: routers of the whole network, those of other pipeline stages too.
             rate: change of a bias per step.
             splits_stream: whether tensor-parallel ranks choose for different tokens.
         """
-        found = {name: router for part in parts for name, router in routers(part).items()}
-        self.layers, self.n_experts = layers, n_experts
-        self.own = [(layers.index(name), router) for name, router in found.items()]
-        self.rate, self.world, self.timeline = rate, world, timeline
+        found = {name: router for part in model.parts for name, router in routers(part).items()}
+        self.layers = list(everyones)
+        self.n_experts = len(next(iter(everyones.values())).weight)
+        self.own = [(self.layers.index(name), router) for name, router in found.items()]
+        self.rate, self.world, self.timeline = rate, model.world, model.timeline
         self.splits_stream, self.is_counting = splits_stream, False
         self.loads: Tensor | None = None
         """(layers, E) int64, tokens of each expert in the global batch."""

@@ -28,12 +28,10 @@ def open_stream(
     degrees: Degrees,
     *,
     rank: int,
-    ranks: int,
-    groups: int = 1,
     once: bool = False,
     device: Device | None = None,
 ) -> BatchStream:
-    """Open the data of this rank of a mesh, for a device."""
+    """Open the data of one of `job.data_ranks`, for a device."""
     return task.open_stream(
         job.data,
         seed=job.debug.seed,
@@ -43,8 +41,8 @@ def open_stream(
         local_batch_size=job.local_batch(degrees),
         accumulation=job.accumulation(degrees),
         rank=rank,
-        ranks=ranks,
-        groups=groups,
+        ranks=job.data_ranks(degrees),
+        groups=job.fault_tolerance.groups,
         device=device,
     )
 
@@ -105,7 +103,7 @@ def problems_of_stream(job: JobConfig, ranks: int, *, is_new: bool) -> Iterator[
     if not task.is_tokenized(job.data):
         return
     try:
-        stream = open_stream(job, task, degrees, rank=0, ranks=job.data_ranks(degrees))
+        stream = open_stream(job, task, degrees, rank=0)
         if is_new:
             stream.check()
     except RecipeError as error:

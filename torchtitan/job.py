@@ -85,6 +85,13 @@ SAME_RUN = {
 }
 
 
+# Sections that all replica groups of a run share.
+SHARED_SECTIONS = (
+    *("model", "data", "training", "optimizer", "lr_scheduler", "spikes", "parallelism", "debug"),
+    "auxiliary_losses",
+)
+
+
 class ManifestSection(Config):
     """Requests of `torchtitan manifest` to a scheduler; they have no effect on a run."""
 
@@ -335,6 +342,12 @@ class JobConfig(Config):
     def same_run(self) -> set[str]:
         """Return the keys whose values a checkpoint and a recipe of one run share."""
         return SAME_RUN | {f"model.{key}" for key in self.model.sizes()}
+
+    def shared(self) -> dict[str, Any]:
+        """Return what all replica groups of a run share, by section or key."""
+        tree = self.model_dump(mode="json")
+        sections = {f"[{section}]": tree[section] for section in SHARED_SECTIONS}
+        return sections | {"fault_tolerance.group_size": self.fault_tolerance.group_size}
 
     def in_effect(self) -> dict[str, Any]:
         """Return `flat` without `job.manifest`, with the sizes of the recipe or its flavor."""

@@ -16,22 +16,39 @@ import xxhash
 
 from torchtitan import __version__
 from torchtitan.checkpoint import Checkpointable
-from torchtitan.config import show
+from torchtitan.config import local_path, show
 from torchtitan.data import BatchStream
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
+from torchtitan.metrics import SinkContext
 from torchtitan.metrics.data_ledger import DataLedger
 from torchtitan.models import MODELS
 from torchtitan.parallel import Degrees, World
+from torchtitan.tasks import Task
 
 RECIPE_FILE = "recipe.toml"
 ENVIRONMENT_FILE = "environment.json"
 
 
-def about_run(job: JobConfig) -> dict[str, Any]:
+def about_run(job: JobConfig, task: Task) -> dict[str, Any]:
     """Return the facts about a run that its checkpoints store."""
-    return {"recipe": job.in_effect(), "seed": job.debug.seed, "versions": versions()}
+    recipe = {key: value for key, value in job.in_effect().items() if key not in task.unknown}
+    return {"recipe": recipe, "seed": job.debug.seed, "versions": versions()}
+
+
+def sink_context(job: JobConfig, world: World) -> SinkContext:
+    """Return the facts about a run that its sinks write."""
+    return SinkContext(
+        folder=local_path(job.job.dump_folder),
+        rank=world.rank,
+        total_steps=job.training.steps,
+        tensorboard_folder=job.metrics.save_tb_folder,
+        color=not job.metrics.disable_color_printing,
+        run_name=job.metrics.run_name,
+        tags=job.metrics.tags,
+        recipe=job.in_effect(),
+    )
 
 
 def versions() -> dict[str, str | None]:

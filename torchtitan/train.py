@@ -383,8 +383,7 @@ def report_reference(job: JobConfig) -> None:
     if not job.data.report_unigram_loss:
         return
     task, degrees = open_task(job), job.degrees(None)
-    ranks = job.data_ranks(degrees)
-    stream = partial(open_stream, job, task, degrees, rank=0, ranks=ranks, once=True)
+    stream = partial(open_stream, job, task, degrees, rank=0, once=True)
     if words := task.reference(job.data, job.debug.seed, stream):
         logger.info("reference: %s", words)
 

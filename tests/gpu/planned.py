@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from torchtitan.build import allocate, build_on_meta, update_compiler
+from torchtitan.build import build_optimizers
 from torchtitan.data import Batch
 from torchtitan.device import GIB
 from torchtitan.models import MODELS
-from torchtitan.optim import Optimizers, name_parameters, open_optimizers
-from torchtitan.parallel import ParallelModel
-from torchtitan.parallel.tensor import redistribute_grads
+from torchtitan.optim import Optimizers
+from torchtitan.parallel import ParallelModel, allocate, build_on_meta
 from torchtitan.parallel.world import make_world
 from torchtitan.plan.hardware import find_hardware, hardware_names
 from torchtitan.plan.hardware.calibrate import calibrate
@@ -42,17 +41,14 @@ def fake_rank(job, ranks, rank, device):
     try:
         device.make_current()
         world = make_world(job.degrees(ranks), job.comm, device, dist.group.WORLD)
-        model, spec = build_on_meta(job, world, Timeline(device)), MODELS[job.model.name]
+        layout, args, spec = job.layout(world.degrees), job.model_args(), MODELS[job.model.name]
+        model = build_on_meta(job.model, args, layout, world, Timeline(device))
         if model.pipeline:
             skip_shape_inference(model.pipeline.schedule)
-        allocate(model, job, world)
-        optimizers = open_optimizers(
-            name_parameters(model.parts, spec.role),
-            job.optimizer,
-            *(world.groups["pp"], device, redistribute_grads, update_compiler(job)),
-        )
+        allocate(model, layout, world)
+        optimizers = build_optimizers(job, world, model)
         size, seq_len = job.training.local_batch_size, job.training.seq_len
-        blank = TASKS[spec.task].blank_batch(size, seq_len, job.model_args(), False)
+        blank = TASKS[spec.task].blank_batch(size, seq_len, args, False)
         yield FakeRank(model, optimizers, blank.to(device.torch_device))
     finally:
         dist.destroy_process_group()

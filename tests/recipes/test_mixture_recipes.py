@@ -29,7 +29,7 @@ def test_the_debug_mixture_has_its_shares_in_both_stages(tmp_path):
     words = ["--data.cache", str(tmp_path), "--training.seq_len", "32"]
     job = load_job(FOLDER / "debug_mixture.toml", words, 1, "cpu").config
     degrees = job.degrees(1)
-    stream = open_stream(job, open_task(job), degrees, rank=0, ranks=1)
+    stream = open_stream(job, open_task(job), degrees, rank=0)
     assert isinstance(stream, TokenStream)
     found = [stream.source(number) for number in range(800)]
     assert Counter(found[:400]) == {"code": 280, "prose": 80, "tables": 40}

@@ -9,13 +9,13 @@ except that low-bit states give the values they represent and take them back in 
 after loading.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.checkpoint.folder import TrainState, read_state
 from torchtitan.checkpoint.manifest import read_manifest
@@ -27,7 +27,7 @@ from torchtitan.logging import logger
 from torchtitan.models.experts import Router
 from torchtitan.optim import Optimizers
 from torchtitan.optim.optimizer_group import local
-from torchtitan.parallel import World
+from torchtitan.parallel import ParallelModel
 from torchtitan.torch_private.dtensor import stored
 
 EXPERTS = "experts."
@@ -73,31 +73,17 @@ class Checkpointable:
     """Everything that training changes; methods are called by every rank."""
 
     def __init__(
-        self,
-        model: Sequence[nn.Module],
-        optimizers: Optimizers,
-        state: TrainState,
-        data: BatchStream,
-        world: World,
-        of_communication: Callable[[], Mapping[str, Tensor]] = dict,
-        copies: int = 1,
-        start_over: Callable[[], None] = lambda: None,
+        self, model: ParallelModel, optimizers: Optimizers, state: TrainState, data: BatchStream
     ) -> None:
-        """
-        Args:
-            of_communication: returns the state of communication on this rank, by name.
-            start_over: resets that state, given the current weights.
-            copies: number of replicas of the model whose weights may differ.
-        """
-        self.copies = copies
-        self.copy = dist.get_rank(world.groups["dp_replicate"]) if copies > 1 else 0
-        self.of_communication, self.start_over = of_communication, start_over
-        self.model, self.optimizers, self.state = model, optimizers, state
-        self.data, self.world = data, world
+        self.model, self.optimizers, self.state, self.data = model, optimizers, state, data
+        self.world = world = model.world
+        self.copies = world.degrees.dp_replicate if model.runs_apart else 1
+        """Number of replicas of the model whose weights may differ."""
+        self.copy = dist.get_rank(world.groups["dp_replicate"]) if self.copies > 1 else 0
 
     def weights(self) -> dict[str, Tensor]:
         """Return the parameters of this rank's stages."""
-        return {f"model.{n}": p for part in self.model for n, p in part.state_dict().items()}
+        return {f"model.{n}": p for part in self.model.parts for n, p in part.state_dict().items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of this rank in a full checkpoint."""
@@ -205,7 +191,7 @@ class Checkpointable:
 
     def _of_experts(self) -> dict[str, Tensor]:
         """Return what routers have of the last step; a run that starts to balance has none."""
-        found = ((n, m) for part in self.model for n, m in part.named_modules())
+        found = ((n, m) for part in self.model.parts for n, m in part.named_modules())
         return {
             f"{EXPERTS}{name}.share": module.share
             for name, module in found
@@ -228,7 +214,7 @@ class Checkpointable:
         if not misfits_any:
             on_all_ranks(self.world, lambda: load_into(own, source))
         else:
-            self.start_over()
+            self.model.start_over()
             logger.warning(
                 "communication: the state of [communication] starts from scratch, as the "
                 "checkpoint has none for this layout"
@@ -236,7 +222,7 @@ class Checkpointable:
 
     def _of_sending(self) -> dict[str, Tensor]:
         prefix = f"communication.{self.world.rank}"
-        return {f"{prefix}.{name}": t for name, t in self.of_communication().items()}
+        return {f"{prefix}.{name}": t for name, t in self.model.state().items()}
 
     def _of_generators(self) -> dict[str, Tensor]:
         states = self.world.device.rng_state()

@@ -15,7 +15,7 @@ clipping. Activations are the outputs of embedding, blocks, norm and output laye
 forward pass without a backward and without compilation: the run itself does not change.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torchtitan.data import Batch
 from torchtitan.logging import logger
 from torchtitan.metrics.meter import Meter
+from torchtitan.models.spec import ModelSpec
 from torchtitan.optim import Optimizers
 from torchtitan.optim.optimizer_group import local
-from torchtitan.parallel import Losses, ParallelModel, World
+from torchtitan.parallel import Losses, ParallelismConfig, ParallelModel, stages
 from torchtitan.step import Hooks
 from torchtitan.timeline import Timeline
 
@@ -48,19 +49,14 @@ class Statistics:
         every: int,
         model: ParallelModel,
         optimizers: Optimizers,
-        world: World,
-        units: Collection[str],
-        copies: Callable[[str], int],
+        spec: ModelSpec[Any],
+        layout: ParallelismConfig,
     ) -> None:
-        """
-        Args:
-            every: number of steps between measurements; 0: never.
-            units: names of the modules whose output is measured.
-            copies: number of ranks with the same output of the module of a name.
-        """
-        self.every = every
-        self.model, self.optimizers, self.world = model, optimizers, world
-        self.units, self.copies = units, copies
+        """`every`: number of steps between measurements; 0: never."""
+        self.every, self.spec, self.layout = every, spec, layout
+        self.model, self.optimizers, self.world = model, optimizers, model.world
+        self.units = {n for part in model.parts for unit in stages.units(spec, part) for n in unit}
+        """Names of the modules whose output is measured."""
         self.sizes = {
             f"{kind}/{name}": parameter.numel()
             for parameter, name in optimizers.names.items()
@@ -83,6 +79,12 @@ class Statistics:
                 meter.measured(step, "statistics", **found)
 
         return Hooks(after_backward=measure, after_step=report)
+
+    def copies(self, name: str) -> int:
+        """Return the number of ranks with the same output of a module."""
+        is_logits = self.spec.tensor_plan.get(name) == "logits"
+        whole = "disable_loss_parallel" if is_logits else "disable_sequence_parallel"
+        return self.world.degrees.tp if getattr(self.layout, whole) else 1
 
     def is_due(self, step: int) -> bool:
         """Whether there is something to measure in this step."""

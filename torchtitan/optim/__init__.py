@@ -47,7 +47,6 @@ def open_optimizers(
     config: OptimizerConfig,
     stages: dist.ProcessGroup,
     device: Device,
-    redistribute_grads: Callable[[Iterable[Tensor]], None],
     compiled: Compiled | None = None,
 ) -> Optimizers:
     """Build the optimizer for all trained parameters of this rank.
@@ -55,11 +54,10 @@ def open_optimizers(
     Args:
         stages: ranks that hold the other parts of the model.
         device: device the model computes on.
-        redistribute_grads: moves gradients to the layout of their parameters.
         compiled: compiles the expensive parts of an update; None compiles nothing.
     """
     if config.early_step_in_backward:
-        optimizers: Optimizers = InBackward(parameters, config, stages, redistribute_grads)
+        optimizers: Optimizers = InBackward(parameters, config, stages)
         logger.info("optimizer: each parameter is updated in the backward; no step is skipped")
     else:
         optimizers = Optimizers(parameters, config, stages)

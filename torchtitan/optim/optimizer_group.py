@@ -4,7 +4,7 @@ A name means the same on every layout, so state saved under any layout loads und
 regardless of the number of model parts or parameter groups held it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torchtitan.optim.parameters import (
     layout_of,
     local,
     local_norms,
+    redistribute_grads,
 )
 from torchtitan.optim.settings import PEAK, OptimizerConfig, UpdateRule
 
@@ -138,10 +139,7 @@ class InBackward(Optimizers):
         parameters: Sequence[NamedParameter],
         config: OptimizerConfig,
         stages: dist.ProcessGroup | None,
-        redistribute_grads: Callable[[Iterable[Tensor]], None],
     ) -> None:
-        """`redistribute_grads` moves gradients to the layout of their parameters."""
-        self.redistribute_grads = redistribute_grads
         self.optimizer_of: dict[Tensor, torch.optim.Optimizer] = {}
         self.norms: dict[Tensor, tuple[Layout, Tensor]] = {}
         """Gradient norms of this backward, by parameter."""
@@ -156,7 +154,7 @@ class InBackward(Optimizers):
 
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:
-        self.redistribute_grads([parameter])
+        redistribute_grads([parameter])
         gradient = parameter.grad
         assert gradient is not None
         (norm,) = local_norms([local(gradient)])

@@ -120,3 +120,19 @@ def name_parameters(
 def in_layers(name: str) -> str:
     """Return a parameter's name with its layer number replaced by *."""
     return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def redistribute_grads(parameters: Iterable[Tensor]) -> None:
+    """Redistribute gradients like their parameters; those of norms still lack a sum over ranks.
+
+    FSDP does this itself; without it, once per step is enough. One that changes nothing takes the
+    host as long, so it is left out.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+            continue
+        if gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)

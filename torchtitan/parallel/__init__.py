@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan import convert
 from torchtitan.comm import CommunicationConfig
 from torchtitan.convert import ConverterConfig
+from torchtitan.logging import logger
 from torchtitan.losses import AuxiliaryLossConfig, LossConfig
+from torchtitan.models import MODELS, attention
+from torchtitan.models.experts import parameters_in_words
 from torchtitan.models.output import auxiliary_losses
-from torchtitan.models.spec import Args, ModelSpec
+from torchtitan.models.settings import ModelConfig
+from torchtitan.models.spec import Args, ModelSpec, build_empty, initialize
 from torchtitan.parallel import (
     activation_checkpoint,
     async_tensor,
@@ -44,6 +49,7 @@ from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.world import RANK_ROLE, CommConfig, Degrees, Launch, World, open_world
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import Timeline
+from torchtitan.torch_private.dtensor import allocate as allocate_weights
 
 
 @dataclass(frozen=True)
@@ -75,9 +81,60 @@ class Layout:
         """Whether parameters are gathered and reduced: over data ranks, or from host memory."""
         return degrees.dp_replicate * degrees.fsdp > 1 or self.cpu_offload
 
-    def runs_apart(self, degrees: Degrees) -> bool:
-        """Whether replicas make their own updates."""
-        return self.communication.replicas.runs_apart and degrees.dp_replicate > 1
+
+def build_model(
+    config: ModelConfig, args: Any, layout: Layout, world: World, timeline: Timeline, seed: int
+) -> ParallelModel:
+    """Build the network without memory, parallelize it, then fill in only this rank's parts."""
+    model = build_on_meta(config, args, layout, world, timeline)
+    allocate(model, layout, world)
+    rule = partial(MODELS[config.name].init_std, args)
+    for part in model.parts:
+        initialize(part.named_parameters(), rule, seed)
+    return model
+
+
+def build_on_meta(
+    config: ModelConfig, args: Any, layout: Layout, world: World, timeline: Timeline
+) -> ParallelModel:
+    """Return the network in this layout, still on the meta device."""
+    spec, dtype, chosen = MODELS[config.name], layout.precision.compute, layout.parallelism
+    network = build_empty(spec.build, args, layout.seq_len, layout.precision.parameters)
+    logger.info(
+        "%s %s: %s, computed in %s, on %d x %s",
+        config.name,
+        config.flavor,
+        parameters_in_words(network),
+        str(dtype).removeprefix("torch."),
+        world.size,
+        world.device.name,
+    )
+    shape = spec.attention(args)
+    if mask := attention.describe(
+        shape.window_in(layout.seq_len) if shape else 0,
+        world.device.type,
+        dtype,
+        shape.head_dim if shape else 0,
+        separates_documents=config.separates_documents,
+        is_mixed=shape is not None and shape.is_mixed,
+        has_sinks=shape is not None and shape.has_sinks,
+    ):
+        logger.info("attention: %s", mask)
+    if world.degrees.pp > 1:
+        microbatches = chosen.microbatches(layout.local_batch_size)
+        logger.info("%s", stages.describe(chosen, len(spec.blocks(network)), microbatches))
+    return parallelize(network, spec, args, layout, world, timeline)
+
+
+def allocate(model: ParallelModel, layout: Layout, world: World) -> None:
+    """Allocate the parts of a model, uninitialized, and fill their buffers."""
+    device = world.device.torch_device
+    for part in model.parts:
+        allocate_weights(part, "cpu" if layout.cpu_offload else device)
+        for module in part.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        part.init_buffers()  # type: ignore[operator]
 
 
 def parallelize(
@@ -218,7 +275,8 @@ def _model(
         loss_of_outputs = loss.of_outputs(
             TASKS[spec.task], group, sample.outputs[-1], layout.compile, auxiliary
         )
-    model = (LocallyUpdatedModel if layout.runs_apart(degrees) else ParallelModel)(
+    runs_apart = replicated.runs_apart and degrees.dp_replicate > 1
+    model = (LocallyUpdatedModel if runs_apart else ParallelModel)(
         parts, loss_of_outputs, sharding, auxiliary, world, timeline
     )
     if degrees.cp > 1:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ Losses = dict[str, Tensor]
 class ParallelModel:
     """Model that `parallelize` has distributed, on this rank."""
 
+    runs_apart: ClassVar[bool] = False
+    """Whether replicas make their own updates."""
     parts: list[nn.Module]
     """The whole model, or this rank's stages of a pipeline."""
     loss: LossFunction | None
@@ -156,6 +158,8 @@ class LocallyUpdatedModel(ParallelModel):
     The gradient of each is that of the mean over its own targets; losses are still global means, to
     which each replica contributes.
     """
+
+    runs_apart = True
 
     def _train(self, batches: Sequence[Batch], count: Tensor) -> Losses:
         own = torch.stack([batch.count() for batch in batches]).sum()

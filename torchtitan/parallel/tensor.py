@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.convert import Wire
 from torchtitan.models.experts import Experts, Router
 from torchtitan.models.spec import TensorRole
+from torchtitan.optim.parameters import redistribute_grads
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -264,19 +265,3 @@ make blocks differ for the compiler."""
 def complete_gradients(parts: Iterable[nn.Module]) -> None:
     """Complete the tensor-parallel gradients of `parts` after a backward."""
     redistribute_grads(p for part in parts for p in part.parameters())
-
-
-def redistribute_grads(parameters: Iterable[Tensor]) -> None:
-    """Redistribute gradients like their parameters; those of norms still lack a sum over ranks.
-
-    FSDP does this itself; without it, once per step is enough. One that changes nothing takes the
-    host as long, so it is left out.
-    """
-    from torch.distributed.tensor import DTensor
-
-    for parameter in parameters:
-        gradient = parameter.grad
-        if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
-            continue
-        if gradient.placements != parameter.placements:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)

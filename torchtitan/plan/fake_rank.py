@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.build import allocate
 from torchtitan.data import Batch
 from torchtitan.device import Device, DeviceType
 from torchtitan.job import JobConfig
@@ -29,13 +28,12 @@ from torchtitan.models import MODELS
 from torchtitan.models.experts import Experts
 from torchtitan.models.spec import ModelSpec, build_empty
 from torchtitan.optim import name_parameters, open_optimizers
-from torchtitan.parallel import ParallelModel, World, expert_parallel, parallelize, stages
+from torchtitan.parallel import ParallelModel, World, allocate, expert_parallel, parallelize, stages
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.schedules import Action, Kind
 from torchtitan.parallel.sharding import FullyShard
 from torchtitan.parallel.stages import Stages, prune
-from torchtitan.parallel.tensor import redistribute_grads
 from torchtitan.parallel.world import make_world
 from torchtitan.plan.compiled import SharedGraphs, recorded_compilation
 from torchtitan.plan.cuda_operators import cuda_operators, mxfp8_kernels
@@ -150,7 +148,7 @@ def record(
             model = replace(model, shard_batch=lambda batch: batch)
         mode = opened.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         batches = [batch._map(mode.from_tensor) for batch in batches]
-        allocate(model, job, world)
+        allocate(model, job.layout(world.degrees), world)
         spec = MODELS[job.model.name]
         heads = partial(spec.heads, job.model_args())
         optimizers = open_optimizers(
@@ -158,8 +156,6 @@ def record(
             job.optimizer,
             world.groups["pp"],
             world.device,
-            redistribute_grads,
-            None,
         )
         optimizers.state_dict()  # allocates the states
         owner = _owners(spec, model)

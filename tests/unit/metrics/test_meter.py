@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tests import tiny
-from torchtitan.build import build_meter
+from torchtitan.build import Run
 from torchtitan.device import Device
 from torchtitan.metrics import Meter
 from torchtitan.models.settings import TextConfig
 from torchtitan.parallel import Degrees
+from torchtitan.provenance import sink_context
 from torchtitan.tasks.next_token import NextToken
 from torchtitan.timeline import Timeline
 
@@ -123,8 +124,16 @@ def test_devices_are_those_of_all_replica_groups():
     world = SimpleNamespace(
         rank=0, size=2, device=Device("cpu"), degrees=Degrees(dp_shard=2), table=None
     )
-    task, timeline = NextToken(TextConfig(), tiny.ARGS), Timeline(Device("cpu"))
-    meter = build_meter(job, task, world, timeline, [], None, dict, dict)
+    run = SimpleNamespace(
+        job=job,
+        task=NextToken(TextConfig(), tiny.ARGS),
+        world=world,
+        timeline=Timeline(Device("cpu")),
+        data=SimpleNamespace(take_shares=dict, report=dict),
+        sinks=lambda context: [],
+        has_hash=False,
+    )
+    meter = Run.open_meter(run, sink_context(job, world))
     assert meter.devices == 2 * 3
     assert meter.units_per_step == 8 * 32
 

@@ -10,10 +10,7 @@ from torchtitan.optim.muon import AdamWPart
 from torchtitan.optim.optimizer_group import InBackward
 from torchtitan.optim.parameters import global_norm
 
-BUILDERS = {
-    "plain": Optimizers,
-    "in the backward": lambda p, config: InBackward(p, config, None, lambda parameters: None),
-}
+BUILDERS = {"plain": Optimizers, "in the backward": lambda p, config: InBackward(p, config, None)}
 IDS = torch.tensor([[0, 3, 3, 1], [2, 2, 4, 0]])
 FACTORS = (0.5, 1.0, 0.25)
 """Factors of the schedule in three steps."""

@@ -1,6 +1,5 @@
 """Updates in the backward: the same numbers, with few gradients alive at a time."""
 
-from functools import partial
 
 import pytest
 import torch
@@ -42,9 +41,7 @@ def is_the_step_after_the_backward(config):
     torch.compiler.set_stance("force_eager")
     after, during = network(), network()
     expected, norms = train(after, Optimizers(named(after), config))
-    found, same_norms = train(
-        during, InBackward(named(during), config, None, lambda parameters: None)
-    )
+    found, same_norms = train(during, InBackward(named(during), config, None))
     assert all(map(torch.equal, found, expected))
     assert same_norms == norms
     torch.compiler.set_stance("default")
@@ -53,7 +50,7 @@ def is_the_step_after_the_backward(config):
 def norms_of_stages():
     """The norm of gradients 3 on the first stage and 4 on the second, updated either way."""
     found, stages = [], dist.group.WORLD
-    for build in (Optimizers, partial(InBackward, redistribute_grads=lambda parameters: None)):
+    for build in (Optimizers, InBackward):
         weight = nn.Linear(1, 1, bias=False)
         optimizers = build(named(weight), SGD(), stages=stages)
         (weight.weight * (3 + dist.get_rank())).sum().backward()
@@ -79,7 +76,7 @@ def one_gradient_is_alive_at_a_time(config):
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(count)
-    train(model, InBackward(named(model), config, None, lambda parameters: None))
+    train(model, InBackward(named(model), config, None))
     largest = max(parameter.nbytes for parameter in model.parameters())
     assert len(alive) == 4 * 12
     assert max(alive) == largest

@@ -52,7 +52,7 @@ def opened(name, way):
     config = OPTIMIZERS[name](lr=RATE, weight_decay=0.0, **WAYS[way])
     optimizers: Optimizers
     if config.early_step_in_backward:
-        optimizers = InBackward(named(network), config, None, lambda parameters: None)
+        optimizers = InBackward(named(network), config, None)
     else:
         optimizers = Optimizers(named(network), config)
     if way == "compiled":

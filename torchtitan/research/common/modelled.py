@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchtitan.build import Run, build, build_on_meta
+from torchtitan.build import Run, build
 from torchtitan.comm import Gather, Reduce, ReplicaReducer, Unit
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.inputs import open_stream, open_task
 from torchtitan.job import JobConfig
 from torchtitan.logging import logger
-from torchtitan.parallel import Degrees, Launch, open_world
+from torchtitan.parallel import Degrees, Launch, build_on_meta, open_world
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.research.common.threads import Meeting, ThreadGroup, collectives, together
 from torchtitan.timeline import Timeline
@@ -101,7 +101,8 @@ def places(job: JobConfig, at_step: AtStep) -> MeshPosition:
     with ExitStack() as stack:
         world = stack.enter_context(open_world(job.degrees(launch.size), job.comm, CPU))
         stack.enter_context(patch.object(type(way), "open", record))
-        model = build_on_meta(job, world, Timeline(world.device))
+        layout, timeline = job.layout(world.degrees), Timeline(world.device)
+        model = build_on_meta(job.model, job.model_args(), layout, world, timeline)
         named = {n: p for part in model.parts for n, p in part.named_parameters()}
         boxes = {}
         for name, p in named.items():
@@ -149,8 +150,7 @@ class ModelledRun:
         self.context = Cut(degrees.cp, job.parallelism.balancing)
         task = open_task(job)
         self.streams = [
-            iter(open_stream(job, task, degrees, rank=rank, ranks=degrees.data))
-            for rank in range(degrees.data)
+            iter(open_stream(job, task, degrees, rank=rank)) for rank in range(degrees.data)
         ]
 
     def step(self) -> tuple[float, float]:
