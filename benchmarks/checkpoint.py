@@ -42,7 +42,7 @@ from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.llama3 import LLAMA3
 from torchtitan.parallel import open_world
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "train_configs/debug_model.toml"

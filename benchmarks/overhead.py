@@ -51,7 +51,7 @@ from torchtitan.checks import load_job
 from torchtitan.device import pick
 from torchtitan.logging import configure
 from torchtitan.parallel import open_world
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "train_configs/debug_model.toml"
@@ -129,7 +129,7 @@ def profile_step(steps: int = 20) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for (file, _, name), (_, _, _, cumulative, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
         seconds["/".join([*Path(file).parts[-2:], name])] = cumulative
-    total = seconds["torchtitan/train.py/step"]
+    total = seconds["torchtitan/trainer.py/step"]
     parts = {
         "forward and backward": seconds["parallel/parallel_model.py/forward_backward"],
         "clipping and optimizer": seconds["optim/optimizer_group.py/clip"]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchtitan.checkpoint import saver
 from torchtitan.checkpoint.storage import write_file
 from torchtitan.parallel import Launch
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 KIND, RANK, STEP = os.environ["FAULT"].split()
 healthy_step = Trainer.step

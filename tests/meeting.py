@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchtitan.parallel import Launch
 from torchtitan.tools.verify.measure import hide_targets
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 FOLDER = Path(os.environ["MEETING"])
 FAULT, GROUP, STEP = os.environ.get("FAULT", "none 9 9").split()

@@ -27,7 +27,7 @@ from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.dtensor import local_extent
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 
 @dataclass

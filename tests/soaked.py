@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.ranks import descendants
 from torchtitan.checkpoint import saver
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 EVERY = 50
 """Steps between two samples."""

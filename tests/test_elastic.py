@@ -22,14 +22,14 @@ from tests.launched import OURS
 from tests.ranks import descendants, free_port, run_ranks
 from tests.runs import losses, rows, train
 from tests.test_launch import RECIPE, ROOT, SMALL, environment, wait_for_step
-from torchtitan import train as entry
+from torchtitan import trainer
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checks import load_job
 from torchtitan.cluster import launcher, rendezvous
 from torchtitan.flight_recorder import read_note
 from torchtitan.resilience.stop import DIVERGED
 from torchtitan.tools.cli import main
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 TINY = ["--job.imports=tests.tiny,tests.faults", "--model.name=tiny", "--model.flavor=tiny"]
 BATCH = ["--training.global_batch_size=4", "--checkpoint.interval=2"]
@@ -155,7 +155,7 @@ def test_run_says_that_its_last_steps_were_skipped(tmp_path):
 def ends_with(words, status):
     os.environ["FAULT"] = NEVER
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
-    assert entry.main(words) == status
+    assert trainer.main(words) == status
 
 
 def stop_at(at_step, words, number, status, log, grace=""):

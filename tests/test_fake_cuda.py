@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan import train
+from torchtitan import trainer
 from torchtitan.checkpoint.saver import SaveThread, Staging, after
 from torchtitan.cluster import launcher
 from torchtitan.device import Device
@@ -60,9 +60,9 @@ def test_a_rank_touches_its_own_device_alone(rank, contexts, monkeypatch):
     def join(*args):
         raise Joined
 
-    monkeypatch.setattr(train, "open_world", join)
+    monkeypatch.setattr(trainer, "open_world", join)
     with pytest.raises(Joined):
-        train.main(RECIPE)
+        trainer.main(RECIPE)
     assert contexts == [rank]
 
 

@@ -19,7 +19,7 @@ from torchtitan.tools.cli import verbs
 # A module may import what stands on a lower line, and its own package; never sideways, never up.
 LAYERS = [
     ["plan", "cluster", "research"],
-    ["__main__"],
+    ["__main__", "train", "launch"],
     ["tools.cli"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
     ["tools.recipes", "tools.doctor", "tools.plot", "tools.profile", "tools.trace"],
@@ -28,8 +28,7 @@ LAYERS = [
     ["tools.inference"],
     ["tools.history", "tools.options", "tools.page"],
     ["tools.commands"],
-    ["launch"],
-    ["train"],
+    ["trainer"],
     ["build"],
     ["inputs", "provenance"],
     ["checks"],
@@ -40,8 +39,8 @@ LAYERS = [
     ["parallel"],
     ["tasks", "convert"],
     ["models", "data", "optim", "comm", "losses", "timeline"],
-    ["remote"],
-    ["config", "device", "digest", "torch_private", "local_ranks", "packages"],
+    ["remote", "device"],
+    ["config", "digest", "torch_private", "local_ranks", "packages"],
     ["logging"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -205,7 +204,7 @@ import VERBS
 assert not logging.getLogger("torchtitan").handlers
 torch.cuda._lazy_init, torch.cuda.get_device_name = kept
 loaded["verbs"] = [*sys.modules]
-torchtitan.train.main(sys.argv[1:])
+torchtitan.trainer.main(sys.argv[1:])
 loaded["step"] = [*sys.modules]
 print(json.dumps(loaded))
 """
@@ -237,7 +236,7 @@ def test_the_command_imports_no_verb_and_no_torch(loaded):
 def test_a_step_of_one_rank_imports_only_what_it_needs(loaded):
     """Each of these takes as long to import as a step."""
     slow = {"sympy", "torch.distributed.tensor", "torch._dynamo", "datasets", "wandb"}
-    assert "torchtitan.train" in loaded["step"]
+    assert "torchtitan.trainer" in loaded["step"]
     assert not {name for name in loaded["step"] if name.startswith("torchtitan.research.")}
     assert not loaded["step"] & slow
 

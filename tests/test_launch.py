@@ -16,7 +16,7 @@ from tests.launched import OURS
 from tests.ranks import free_port
 from tests.runs import losses
 from tests.tiers import tiers
-from torchtitan import train as training
+from torchtitan import trainer
 from torchtitan.checkpoint import saved_steps
 from torchtitan.flight_recorder import read_note
 
@@ -120,7 +120,7 @@ def test_signal_to_the_launcher_is_passed_on_and_loses_nothing(tmp_path):
 )
 def test_a_signal_after_the_last_save_leaves_a_finished_run(words, tmp_path):
     """Ranks take their time to leave; the launcher passes the signal on to them."""
-    status, signalled = training.exit_status, tmp_path / "signalled"
+    status, signalled = trainer.exit_status, tmp_path / "signalled"
 
     def slow_status(*arguments):
         while not signalled.exists():
@@ -129,7 +129,7 @@ def test_a_signal_after_the_last_save_leaves_a_finished_run(words, tmp_path):
         return status(*arguments)
 
     def slow_to_leave():
-        training.exit_status = slow_status  # in the forked process alone
+        trainer.exit_status = slow_status  # in the forked process alone
 
     flags = [*TINY, *words, "--training.steps=2"]
     process = start([*TRAIN, *flags], tmp_path, before=slow_to_leave)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tests.ranks import run_ranks
-from torchtitan.train import main
+from torchtitan.trainer import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torchtitan"

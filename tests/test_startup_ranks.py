@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import forked
-from torchtitan import train
+from torchtitan import trainer
 from torchtitan.metrics.startup import Startup
 
 ROOT = Path(__file__).parents[1]
@@ -127,7 +127,7 @@ def take_part(words):
     ranks = int(os.environ["WORLD_SIZE"])
     with among_others(counts, ranks, sent), mock.patch.object(Startup, "after_step", end):
         counts.watch_files()
-        raise RuntimeError(f"the rank ended with status {train.main([RECIPE, *words])}")
+        raise RuntimeError(f"the rank ended with status {trainer.main([RECIPE, *words])}")
 
 
 def write_data(folder):
@@ -154,7 +154,7 @@ def count(sizes, folder):
         By size, and whether it is rank 0.
     """
     write_data(folder / "data")
-    started(train.main, [RECIPE, *words(1, folder / "saved", "auto")], 1, 0, steps=1)
+    started(trainer.main, [RECIPE, *words(1, folder / "saved", "auto")], 1, 0, steps=1)
     found = {}
     for ranks in sizes:
         dump = folder / str(ranks)

@@ -260,8 +260,7 @@ def build(
     Raises:
         ConfigError: if the data, or files that the task needs, do not fit the recipe.
     """
-    debug = job.debug
-    set_determinism(debug.seed, debug.deterministic, debug.deterministic_warn_only)
+    set_determinism(job.debug)
     run = Run(job, world, observer or Observer(), stop or StopSignal())
     run.attach(list(features(run)))
     return run

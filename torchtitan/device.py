@@ -26,6 +26,9 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 import torch
+from pydantic import Field
+
+from torchtitan.config import Config, Context, Problem
 
 GIB = 1024**3
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -331,13 +334,31 @@ def _resident_peak() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def set_determinism(seed: int, deterministic: bool, warn_only: bool) -> None:
+class DebugConfig(Config):
+    """Seed and determinism."""
+
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of the weights and of the data order."""
+    deterministic: bool = False
+    """Use only deterministic algorithms, which are slower on CUDA."""
+    deterministic_warn_only: bool = False
+    """Warn about operations without a deterministic algorithm instead of failing."""
+
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if self.deterministic_warn_only and not self.deterministic:
+            message = "it has no effect without self.deterministic = true"
+            yield Problem("deterministic_warn_only", message, ("deterministic",))
+
+
+def set_determinism(config: DebugConfig) -> None:
     """Seed the generators and, if asked, allow only deterministic algorithms."""
-    torch.manual_seed(seed)
-    if deterministic:
+    torch.manual_seed(config.seed)
+    if config.deterministic:
         # Read by cuBLAS on first use; without it torch refuses matrix products on CUDA.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Torch imports its compiler for this setting, which takes a second, so it is set only if
     # needed.
-    if deterministic or torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    if config.deterministic or torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(
+            config.deterministic, warn_only=config.deterministic_warn_only
+        )

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from torchtitan.checkpoint import CheckpointConfig
 from torchtitan.comm import CommunicationConfig
@@ -25,6 +25,7 @@ from torchtitan.config import (
 from torchtitan.config.other_names import SYNONYMS
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DATA, DataConfig, data_class, without_idle_sections
+from torchtitan.device import DebugConfig
 from torchtitan.expert_loads import ExpertsConfig
 from torchtitan.losses import AUXILIARY_LOSSES, AuxiliaryLossConfig, LossConfig
 from torchtitan.metrics import MetricsConfig
@@ -56,20 +57,9 @@ from torchtitan.parallel import (
 from torchtitan.profiling import ProfilingConfig
 from torchtitan.resilience.replica_groups import FaultToleranceConfig
 from torchtitan.resilience.spikes import SpikesConfig
+from torchtitan.step import TrainingConfig
 from torchtitan.torchtitan_keys import ADVICE, PRESENT_NAMES
 from torchtitan.validate import ValidationConfig
-
-
-def _is_not_float16(value: Any) -> Any:
-    if value in ("float16", "fp16"):
-        raise ValueError(
-            "float16 needs a gradient scaler, which is not supported; bfloat16 needs none; "
-            "allowed: float32, bfloat16"
-        )
-    return value
-
-
-DTYPES = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_is_not_float16)]
 
 # A checkpoint and a recipe that differ in one of these, or in a size of the model, belong to
 # different runs.
@@ -149,63 +139,6 @@ class JobSection(Config):
             yield Problem("dump_folder", message)
 
 
-class TrainingSection(Config):
-    """Batches, steps and precision."""
-
-    local_batch_size: int = Field(8, ge=1)
-    """Sequences per data-parallel rank in a microbatch; fewer if its share of global_batch_size is
-    smaller."""
-    global_batch_size: int = Field(-1, ge=-1)
-    """Sequences per optimizer step, divided among the data-parallel ranks; a share of more than
-    local_batch_size is accumulated. -1: local_batch_size times the data-parallel ranks, so another
-    number of ranks trains another run; a resumed run keeps its batch."""
-    seq_len: int = Field(2048, ge=1)
-    """Tokens in a sequence."""
-    steps: int = Field(10000, ge=1)
-    """Optimizer steps."""
-    max_norm: float = Field(1.0, ge=0)
-    """Limit of the global gradient norm; 0: no limit."""
-    max_skipped_steps: int = Field(10, ge=1)
-    """After this many skipped steps in a row (see [spikes]) the run rolls back
-    (spikes.max_rollbacks), or saves and exits."""
-    enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory."""
-    dtype: DTYPES = "float32"
-    """Dtype in which parameters are stored."""
-    mixed_precision_param: DTYPES = "bfloat16"
-    """Dtype in which parameters are gathered and used."""
-    mixed_precision_reduce: DTYPES = "float32"
-    """Dtype in which gradients are summed over ranks."""
-    gc_freq: int = Field(50, ge=1)
-    """Steps between runs of Python's garbage collector, and of the C library's."""
-
-    def problems(self, context: Context) -> Iterator[Problem]:
-        if self.global_batch_size == 0:
-            yield Problem("global_batch_size", "wanted -1 or an integer >= 1")
-        if self.dtype == "bfloat16" and self.mixed_precision_param == "float32":
-            message = (
-                "parameters stored in bfloat16 (self.dtype) gain nothing from it; use bfloat16 "
-                "here or float32 there"
-            )
-            yield Problem("mixed_precision_param", message, ("dtype",))
-
-
-class DebugSection(Config):
-    """Seed and determinism."""
-
-    seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of the weights and of the data order."""
-    deterministic: bool = False
-    """Use only deterministic algorithms, which are slower on CUDA."""
-    deterministic_warn_only: bool = False
-    """Warn about operations without a deterministic algorithm instead of failing."""
-
-    def problems(self, context: Context) -> Iterator[Problem]:
-        if self.deterministic_warn_only and not self.deterministic:
-            message = "it has no effect without self.deterministic = true"
-            yield Problem("deterministic_warn_only", message, ("deterministic",))
-
-
 class JobConfig(Config):
     """A recipe."""
 
@@ -217,7 +150,7 @@ class JobConfig(Config):
     model: Annotated[ModelConfig, OneOf(MODEL_SETTINGS, "llama3")] = Llama3Config()
     convert: Annotated[tuple[ConverterConfig, ...], ListOf(CONVERTERS)] = ()
     data: Annotated[DataConfig, Discriminated(DataConfig, DATA, data_class)] = DataConfig()
-    training: TrainingSection = TrainingSection()
+    training: TrainingConfig = TrainingConfig()
     optimizer: Annotated[OptimizerConfig, OneOf(OPTIMIZERS, "AdamW", OPTIMIZER_KEYS)] = AdamW()
     loss: LossConfig = LossConfig()
     auxiliary_losses: Annotated[tuple[AuxiliaryLossConfig, ...], ListOf(AUXILIARY_LOSSES)] = ()
@@ -237,7 +170,7 @@ class JobConfig(Config):
     metrics: MetricsConfig = MetricsConfig()
     profiling: ProfilingConfig = ProfilingConfig()
     comm: CommConfig = CommConfig()
-    debug: DebugSection = DebugSection()
+    debug: DebugConfig = DebugConfig()
 
     def model_args(self) -> Any:
         """Return the flavor's arguments, with the recipe's sizes and auxiliary losses."""

@@ -1,8 +1,8 @@
 """`python -m torchtitan.launch`: `torchtitan train`, for scripts that start a module."""
 
 import sys
-from importlib import import_module
+
+from torchtitan.tools.cli import act
 
 if __name__ == "__main__":
-    # As a script this is a verb of the command line, which is above this module.
-    sys.exit(import_module("torchtitan.tools.cli").act(["train", *sys.argv[1:]]))
+    sys.exit(act(["train", *sys.argv[1:]]))

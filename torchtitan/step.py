@@ -1,4 +1,4 @@
-"""The parts of a step besides the model: its batches, the update, and the one agreement.
+"""The parts of a step besides the model: its settings, batches, update, and one agreement.
 
 `torchtitan.build` attaches the hooks of features to them, which `Trainer.step` does not see.
 """
@@ -6,15 +6,70 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
+from torchtitan.config import Config, Context, Problem
 from torchtitan.data import Batch
 from torchtitan.optim import Optimizers
 from torchtitan.parallel import Losses, World
 from torchtitan.timeline import Timeline
+
+
+def _is_not_float16(value: Any) -> Any:
+    if value in ("float16", "fp16"):
+        raise ValueError(
+            "float16 needs a gradient scaler, which is not supported; bfloat16 needs none; "
+            "allowed: float32, bfloat16"
+        )
+    return value
+
+
+DTYPES = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_is_not_float16)]
+
+
+class TrainingConfig(Config):
+    """Batches, steps and precision."""
+
+    local_batch_size: int = Field(8, ge=1)
+    """Sequences per data-parallel rank in a microbatch; fewer if its share of global_batch_size is
+    smaller."""
+    global_batch_size: int = Field(-1, ge=-1)
+    """Sequences per optimizer step, divided among the data-parallel ranks; a share of more than
+    local_batch_size is accumulated. -1: local_batch_size times the data-parallel ranks, so another
+    number of ranks trains another run; a resumed run keeps its batch."""
+    seq_len: int = Field(2048, ge=1)
+    """Tokens in a sequence."""
+    steps: int = Field(10000, ge=1)
+    """Optimizer steps."""
+    max_norm: float = Field(1.0, ge=0)
+    """Limit of the global gradient norm; 0: no limit."""
+    max_skipped_steps: int = Field(10, ge=1)
+    """After this many skipped steps in a row (see [spikes]) the run rolls back
+    (spikes.max_rollbacks), or saves and exits."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    dtype: DTYPES = "float32"
+    """Dtype in which parameters are stored."""
+    mixed_precision_param: DTYPES = "bfloat16"
+    """Dtype in which parameters are gathered and used."""
+    mixed_precision_reduce: DTYPES = "float32"
+    """Dtype in which gradients are summed over ranks."""
+    gc_freq: int = Field(50, ge=1)
+    """Steps between runs of Python's garbage collector, and of the C library's."""
+
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if self.global_batch_size == 0:
+            yield Problem("global_batch_size", "wanted -1 or an integer >= 1")
+        if self.dtype == "bfloat16" and self.mixed_precision_param == "float32":
+            message = (
+                "parameters stored in bfloat16 (self.dtype) gain nothing from it; use bfloat16 "
+                "here or float32 there"
+            )
+            yield Problem("mixed_precision_param", message, ("dtype",))
 
 
 @dataclass

@@ -45,7 +45,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.settings import TextConfig
 from torchtitan.tools.cli import main
 from torchtitan.tools.inference import ModelLocation, find_model
-from torchtitan.train import choose
+from torchtitan.trainer import choose
 
 
 @pytest.fixture(autouse=True)

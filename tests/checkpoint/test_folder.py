@@ -23,7 +23,7 @@ from torchtitan.checkpoint.store import Disk
 from torchtitan.config import ConfigError
 from torchtitan.job import JobConfig
 from torchtitan.tools.cli import main
-from torchtitan.train import choose
+from torchtitan.trainer import choose
 
 
 def recipe(folder, steps=4, **sections):

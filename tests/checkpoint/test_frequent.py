@@ -22,7 +22,7 @@ from torchtitan.checkpoint.tiers import is_past
 from torchtitan.checkpoint.weights.opening import find
 from torchtitan.tools.cli import main
 
-STEP = "torchtitan.train:Trainer.step"
+STEP = "torchtitan.trainer:Trainer.step"
 ALL = (0, 1, 2, 3)
 
 

@@ -29,7 +29,7 @@ from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
 from torchtitan.remote import location
 from torchtitan.tools.cli import main
-from torchtitan.train import choose
+from torchtitan.trainer import choose
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ from torchtitan.checkpoint.dcp.torchtitan import to_ours, to_theirs
 from torchtitan.config import ConfigError
 from torchtitan.provenance import to_toml
 from torchtitan.tools import cli
-from torchtitan.train import Trainer, choose
+from torchtitan.trainer import Trainer, choose
 
 ALONE = "one rank, accumulating 8"
 State = dict[str, Any]

@@ -28,7 +28,7 @@ from torchtitan.models.spec import build_empty, initialize
 from torchtitan.parallel import open_world
 from torchtitan.research.common.codec import Codec
 from torchtitan.research.hadamard_attention import STEP, hadamard
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 ROUNDS, STEPS, WARMUP = 5, 4, 3
 

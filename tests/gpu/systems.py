@@ -26,7 +26,7 @@ from torchtitan.device import GIB
 from torchtitan.parallel import open_world
 from torchtitan.plan.hardware import find_hardware, hardware_names
 from torchtitan.plan.plan import plan
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 CARD_GIB, CONTEXT_GIB = 23.6, 0.5

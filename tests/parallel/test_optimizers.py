@@ -15,7 +15,7 @@ from torchtitan.build import build
 from torchtitan.device import Device
 from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, open_world
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 # Parts that fall to each of four ranks are large enough for codes.
 SQUARE = {"flavor": "square"}

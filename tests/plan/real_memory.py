@@ -15,7 +15,7 @@ from torchtitan.plan.expansion import expand
 from torchtitan.plan.fake_rank import record
 from torchtitan.plan.recording import IN_PARTS
 from torchtitan.timeline import Timeline
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 MOMENTS = {"forward": "forward", "backward": "backward", "clip": "update", "optimizer": "update"}
 """Moment of a peak in each phase; other phases belong to what was before."""

@@ -235,7 +235,7 @@ def test_a_slow_disk(tmp_path, undisturbed):
     written = threading.Event()
     trap = traps(
         at_call("torchtitan.checkpoint.saver:write_file", 1, slow),
-        at_call("torchtitan.train:Trainer.step", 7, sets),
+        at_call("torchtitan.trainer:Trainer.step", 7, sets),
     )
     saves = {"async_mode": "async", "interval": 4}
     played = play(recipe(run, checkpoint=saves), traps={0: trap})

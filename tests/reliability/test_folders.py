@@ -24,7 +24,7 @@ from tests.reliability.trials import (
     ranks_of,
     recipe,
 )
-from torchtitan import train
+from torchtitan import trainer
 from torchtitan.checkpoint import folder, manifest
 from torchtitan.provenance import to_toml
 
@@ -49,7 +49,7 @@ def test_a_second_run_on_a_folder_is_refused(tmp_path, undisturbed):
         folder.LOCK_SECONDS = 0.0
         try:
             with (tmp_path / "second.log").open("w") as sys.stderr:
-                os._exit(train.main(["--job.config_file", str(tmp_path / "second.toml")]))
+                os._exit(trainer.main(["--job.config_file", str(tmp_path / "second.toml")]))
         finally:
             os._exit(70)
 
@@ -61,7 +61,7 @@ def test_a_second_run_on_a_folder_is_refused(tmp_path, undisturbed):
         found.write_text(json.dumps((os.getpid(), status, state_of(run) == before)))
         return step(*arguments)
 
-    played = play(recipe(run), traps={0: at_call("torchtitan.train:Trainer.step", 5, meanwhile)})
+    played = play(recipe(run), traps={0: at_call("torchtitan.trainer:Trainer.step", 5, meanwhile)})
     assert played.status == 0, played.log
     holder, status, is_untouched = json.loads(found.read_text())
     said = (tmp_path / "second.log").read_text()
@@ -87,14 +87,14 @@ def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(tmp_path, 
                 time.sleep(0.01)
             sleep = time.sleep
             time.sleep = lambda seconds: (started.touch(), sleep(seconds))
-            os._exit(train.main(["--job.config_file", str(tmp_path / "second.toml")]))
+            os._exit(trainer.main(["--job.config_file", str(tmp_path / "second.toml")]))
 
     def meanwhile(step, *arguments):
         while not started.exists():
             time.sleep(0.01)
         return step(*arguments)
 
-    played = play(recipe(run), traps={0: at_call("torchtitan.train:Trainer.step", 6, meanwhile)})
+    played = play(recipe(run), traps={0: at_call("torchtitan.trainer:Trainer.step", 6, meanwhile)})
     assert played.status == 0, played.log
     status = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
     said = (tmp_path / "second.log").read_text()
@@ -180,7 +180,7 @@ def test_every_rank_learns_that_rank_0_was_refused(tmp_path, monkeypatch):
                     wait_for_no_lock()
                     os.environ["RANK"] = str(rank)
                     with (tmp_path / f"{rank}.log").open("w") as sys.stderr:
-                        os._exit(train.main(["--job.config_file", str(tmp_path / "recipe.toml")]))
+                        os._exit(trainer.main(["--job.config_file", str(tmp_path / "recipe.toml")]))
                 finally:
                     os._exit(70)
             children.append(child)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.reliability.trials import STEPS, End, at_call, checkpoints, damage, leftovers, recipe
 from tests.runs import rows
-from torchtitan import train
+from torchtitan import trainer
 from torchtitan.checkpoint.folder import ENDING
 from torchtitan.provenance import to_toml
 
@@ -30,10 +30,10 @@ def start(run, name, seed):
     if not (child := os.fork()):
         try:
             chance = random.Random(f"{name} {seed}")
-            slow("torchtitan.train:Trainer.step", chance.uniform(0, 0.05))
+            slow("torchtitan.trainer:Trainer.step", chance.uniform(0, 0.05))
             slow("torchtitan.checkpoint.store:Disk.commit", chance.uniform(0, 0.2))
             with (run.parent / f"{name}.log").open("w", buffering=1) as sys.stderr:
-                os._exit(train.main(["--job.config_file", str(run.parent / "recipe.toml")]))
+                os._exit(trainer.main(["--job.config_file", str(run.parent / "recipe.toml")]))
         finally:
             os._exit(70)
     return child, lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

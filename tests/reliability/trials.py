@@ -19,7 +19,7 @@ import torch
 
 from tests import layouts, runs
 from tests.layouts import LAYOUTS
-from torchtitan import train
+from torchtitan import trainer
 from torchtitan.checkpoint import saved_steps
 from torchtitan.checkpoint.manifest import problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import SavedTensors
@@ -127,7 +127,7 @@ def _enter(scratch, count, traps):
         with (scratch / f"{number}.{rank}.log").open("w", buffering=1) as sys.stderr:
             try:
                 words = ["--job.config_file", str(scratch / f"{number}.toml")]
-                statuses.append(train.main(words))
+                statuses.append(trainer.main(words))
                 if statuses[-1] and os.environ["WORLD_SIZE"] != "1":
                     os._exit(statuses[-1])  # others may wait for this rank: a launcher ends them
             except BaseException:

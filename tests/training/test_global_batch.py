@@ -14,7 +14,7 @@ from torchtitan.config.files import read_recipe
 from torchtitan.parallel import Degrees
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
-from torchtitan.train import main as train_main
+from torchtitan.trainer import main as train_main
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 RECIPES = sorted({*FOLDER.glob("*.toml"), *FOLDER.glob("research/*.toml")})

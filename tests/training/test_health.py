@@ -24,7 +24,7 @@ from torchtitan.metrics import parse_address
 from torchtitan.optim.optimizer_group import Optimizers
 from torchtitan.provenance import to_toml
 from torchtitan.timeline import Timeline
-from torchtitan.train import main as train_main
+from torchtitan.trainer import main as train_main
 from torchtitan.validate import Validator
 
 ROOT = Path(__file__).parents[2]

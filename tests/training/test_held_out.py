@@ -9,7 +9,7 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train, train_each, world_of
 from torchtitan.build import Observer, build, open_validator
-from torchtitan.train import Trainer, choose
+from torchtitan.trainer import Trainer, choose
 
 DOCUMENTS = {chr(0x4E00 + number) for number in range(60)}
 """One character each, which no other has."""

@@ -21,7 +21,7 @@ from torchtitan.device import Device
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.replica_groups import InMemoryState
 from torchtitan.tools.verify.measure import training
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 DEBUG_MODEL = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 ALONE = case(batch=8)

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.runs import world_of
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 
 def run_out_of_memory(job):

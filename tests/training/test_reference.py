@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.token_shards import drawn_documents, write_shards
 from torchtitan.checks import load_job
-from torchtitan.train import report_reference
+from torchtitan.trainer import report_reference
 
 RECIPE = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 

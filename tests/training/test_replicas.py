@@ -19,7 +19,7 @@ from torchtitan.config import ConfigError
 from torchtitan.resilience.replica_groups import FaultToleranceConfig, InMemoryState, ReplicaGroup
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.torch_private.distributed import read_stream
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 
 def nobody(tensor, how):

@@ -18,7 +18,7 @@ from torchtitan import build as assembly
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
-from torchtitan.train import Trainer, choose
+from torchtitan.trainer import Trainer, choose
 
 ALL_SINKS = {"enable_tensorboard": True, "enable_wandb": True}
 

@@ -26,7 +26,7 @@ from torchtitan.inputs import open_stream
 from torchtitan.losses import IGNORED
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.cli import main
-from torchtitan.train import Trainer, choose
+from torchtitan.trainer import Trainer, choose
 
 
 def slow(*case):

@@ -15,7 +15,7 @@ from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.metrics.statistics import CHUNK, TensorSums, values
 from torchtitan.optim.optimizer_group import local
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 UNITS = ("tok_embeddings", *(f"layers.{n}" for n in range(2)), "norm", "output")
 

@@ -18,7 +18,7 @@ from torchtitan.convert import MXFP8
 from torchtitan.parallel import Launch
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.verify.measure import RowSink
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 from torchtitan.validate import Validator
 
 

@@ -11,7 +11,7 @@ from torchtitan.checkpoint import ResumePoint
 from torchtitan.metrics.stragglers import Straggler, StragglerWatch, busy_seconds
 from torchtitan.timeline import Spent
 from torchtitan.tools.verify.measure import RowSink
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 
 def test_what_a_rank_costs_is_a_share_of_the_step():

@@ -12,12 +12,12 @@ import pytest
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import world_of
-from torchtitan import train
+from torchtitan import trainer
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.tools import cli
 from torchtitan.tools.profile import read_trace
-from torchtitan.train import Trainer
+from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,7 +51,7 @@ def test_a_run_answers_torchtitan_profile(tmp_path, capfd):
     quiet = ["--no-checkpoint.enable", "--no-validation.enable", "--no-data.report_unigram_loss"]
     words = [recipe, "--job.dump_folder", str(tmp_path / "run"), *small, *quiet]
     context = multiprocessing.get_context("fork")
-    run = context.Process(target=train.main, args=([*words, "--training.steps", "100000"],))
+    run = context.Process(target=trainer.main, args=([*words, "--training.steps", "100000"],))
     run.start()
     try:
         while not (tmp_path / "run/metrics.jsonl").exists() and run.is_alive():

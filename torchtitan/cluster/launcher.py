@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from torchtitan import train as training
+from torchtitan import trainer
 from torchtitan.checkpoint import lock, saved_steps
 from torchtitan.checks.services import restarts
 from torchtitan.cluster.agent import Agent, describe
@@ -42,7 +42,7 @@ from torchtitan.parallel import RANK_ROLE
 from torchtitan.remote import StoreError
 from torchtitan.resilience.stop import DIVERGED, status_of_stop
 from torchtitan.tools.options import LogLevel, Recipe, count, integer, number
-from torchtitan.train import batch_note, choose, read, refuse, refuse_short_data
+from torchtitan.trainer import batch_note, choose, read, refuse, refuse_short_data
 
 # Enough for the hardware failures of a night; immediate failures still end soon.
 RESTARTS = 3
@@ -398,10 +398,10 @@ def train(
     try:
         options, origins = fill(own, os.environ, devices_here)
     except ConfigError as error:
-        return training.refuse(error)
+        return trainer.refuse(error)
     if "processes" in options:
         return start(LaunchOptions(**options, origins=origins), words)
     if own:
         option = next(iter(own)).replace("_", "-")
         context.fail(f"--{option} needs the ranks of this node; add --processes N")
-    return training.main(words)
+    return trainer.main(words)

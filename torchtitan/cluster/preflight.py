@@ -50,7 +50,7 @@ from torchtitan.packages import PACKAGE, requirements
 from torchtitan.parallel import Degrees, Launch, World, open_world
 from torchtitan.resilience.stop import status_of_stop
 from torchtitan.tools.options import Flag, Recipe, RecipeVerb, Text, number, verb
-from torchtitan.train import read
+from torchtitan.trainer import read
 
 REPORT = "TORCHTITAN_PREFLIGHT_REPORT"
 """Variable with the file for the verdict, which the launcher of the node prints."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import typer
 
-from torchtitan import train as training
+from torchtitan import trainer
 from torchtitan.config import Registry
 from torchtitan.tools.options import LogLevel, Recipe, RecipeVerb, verb
 
@@ -19,7 +19,7 @@ def train(context: typer.Context, recipe: Recipe = None, log_level: LogLevel = N
     words = [*([recipe] if recipe else []), *context.args]
     if log_level:
         words += ["--metrics.log_level", log_level]
-    return training.main(words)
+    return trainer.main(words)
 
 
 app.command("train", cls=RecipeVerb, help=__doc__)(LAUNCHERS.get("train", train))

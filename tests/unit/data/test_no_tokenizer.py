@@ -16,7 +16,7 @@ from torchtitan.config import ConfigError
 from torchtitan.data.tokens.raw import RawFormat
 from torchtitan.inputs import problems_of_stream
 from torchtitan.tools.cli import main
-from torchtitan.train import problems_of_task
+from torchtitan.trainer import problems_of_task
 
 END = 290
 """Beyond the ids of bytes."""

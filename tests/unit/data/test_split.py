@@ -14,7 +14,7 @@ from torchtitan.data.documents import FORMATS, open_documents
 from torchtitan.data.order import drawn_order
 from torchtitan.data.sources import DocumentsPart, ShuffledDocuments, are_held_out
 from torchtitan.provenance import to_toml
-from torchtitan.train import main as train
+from torchtitan.trainer import main as train
 
 TEXTS = [f"document {number}\n" for number in range(200)]
 FRACTION = 0.2

@@ -1,6 +1,5 @@
 """Updates in the backward: the same numbers, with few gradients alive at a time."""
 
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -47,7 +47,7 @@ from torchtitan.optim.optimizer_group import local
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.torch_private.dtensor import local_extent
-from torchtitan.train import Trainer, choose
+from torchtitan.trainer import Trainer, choose
 
 Row = dict[str, Any]
 AtStep = Callable[[int], None]
