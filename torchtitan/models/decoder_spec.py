@@ -164,6 +164,7 @@ BLOCK_PLAN: dict[str, TensorRole] = {
     "feed_forward.w3": "colwise",
     "feed_forward.w2": "rowwise",
 }
+"""Tensor-parallel roles of the modules in a block of Llama's kind."""
 HEAD_NORMS: dict[str, TensorRole] = {
     "attention.q_norm": "head_norm",
     "attention.k_norm": "head_norm",

@@ -9,14 +9,14 @@ rank keeps a part of its sequence; without, every rank keeps all of it.
     role              weights   input                  output
     embedding         rows      tokens                 partial sums -> stream
     norm              whole     stream                 stream
-    head norm         whole     a part of the heads    a part of the heads
+    head_norm         whole     a part of the heads    a part of the heads
     whole             whole     stream                 stream
-    gather            -         stream -> whole        -
-    columns           rows (*)  whole                  a part of the features
-    gathered columns  rows (*)  stream -> whole        a part of the features
+    input_gather      -         stream -> whole        -
+    colwise           rows (*)  whole                  a part of the features
+    gathered_colwise  rows (*)  stream -> whole        a part of the features
     gathered          -         stream -> whole        whole, for a part of the heads
     sinks             rows      a part of the heads    a part of the heads
-    rows              columns   a part of the features partial sums -> stream
+    rowwise           columns   a part of the features partial sums -> stream
     logits            rows (*)  stream -> whole        a part of the vocabulary, or whole
     router            whole     stream                 stream -> whole
     experts           features  stream -> whole        partial sums -> stream
