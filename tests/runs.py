@@ -23,7 +23,7 @@ from torchtitan.build import build, resume_policy
 from torchtitan.checkpoint import choose_together
 from torchtitan.device import Device
 from torchtitan.logging import logger
-from torchtitan.optim.optimizer_group import local
+from torchtitan.optim.parameters import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.dtensor import local_extent

@@ -13,7 +13,7 @@ from tests.runs import compare, trace
 from tests.tiers import tiers
 from torchtitan.build import build
 from torchtitan.device import Device
-from torchtitan.optim.optimizer_group import local
+from torchtitan.optim.parameters import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.trainer import Trainer
 

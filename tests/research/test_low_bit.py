@@ -14,7 +14,7 @@ from tests.tiny import named
 from tests.unit.optim import test_in_backward
 from torchtitan.checks import load_job
 from torchtitan.optim import Adam, AdamW, Optimizers
-from torchtitan.optim.optimizer_group import local
+from torchtitan.optim.parameters import local
 from torchtitan.research.low_bit import compute_tables, is_quantized
 
 pytestmark = pytest.mark.usefixtures("uncompiled")

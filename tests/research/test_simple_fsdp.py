@@ -21,7 +21,7 @@ from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, ConfigError
 from torchtitan.device import Device
-from torchtitan.optim.optimizer_group import local
+from torchtitan.optim.parameters import local
 from torchtitan.parallel import FSDP2, CompileConfig, Precision, compile
 from torchtitan.research.common import gathered
 from torchtitan.research.simple_fsdp import bucketing

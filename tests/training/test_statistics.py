@@ -14,7 +14,7 @@ from tests.runs import rows, train, train_each, world_of
 from torchtitan.build import build
 from torchtitan.checkpoint import ResumePoint
 from torchtitan.metrics.statistics import CHUNK, TensorSums, values
-from torchtitan.optim.optimizer_group import local
+from torchtitan.optim.parameters import local
 from torchtitan.trainer import Trainer
 
 UNITS = ("tok_embeddings", *(f"layers.{n}" for n in range(2)), "norm", "output")

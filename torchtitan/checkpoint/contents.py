@@ -26,7 +26,7 @@ from torchtitan.data import BatchStream, merge_states
 from torchtitan.logging import logger
 from torchtitan.models.experts import Router
 from torchtitan.optim import Optimizers
-from torchtitan.optim.optimizer_group import local
+from torchtitan.optim.parameters import local
 from torchtitan.parallel import ParallelModel
 from torchtitan.torch_private.dtensor import stored
 

@@ -29,7 +29,7 @@ from torchtitan.logging import logger
 from torchtitan.metrics.meter import Meter
 from torchtitan.models.spec import ModelSpec
 from torchtitan.optim import Optimizers
-from torchtitan.optim.optimizer_group import local
+from torchtitan.optim.parameters import local
 from torchtitan.parallel import Losses, ParallelismConfig, ParallelModel, stages
 from torchtitan.step import Hooks
 from torchtitan.timeline import Timeline

@@ -23,8 +23,6 @@ from torchtitan.optim.parameters import (
 )
 from torchtitan.optim.settings import PEAK, OptimizerConfig, UpdateRule
 
-__all__ = ["Optimizers", "local"]
-
 
 class Optimizers:
     """The optimizer over every model part of this rank."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchtitan.device import GIB, Device
 from torchtitan.logging import logger
 from torchtitan.optim import Optimizers
-from torchtitan.optim.optimizer_group import local
+from torchtitan.optim.parameters import local
 from torchtitan.timeline import REST, Timeline
 
 OUT_OF_MEMORY_FOLDER: Final = "out_of_memory"

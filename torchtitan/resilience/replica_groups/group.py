@@ -38,7 +38,7 @@ from torch import Tensor
 from torchtitan.config import ConfigError
 from torchtitan.data import BatchStream
 from torchtitan.logging import logger
-from torchtitan.optim.optimizer_group import local
+from torchtitan.optim.parameters import local
 from torchtitan.parallel import World
 from torchtitan.resilience.replica_groups.settings import LIGHTHOUSE, FaultToleranceConfig
 from torchtitan.torch_private.distributed import read_stream

@@ -43,7 +43,7 @@ from torchtitan.losses import IGNORED
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.optim import SGD
-from torchtitan.optim.optimizer_group import local
+from torchtitan.optim.parameters import local
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.tasks.next_token import TokenBatch
 from torchtitan.torch_private.dtensor import local_extent
