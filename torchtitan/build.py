@@ -6,7 +6,7 @@ A feature that is off is not in the list, so no step knows of it.
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,7 @@ from torchtitan.metrics.startup import Startup
 from torchtitan.metrics.statistics import Statistics
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
-from torchtitan.optim import Optimizers, name_parameters, open_optimizers
-from torchtitan.parallel import Launch, ParallelModel, World, async_tensor, build_model, compile
+from torchtitan.parallel import Launch, World, async_tensor, build_model, build_optimizers, compile
 from torchtitan.profiling import Evidence, Profiler
 from torchtitan.provenance import about_run, record_data, sink_context
 from torchtitan.resilience.divergence import Divergence
@@ -86,7 +85,8 @@ class Run:
         self.task, self.timeline, self.state = open_task(job), Timeline(world.device), TrainState()
         layout, args = job.layout(world.degrees), job.model_args()
         self.model = build_model(job.model, args, layout, world, self.timeline, job.debug.seed)
-        optimizers = build_optimizers(job, world, self.model)
+        spec = MODELS[job.model.name]
+        optimizers = build_optimizers(job.optimizer, self.model, spec, args, job.compile)
         self.optimizers = StepOptimizers(optimizers, job.training.max_norm, self.timeline)
         degrees = world.degrees
         self.data = open_stream(
@@ -108,16 +108,13 @@ class Run:
         context = sink_context(job, world)
         self.ledger = DataLedger(context, self.data.sources)
         about = about_run(job, self.task) if world.rank == 0 else {}
-        self.checkpoint = Checkpointer(
-            resume_policy(job), self.contents, world, about, self.ledger.record
-        )
+        self.checkpoint = Checkpointer(resume_policy(job), self.contents, about, self.ledger.record)
         self.meter = self.open_meter(context)
         recipe = job.flat() | {"training.local_batch_size": job.local_batch(degrees)}
         evidence = Evidence(world.device, self.timeline, optimizers, recipe)
-        folder = local_path(job.job.dump_folder)
         self.profiler = Profiler(
             job.profiling,
-            folder,
+            context.folder,
             world.rank,
             world.device,
             self.timeline,
@@ -346,14 +343,12 @@ def save_outlook(run: Run) -> Callable[[], tuple[int, str]]:
 
 def replica_groups(run: Run) -> Hooks:
     """Make this run one of several replica groups; the last step counts even if it is void."""
-    job, live = run.job, InMemoryState(run.contents, run.checkpoint.wait_staging)
+    job = run.job
     group = ReplicaGroup(
         job.fault_tolerance,
         run.world,
         run.data,
-        get=live.get,
-        put=live.put,
-        history=lambda: asdict(live.state),
+        InMemoryState(run.contents, run.checkpoint.wait_staging),
         recipe=job.shared() | {"ranks": run.world.size},
     )
     run.guard = guard = GroupGuard(run.guard, group)
@@ -390,16 +385,4 @@ def resume_policy(job: JobConfig) -> ResumePolicy:
         job.same_run(),
         job.optimizer,
         factor=job.learning_rate_factor,
-    )
-
-
-def build_optimizers(job: JobConfig, world: World, model: ParallelModel) -> Optimizers:
-    """Build the optimizers of this rank's parts of the model."""
-    spec = MODELS[job.model.name]
-    return open_optimizers(
-        name_parameters(model.parts, spec.role, partial(spec.heads, job.model_args())),
-        job.optimizer,
-        world.groups["pp"],
-        world.device,
-        partial(compile.compiled, config=job.compile) if job.compile.enable else None,
     )

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from torchtitan.build import build_optimizers
 from torchtitan.data import Batch
 from torchtitan.device import GIB
 from torchtitan.models import MODELS
 from torchtitan.optim import Optimizers
-from torchtitan.parallel import ParallelModel, allocate, build_on_meta
+from torchtitan.parallel import ParallelModel, allocate, build_on_meta, build_optimizers
 from torchtitan.parallel.world import make_world
 from torchtitan.plan.hardware import find_hardware, hardware_names
 from torchtitan.plan.hardware.calibrate import calibrate
@@ -46,7 +45,7 @@ def fake_rank(job, ranks, rank, device):
         if model.pipeline:
             skip_shape_inference(model.pipeline.schedule)
         allocate(model, layout, world)
-        optimizers = build_optimizers(job, world, model)
+        optimizers = build_optimizers(job.optimizer, model, spec, args, job.compile)
         size, seq_len = job.training.local_batch_size, job.training.seq_len
         blank = TASKS[spec.task].blank_batch(size, seq_len, args, False)
         yield FakeRank(model, optimizers, blank.to(device.torch_device))

@@ -113,9 +113,7 @@ def group(manager, **settings):
         FaultToleranceConfig(**{"enable": True, "group_size": 2} | settings),
         world,
         data,
-        get=dict,
-        put=lambda state: None,
-        history=lambda: {"step": 3},
+        SimpleNamespace(get=dict, put=lambda state: None, history=lambda: {"step": 3}),
         recipe={"[model]": 1, "[data]": 2},
     )
     made.manager = manager

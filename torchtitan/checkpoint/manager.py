@@ -25,7 +25,6 @@ from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
-from torchtitan.parallel import World
 from torchtitan.remote import dangling, is_url
 from torchtitan.step import Hooks, StepVote
 from torchtitan.timeline import Timeline
@@ -42,7 +41,6 @@ class Checkpointer:
         self,
         choice: ResumePolicy,
         contents: Checkpointable,
-        world: World,
         about: Mapping[str, Any],
         record: Callable[[str, Mapping[str, Any]], None] = lambda event, position: None,
     ) -> None:
@@ -52,7 +50,8 @@ class Checkpointer:
             record: called with `checkpoint` or `rollback`, and the position of the run, before a
                 checkpoint with that position is there.
         """
-        self.choice, self.config, self.world = choice, choice.config, world
+        self.choice, self.config = choice, choice.config
+        self.world = world = contents.world
         self.folder = self.config.path_in(choice.dump_folder)
         self.store = store_of(self.folder)
         self.contents, self.state, self.about = contents, contents.state, dict(about)

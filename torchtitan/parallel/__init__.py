@@ -20,6 +20,7 @@ from torchtitan.models.experts import parameters_in_words
 from torchtitan.models.output import auxiliary_losses
 from torchtitan.models.settings import ModelConfig
 from torchtitan.models.spec import Args, ModelSpec, build_empty, initialize
+from torchtitan.optim import OptimizerConfig, Optimizers, name_parameters, open_optimizers
 from torchtitan.parallel import (
     activation_checkpoint,
     async_tensor,
@@ -135,6 +136,23 @@ def allocate(model: ParallelModel, layout: Layout, world: World) -> None:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
         part.init_buffers()  # type: ignore[operator]
+
+
+def build_optimizers(
+    config: OptimizerConfig,
+    model: ParallelModel,
+    spec: ModelSpec[Args],
+    args: Args,
+    compiling: CompileConfig,
+) -> Optimizers:
+    """Build the optimizers of this rank's parts of a model."""
+    return open_optimizers(
+        name_parameters(model.parts, spec.role, partial(spec.heads, args)),
+        config,
+        model.world.groups["pp"],
+        model.world.device,
+        partial(compile.compiled, config=compiling) if compiling.enable else None,
+    )
 
 
 def parallelize(

@@ -27,8 +27,16 @@ from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.experts import Experts
 from torchtitan.models.spec import ModelSpec, build_empty
-from torchtitan.optim import name_parameters, open_optimizers
-from torchtitan.parallel import ParallelModel, World, allocate, expert_parallel, parallelize, stages
+from torchtitan.parallel import (
+    CompileConfig,
+    ParallelModel,
+    World,
+    allocate,
+    build_optimizers,
+    expert_parallel,
+    parallelize,
+    stages,
+)
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.schedules import Action, Kind
@@ -150,13 +158,8 @@ def record(
         batches = [batch._map(mode.from_tensor) for batch in batches]
         allocate(model, job.layout(world.degrees), world)
         spec = MODELS[job.model.name]
-        heads = partial(spec.heads, job.model_args())
-        optimizers = open_optimizers(
-            name_parameters(model.parts, spec.role, heads),
-            job.optimizer,
-            world.groups["pp"],
-            world.device,
-        )
+        eager = CompileConfig()
+        optimizers = build_optimizers(job.optimizer, model, spec, job.model_args(), eager)
         optimizers.state_dict()  # allocates the states
         owner = _owners(spec, model)
         on_host = job.training.enable_cpu_offload

@@ -62,9 +62,13 @@ class InMemoryState:
         """Return the state as tensors, live ones if possible, and plain values."""
         return {
             "tensors": self._tensors(with_optimizer=self.state.step > 0),
-            "train_state": asdict(self.state),
+            "train_state": self.history(),
             "data": self.data.state_dict(),
         }
+
+    def history(self) -> dict[str, Any]:
+        """Return numbers that groups have in common if they have done the same steps."""
+        return asdict(self.state)
 
     @torch.no_grad()
     def put(self, given: dict[str, Any]) -> None:
@@ -127,21 +131,16 @@ class ReplicaGroup:
         config: FaultToleranceConfig,
         world: World,
         data: BatchStream,
-        *,
-        get: Callable[[], dict[str, Any]],
-        put: Callable[[dict[str, Any]], None],
-        history: Callable[[], Any],
+        state: InMemoryState,
         recipe: Mapping[str, Any],
     ) -> None:
         """
         Args:
-            get: all that this rank holds of the run's state, as tensors and plain values.
-            put: take over what `get` gave on another group's rank.
-            history: numbers that groups have in common if they have done the same steps.
+            state: what this rank gives to the same rank of another group, or takes over from it.
             recipe: by name, what groups must have in common to be one run.
         """
         self.config, self.world, self.data = config, world, data
-        self.get, self.put, self.history = get, put, history
+        self.state = state
         self.digests = {name: _digest(value) for name, value in recipe.items()}
         # While a rank waits for its peer, the rest of its group may wait for that rank: so it has
         # to give up first.
@@ -172,8 +171,8 @@ class ReplicaGroup:
         try:
             return Manager(
                 pg=ProcessGroupGloo(timeout=self.timeout),
-                load_state_dict=self.put,
-                state_dict=self.get,
+                load_state_dict=self.state.put,
+                state_dict=self.state.get,
                 min_replica_size=self.config.min_replica_size,
                 use_async_quorum=False,
                 timeout=self.timeout,
@@ -242,7 +241,7 @@ class ReplicaGroup:
 
     def _check_recipes(self) -> None:
         """Check that every digest is the same in all groups."""
-        digests = self.digests | {"history": _digest(self.history())}
+        digests = self.digests | {"history": _digest(self.state.history())}
         own = torch.tensor(list(digests.values()))
         found = torch.cat([own, -own])
         self._reduce([found], MAX)
