@@ -502,7 +502,7 @@ def test_log_level_reaches_the_ranks(monkeypatch):
         return 0
 
     monkeypatch.setattr(launcher, "start", start)
-    monkeypatch.setattr(launcher.training, "main", lambda words: start(LaunchOptions(1), words))
+    monkeypatch.setattr(launcher.trainer, "main", lambda words: start(LaunchOptions(1), words))
     for more in ([], ["--processes", "2"]):
         assert main(["train", *recipe, "--log-level", "warning", *more]) == 0
     assert found == [[*recipe, "--metrics.log_level", "warning"]] * 2

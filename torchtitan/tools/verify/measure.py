@@ -266,7 +266,12 @@ class StepRecorder:
 
     def observer(self) -> Observer:
         """Return the observer that records the run."""
-        return Observer(self.before_step, self.on_microbatch, self.after_step, [self.recorder])
+        return Observer(
+            before_step=self.before_step,
+            on_microbatch=self.on_microbatch,
+            after_step=self.after_step,
+            sinks=[self.recorder],
+        )
 
     def before_step(self, step: int) -> None:
         if not self.steps:
