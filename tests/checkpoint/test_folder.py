@@ -238,6 +238,14 @@ def test_a_change_of_the_next_learning_rate_is_told_in_a_line(finished):
         assert choose(job).rate == f"learning rate of step 5: {there:g} -> {here:g}"
 
 
+def test_steps_are_not_counted_anew_in_a_folder_that_has_them(finished):
+    anew = {"exclude_from_loading": ["train_state"]}
+    message = r"exclude_from_loading: \S+/step-2: already exists, and a run without train_state"
+    with pytest.raises(ConfigError, match=message):
+        choose(recipe(finished, steps=6, checkpoint=anew))
+    assert choose(recipe(finished, steps=3, checkpoint=anew | {"interval": 100})).excluded
+
+
 def test_load_step(finished):
     start = choose(recipe(finished, steps=3, checkpoint={"load_step": 2}))
     assert start.path == finished / "checkpoint/step-2"
@@ -317,6 +325,24 @@ def test_parts_left_out_of_loading_start_afresh(finished):
     assert state["data"]["samples"] == 2 * 8
     rates = [row["lr"] for row in rows(finished)]
     assert rates[4:6] == rates[0:2]
+
+
+@pytest.mark.parametrize("branches", [True, False], ids=["of another run", "of its own"])
+def test_parts_are_left_out_once(branches, finished, tmp_path):
+    """So a run that left them out, and was interrupted, resumes as if it had not been."""
+    excluded = {"exclude_from_loading": ["lr_scheduler", "data", "optimizer"]}
+    folders = [tmp_path / "whole", tmp_path / "halves"]
+    if branches:
+        initial = str(finished / "checkpoint/step-4")
+        excluded |= {"initial_load_path": initial, "initial_load_model_only": False}
+    else:
+        for folder in folders:
+            shutil.copytree(finished, folder)
+    whole = run(recipe(folders[0], steps=8, checkpoint=excluded))
+    for steps in (6, 8):
+        found = run(recipe(folders[1], steps, checkpoint=excluded))
+    assert all(torch.equal(found[name], weight) for name, weight in whole.items())
+    assert losses(folders[1]) == losses(folders[0])
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class Checkpointer:
             logger.info("starting from the weights of %s (format %s)", start.path, start.format)
         elif start.path is not None:
             saved = on_all_ranks(self.world, lambda: open_initial(start, self.choice.recipe))
-            self._restore(saved, self.config.exclude_from_loading)
+            self._restore(saved, start.excluded)
             if saved.data is None:
                 advice = "data.skip_samples = -1 skips the samples that it was trained on"
                 logger.info(
@@ -157,6 +157,10 @@ class Checkpointer:
             self._set_aside(path, why)
         for change in filter(None, (*start.changes, start.rate)):
             logger.info("changed since the checkpoint: %s", change)
+        loaded = [part for part in self.config.exclude_from_loading if part not in start.excluded]
+        if start.is_resume and loaded:
+            message = "checkpoint.exclude_from_loading: started from scratch before, and loaded: %s"
+            logger.info(message, ", ".join(loaded))
         if start.skip_samples:
             logger.info("data: skipping %d samples", start.skip_samples)
             began = time.monotonic()

@@ -68,7 +68,8 @@ class CheckpointConfig(Config):
     initial_load_model_only: bool = True
     """Load only the weights from initial_load_path; false: the full state."""
     exclude_from_loading: tuple[Component, ...] = ()
-    """Parts that are not loaded and start from scratch."""
+    """Parts that are not loaded and start from scratch, once: a checkpoint that was saved with this
+    setting is resumed with them."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, to find out early whether saving works."""
     last_save_model_only: bool = False

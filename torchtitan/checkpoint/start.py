@@ -47,6 +47,8 @@ class ResumePoint(NamedTuple):
     empty: none is known."""
     kept: tuple[tuple[str, Any], ...] = ()
     """Values of the run that is resumed for keys that the recipe leaves open."""
+    excluded: tuple[str, ...] = ()
+    """Parts of the checkpoint that are not loaded."""
 
 
 def initial_point(
@@ -67,20 +69,20 @@ def initial_point(
         return ResumePoint(None, skip_samples=recipe["data.skip_samples"])
     path = newest(location(config.initial_load_path))
     kind, model_only = find_format(path), config.initial_load_model_only
-    start, samples = ResumePoint(path, model_only, format=kind), None
+    excluded = config.exclude_from_loading
+    start, samples = ResumePoint(path, model_only, format=kind, excluded=excluded), None
     holds_run = has_position = False
     if kind == "ours":
         manifest = _look_at(path)
         holds_run = not manifest.model_only
         state = read_state(path, manifest)
-        skips = model_only or "data" in config.exclude_from_loading
+        skips = model_only or "data" in excluded
         has_position = "data" in state and not skips
         # A checkpoint converted from TorchTitan has only the number of tokens.
         tokens = state["train_state"]["tokens"] if holds_run else None
         samples = state["data"]["samples"] if "data" in state else _samples(recipe, tokens)
         if not model_only:
-            skipped = config.exclude_from_loading
-            rate = rate_change(state, optimizer, factor, skipped) if holds_run else ""
+            rate = rate_change(state, optimizer, factor, excluded) if holds_run else ""
             start = start._replace(global_batch=global_batch(state), rate=rate)
     elif kind == "dcp":
         theirs = TorchTitanCheckpoint(path, in_recipe(recipe))
@@ -92,7 +94,7 @@ def initial_point(
         which = f", in the format {kind}" if kind in FOREIGN else ""
         raise ConfigError(f"{path} has only weights{which}; set initial_load_model_only = true")
     if kind == "dcp" and not model_only:
-        if "optimizer" not in config.exclude_from_loading:
+        if "optimizer" not in excluded:
             check_states(theirs, optimizer)
         told = changes(theirs, optimizer, factor)
         if theirs.dtype != (dtype := recipe["training.dtype"]):
@@ -115,21 +117,21 @@ def rate_change(
     state: Mapping[str, Any],
     optimizer: OptimizerConfig,
     factor: Callable[[int], float],
-    skipped: Collection[str],
+    excluded: Collection[str],
 ) -> str:
     """Tell in a line what this recipe does to the learning rate of a saved run's next step.
 
     Args:
-        skipped: parts of the checkpoint that are not loaded.
+        excluded: parts of the checkpoint that are not loaded.
     """
     counters = state["train_state"]
     done = counters["step"] - counters.get("schedule_start", 0)
     there = rate_in_recipe(state.get("recipe", {}), done + 1)
-    starts_over = "lr_scheduler" in skipped or "train_state" in skipped
+    starts_over = "lr_scheduler" in excluded or "train_state" in excluded
     here = optimizer.lr * factor(1 if starts_over else done + 1)
     if there is None or math.isclose(there, here, rel_tol=1e-6):
         return ""
-    step = 1 if "train_state" in skipped else counters["step"] + 1
+    step = 1 if "train_state" in excluded else counters["step"] + 1
     return f"learning rate of step {step}: {there:g} -> {here:g}"
 
 
@@ -252,9 +254,9 @@ class ResumePolicy(NamedTuple):
         except ConfigError as error:
             raise ConfigError(f"checkpoint.initial_load_path: {error}") from None
 
-    def rate_change(self, state: Mapping[str, Any]) -> str:
+    def rate_change(self, state: Mapping[str, Any], excluded: Collection[str]) -> str:
         """Tell what the recipe changes in the learning rate of a saved run's next step."""
-        return rate_change(state, self.optimizer, self.factor, self.config.exclude_from_loading)
+        return rate_change(state, self.optimizer, self.factor, excluded)
 
     def initial(self) -> ResumePoint:
         """Return the starting point of a run without a checkpoint of its own."""
@@ -268,7 +270,7 @@ def choose_own(
     same_run: Set[str],
     known_damaged: Mapping[Path, str],
     frequent: Mapping[int, Path] = NONE,
-    rate: Callable[[Mapping[str, Any]], str] = lambda state: "",
+    rate: Callable[[Mapping[str, Any], Collection[str]], str] = lambda state, excluded: "",
 ) -> ResumePoint | None:
     """Choose the run's own checkpoint to resume, or None; see `ResumePolicy.start`."""
     folder = config.path_in(dump_folder)
@@ -281,12 +283,8 @@ def choose_own(
     path = _chosen(config, folder, own)
     if path is None:
         return None
-    if config.load_step >= 0:
-        last, newer = recipe["training.steps"], {}
-        for step in (n for n in steps if config.load_step < n <= last):
-            if config.saves_at(step, is_final=step == last):
-                raise step_already_saved_error(steps[step])
-    else:
+    newer: dict[Path, str] = {}
+    if config.load_step < 0:
         newer = {p: why for p, why in own.damaged.items() if _step(p) > _step(path)}
     if newer and config.resume == "must":
         raise ConfigError(
@@ -295,6 +293,14 @@ def choose_own(
             f"{_step(path)}\n{_lines(newer)}"
         )
     state = read_state(path, read_manifest(path))
+    # A part is left out once: a checkpoint saved with it in the recipe is from after that.
+    before = state["recipe"].get("checkpoint.exclude_from_loading", ())
+    excluded = tuple(part for part in config.exclude_from_loading if part not in before)
+    starts_over = "train_state" in excluded
+    begin, last = 0 if starts_over else config.load_step, recipe["training.steps"]
+    for step in (n for n in steps if 0 <= begin < n <= last and steps[n] not in newer):
+        if config.saves_at(step, is_final=step == last):
+            raise step_already_saved_error(steps[step], starts_over=starts_over)
     saved = with_sizes(without_idle_keys(without_idle_sections(state["recipe"])))
     if recipe[GLOBAL_BATCH] == -1:  # no change: the batch is kept
         recipe = {**recipe, GLOBAL_BATCH: saved.get(GLOBAL_BATCH)}
@@ -320,8 +326,9 @@ def choose_own(
         changes=tuple(changes.values()),
         damaged=tuple(newer.items()),
         global_batch=global_batch(state),
-        rate=rate(state),
+        rate=rate(state, excluded),
         kept=keeps,
+        excluded=excluded,
     )
 
 
@@ -397,14 +404,21 @@ def _chosen(config: CheckpointConfig, folder: Path, own: _Own) -> Path | None:
     return None
 
 
-def step_already_saved_error(path: Path) -> ConfigError:
-    """Return the error that a save would overwrite the checkpoint of a run that went further."""
+def step_already_saved_error(path: Path, *, starts_over: bool = False) -> ConfigError:
+    """Return the error that a save would overwrite the checkpoint of a run that went further.
+
+    Args:
+        starts_over: whether the run counts its steps from 0 again.
+    """
+    key, why = "load_step", "from a run that continued after checkpoint.load_step, and this run"
+    also = ", remove checkpoint.load_step"
+    if starts_over:
+        key, why = "exclude_from_loading", "and a run without train_state starts at step 0, so it"
+        also = ""
     return ConfigError(
-        f"checkpoint.load_step: {path}: already exists, from a run that continued after "
-        "checkpoint.load_step, and this run would save the same step. Delete it; or, to keep it, "
-        "choose another job.dump_folder, remove checkpoint.load_step, and set "
-        "checkpoint.initial_load_path to the checkpoint to load and "
-        "checkpoint.initial_load_model_only = false"
+        f"checkpoint.{key}: {path}: already exists, {why} would save the same step. Delete it; or, "
+        f"to keep it, choose another job.dump_folder{also}, and set checkpoint.initial_load_path "
+        "to the checkpoint to load and checkpoint.initial_load_model_only = false"
     )
 
 
