@@ -17,6 +17,7 @@ from torchtitan.checks import load_job
 from torchtitan.config import listed
 from torchtitan.device import Device
 from torchtitan.optim import OPTIMIZERS
+from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
 from torchtitan.tools.verify.measure import training
 
@@ -55,6 +56,23 @@ BEFORE = [FOLDER.parent / f"{n}.toml" for n, system in ELSEWHERE.items() if syst
 def test_nothing_is_said_twice():
     paths = [*BEFORE, *(FOLDER / f"{name}.toml" for name in (*SYSTEMS, *FULL_SIZE))]
     assert [said for path in paths for said in repeated(path)] == []
+
+
+RECORDED = {
+    "research/galore": "--optimizer.svd=exact",
+    "research/ranger21": "--lr_scheduler.decay_ratio=none",
+    "vit_mae_debug": "--data.images.crop=window",
+}
+"""Recipes, each with a flag beside which other keys have no effect, or that TOML cannot hold."""
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_a_run_records_is_read_again(name, tmp_path):
+    """A run records every key."""
+    job = load_job(FOLDER.parent / f"{name}.toml", [RECORDED[name]], 1, "cpu").config
+    recorded = tmp_path / "recipe.toml"
+    recorded.write_text(to_toml(job))
+    assert load_job(recorded, (), 1, "cpu").config.flat() == job.flat()
 
 
 def test_recipes_of_before_are_valid(capsys):

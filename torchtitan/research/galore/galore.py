@@ -137,7 +137,7 @@ class GaLore(AdamWRule, OptimizerConfig):
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from super().problems(context)
         for key in ("power_iterations", "oversampling", "svd_dtype"):
-            if self.svd == "exact" and key in self.model_fields_set:
+            if self.svd == "exact" and getattr(self, key) != type(self).model_fields[key].default:
                 yield Problem(
                     key, 'it only has an effect with self.svd = "randomized"; remove it', ("svd",)
                 )

@@ -37,7 +37,7 @@ class ImagesConfig(Config):
             yield Problem("flips", "wanted each direction once")
         if any(band < 0 for band in self.bands):
             yield Problem("bands", "wanted integers >= 0")
-        if self.crop != "resized" and "min_area" in self.model_fields_set:
+        if self.crop != "resized" and self.min_area != type(self).model_fields["min_area"].default:
             message = f'it only has an effect with self.crop = "resized", not "{self.crop}"'
             yield Problem("min_area", message, ("crop",))
 
