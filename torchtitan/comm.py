@@ -63,7 +63,7 @@ class Communicator:
         return {}
 
     def end_step(self) -> None:
-        """Finish a step, after its last backward."""
+        """Finish a step, after the last pass with its weights."""
 
 
 class Reduce(Communicator):

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.layouts import case
 from tests.ranks import run_ranks
 from tests.research import few_bits
 from tests.research.few_bits import EXACT, LAYOUTS, ROW, UNIT, drawn, matrices, reduced
-from tests.runs import each
+from tests.runs import each, traced
 from tests.tiers import tiers
 from torchtitan.research.common.codec import Codec
 from torchtitan.research.qsdp import QSDPGradients, QSDPWeights, learn
@@ -111,6 +112,16 @@ def test_a_run_in_few_bits_is_nearly_the_run(name):
 
 def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind():
     few_bits.is_skipped_and_leaves_nothing(LEARNED)
+
+
+def test_statistics_change_nothing():
+    """Their pass is of the step, and levels that are due are not learned before the update."""
+    layout, way = case(shard=2), {"weights": LEARNED["weights"]}
+    jobs = [few_bits.recipe(layout, way, 3, metrics={"statistics_freq": every}) for every in (0, 1)]
+    for plain, measured in zip(*traced(layout, jobs), strict=True):
+        for step, weights in enumerate(plain.weights):
+            for name, part in weights.items():
+                assert torch.equal(measured.weights[step][name].local, part.local), name
 
 
 @pytest.mark.gate

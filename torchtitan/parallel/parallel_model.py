@@ -69,6 +69,7 @@ class ParallelModel:
         losses = self._train(batches, count)
         for hook in self.after_backward:
             hook(batches, losses)
+        self.sharding.end_step()
         return losses
 
     def _train(self, batches: Sequence[Batch], count: Tensor) -> Losses:

@@ -80,6 +80,9 @@ class Sharding:
     def complete_gradients(self) -> None:
         """Complete the gradients of a step on this rank, after its last backward."""
 
+    def end_step(self) -> None:
+        """Finish a step, after the last pass with its weights."""
+
     def after_evaluate(self) -> None:
         """Act after the forwards of an evaluation, which no backward follows."""
 
@@ -336,7 +339,7 @@ class FullyShard(Sharding):
             for name, tensor in way.state().items()
         }
 
-    def complete_gradients(self) -> None:
+    def end_step(self) -> None:
         for way in self.ways.values():
             way.end_step()
 
