@@ -1,4 +1,4 @@
-"""Models that a recipe can name: `[model] name` is a key of `MODELS`."""
+"""Models that a recipe can name; adding a family is a file here and a line in `MODELS`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
