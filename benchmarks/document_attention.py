@@ -1,7 +1,6 @@
 """Time and memory of attention by mask: causal, documents, sliding windows, and a dense mask.
 
-    python benchmarks/document_attention.py \\
-        --output benchmarks/results/document_attention.md --docs docs/attention.md
+    python benchmarks/document_attention.py --output benchmarks/results/document_attention.md
 
 Forward and backward of one sequence in float32 on one core. In each round all masks take turns, and
 ratios are taken round by round. Times are processor time, so that other work on the machine counts
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from quoted import quote
 from torch import Tensor
 
 from tests.dense import dense_attention
@@ -245,7 +243,6 @@ def main() -> None:
     parser.add_argument("--dense", type=int, default=32768, help="longest with a dense mask")
     parser.add_argument("--causal", type=int, default=131072, help="longest counted")
     parser.add_argument("--output", type=Path, default=Path("document_attention.md"))
-    parser.add_argument("--docs", type=Path, help="a page that quotes the tables")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
@@ -273,8 +270,6 @@ def main() -> None:
             plot=plot.name,
         )
     )
-    if arguments.docs:
-        quote("document_attention.py", times, arguments.docs)
 
 
 if __name__ == "__main__":

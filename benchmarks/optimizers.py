@@ -22,7 +22,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quoted import quote
 from variants import LAST, ROOT, Variant, draw, finished, model_size, studies
 
 from torchtitan.device import Device
@@ -341,7 +340,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("study", nargs="?", choices=STUDIES, default="optimizers")
     parser.add_argument("--output", type=Path, help="file for the page; the plot is put next to it")
-    parser.add_argument("--docs", type=Path, help="page of the documentation that quotes the table")
     arguments = parser.parse_args()
     name = arguments.study
     study, *others = studies(path_of(name))
@@ -357,8 +355,6 @@ def main() -> None:
         arguments.output.write_text(text)
         picture = draw(list(best(found).values()), "optimizer at its best rate")
         arguments.output.with_suffix(".svg").write_text(str(picture))
-    if arguments.docs:
-        quote("optimizers.py", table(found, found[study.baseline], times), arguments.docs)
 
 
 if __name__ == "__main__":

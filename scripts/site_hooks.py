@@ -1,11 +1,12 @@
 """Parts of the site that mkdocs does not find in docs/ by itself.
 
 Pages from elsewhere in the repository are added, and the pages of settings are made. The README's
-section Install, the tables of sections and the options of the verbs are filled in. Links to files
-outside of the site become plain text: the pages are also read in the repository, where those links
-work.
+section Install, the list of packages, the tables of sections and the options of verbs are filled
+in. Links to files outside of the site become plain text: the pages are also read in the repository,
+where those links work.
 """
 
+import ast
 import posixpath
 import re
 import sys
@@ -35,11 +36,9 @@ def added() -> dict[str, str]:
 
 
 ADDED = added()
-LESS_SEARCHED = ("benchmarks/", "changelog", "contributing", "api")
-MORE_SEARCHED = (
-    *("troubleshooting", "glossary", "quickstart", "layouts"),
-    *("checkpoint", "precision", "data.md"),
-)
+NOT_SEARCHED = ("benchmarks/results/", "api")
+LESS_SEARCHED = ("benchmarks/", "changelog", "contributing")
+MORE_SEARCHED = ("quickstart", "layouts", "checkpoint", "precision", "data.md")
 FILE = re.compile(r"<!-- file: (\S+) -->\n```(\w+)")
 """The name of a file, above the block with its text."""
 
@@ -66,13 +65,16 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
         markdown += "\n\n" + "\n".join(index())
     if page.file.src_uri == "architecture.md":
         markdown = re.sub(r"(?<=\n## The road\n).*?(?=\n## )", with_lines, markdown, flags=re.S)
+        markdown += "\n\n| package | contents |\n|---|---|\n" + "\n".join(packages())
     if page.file.src_uri == "install.md":
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         section = readme.partition("\n## Install\n")[2].partition("\n## ")[0]
         assert section, "README.md has no section Install"
         before, _, after = markdown.partition("The [README]")
         markdown = before + section.replace("](docs/", "](") + after.partition("\n")[2]
-    if page.file.src_uri.startswith(LESS_SEARCHED + MORE_SEARCHED):
+    if page.file.src_uri.startswith(NOT_SEARCHED):
+        page.meta["search"] = {"exclude": True}
+    elif page.file.src_uri.startswith(LESS_SEARCHED + MORE_SEARCHED):
         boost = 0.2 if page.file.src_uri.startswith(LESS_SEARCHED) else 2
         page.meta["search"] = {"boost": boost}
     source = page.file.abs_src_path or ROOT / "docs" / page.file.src_uri
@@ -108,6 +110,16 @@ def with_lines(section: re.Match[str]) -> str:
         return f"{row[0]} {len(text.splitlines())} |"
 
     return re.sub(r"^\| `([\w/]+\.py)` \|.*\|$", counted, lines, flags=re.M)
+
+
+def packages() -> Iterator[str]:
+    """Yield a row for each package, and each module outside of one, from its docstring."""
+    package = ROOT / "torchtitan"
+    for path in sorted([*package.glob("*/__init__.py"), *package.glob("[!_]*.py")]):
+        name = f"{path.parent.name}/" if path.stem == "__init__" else path.name
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        about = docstring.partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+        yield f"| `{name}` | {about} |"
 
 
 def help_of_verbs() -> Iterator[str]:

@@ -394,7 +394,8 @@ def test_every_seam_of_a_wing_is_listed():
     """With the file or folder that owns the registry."""
     page = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
     listed = set()
-    for row in page.partition("| kind | owner")[2].partition("\n\n")[0].splitlines():
+    table = page.partition("| kind | owner |\n|---|---|\n")[2].partition("\n\n")[0]
+    for row in table.splitlines():
         kinds, owners = (re.findall(r"`([^`]+)`", cell) for cell in row.split("|")[1:3])
         listed |= {(kind, owner) for kind in kinds for owner in owners}
     found = set()

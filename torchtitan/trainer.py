@@ -1,7 +1,7 @@
 """Training on one rank: in this process alone, or in each that torchrun or our launcher starts.
 
 Exit status: 0 when the run is finished, or was stopped by Ctrl-C and saved; the others are in
-docs/elastic.md.
+docs/exit_codes.md.
 """
 
 import os

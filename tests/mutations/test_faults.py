@@ -1,7 +1,6 @@
 """Planted faults follow the code: each can still be planted, and is described."""
 
 import ast
-import re
 
 from tests.mutations.faults import ROOT, TIERS, read_faults
 
@@ -26,11 +25,3 @@ def test_the_tests_that_found_a_fault_exist():
         if not path.is_file() or (function and f"def {function}(" not in path.read_text()):
             gone.append(name)
     assert gone == []
-
-
-def test_the_page_lists_the_bugs_of_others():
-    page = (ROOT / "docs/experts.md").read_text(encoding="utf-8")
-    table = page.partition("| bug | was in |")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in table.splitlines()[2:]]
-    found = [[re.sub("[^a-z0-9]+", "_", name.lower()), where] for name, where in rows]
-    assert found == [[each.name, each.was_in] for each in read_faults() if each.was_in]

@@ -15,7 +15,7 @@ STEPS = 4
 
 
 def digest(tensors):
-    """As docs/checkpoint.md says: the sum of all elements' bits, times weights of their indices."""
+    """The sum of the bits of all elements, times weights of their indices: torchtitan/digest.py."""
     lines = []
     for name in sorted(tensors):
         elements = np.atleast_1d(tensors[name].numpy())

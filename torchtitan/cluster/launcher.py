@@ -3,7 +3,7 @@
 This is torchrun for training runs. A wrong recipe is refused before anything starts, for every
 number of ranks that the run may have. A signal asks the ranks to save and exit. After a failure the
 launcher prints a report of their traces, and restarts them from the newest checkpoint. There is one
-exit status for the outcome; docs/elastic.md lists all of them.
+exit status for the outcome; docs/exit_codes.md lists all of them.
 """
 
 import os

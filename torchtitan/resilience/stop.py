@@ -1,7 +1,7 @@
 """Stops a run at the end of a step when the user or the scheduler asks, and says so by its status.
 
 A scheduler that takes a machine back sends a signal first. The run then saves, and ends with a
-status that means "start me again"; see docs/elastic.md for all of them.
+status that means "start me again"; see docs/exit_codes.md for all of them.
 
 The time of a save is compared with the grace period, from a request to stop until SIGKILL. Only the
 scheduler knows this period, so its manifest puts it into a variable. If a save takes longer, the

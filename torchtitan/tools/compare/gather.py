@@ -53,7 +53,7 @@ def compare_curves(
 
     and for the gradient norm NORM times as much. GROWTH is 16 unit roundoffs of float32, and 1/16
     of one of bfloat16, whose errors average out over the tokens of a batch and whose sums are
-    float32; the numbers were measured (docs/compare.md). Float8 has too few bits for such a bound.
+    float32; the numbers were measured (benchmarks/README.md). Float8 has too few bits for a bound.
 
     Args:
         ours, our_norms: loss and gradient norm of the variant.
