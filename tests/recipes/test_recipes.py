@@ -3,6 +3,8 @@
 import json
 import re
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import pytest
 import tokenizers
@@ -13,10 +15,12 @@ from tests.tables import table
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config.files import read_recipe
+from torchtitan.config.schema import places
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.spec import count_parameters
 from torchtitan.plan.messages import messages_of
+from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
@@ -49,6 +53,29 @@ def tokenizer(tmp_path_factory):
         json.dumps({"bos_token": "<s>", "eos_token": "</s>"}), encoding="utf-8"
     )
     return str(path.parent)
+
+
+def is_read_again(path, flags, folder):
+    """Whether what a run records of its recipe, every key that has a value, is the same."""
+    job, recorded = load_job(path, flags, 1, "cpu").config, folder / "recipe.toml"
+    recorded.write_text(to_toml(job))
+    return load_job(recorded, (), 1, "cpu").config.flat() == job.flat()
+
+
+@pytest.mark.parametrize("key", ["decay_ratio=none", "decay_from=8"])
+def test_what_a_run_records_is_read_again(key, tmp_path):
+    flags = ["--lr_scheduler.name=power_law", f"--lr_scheduler.{key}"]
+    assert is_read_again(FOLDER / "debug_model.toml", flags, tmp_path)
+
+
+def test_toml_can_hold_every_value():
+    """It has no none, so a key may be none only by default."""
+    for place in places(JobConfig):
+        for key, info in place.settings.model_fields.items():
+            if NoneType in get_args(info.annotation) and info.default is not None:
+                named = {"name": place.choice} if place.choice else {}
+                found = place.settings.model_validate({**named, key: None})
+                assert getattr(found, key) is not None, (place.path, key)
 
 
 def test_all_are_here():

@@ -269,7 +269,7 @@ def schedule(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         message = f"the schedule has only {all_steps} warm-up"
         yield Problem("lr_scheduler.warmup_steps", message, also, "note")
     elif s.decay_from is not None:
-        if "decay_ratio" in s.model_fields_set and s.decay_ratio:
+        if s.decay_ratio and s.decay_ratio != type(s).model_fields["decay_ratio"].default:
             message = f"decay_ratio = {s.decay_ratio:g} starts the decay elsewhere: set one of them"
             yield Problem("lr_scheduler.decay_from", message, also)
         if s.decay_from >= steps:

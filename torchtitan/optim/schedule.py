@@ -7,11 +7,15 @@ steps of each phase.
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from torchtitan.config import Config, Registry
+
+Ratio = Annotated[float | None, BeforeValidator(lambda given: 1.0 if given is None else given)]
+"""A ratio of which none is 1, where that is not its default: a recipe that a run records, in TOML,
+leaves out what is none."""
 
 
 class ScheduleConfig(Config):
@@ -82,8 +86,8 @@ class PowerLaw(ScheduleConfig):
 
     name: Literal["power_law"] = "power_law"
     """Name of the schedule."""
-    decay_ratio: float | None = Field(0.0, ge=0, le=1)
-    """Fraction of the steps that decay, at most all after the warm-up; none: all of these."""
+    decay_ratio: Ratio = Field(0.0, ge=0, le=1)
+    """Fraction of the steps that decay, at most all after the warm-up; none or 1: all of these."""
     exponent: float = Field(0.5, gt=0)
     """Exponent p of (warm-up steps / step)^p, which multiplies the rate after the warm-up; 0.5: the
     inverse square root."""

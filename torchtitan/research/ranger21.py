@@ -27,11 +27,11 @@ the result, and its normalization, follow from them. So one reduction is enough.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -39,6 +39,7 @@ from torchtitan.config import Context, Problem
 from torchtitan.optim import ScheduleConfig
 from torchtitan.optim.adam_and_sgd import AdamGroup, AdamWRule
 from torchtitan.optim.parameters import local
+from torchtitan.optim.schedule import Ratio
 from torchtitan.optim.settings import OptimizerConfig, ParameterGroup
 from torchtitan.research.common.unit_sums import Reduction, Units, sharing, units_of
 from torchtitan.torch_private.dtensor import laid_out_as
@@ -382,10 +383,7 @@ class Ranger21Schedule(ScheduleConfig):
     """Name of the schedule."""
     warmup_steps: int = Field(2000, ge=0)
     """Steps of linear warm-up, 2 / (1 - beta2) by default; at most 22 % of the schedule."""
-    # A recipe that a run records has no none.
-    decay_ratio: Annotated[
-        float | None, BeforeValidator(lambda given: 1 if given is None else given)
-    ] = Field(0.28, ge=0, le=1)
+    decay_ratio: Ratio = Field(0.28, ge=0, le=1)
     """Fraction of the steps that decay, at most what the warm-up leaves; none or 1: all of it."""
     min_lr_factor: float = Field(0.03, ge=0, le=1)
     """Fraction of the peak rate at which the decay ends."""
