@@ -209,17 +209,23 @@ def test_reason_names_what_differs_most():
 
 
 @pytest.mark.slow
-def test_search_by_command_writes_a_valid_recipe(tmp_path):
+def test_search_by_command_writes_a_valid_recipe_and_times_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(search_report, "ROUNDS", 1)
+    monkeypatch.setattr(search_report, "STEPS", 2)
     flags = ("--compile.enable=false", "--training.seq_len=64")
     job, output = debug_job(2, *flags), tmp_path / "deep" / "best.toml"
     planned = on_cpu(job, 2)
     words = (Path(RECIPE), planned, "cpu")
-    found = search_report.search_layouts(*words, output, seconds=8.0)
+    found = search_report.search_layouts(*words, output, seconds=8.0, timed=2)
     search_report.write_best(found, *words)
     assert found["planned"] >= len(found["layouts"]) >= 2
     text = "\n".join(search_report.search_text(found))
     assert found["summary"] in text
     assert str(output) in text
+    runs = [each["measured"] for each in found["layouts"][:2]]
+    assert [run["status"] for run in runs] == ["ran", "ran"]
+    rates = [run["tokens_per_second_per_device"] for run in runs]
+    assert rates[found["best"]] == max(rates)
     loaded = load_job(output, [], 2, "cpu", exempt=("model.tokenizer_path",)).config
     best = with_changes(job, found["layouts"][found["best"]]["changes"])
     assert loaded.flat() == best.flat()
@@ -254,3 +260,21 @@ def test_layouts_that_cannot_fit_are_refused_with_the_fix(tmp_path):
         search_report.search_layouts(
             *(Path(RECIPE), planned, "cpu", tmp_path / "best.toml"), seconds=0.0
         )
+
+
+def test_timing_needs_the_devices():
+    with pytest.raises(RecipeError, match="64 ranks on h100 need as many devices"):
+        search_report.require_devices(find_hardware("h100"), 64)
+    with pytest.raises(RecipeError, match="wanted at most 256 processes"):
+        search_report.require_devices(find_hardware("cpu"), 1024)
+    search_report.require_devices(find_hardware("cpu"), 4)
+
+
+def test_a_run_that_failed_is_said_and_not_the_best():
+    ran = {"tokens_per_second_per_device": 5.0, "status": "ran"}
+    ran |= {"seconds_per_step": {"value": 1.0, "low": 0.9, "high": 1.1}}
+    failed = {"status": "failed", "reasons": ["it ended"]}
+    assert search_report.fastest_run([failed, ran]) == 1
+    assert search_report.fastest_run([failed, failed]) == 0
+    assert search_report.run_text(failed) == "timed: failed: it ended"
+    assert search_report.run_text(ran) == "timed: 5 tokens/s/device, 1 s a step (0.9 to 1.1)"

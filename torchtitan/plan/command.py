@@ -27,10 +27,25 @@ from torchtitan.plan.page import plan_page
 from torchtitan.plan.plan import plan
 from torchtitan.plan.plan_report import Json, plan_json, plan_text
 from torchtitan.plan.search import LEAST
-from torchtitan.plan.search_report import SECONDS, search_layouts, search_text, write_best
+from torchtitan.plan.search_report import (
+    SECONDS,
+    require_devices,
+    search_layouts,
+    search_text,
+    write_best,
+)
 from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tools.history import RunHistory
-from torchtitan.tools.options import Count, DeviceMemory, Recipe, RecipeVerb, number, progress, verb
+from torchtitan.tools.options import (
+    Count,
+    DeviceMemory,
+    Recipe,
+    RecipeVerb,
+    count,
+    number,
+    progress,
+    verb,
+)
 
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 MOST_RANKS = 2**20
@@ -89,6 +104,15 @@ def plan_recipe(
             help=f"Time of a search (default: {SECONDS:.0f}); it plans at least {LEAST} layouts.",
         ),
     ] = None,
+    timed: Annotated[
+        int | None,
+        typer.Option(
+            "--time",
+            parser=count,
+            metavar="K",
+            help="With --search: also run the best K layouts for a few steps on this machine.",
+        ),
+    ] = None,
     measure: Annotated[
         bool,
         typer.Option(
@@ -110,7 +134,7 @@ def plan_recipe(
         path = str(history.folder / RECIPE_FILE)
         world_size = world_size or history.ranks
     require_recipe(path, flags, "plan")
-    mistakes = [*_mistakes(html, output, search, seconds)]
+    mistakes = [*_mistakes(html, output, search, seconds, timed)]
     devices: Hardware | None = None
 
     def load(ranks: int | None, more: Sequence[str] = ()) -> config.Recipe[JobConfig]:
@@ -142,6 +166,8 @@ def plan_recipe(
     if search and (devices is None or path is None):
         missing = "the hardware; add --hardware" if path else "a recipe; name one"
         raise RecipeError([f"--search: it needs {missing}"])
+    if timed and devices:
+        require_devices(devices, ranks)
     if devices and device_memory:
         devices = devices.model_copy(update={"memory_gib": device_memory})
     with progress(f"planning {ranks:,} ranks") as advance:
@@ -159,7 +185,8 @@ def plan_recipe(
         place = output or Path("outputs") / f"{given.stem}_planned.toml"
         with progress(f"searching layouts of {ranks:,} ranks"):
             words = (given, planned, _type(devices), place)
-            layouts = search_layouts(*words, seconds=SECONDS if seconds is None else seconds)
+            time_limit = SECONDS if seconds is None else seconds
+            layouts = search_layouts(*words, seconds=time_limit, timed=timed or 0)
     smaller: list[FittingChange] = []
     if planned.fits is False:
         with progress("looking for changes after which it fits") as advance:
@@ -193,7 +220,7 @@ def collected(mistakes: list[str]) -> Iterator[None]:
 
 
 def _mistakes(
-    html: Path | None, output: Path | None, search: bool, seconds: float | None
+    html: Path | None, output: Path | None, search: bool, seconds: float | None, timed: int | None
 ) -> Iterator[str]:
     """Yield what is wrong with the options alone."""
     if html and not html.resolve().parent.is_dir():
@@ -201,6 +228,8 @@ def _mistakes(
     for option, file in (("--html", html), ("--output", output)):
         if file and file.is_dir():
             yield f"{option}: got {file}; name a file in this folder"
+    if timed and not search:
+        yield f"--time: got {timed}; add --search, whose layouts it times"
     if seconds is not None and not search:
         yield f"--seconds: got {seconds:g}; add --search, whose time it is"
 

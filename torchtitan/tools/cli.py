@@ -80,8 +80,6 @@ ABSENT: Final = {
     "--debug.seed 1 --output FOLDER",
     "compare --launcher": "start runs over several machines yourself, and give compare their "
     "folders",
-    "plan --time": "time the written layout beside the recipe: torchtitan compare RECIPE "
-    "outputs/NAME_planned.toml",
     "generate --tensor-parallel": "a model is read on one rank",
     **dict.fromkeys(
         (f"evaluate --{option}" for option in ("tensor-parallel", "num-fewshot", "include-path")),
