@@ -7,16 +7,23 @@ sections, models and data sets from here when it is built (scripts/site_hooks.py
 """
 
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from inspect import cleandoc
 from typing import Any
+
+from torch import nn
 
 from torchtitan.config import HelpEntry, HelpSection, all_sections, sections, show
 from torchtitan.config.other_names import SYNONYMS, Moved
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
-from torchtitan.models.spec import ModelSpec
+from torchtitan.models.attention import attends
+from torchtitan.models.experts import idle_parameters
+from torchtitan.models.spec import ModelSpec, build_empty, count_parameters
+from torchtitan.tasks import TASKS
 from torchtitan.tools.cli import command, verbs
 from torchtitan.tools.commands import REFERENCE, as_json
 from torchtitan.torchtitan_keys import DEFAULTS, OF_CONVERTER, OUR_SECTIONS, TABLE
@@ -30,6 +37,7 @@ def pages() -> dict[str, str]:
         )
         for name, parts in sections_by_page().items()
     }
+    written["config/families.md"] = "\n".join(families())
     written["config/torchtitan_keys.md"] = "\n".join(old_keys())
     written["config/other_names.md"] = "\n".join(other_names())
     return written
@@ -40,12 +48,59 @@ def index() -> Iterator[str]:
     yield "## Sections\n\n| section | contents |\n|---|---|"
     for name, parts in sections_by_page().items():
         yield f"| [`{parts[0].header}`](config/{name}.md) | {cell(about(parts))} |"
-    yield "\n## Models\n\n| `model.name` | `model.flavor` |\n|---|---|"
-    for name, spec in MODELS.items():
-        yield f"| `{name}` | {', '.join(f'`{flavor}`' for flavor in spec.flavors)} |"
+    yield "\n## Models\n\n[Families](config/families.md) has their sizes, and what they support.\n"
     yield "\n## Data sets\n\n| `data.dataset` | |\n|---|---|"
     for name, dataset in DATASETS.items():
         yield f"| `{name}` | {cell(dataset.about)} |"
+
+
+def families() -> Iterator[str]:
+    """The table of families of models: their sizes, what they support, the sources of formulas."""
+    yield "# Families of models\n"
+    yield "The table has the techniques that depend on the network; the others, such as FSDP 2,"
+    yield "recomputation and compilation, are the same for all families. Any size can be set in the"
+    yield "recipe ([keys](model.md)).\n"
+    columns = ("`model.name`", "", "flavors", *TECHNIQUES, "formats of weights", "source")
+    yield f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+    for name, spec in MODELS.items():
+        flavors = (
+            f"`{flavor}` ({parameters(build_empty(spec.build, args, 1))})"
+            for flavor, args in spec.flavors.items()
+        )
+        able = ["yes" if supports(spec) else "no" for supports in TECHNIQUES.values()]
+        if tied := [flavor for flavor, args in spec.flavors.items() if spec.tied(args)]:
+            able[1] = f"but for tied flavors: {', '.join(f'`{flavor}`' for flavor in tied)}"
+        numbers = SOURCE.findall(sys.modules[spec.settings.__module__].__doc__ or "")
+        source = ", ".join(f"[{n}](https://arxiv.org/abs/{n})" for n in dict.fromkeys(numbers))
+        formats = ", ".join(("`ours`", "`dcp`", *(f"`{each}`" for each in spec.formats)))
+        about = cell(cleandoc(spec.settings.__doc__ or "").replace("\n", " "))
+        yield f"| {' | '.join((f'`{name}`', about, ', '.join(flavors), *able, formats, source))} |"
+    yield ""
+
+
+TECHNIQUES: dict[str, Callable[[ModelSpec[Any]], bool]] = {
+    "tensor parallelism": lambda spec: bool(spec.tensor_plan),
+    "pipeline parallelism": lambda spec: True,
+    "context parallelism": lambda spec: (
+        attends(build_empty(spec.build, next(iter(spec.flavors.values())), 1))
+        and TASKS[spec.task].splits_sequences
+    ),
+    "expert parallelism": lambda spec: spec.experts(next(iter(spec.flavors.values()))) is not None,
+}
+"""What a family supports or not, by its spec."""
+SOURCE = re.compile(r"(?:arXiv:|arxiv\.org/abs/)(\d{4}\.\d{4,5})")
+
+
+def parameters(network: nn.Module) -> str:
+    """Return the parameters of a network in words, and those that a token uses if fewer."""
+    total = count_parameters(network).total
+    idle = idle_parameters(network)
+    return short(total) + (f", {short(total - idle)} used by a token" if idle else "")
+
+
+def short(number: int) -> str:
+    """Return a number in millions or billions."""
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
 def sections_by_page() -> dict[str, list[HelpSection]]:

@@ -447,6 +447,20 @@ OSS_APART = (
     *("EP 2", "EP 2 of 4", "EP 2, full recomputation", "EP 2, FSDP 2 x TP 2"),
     *("EP 2, FSDP 2 x TP 2, operators recomputed", "EP 2 of 4, FSDP 4 x TP 2"),
 )
+QWEN2 = {"name": "tiny_qwen2"}
+"""Biases of queries, keys and values."""
+OLMO = {"name": "tiny_olmo2"}
+"""Queries of all heads are normalized together, as are keys; norms are after what they are of."""
+GEMMA = {"name": "tiny_gemma3"}
+"""Norms before and after, and every second block with a window and another rotary base."""
+MIXTRAL = {"name": "tiny_mixtral"}
+"""Mixtures of experts in all blocks."""
+OF_DENSE = (
+    *("FSDP 2, accumulating 4", "FSDP 2, operators recomputed", "TP 2", "TP 2, neither"),
+    *("FSDP 2 x TP 2, no sequence parallelism", "CP 2, ring", "CP 2, Ulysses, documents"),
+    *("CP 2 x TP 2", "PP 2, Interleaved1F1B", "FSDP 2 x TP 2 x PP 2", "FSDP 2, Float8 rowwise"),
+    *("TP 2 x PP 2, Float8 rowwise", "TP 2, loss in chunks"),
+)
 FAMILIES = {
     "Llama": LAYOUTS,
     "Qwen3": {name: layout.of(**QWEN3) for name, layout in LAYOUTS.items()},
@@ -470,6 +484,17 @@ FAMILIES = {
         **{name: EXPERT_PARALLEL[name].of(**OSS) for name in OSS_APART},
         # Of the sinks of a tensor rank, which are two, two of four shards have none.
         "FSDP 4 x TP 2, few heads": case(shard=4, tp=2).of(**OSS, n_heads=4, n_kv_heads=2),
+    },
+    "Qwen2": {name: LAYOUTS[name].of(**QWEN2) for name in OF_DENSE},
+    "OLMo 2": {name: LAYOUTS[name].of(**OLMO) for name in OF_DENSE},
+    "Gemma 3": {
+        **{name: LAYOUTS[name].of(**GEMMA) for name in OF_DENSE},
+        "FSDP 2 x TP 2, tied": case(shard=2, tp=2).of(**GEMMA, tied=True),
+    },
+    "Mixtral": {
+        **{name: LAYOUTS[name].of(**MIXTRAL) for name in ("TP 2", "PP 2, Interleaved1F1B")},
+        "EP 2": case(shard=2, expert_parallel_degree=2).of(**MIXTRAL),
+        "EP 2, FSDP 2 x TP 2": case(shard=2, tp=2, expert_parallel_degree=2).of(**MIXTRAL),
     },
     "Llama, sliding window": {
         name: layout.of(**WINDOW)

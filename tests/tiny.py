@@ -14,10 +14,14 @@ from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.deepseek_v3 import DEEPSEEK_V3
+from torchtitan.models.gemma3 import GEMMA3
 from torchtitan.models.gpt_oss import GPT_OSS, GptOssArgs
 from torchtitan.models.latent_attention import LatentArgs
-from torchtitan.models.layers import Yarn
+from torchtitan.models.layers import Linear, Yarn
 from torchtitan.models.llama3 import LLAMA3
+from torchtitan.models.mixtral import MIXTRAL
+from torchtitan.models.olmo2 import OLMO2
+from torchtitan.models.qwen2 import QWEN2
 from torchtitan.models.qwen3 import QWEN3
 from torchtitan.models.qwen3_moe import QWEN3_MOE
 from torchtitan.models.sparse_decoder import SparseArgs
@@ -107,6 +111,8 @@ OSS = {
     "ffn_dim": 48,
     "head_dim": 16,
     "sliding_window": 9,
+    "full_every": 2,
+    "qkv_bias": True,
     "swiglu_limit": 0.1,
     "rope_scaling": Yarn(factor=4.0, original_context=16, truncate=False),
 }
@@ -114,6 +120,32 @@ OSSES = {
     name: GptOssArgs(**vars(args) | OSS) for name, args in FLAVORS.items() if args.n_layers > 1
 }
 MODELS["tiny_oss"] = dataclasses.replace(GPT_OSS, name="tiny_oss", flavors=OSSES)
+
+MIXED = {
+    name: SparseArgs(**vars(args) | {"ffn_dim": 48}, n_experts=6, top_k=2, expert_dim=48)
+    for name, args in FLAVORS.items()
+}
+MODELS["tiny_mixtral"] = dataclasses.replace(MIXTRAL, name="tiny_mixtral", flavors=MIXED)
+BIASED = {name: dataclasses.replace(args, qkv_bias=True) for name, args in FLAVORS.items()}
+MODELS["tiny_qwen2"] = dataclasses.replace(QWEN2, name="tiny_qwen2", flavors=BIASED)
+JOINED = {name: dataclasses.replace(args, joint_norms=True) for name, args in FLAVORS.items()}
+MODELS["tiny_olmo2"] = dataclasses.replace(OLMO2, name="tiny_olmo2", flavors=JOINED)
+# Blocks of both kinds, whose rotary frequencies differ, and logits of another scale.
+GEMMA = {
+    "head_norms": True,
+    "norm": "offset",
+    "block_norms": 4,
+    "activation": "gelu_tanh",
+    "scaled_embeddings": True,
+    "head_dim": 16,
+    "query_scalar": 24,
+    "local_rope_theta": 100.0,
+    "sliding_window": 9,
+    "full_every": 2,
+    "rope_scaling": Linear(factor=2.0),
+}
+GEMMAS = {name: dataclasses.replace(args, **GEMMA) for name, args in FLAVORS.items()}
+MODELS["tiny_gemma3"] = dataclasses.replace(GEMMA3, name="tiny_gemma3", flavors=GEMMAS)
 
 
 def problems(job, device_type="cpu", severity="error", ranks=None):

@@ -78,7 +78,7 @@ SAME_RUN = {
 # Sections that all replica groups of a run share.
 SHARED_SECTIONS = (
     *("model", "data", "training", "optimizer", "lr_scheduler", "spikes", "parallelism", "debug"),
-    "auxiliary_losses",
+    *("auxiliary_losses", "convert", "sharding", "communication"),
 )
 
 

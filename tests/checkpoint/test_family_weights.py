@@ -29,6 +29,7 @@ ROUTED = {"n_experts": 11, "top_k": 3, "expert_dim": 40, "vocab_size": 320}
 QWEN3 = {**GROUPED, "ffn_dim": 96, "vocab_size": 320}
 ROPE = {"rope_scaling": 4.0, "rope_original_context": 16}
 HEADS = {"latent_rank": 20, "plain_dim": 12, "rotated_dim": 8, "value_dim": 10}
+GEMMA = {"full_every": 2, "local_rope_theta": 100.0, "query_scalar": 24, "tied": True}
 EXPERTS = {"n_experts": 12, "top_k": 3, "expert_dim": 40, "shared_dim": 80, "expert_groups": 4}
 SIZES = {"dim": 48, "n_layers": 2, "n_heads": 4, "ffn_dim": 96, "vocab_size": 320}
 LATENT = {**SIZES, **HEADS, **EXPERTS, **ROPE, "dense_layers": 1}
@@ -64,7 +65,15 @@ FAMILIES = {
     ),
     "DeepSeek-V3 16B": Family("deepseek_v3", {**LATENT, "query_rank": 0}, "DeepseekV3ForCausalLM"),
     "GPT-OSS": Family("gpt_oss", OSS_SIZES, "GptOssForCausalLM"),
+    "Qwen2": Family("qwen2", {**QWEN3, "tied": False}, "Qwen2ForCausalLM"),
+    "Mistral": Family("mistral", {**QWEN3, "sliding_window": 9}, "MistralForCausalLM"),
+    "Mixtral": Family("mixtral", {**GROUPED, **ROUTED}, "MixtralForCausalLM"),
+    "OLMo 2": Family("olmo2", QWEN3, "Olmo2ForCausalLM"),
+    "Gemma 3": Family(
+        "gemma3", {**QWEN3, **GEMMA, "sliding_window": 9, "rope_scaling": 4.0}, "Gemma3ForCausalLM"
+    ),
 }
+DENSE = ("Qwen3", "Qwen2", "Mistral", "OLMo 2", "Qwen3, tied", "Gemma 3")
 
 
 class Made(NamedTuple):
@@ -112,13 +121,17 @@ FUSED = {"Qwen3-MoE": 11, "DeepSeek-V3 671B": 12, "DeepSeek-V3 16B": 12}
 
 def are_the_tensors(name, tensors, ours):
     """What the names of a family mean."""
-    if name.startswith("Qwen3") and name not in FUSED:
-        assert ("lm_head.weight" in tensors) == (name == "Qwen3")
+    if name in DENSE:
+        assert ("lm_head.weight" in tensors) == (not FAMILIES[name].sizes.get("tied", False))
         return
     mixture = ours.layers["1"].mixture
     if name == "Qwen3-MoE":
         assert tensors[f"{MLP}.experts.10.down_proj.weight"].shape == (48, 40)
         assert torch.equal(tensors[f"{MLP}.experts.2.up_proj.weight"], mixture.experts.w3[2])
+    elif name == "Mixtral":
+        mixed = "model.layers.1.block_sparse_moe"
+        assert torch.equal(tensors[f"{mixed}.gate.weight"], mixture.router.weight)
+        assert torch.equal(tensors[f"{mixed}.experts.10.w2.weight"], mixture.experts.w2[10])
     elif name == "GPT-OSS":
         gate_up = tensors[f"{MLP}.experts.gate_up_proj"]
         assert torch.equal(gate_up[..., 1::2], mixture.experts.w3.mT)

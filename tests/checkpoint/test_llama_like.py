@@ -67,7 +67,7 @@ def test_logits_are_those_of_transformers_there_and_back(case, tmp_path):
     back = convert(ours, tmp_path / "back")
     theirs, report = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
     assert not any(report.values())
-    kind = "Mistral" if CASES[case].get("sliding_window") else "Llama"
+    kind = CASES[case]["model_type"].capitalize()
     assert type(theirs).__name__ == f"{kind}ForCausalLM"
     with torch.no_grad():
         torch.testing.assert_close(theirs(TOKENS).logits, expected, atol=1e-5, rtol=0)
@@ -168,7 +168,7 @@ def test_tensors_that_are_missing_or_of_another_shape_are_named(tmp_path, capsys
     tensors["lm_head.weight"] = torch.zeros(301, 48)
     save_file(tensors, folder / "model.safetensors")
     assert refused(capsys, folder) == [
-        "error: HERE: not the weights of a llama3:",
+        "error: HERE: not the weights of a mistral:",
         "  missing: model.norm.weight",
         "  unexpected: model.layers.0.self_attn.q_proj.bias",
         "  lm_head.weight: has shape (301, 48); wanted (300, 48)",

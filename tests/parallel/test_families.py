@@ -38,11 +38,20 @@ DAILY = [
     (ROUNDED, "EP 2, rowwise"),
     *((LATENTS, name) for name in ("TP 2", "TP 2, no sequence parallelism", "CP 2, ring")),
     *((OSSES, name) for name in ("TP 2", "CP 2, ring")),
+    *((family, "TP 2") for family in ("OLMo 2", "Gemma 3")),
 ]
 IN_GATE = {
     BALANCED: ("PP 2, 1F1B, first stage without experts",),
     APART: ("EP 2 of 4", "EP 2, FSDP 2 x PP 2, first stage without experts"),
     OSSES: ("EP 2, FSDP 2 x TP 2",),
+    "Qwen2": ("TP 2", "FSDP 2, Float8 rowwise"),
+    "OLMo 2": (
+        "FSDP 2 x TP 2, no sequence parallelism",
+        "CP 2 x TP 2",
+        "TP 2 x PP 2, Float8 rowwise",
+    ),
+    "Gemma 3": ("FSDP 2 x TP 2, tied", "CP 2, Ulysses, documents", "PP 2, Interleaved1F1B"),
+    "Mixtral": ("EP 2, FSDP 2 x TP 2", "PP 2, Interleaved1F1B"),
 }
 GATE = [(family, name) for family, names in IN_GATE.items() for name in names]
 """Of the rest, test_cover.py has every pair of settings; all are compared before a release."""
@@ -122,10 +131,12 @@ SENDING = {
         **{name: EXPERT_PARALLEL[name] for name in ("EP 2, FSDP 2 x TP 2", "EP 2 of 4")},
     },
     WINDOWED: RING,
+    "OLMo 2": COMMON,
+    "Gemma 3": {"TP 2": COMMON["TP 2"], **RING},
 }
 # Of 8 experts, so that the bias of a router is more than a few single numbers.
 MODEL = {"Qwen3": QWEN3, "Qwen3-MoE": SPARSE, LATENTS: LATENT, OSSES: OSS | layouts.EIGHT}
-MODEL |= {WINDOWED: layouts.WINDOW, APART: {}}
+MODEL |= {WINDOWED: layouts.WINDOW, APART: {}, "OLMo 2": layouts.OLMO, "Gemma 3": layouts.GEMMA}
 SENT = [(family, name) for family, cases in SENDING.items() for name in cases]
 SENT_DAILY = [("Qwen3", "TP 2, neither"), ("Qwen3-MoE", "TP 2"), (APART, "EP 2")]
 SENT_BEFORE_A_RELEASE = [(LATENTS, "CP 2 x TP 2, Ulysses"), (OSSES, "EP 2, FSDP 2 x TP 2")]
@@ -160,9 +171,11 @@ def test_steps_in_the_backward():
 
 
 @pytest.mark.gate
-def test_it_is_the_same_run_compiled():
+@pytest.mark.parametrize("family", ["tiny_qwen3", "tiny_qwen2", "tiny_olmo2", "tiny_gemma3"])
+def test_it_is_the_same_run_compiled(family):
     layout, graphs = test_compile.CASES["TP 2, loss in chunks"]
-    test_compile.is_the_same_run(layout.of(**QWEN3), graphs)
+    everywhere = {"sliding_window": 0} if family == "tiny_gemma3" else {}  # blocks are alike
+    test_compile.is_the_same_run(layout.of(name=family, **everywhere), graphs)
 
 
 def held(run):

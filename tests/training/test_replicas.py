@@ -148,6 +148,14 @@ UNLIKE = [
 ]
 
 
+def test_groups_have_the_same_parts_of_the_same_gradients():
+    plain, other = job("unused").shared(), {"sharding": {"accumulate_whole": True}}
+    other |= {"communication": {"replicas": {"overlap": False}}, "training": {"dtype": "bfloat16"}}
+    for name, section in other.items():
+        found = job("unused", **{name: section}).shared()
+        assert [key for key in plain if plain[key] != found[key]] == [f"[{name}]"]
+
+
 @pytest.mark.parametrize(("peer", "kind", "message"), UNLIKE)
 def test_a_group_that_does_not_fit_ends_when_it_comes(peer, kind, message):
     with pytest.raises(kind, match=message):

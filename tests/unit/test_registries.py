@@ -25,7 +25,7 @@ def known():
 def test_without_the_names_of_tests():
     assert "tiny" in MODELS
     with registries.having(registries.SHIPPED):
-        assert list(MODELS) == ["llama3", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "vit_mae"]
+        assert not any(name.startswith("tiny") for name in MODELS)
     assert "tiny" in MODELS
 
 

@@ -11,10 +11,15 @@ MODELS = Registry[ModelSpec[Any]](
     "model",
     {
         "llama3": "torchtitan.models.llama3:LLAMA3",
+        "qwen2": "torchtitan.models.qwen2:QWEN2",
         "qwen3": "torchtitan.models.qwen3:QWEN3",
         "qwen3_moe": "torchtitan.models.qwen3_moe:QWEN3_MOE",
         "deepseek_v3": "torchtitan.models.deepseek_v3:DEEPSEEK_V3",
         "gpt_oss": "torchtitan.models.gpt_oss:GPT_OSS",
+        "mistral": "torchtitan.models.mistral:MISTRAL",
+        "mixtral": "torchtitan.models.mixtral:MIXTRAL",
+        "olmo2": "torchtitan.models.olmo2:OLMO2",
+        "gemma3": "torchtitan.models.gemma3:GEMMA3",
     },
 )
 

@@ -8,8 +8,9 @@ without stored logits, multi-token prediction and the heads of auxiliary losses.
 Shapes: B batch, S sequence, D model dim, V vocabulary, A number of tokens predicted ahead.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self, cast
 
 import torch
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 
 from torchtitan.models.experts import Router
 from torchtitan.models.layers import (
+    Activation,
     Attention,
     FeedForward,
-    RopeScaling,
+    JointNorm,
+    OffsetNorm,
     RotaryEmbedding,
+    Scaling,
     TiedOutput,
-    Yarn,
 )
 from torchtitan.models.output import AuxiliaryHead, AuxiliaryLoss, LinearLoss
 
@@ -77,14 +80,22 @@ class DecoderArgs:
     n_kv_heads: int
     ffn_dim: int
     vocab_size: int
-    norm: Literal["rms", "none"] = "rms"  # norms of the residual stream
+    norm: Literal["rms", "offset", "none"] = "rms"  # norms of the residual stream
+    block_norms: int = 2  # number of them in a block
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
-    rope_scaling: RopeScaling | Yarn | None = None
+    rope_scaling: Scaling | None = None
+    local_rope_theta: float | None = None  # base in blocks with a window, unscaled; None: the same
     tied: bool = False  # logits come from the embedding matrix; there is no `output.weight`
     head_dim: int | None = None  # None: dim / n_heads
     head_norms: bool = False  # whether queries and keys of each head are normalized
+    joint_norms: bool = False  # whether those of all heads are normalized together
+    qkv_bias: bool = False  # whether the projections to queries, keys and values have a bias
+    query_scalar: int | None = None  # logits are divided by its root; None: by that of head_size
     sliding_window: int = 0  # number of most recent tokens that a token attends to; 0: all
+    full_every: int = 0  # period of blocks without a window: 6, every sixth; 0: none
+    activation: Activation = "silu"  # of the feed-forward
+    scaled_embeddings: bool = False  # whether embeddings are multiplied by sqrt(dim)
     multi_token: int = 0  # number of tokens after the next that are predicted in training
     auxiliary_heads: tuple[AuxiliaryHead, ...] = ()  # heads for losses that recipes add
 
@@ -95,12 +106,36 @@ class DecoderArgs:
 
     def build_norm(self) -> nn.Module:
         """Build a norm of the residual stream; without norms, an identity."""
-        return nn.RMSNorm(self.dim, eps=self.norm_eps) if self.norm == "rms" else nn.Identity()
+        return nn.Identity() if self.norm == "none" else self._norm(self.dim)
+
+    def _norm(self, width: int) -> nn.Module:
+        return (OffsetNorm if self.norm == "offset" else nn.RMSNorm)(width, eps=self.norm_eps)
+
+    def _head_norm(self, heads: int) -> nn.Module | None:
+        """Build a norm of the queries or keys of this number of heads, if they have one."""
+        if self.joint_norms:
+            return JointNorm(heads * self.head_size, eps=self.norm_eps)
+        return self._norm(self.head_size) if self.head_norms else None
+
+    def build_attention(self, rope: RotaryEmbedding) -> nn.Module:
+        """Build the attention of a block with these arguments."""
+        return Attention(
+            self.dim,
+            self.n_heads,
+            self.n_kv_heads,
+            self.head_size,
+            rope,
+            window=self.sliding_window,
+            q_norm=self._head_norm(self.n_heads),
+            k_norm=self._head_norm(self.n_kv_heads),
+            qkv_bias=self.qkv_bias,
+            scale=math.sqrt(self.head_size / (self.query_scalar or self.head_size)),
+        )
 
     @property
     def norm_parameters(self) -> int:
         """Number of parameters of a norm of the residual stream."""
-        return self.dim if self.norm == "rms" else 0
+        return 0 if self.norm == "none" else self.dim
 
     @property
     def rotated_size(self) -> int:
@@ -115,8 +150,10 @@ class DecoderArgs:
     @property
     def attention_parameters(self) -> int:
         """Number of parameters of a block's attention."""
-        heads = 2 * (self.n_heads + self.n_kv_heads) * self.head_size
-        return self.dim * heads + 2 * self.head_size * self.head_norms
+        queries, keys = self.n_heads * self.head_size, self.n_kv_heads * self.head_size
+        biases = (queries + 2 * keys) * self.qkv_bias
+        norms = 2 * self.head_size * self.head_norms + (queries + keys) * self.joint_norms
+        return 2 * self.dim * (queries + keys) + biases + norms
 
     @property
     def attended_size(self) -> int:
@@ -130,7 +167,8 @@ class DecoderArgs:
 
     def of_layer(self, number: int) -> Self:
         """Return the arguments of a block, or with `n_layers` those of blocks after the last."""
-        return self
+        is_full = self.full_every and (number + 1) % self.full_every == 0
+        return replace(self, sliding_window=0) if is_full else self
 
 
 class TransformerBlock(nn.Module):
@@ -139,21 +177,37 @@ class TransformerBlock(nn.Module):
     def __init__(self, args: DecoderArgs, rope: RotaryEmbedding) -> None:
         super().__init__()
         self.attention_norm = args.build_norm()
-        self.attention = Attention(
-            args.dim,
-            args.n_heads,
-            args.n_kv_heads,
-            args.head_size,
-            rope,
-            window=args.sliding_window,
-            norm_eps=args.norm_eps if args.head_norms else None,
-        )
+        self.attention = args.build_attention(rope)
         self.ffn_norm = args.build_norm()
-        self.feed_forward = FeedForward(args.dim, args.ffn_dim)
+        self.feed_forward = FeedForward(args.dim, args.ffn_dim, args.activation)
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), positions, documents)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return out
+
+
+class NormAfterBlock(TransformerBlock):
+    """A block that normalizes what it adds to the residual stream, and not its inputs."""
+
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        x = x + self.attention_norm(self.attention(x, positions, documents))
+        out: Tensor = x + self.ffn_norm(self.feed_forward(x))
+        return out
+
+
+class SandwichBlock(TransformerBlock):
+    """A block that normalizes what it adds to the residual stream as well as its inputs."""
+
+    def __init__(self, args: DecoderArgs, rope: RotaryEmbedding) -> None:
+        super().__init__(args, rope)
+        self.attention_out_norm = args.build_norm()
+        self.ffn_out_norm = args.build_norm()
+
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        added = self.attention(self.attention_norm(x), positions, documents)
+        x = x + self.attention_out_norm(added)
+        out: Tensor = x + self.ffn_out_norm(self.feed_forward(self.ffn_norm(x)))
         return out
 
 
@@ -173,11 +227,15 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.rope = RotaryEmbedding(args.rotated_size, args.rope_theta, args.rope_scaling, seq_len)
+        self.local_rope: RotaryEmbedding | None = None
+        if (theta := args.local_rope_theta) is not None:
+            self.local_rope = RotaryEmbedding(args.rotated_size, theta, None, seq_len)
+        self.embedding_scale = math.sqrt(args.dim) if args.scaled_embeddings else 1.0
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # A dict, so that the first block of a later pipeline stage is still called `layers.16`,
         # say.
         self.layers = nn.ModuleDict(
-            {str(i): block(args.of_layer(i), self.rope) for i in range(args.n_layers)}
+            {str(i): self._block(args.of_layer(i), block) for i in range(args.n_layers)}
         )
         self.norm: nn.Module | None = args.build_norm()
         self.output: nn.Module | None = (
@@ -188,22 +246,30 @@ class Decoder(nn.Module):
         self.auxiliary_heads = tuple(head.name for head in args.auxiliary_heads)
         self.auxiliary = self._auxiliary(args, block)
 
+    def _block(self, args: DecoderArgs, block: BlockBuilder) -> nn.Module:
+        local = self.local_rope if args.sliding_window else None
+        return block(args, local or self.rope)
+
     def _auxiliary(self, args: DecoderArgs, block: BlockBuilder) -> nn.ModuleDict | None:
         """Build the modules of auxiliary losses, by name; multi-token depths are named from "1"."""
         made: dict[str, nn.Module] = {}
         for depth in range(1, args.multi_token + 1):
-            own = block(args.of_layer(args.n_layers), self.rope)
+            own = self._block(args.of_layer(args.n_layers), block)
             made[str(depth)] = AheadModule(depth, args.dim, args.build_norm, own)
         if made:
             made["ahead_loss"] = LinearLoss(is_main=False)
         made |= {head.name: head.build(args.dim) for head in args.auxiliary_heads}
         return nn.ModuleDict(made) if made else None
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        assert self.tok_embeddings is not None, "the embedding stands on the first stage"
+        x: Tensor = self.tok_embeddings(tokens)
+        return x if self.embedding_scale == 1 else x * self.embedding_scale
+
     def init_buffers(self) -> None:
         """Fill buffers outside of checkpoints; call it after `to_empty` or a change of dtype."""
-        self.rope.init_buffers()
         for module in self.modules():
-            if isinstance(module, Router):
+            if isinstance(module, (RotaryEmbedding, Router)):
                 module.init_buffers()
 
     def forward(
@@ -234,10 +300,10 @@ class Decoder(nn.Module):
         if self.tok_embeddings is None:
             x, *later = tokens.chunk(1 + depths)
         else:
-            x = self.tok_embeddings(tokens)  # (B, S, D)
+            x = self._embed(tokens)  # (B, S, D)
             if depths:
                 assert ahead_tokens is not None, "a batch tells what follows"
-                later = [self.tok_embeddings(each) for each in ahead_tokens.unbind(-1)]
+                later = [self._embed(each) for each in ahead_tokens.unbind(-1)]
         of_tokens = (positions, documents) if counted is None else (positions, documents, counted)
         for block in self.layers.values():
             x = block(x, *of_tokens)

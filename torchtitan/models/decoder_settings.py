@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from torchtitan.config import Problem, RecipeError, show
 from torchtitan.models.decoder import DecoderArgs
-from torchtitan.models.layers import RopeScaling, Yarn
+from torchtitan.models.layers import Linear, RopeScaling, Scaling, Yarn
 from torchtitan.models.settings import MAX_LAYERS, MAX_SIZE, TextConfig
 
 ROPE = {
@@ -38,7 +38,7 @@ class DecoderConfig(TextConfig):
     """Names of sizes that only this family has in Hugging Face's config.json."""
     rope: ClassVar[Mapping[str, str]] = ROPE
     """Fields of the scaling of rotary frequencies by key."""
-    unscaled: ClassVar[RopeScaling | Yarn] = RopeScaling(factor=1.0)
+    unscaled: ClassVar[Scaling] = RopeScaling(factor=1.0)
     """Scaling with the factor 1, which is none, and otherwise the defaults of the family."""
 
     dim: int | None = Field(None, gt=0)
@@ -158,11 +158,25 @@ class DecoderConfig(TextConfig):
             yield Problem(self.origin("n_kv_heads", "n_heads"), message)
 
 
+class LinearRopeConfig(DecoderConfig):
+    """A decoder whose rotary frequencies are all scaled alike."""
+
+    rope: ClassVar[Mapping[str, str]] = {"rope_scaling": "factor"}
+    unscaled: ClassVar[Scaling] = Linear(factor=1.0)
+    # Not keys of this family, so they are refused as unknown.
+    rope_low_freq_factor: ClassVar[None] = None  # type: ignore[misc]
+    rope_high_freq_factor: ClassVar[None] = None  # type: ignore[misc]
+    rope_original_context: ClassVar[None] = None  # type: ignore[misc]
+
+    rope_scaling: float | None = Field(None, ge=1)
+    """Divisor of rotary frequencies; 1: none (default: the flavor's)."""
+
+
 class YarnConfig(DecoderConfig):
     """A decoder whose rotary frequencies are scaled by YaRN."""
 
     rope: ClassVar[Mapping[str, str]] = YARN
-    unscaled: ClassVar[RopeScaling | Yarn] = Yarn(factor=1.0)
+    unscaled: ClassVar[Scaling] = Yarn(factor=1.0)
     # Not keys of this family, so they are refused as unknown.
     rope_low_freq_factor: ClassVar[None] = None  # type: ignore[misc]
     rope_high_freq_factor: ClassVar[None] = None  # type: ignore[misc]

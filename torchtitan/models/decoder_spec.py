@@ -49,7 +49,7 @@ def init_std(args: DecoderArgs, name: str) -> InitialWeight:
     each layer adds twice.
     """
     if name.endswith("norm.weight"):
-        return "ones"
+        return "zeros" if args.norm == "offset" else "ones"
     if name.rpartition(".")[2] in ("bias", "logit_bias", "b1", "b2", "b3"):
         return "zeros"
     if name.endswith((".wo.weight", ".w2.weight", ".experts.w2")):
@@ -84,7 +84,7 @@ def flops_of(args: DecoderArgs, seq_len: int, name: str) -> int:
     """
     dim = args.dim
     parameters = args.attention_parameters + of_block(args, name).ffn_parameters
-    parameters += 2 * args.norm_parameters
+    parameters += args.block_norms * args.norm_parameters
     block = 6 * (parameters + args.attended_size * attended(of_block(args, name), seq_len))
     output = 6 * args.vocab_size * dim
     if name.startswith("layers."):
@@ -103,13 +103,14 @@ def flops_per_unit(args: DecoderArgs, seq_len: int) -> int:
 
 
 def attention(args: DecoderArgs) -> AttentionShape:
-    """Return the sizes of attention, equal in all blocks."""
+    """Return the sizes of attention, equal in all blocks but for the window of some."""
     return AttentionShape(
         heads=args.n_heads,
         kv_heads=args.n_kv_heads,
         head_dim=args.head_size,
         window=args.sliding_window,
-        has_norms=args.head_norms,
+        has_norms=args.head_norms or args.joint_norms,
+        is_mixed=args.sliding_window > 0 and 0 < args.full_every <= args.n_layers,
     )
 
 
@@ -148,6 +149,7 @@ def shrink(args: DecoderArgs, needed: MinShape) -> DecoderArgs:
         ffn_dim=math.ceil(dim * args.ffn_dim / args.dim / (tp * 8)) * tp * 8,
         vocab_size=needed.vocab_size,
         head_dim=args.head_dim and head_dim,
+        full_every=min(args.full_every, 2),
     )
 
 
@@ -165,15 +167,23 @@ BLOCK_PLAN: dict[str, TensorRole] = {
     "feed_forward.w2": "rowwise",
 }
 """Tensor-parallel roles of the modules in a block of Llama's kind."""
-HEAD_NORMS: dict[str, TensorRole] = {
-    "attention.q_norm": "head_norm",
-    "attention.k_norm": "head_norm",
+SANDWICH_PLAN: dict[str, TensorRole] = {
+    **BLOCK_PLAN,
+    "attention_out_norm": "norm",
+    "ffn_out_norm": "norm",
 }
 
 
-def tensor_plan(block_plan: Mapping[str, TensorRole], head_norms: bool) -> dict[str, TensorRole]:
-    """Return the role of each module in tensor parallelism."""
-    of_block = {**block_plan, **(HEAD_NORMS if head_norms else {})}
+def tensor_plan(
+    block_plan: Mapping[str, TensorRole], head_norms: TensorRole | None
+) -> dict[str, TensorRole]:
+    """Return the role of each module in tensor parallelism.
+
+    Args:
+        head_norms: that of the norms of queries and keys, if there are any.
+    """
+    norms = ("attention.q_norm", "attention.k_norm")
+    of_block = {**block_plan, **(dict.fromkeys(norms, head_norms) if head_norms else {})}
     return {
         "tok_embeddings": "embedding",
         **{f"layers.*.{name}": role for name, role in of_block.items()},
@@ -208,7 +218,9 @@ def decoder_spec(
 
     `ModelSpec` describes the other arguments.
     """
-    (head_norms,) = {args.head_norms for args in flavors.values()}  # the same in a family
+    ((each, jointly, biased),) = {  # the same in a family
+        (args.head_norms, args.joint_norms, args.qkv_bias) for args in flavors.values()
+    }
     return ModelSpec(
         name=name,
         flavors=flavors,
@@ -219,7 +231,9 @@ def decoder_spec(
         after_blocks=("norm", "output"),
         auxiliary="auxiliary",
         auxiliary_blocks=auxiliary_blocks,
-        tensor_plan=tensor_plan(block_plan, head_norms),
+        tensor_plan=tensor_plan(
+            block_plan, "head_norm" if each else "joint_norm" if jointly else None
+        ),
         optional=tuple(f"layers.*.{name}" for name in optional),
         tensor_splits=tensor_splits,
         flops_per_unit=flops_per_unit,
@@ -227,7 +241,7 @@ def decoder_spec(
         heads=heads,
         attention=attention,
         tied=lambda args: args.tied,
-        queries_and_keys=None if head_norms else ("wq", "wk"),
+        queries_and_keys=None if each or jointly or biased else ("wq", "wk"),
         shrink=shrink,
         shapes=shapes,
         formats=formats,

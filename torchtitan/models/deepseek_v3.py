@@ -19,8 +19,8 @@ from torchtitan.config import Problem, RecipeError, show
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.decoder_settings import YarnConfig
 from torchtitan.models.hugging_face import args_in, config_of, decoder_format, inexpressible
-from torchtitan.models.latent_attention import LatentArgs, LatentBlock
-from torchtitan.models.layers import RopeScaling, Yarn
+from torchtitan.models.latent_attention import LatentArgs
+from torchtitan.models.layers import Scaling, Yarn
 from torchtitan.models.sparse_decoder import (
     SPARSE_PLAN,
     SparseConfig,
@@ -35,7 +35,7 @@ class DeepSeekV3Config(YarnConfig, SparseConfig):
     """DeepSeek-V3: latent attention, and mixtures of experts after the first blocks."""
 
     args_type: ClassVar[type[DecoderArgs]] = LatentArgs
-    unscaled: ClassVar[RopeScaling | Yarn] = Yarn(factor=1.0, mscale_all_dim=1.0)
+    unscaled: ClassVar[Scaling] = Yarn(factor=1.0, mscale_all_dim=1.0)
     theirs: ClassVar[Mapping[str, str]] = {
         "query_rank": "q_lora_rank",
         "latent_rank": "kv_lora_rank",
@@ -293,7 +293,6 @@ DEEPSEEK_V3 = replace(
         settings=DeepSeekV3Config,
         formats={"hf": HUGGING_FACE},
         open_vocabulary=("debugmodel",),
-        block=LatentBlock,  # type: ignore[arg-type]
         block_plan={
             **{n: role for n, role in SPARSE_PLAN.items() if n.partition(".")[0] != "attention"},
             **LATENT_PLAN,

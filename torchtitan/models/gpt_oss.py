@@ -19,9 +19,10 @@ read.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import Field
+from torch import nn
 
 from torchtitan.config import RecipeError, show
 from torchtitan.models import hugging_face
@@ -29,13 +30,19 @@ from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.decoder_settings import YarnConfig
 from torchtitan.models.decoder_spec import attention
 from torchtitan.models.experts import ExpertForm, Routing
-from torchtitan.models.hugging_face import args_in, config_of, decoder_format, inexpressible
-from torchtitan.models.layers import Attention, RopeScaling, RotaryEmbedding, Yarn
+from torchtitan.models.hugging_face import (
+    args_in,
+    config_of,
+    decoder_format,
+    inexpressible,
+    layer_types,
+)
+from torchtitan.models.layers import Attention, RotaryEmbedding, Scaling, Yarn
 from torchtitan.models.sparse_decoder import (
+    SOFTMAX_OF_CHOSEN,
     SPARSE_PLAN,
+    AllSparseConfig,
     SparseArgs,
-    SparseBlock,
-    SparseConfig,
     sparse_decoder_spec,
     sparse_shrink,
 )
@@ -46,7 +53,22 @@ from torchtitan.models.spec import AttentionShape, MinShape, TensorShare
 class GptOssArgs(SparseArgs):
     """Sizes of one flavor; `ffn_dim` equals `expert_dim`, and all blocks have experts."""
 
+    qkv_bias: bool = True
+    full_every: int = 2
     swiglu_limit: float = 7.0
+
+    def build_attention(self, rope: RotaryEmbedding) -> nn.Module:
+        return Attention(
+            self.dim,
+            self.n_heads,
+            self.n_kv_heads,
+            self.head_size,
+            rope,
+            window=self.sliding_window,
+            qkv_bias=True,
+            out_bias=True,
+            has_sinks=True,
+        )
 
     @property
     def routing(self) -> Routing:
@@ -58,40 +80,19 @@ class GptOssArgs(SparseArgs):
 
     @property
     def attention_parameters(self) -> int:
-        biases = (self.n_heads + 2 * self.n_kv_heads) * self.head_size + self.dim
-        return super().attention_parameters + biases + self.n_heads
+        return super().attention_parameters + self.dim + self.n_heads
 
     @property
     def ffn_parameters(self) -> int:
         biases = self.top_k * (2 * self.expert_dim + self.dim) + self.n_experts
         return super().ffn_parameters + biases
 
-    def of_layer(self, number: int) -> Self:
-        return replace(self, sliding_window=0) if number % 2 else self
 
-
-class OssBlock(SparseBlock):
-    """A block with biases and sinks."""
-
-    def __init__(self, args: GptOssArgs, rope: RotaryEmbedding) -> None:
-        super().__init__(args, rope)
-        self.attention = Attention(
-            args.dim,
-            args.n_heads,
-            args.n_kv_heads,
-            args.head_size,
-            rope,
-            window=args.sliding_window,
-            bias=True,
-            has_sinks=True,
-        )
-
-
-class GptOssConfig(YarnConfig, SparseConfig):
+class GptOssConfig(YarnConfig, AllSparseConfig):
     """GPT-OSS: attention with sinks, in every second block to a window, and experts with biases."""
 
     args_type: ClassVar[type[DecoderArgs]] = GptOssArgs
-    unscaled: ClassVar[RopeScaling | Yarn] = Yarn(factor=1.0, truncate=False)
+    unscaled: ClassVar[Scaling] = Yarn(factor=1.0, truncate=False)
     theirs: ClassVar[Mapping[str, str]] = {
         "n_experts": "num_local_experts",
         "top_k": "num_experts_per_tok",
@@ -99,21 +100,12 @@ class GptOssConfig(YarnConfig, SparseConfig):
         "swiglu_limit": "swiglu_limit",
     }
 
-    # Not keys of this family, so they are refused as unknown: all blocks have experts, and no
-    # expert computes all tokens.
-    ffn_dim: ClassVar[None] = None  # type: ignore[misc]
-    dense_layers: ClassVar[None] = None  # type: ignore[misc]
-    shared_dim: ClassVar[None] = None  # type: ignore[misc]
     sliding_window: int | None = Field(None, ge=0)
     """Number of most recent tokens that a token attends to, itself included, in every second block
     from the first; 0: all (default: the flavor's)."""
     swiglu_limit: float | None = Field(None, gt=0)
     """Limit of the two factors in an expert, the first of which is limited above only (default:
     the flavor's)."""
-
-    def over(self, args: Any) -> Any:
-        changed: Any = super().over(args)
-        return replace(changed, ffn_dim=changed.expert_dim)
 
     @property
     def repository(self) -> str | None:
@@ -144,14 +136,6 @@ SCALING = {
     "truncate": False,
 }
 """Scaling of a config without one."""
-HAS: dict[str, Any] = {
-    "router_scores": "softmax",
-    "renormalize": True,
-    "router_scale": 1.0,
-    "router_bias": False,
-    "expert_groups": 1,
-}
-"""Our options of which the architecture has only one value."""
 WEIGHTS = {
     "experts.w1": "experts.gate_up_proj",
     "experts.w3": "experts.gate_up_proj",
@@ -189,15 +173,9 @@ def share(ours: str) -> TensorShare | None:
     return SHARES.get(ours.rpartition(".")[2])
 
 
-def kinds(n_layers: Any, window: Any) -> list[str]:
-    """Return the kind of attention of each block."""
-    first = "sliding_attention" if window else "full_attention"
-    return [first if number % 2 == 0 else "full_attention" for number in range(n_layers)]
-
-
 def to_config(args: Any, seq_len: int | None) -> dict[str, Any]:
     """Return the model's part of config.json."""
-    if problems := [*inexpressible(args, HAS, "GptOssForCausalLM")]:
+    if problems := [*inexpressible(args, SOFTMAX_OF_CHOSEN, "GptOssForCausalLM")]:
         raise RecipeError(problems)
     about = config_of(args, seq_len or 131_072)
     return {
@@ -208,7 +186,7 @@ def to_config(args: Any, seq_len: int | None) -> dict[str, Any]:
         **{theirs: getattr(args, ours) for ours, theirs in GptOssConfig.theirs.items()},
         "rope_scaling": about["rope_scaling"] or {"rope_type": "default"},
         "sliding_window": args.sliding_window or WINDOW,
-        "layer_types": kinds(args.n_layers, args.sliding_window),
+        "layer_types": layer_types(args.n_layers, 2 if args.sliding_window else 1),
     }
 
 
@@ -219,9 +197,9 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     config = {**DEFAULTS, **config}
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config["rope_scaling"] = SCALING
-    usual = kinds(config["num_hidden_layers"] or 0, True)
+    usual = layer_types(config["num_hidden_layers"] or 0, 2)
     found = config.pop("layer_types", None) or usual
-    if found not in (usual, kinds(len(usual), False)):
+    if found not in (usual, layer_types(len(usual), 1)):
         message = f"layer_types: got {show(found)}; wanted sliding_attention in every second block"
         raise RecipeError([f"{message} from the first, or in none"])
     n_experts = config.pop("num_local_experts")
@@ -235,7 +213,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
         n_experts=n_experts,
         top_k=config["num_experts_per_tok"],
         swiglu_limit=config["swiglu_limit"],
-        **HAS,
+        **SOFTMAX_OF_CHOSEN,
     )
 
 
@@ -284,9 +262,8 @@ FLAVORS = {
 
 
 def shape(args: Any) -> AttentionShape:
-    """Return the sizes of attention; every second block has no window."""
-    is_mixed = args.sliding_window > 0 and args.n_layers > 1
-    return attention(args)._replace(has_sinks=True, is_mixed=is_mixed)
+    """Return the sizes of attention."""
+    return attention(args)._replace(has_sinks=True)
 
 
 def shrink(args: Any, needed: MinShape) -> Any:
@@ -303,10 +280,8 @@ GPT_OSS = replace(
         settings=GptOssConfig,
         formats={"hf": HUGGING_FACE},
         open_vocabulary=("debugmodel",),
-        block=OssBlock,  # type: ignore[arg-type]
         block_plan={**SPARSE_PLAN, "attention.sinks": "sinks"},
     ),
     attention=shape,
-    queries_and_keys=None,
     shrink=shrink,
 )

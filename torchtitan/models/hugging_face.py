@@ -9,7 +9,8 @@ transformers reads; the newer one (`rope_parameters`) is read too.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torchtitan.config import RecipeError, show
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.decoder_settings import DecoderConfig
-from torchtitan.models.layers import RopeScaling, Yarn
+from torchtitan.models.layers import Linear, RopeScaling, Scaling, Yarn
 from torchtitan.models.settings import MAX_LAYERS
 from torchtitan.models.spec import WeightFormat
 
@@ -93,9 +94,10 @@ YARN = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "truncate",
 }
-KINDS: dict[type[RopeScaling | Yarn], tuple[str, dict[str, str]]] = {
+KINDS: dict[type[Scaling], tuple[str, dict[str, str]]] = {
     RopeScaling: ("llama3", SCALING),
     Yarn: ("yarn", YARN),
+    Linear: ("linear", {"factor": "factor"}),
 }
 """Their name of each scaling, and of its fields."""
 YARN_REQUIRED = ("factor", "original_max_position_embeddings")
@@ -128,12 +130,12 @@ THEIRS = {
 """Their keys by those of `[model]`, where they differ."""
 
 
-def name(ours: str) -> str:
+def name(ours: str, modules: Mapping[str, str] = MODULES) -> str:
     module, _, kind = ours.rpartition(".")
     block = re.search(r"\.(\d+)\.", module)
     if module.endswith(".experts"):
         return f"model.layers.{block[1]}.mlp.experts.*.{EXPERTS[kind]}.weight" if block else ""
-    theirs = MODULES[re.sub(r"\.\d+\.", ".*.", module)]
+    theirs = modules[re.sub(r"\.\d+\.", ".*.", module)]
     if theirs.endswith(".gate"):
         kind = ROUTER[kind]
     return f"{theirs.replace('*', block[1]) if block else theirs}.{kind}"
@@ -144,12 +146,62 @@ def rows(args: DecoderArgs, ours: str) -> Tensor | None:
 
     Row 2i of a head is there row i, and 2i + 1 is i + E/2.
     """
-    counts = {"wq": args.n_heads, "wk": args.n_kv_heads, "q_norm": 1, "k_norm": 1}
+    counts = {"wq": args.n_heads, "wk": args.n_kv_heads}
+    norms = (args.n_heads, args.n_kv_heads) if args.joint_norms else (1, 1)
+    counts |= dict(zip(("q_norm", "k_norm"), norms, strict=True))
     heads = counts.get(ours.split(".")[-2])
     if heads is None:
         return None
     theirs = torch.arange(heads * args.head_size).view(heads, 2, args.head_size // 2)
     return theirs.transpose(1, 2).flatten()
+
+
+def layer_types(n_layers: int, full_every: int) -> list[str]:
+    """Return the kind of attention of each block; see `DecoderArgs.full_every`."""
+    return [
+        "full_attention" if full_every and number % full_every == 0 else "sliding_attention"
+        for number in range(1, n_layers + 1)
+    ]
+
+
+def with_local_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json in the older form, with the base of blocks with a window by itself.
+
+    Since transformers 5, RoPE is described for each kind of attention.
+    """
+    ropes = config.get("rope_parameters")
+    local = ropes.get("sliding_attention") if isinstance(ropes, Mapping) else None
+    if not isinstance(ropes, Mapping) or not isinstance(local, Mapping):
+        return dict(config)
+    if (kind := local.get("rope_type", "default")) != "default":
+        place = "rope_parameters.sliding_attention.rope_type"
+        raise RecipeError([f'{place}: got {show(kind)}; supported: "default"'])
+    base = local.get("rope_theta", config.get("rope_local_base_freq"))
+    own = {} if base is None else {"rope_local_base_freq": base}
+    return {**config, **own, "rope_parameters": ropes.get("full_attention")}
+
+
+def windows(config: Mapping[str, Any], usual: Any) -> tuple[int, bool]:
+    """Return which blocks have no window, as in `DecoderArgs.full_every`, and whether others do.
+
+    Args:
+        usual: the former, unless `layer_types` says otherwise.
+    """
+    if not isinstance(usual, int) or usual < 0:
+        raise RecipeError([f"sliding_window_pattern: got {show(usual)}; wanted an integer from 0"])
+    n_layers = config.get("num_hidden_layers") or 0
+    kinds = config.get("layer_types") or layer_types(n_layers, usual)
+    if not isinstance(kinds, list) or len(kinds) != n_layers:
+        got = f"{len(kinds)} blocks" if isinstance(kinds, list) else show(kinds)
+        message = f"num_hidden_layers {n_layers} and layer_types of {got}; make them equal"
+        raise RecipeError([message])
+    if kinds in (layer_types(n_layers, usual), layer_types(n_layers, 1)):
+        return usual, "sliding_attention" in kinds
+    full_every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
+    if kinds != layer_types(n_layers, full_every):
+        wanted = "sliding_attention, with full_attention in every n-th block"
+        raise RecipeError([f"layer_types: got {show(kinds)}; wanted {wanted}"])
+    return full_every, True
 
 
 def config_of(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
@@ -213,7 +265,7 @@ def args_in(
     if window == 0:  # of no token at all, where 0 here is no window
         problems.append("sliding_window: got 0; wanted at least 1, or null for no window")
     theta = rope.get("rope_theta") or config.get("rope_theta", 10_000.0)
-    scaling: RopeScaling | Yarn | None = None
+    scaling: Scaling | None = None
     try:
         scaling = rope_scaling(rope, type(family.unscaled))
     except RecipeError as error:
@@ -231,6 +283,12 @@ def args_in(
     of_rope = {key: f"rope_scaling.{fields[ours]}" for key, ours in family.rope.items()}
     theirs = {**THEIRS, **of_rope, **family.theirs}
     return family.checked(family.args_type(**sizes | own), theirs, problems)
+
+
+def with_usual_heads(args: DecoderArgs) -> DecoderArgs:
+    """Return the same arguments, without a size of heads that is dim / n_heads anyway."""
+    usual = replace(args, head_dim=None)
+    return usual if usual.head_size == args.head_size else args
 
 
 def agreed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -251,7 +309,7 @@ def agreed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             named.append({outer: config.get(outer), f"{key}.{inner}": rope.get(inner)})
     listed = config.get("architectures")
     said = str(listed[0] if isinstance(listed, list) and listed else listed).lower()
-    kind = str(config.get("model_type") or "").replace("_", "").lower()
+    kind = str(config.get("model_type") or "").replace("_", "").lower().removesuffix("text")
     if kind and said.endswith("forcausallm") and said != f"{kind}forcausallm":
         named.append({"model_type": config["model_type"], "architectures": listed})
     if len(parts) == 2:
@@ -319,9 +377,7 @@ def unsupported(
         yield "quantization_config: quantized weights cannot be read"
 
 
-def rope_scaling(
-    rope: Mapping[str, Any], supported: type[RopeScaling | Yarn] = RopeScaling
-) -> RopeScaling | Yarn | None:
+def rope_scaling(rope: Mapping[str, Any], supported: type[Scaling] = RopeScaling) -> Scaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         if more := rope.keys() - {*NOT_OF_SCALING}:
@@ -363,7 +419,7 @@ def _read(
 
 def decoder_format(
     *,
-    architectures: Collection[str],
+    architectures: Sequence[str],
     config: Callable[[DecoderArgs, int | None], dict[str, Any]],
     args: Callable[[Mapping[str, Any]], DecoderArgs],
     rows: Callable[[DecoderArgs, str], Tensor | None] = rows,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.layers import RotaryEmbedding, Yarn
-from torchtitan.models.sparse_decoder import SparseArgs, SparseBlock
+from torchtitan.models.sparse_decoder import SparseArgs
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latent vectors, whatever that of the others is: as in transformers."""
@@ -46,6 +46,9 @@ class LatentArgs(SparseArgs):
     @property
     def rotated_size(self) -> int:
         return self.rotated_dim
+
+    def build_attention(self, rope: RotaryEmbedding) -> nn.Module:
+        return LatentAttention(self, rope)
 
     @property
     def logits_factor(self) -> float:
@@ -127,11 +130,3 @@ def _heads(x: Tensor, parts: list[int]) -> tuple[Tensor, ...]:
     The number of heads is inferred, since tensor parallelism leaves only some on this rank.
     """
     return torch.split(torch.unflatten(x, -1, (-1, sum(parts))), parts, dim=-1)
-
-
-class LatentBlock(SparseBlock):
-    """A block with latent attention."""
-
-    def __init__(self, args: LatentArgs, rope: RotaryEmbedding) -> None:
-        super().__init__(args, rope)
-        self.attention = LatentAttention(args, rope)  # type: ignore[assignment]

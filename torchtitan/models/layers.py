@@ -1,4 +1,5 @@
-"""Parts of decoders: rotary positions, attention with grouped queries, SwiGLU, output.
+"""Parts of decoders: rotary positions, norms, attention with grouped queries, gated feed-forward,
+output.
 
 Modules are written for one device; distribution is applied from outside.
 
@@ -7,7 +8,11 @@ F feed-forward dim, V vocabulary.
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,11 +62,21 @@ class Yarn:
         return 0.1 * scale * math.log(self.factor) + 1.0
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | Yarn | None) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Scaling of all rotary frequencies alike (Chen et al., 2023, arXiv:2306.15595)."""
+
+    factor: float
+
+
+Scaling = RopeScaling | Yarn | Linear
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> Tensor:
     """Return the radians per position of each pair, (E/2,) fp32 on the CPU.
 
-    With scaling, a pair that turns more than `high_freq_factor` times within the original context
-    keeps its frequency, one that turns less than `low_freq_factor` times is slowed down by
+    With `RopeScaling`, a pair that turns more than `high_freq_factor` times within the original
+    context keeps its frequency, one that turns less than `low_freq_factor` times is slowed down by
     `factor`, and those between are blended linearly in the number of turns. With YaRN the limits
     are `beta_fast` and `beta_slow`, and those between are blended linearly in the index of the
     pair.
@@ -70,6 +85,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | Yarn | 
     frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
+    if isinstance(scaling, Linear):
+        return frequencies / scaling.factor
     if isinstance(scaling, Yarn):
         # The indices of pairs that turn so many times.
         first, last = (
@@ -100,9 +117,7 @@ class RotaryEmbedding(nn.Module):
 
     table: Tensor  # (S, E/2, 2) fp32: cosine and sine
 
-    def __init__(
-        self, head_dim: int, theta: float, scaling: RopeScaling | Yarn | None, seq_len: int
-    ) -> None:
+    def __init__(self, head_dim: int, theta: float, scaling: Scaling | None, seq_len: int) -> None:
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
         table = torch.empty(seq_len, head_dim // 2, 2, dtype=torch.float32)
@@ -129,6 +144,19 @@ class RotaryEmbedding(nn.Module):
         return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)
 
 
+class OffsetNorm(nn.RMSNorm):
+    """RMS norm whose factors are 1 + weight, as in Gemma; computed in at least fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        factors = 1 + self.weight.to(wide)
+        return F.rms_norm(x.to(wide), self.normalized_shape, factors, self.eps).type_as(x)
+
+
+class JointNorm(nn.RMSNorm):
+    """RMS norm of all heads together: of (B, S, H E), whose features tensor parallelism splits."""
+
+
 class Attention(nn.Module):
     """Causal self-attention in which H/K query heads share one key/value head."""
 
@@ -141,43 +169,55 @@ class Attention(nn.Module):
         rope: RotaryEmbedding,
         *,
         window: int = 0,
-        norm_eps: float | None = None,
-        bias: bool = False,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        scale: float = 1.0,
         has_sinks: bool = False,
     ) -> None:
         """
         Args:
             window: number of most recent tokens that a token attends to, itself included; 0: all.
-            norm_eps: epsilon of the norms of each head's queries and keys; None: no such norms.
-            bias: whether the projections have a bias.
+            q_norm, k_norm: norms of the queries and keys of each head, or if they are a
+                `JointNorm`, of all heads; None: no such norms.
+            qkv_bias: whether the projections to queries, keys and values have a bias.
+            out_bias: whether the projection of the result has one.
+            scale: factor of queries, besides the usual 1 / sqrt(E) of logits.
             has_sinks: whether each query head has a sink.
         """
         super().__init__()
         self.head_dim = head_dim
-        self.rope = rope
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=bias)
-        has_norms = norm_eps is not None
-        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps) if has_norms else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps) if has_norms else None
+        self.rope, self.scale = rope, scale
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=qkv_bias)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=out_bias)
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = Sinks(n_heads) if has_sinks else None
         self.attend = SelfAttention(window)
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
-        # The number of heads is inferred, since tensor parallelism leaves only some on this rank.
-        heads = (-1, self.head_dim)
-        q, k = self.wq(x).unflatten(-1, heads), self.wk(x).unflatten(-1, heads)  # (B, S, H or K, E)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._heads(self.wq(x), self.q_norm), self._heads(self.wk(x), self.k_norm)
+        if self.scale != 1:
+            q = q * self.scale
         q = self.rope(q, positions).transpose(1, 2)  # (B, H, S, E)
         k = self.rope(k, positions).transpose(1, 2)  # (B, K, S, E)
-        v = self.wv(x).unflatten(-1, heads).transpose(1, 2)  # (B, K, S, E)
+        v = self._heads(self.wv(x), None).transpose(1, 2)  # (B, K, S, E)
         sinks = None if self.sinks is None else self.sinks(q)
         mixed = self.attend(q, k, v, documents, sinks)  # (B, H, S, E)
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
         return out
+
+    def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Divide features into heads (B, S, H or K, E), normalized.
+
+        The number of heads is inferred, since tensor parallelism leaves only some on this rank.
+        """
+        if isinstance(norm, JointNorm):
+            x, norm = norm(x), None
+        heads = torch.unflatten(x, -1, (-1, self.head_dim))
+        return heads if norm is None else cast(Tensor, norm(heads))
 
 
 class Sinks(nn.Module):
@@ -195,17 +235,24 @@ class Sinks(nn.Module):
         return self.weight
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (https://arxiv.org/abs/2002.05202): `w2(silu(w1 x) * w3 x)`."""
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+)
 
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+
+class FeedForward(nn.Module):
+    """SwiGLU or GeGLU (https://arxiv.org/abs/2002.05202): `w2(activation(w1 x) * w3 x)`."""
+
+    def __init__(self, dim: int, ffn_dim: int, activation: Activation = "silu") -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.w1 = nn.Linear(dim, ffn_dim, bias=False)
         self.w2 = nn.Linear(ffn_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(self.activation(self.w1(x)) * self.w3(x))
         return out
 
 

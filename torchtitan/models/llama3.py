@@ -3,8 +3,8 @@
 8B, 70B and 405B are Llama 3.1 (https://arxiv.org/abs/2407.21783, table 3), 1B and 3B are
 Llama 3.2; `debugmodel` is small enough for a laptop and still has every part.
 
-In transformers, `LlamaForCausalLM` is also Llama 2, SmolLM and TinyLlama. `MistralForCausalLM`
-differs from it only in that tokens may attend to a window.
+In transformers, `LlamaForCausalLM` is also Llama 2, SmolLM and TinyLlama. A network with a window
+is written as Mistral's, the only one of the two that has it.
 
 Meta publishes `params.json` and `consolidated.*.pth`, whose names and order of rows are ours.
 `params.json` has fewer facts than our arguments: not whether the output is tied to the embedding
@@ -13,14 +13,20 @@ not a flavor of ours gets Meta's constants.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from torchtitan.config import RecipeError, show
+from torchtitan.models import mistral
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.decoder_settings import DecoderConfig
 from torchtitan.models.decoder_spec import decoder_spec
-from torchtitan.models.hugging_face import args_in, config_of, decoder_format, inexpressible
+from torchtitan.models.hugging_face import (
+    args_in,
+    config_of,
+    decoder_format,
+    inexpressible,
+    with_usual_heads,
+)
 from torchtitan.models.layers import RopeScaling
 from torchtitan.models.spec import WeightFormat
 
@@ -38,7 +44,7 @@ class Llama3Config(DecoderConfig):
 
 
 LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
-FIXED = {"mlp_bias": False}
+FIXED: dict[str, Any] = {"mlp_bias": False}
 """Options of the architecture with the only values supported here."""
 
 
@@ -50,26 +56,27 @@ def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
     """
     if problems := [*inexpressible(args, {"norm": "rms"}, LLAMA)]:
         raise RecipeError(problems)
-    about = config_of(args, seq_len) | FIXED
     if args.sliding_window:
-        mistral = {"architectures": [MISTRAL], "model_type": "mistral"}
-        return {**mistral, **about, "sliding_window": args.sliding_window}
-    return {"architectures": [LLAMA], "model_type": "llama", **about}
+        return mistral.to_config(args, seq_len)
+    return {"architectures": [LLAMA], "model_type": "llama", **config_of(args, seq_len), **FIXED}
 
 
 def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
-    fixed: dict[str, Any] = FIXED | {"sliding_window": None}
     if config.get("architectures") in (MISTRAL, [MISTRAL]):
-        fixed = FIXED
-        config = {"num_key_value_heads": 8, "sliding_window": 4096, **config}
-    window = None if "sliding_window" in fixed else config["sliding_window"]
-    args = args_in(config, Llama3Config, fixed, window=window, head_dim=config.get("head_dim"))
-    usual = replace(args, head_dim=None)
-    return usual if usual.head_size == args.head_size else args
+        return mistral.from_config(config)
+    fixed = FIXED | {"sliding_window": None}
+    return with_usual_heads(args_in(config, Llama3Config, fixed, head_dim=config.get("head_dim")))
 
 
-HUGGING_FACE = decoder_format(architectures=[LLAMA, MISTRAL], config=to_config, args=from_config)
+NEAR = {
+    "Llama4ForCausalLM": "it has mixtures of experts, and blocks without positions",
+    "Llama4ForConditionalGeneration": "it has a vision tower, mixtures of experts, and blocks "
+    "without positions",
+}
+HUGGING_FACE = decoder_format(
+    architectures=[LLAMA, MISTRAL], config=to_config, args=from_config, near=NEAR
+)
 
 
 SIZES = ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of")

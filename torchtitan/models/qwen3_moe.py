@@ -89,7 +89,10 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
 
 
 HUGGING_FACE = decoder_format(
-    architectures=["Qwen3MoeForCausalLM"], config=to_config, args=from_config
+    architectures=["Qwen3MoeForCausalLM"],
+    config=to_config,
+    args=from_config,
+    near={"Qwen3NextForCausalLM": "most of its blocks have linear attention"},
 )
 
 

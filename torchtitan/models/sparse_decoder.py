@@ -67,7 +67,8 @@ class SparseArgs(DecoderArgs):
         return self.dim * (of_experts + self.n_experts)
 
     def of_layer(self, number: int) -> Self:
-        return replace(self, n_experts=0) if number < self.dense_layers else self
+        args = super().of_layer(number)
+        return replace(args, n_experts=0) if number < self.dense_layers else args
 
 
 class SparseBlock(TransformerBlock):
@@ -155,6 +156,27 @@ class SparseConfig(DecoderConfig):
             yield Problem(self.origin("dense_layers", "n_layers"), message)
 
 
+class AllSparseConfig(SparseConfig):
+    """A decoder whose blocks all have experts, none of which computes all tokens."""
+
+    # Not keys of these families, so they are refused as unknown.
+    ffn_dim: ClassVar[None] = None  # type: ignore[misc]
+    dense_layers: ClassVar[None] = None  # type: ignore[misc]
+    shared_dim: ClassVar[None] = None  # type: ignore[misc]
+
+    def over(self, args: Any) -> Any:
+        changed: Any = super().over(args)
+        return replace(changed, ffn_dim=changed.expert_dim)
+
+
+SOFTMAX_OF_CHOSEN: Mapping[str, Any] = {
+    "router_scores": "softmax",
+    "renormalize": True,
+    "router_scale": 1.0,
+    "router_bias": False,
+    "expert_groups": 1,
+}
+"""Options of a router whose scores are the softmax over the logits of the chosen experts."""
 OF_SHARED: dict[str, TensorRole] = {
     "mixture.shared": "input_gather",
     "mixture.shared.w1": "colwise",

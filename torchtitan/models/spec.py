@@ -26,6 +26,7 @@ TensorRole = Literal[
     "embedding",
     "norm",
     "head_norm",
+    "joint_norm",
     "whole",
     "input_gather",
     "colwise",
@@ -42,6 +43,7 @@ TensorRole = Literal[
     embedding     a table sharded on the vocabulary
     norm          works on each token separately, so on any part of the sequence
     head_norm     normalizes each attention head separately: (batch, sequence, heads, features)
+    joint_norm    normalizes all heads together: (batch, sequence, features of all heads)
     whole         replicated: all ranks compute the same
     input_gather  a module whose input is gathered once, for the "colwise" inside it
     colwise       a linear sharded by its outputs
@@ -110,7 +112,7 @@ class AttentionShape(NamedTuple):
     window: int = 0
     """Number of most recent tokens that a token attends to, itself included; 0: all."""
     has_norms: bool = False
-    """Whether the queries and keys of each head are normalized."""
+    """Whether queries and keys are normalized."""
     has_sinks: bool = False
     """Whether each head has a sink."""
     is_mixed: bool = False
@@ -194,8 +196,11 @@ class WeightFormat(Generic[Args]):
     fused: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """End of the name of a tensor that may hold others, as equal parts of its second dim, to the
     ends of their names, with `*` for the index in its first."""
-    architectures: Collection[str] = ()
-    """Names of its networks in a config file, if it has names."""
+    architectures: Sequence[str] = ()
+    """Names of its networks in a config file, if it has names. Those after the first are networks
+    of other families that it reads if it is asked to."""
+    near: Mapping[str, str] = field(default_factory=dict)
+    """Names of networks like its own to what differs, for the message that refuses them."""
     rows: Callable[[Args, str], Tensor | None] = lambda args, name: None
     """(arguments, our name) to the row there of each of our rows; None: the same."""
     repeated: Callable[[Args], Mapping[str, str]] = lambda args: {}

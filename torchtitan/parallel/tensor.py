@@ -10,6 +10,7 @@ rank keeps a part of its sequence; without, every rank keeps all of it.
     embedding         rows      tokens                 partial sums -> stream
     norm              whole     stream                 stream
     head_norm         whole     a part of the heads    a part of the heads
+    joint_norm        rows      a part of the heads    a part of the heads
     whole             whole     stream                 stream
     input_gather      -         stream -> whole        -
     colwise           rows (*)  whole                  a part of the features
@@ -32,20 +33,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.convert import Wire
 from torchtitan.models.experts import Experts, Router
+from torchtitan.models.layers import JointNorm
 from torchtitan.models.spec import TensorRole
 from torchtitan.optim.parameters import redistribute_grads
+from torchtitan.parallel.activation_checkpoint import KEPT_OPERATORS
+from torchtitan.torch_private.distributed import process_group
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 
-INPUT_DIMS: Mapping[TensorRole, int] = {"norm": 3, "head_norm": 4}
+INPUT_DIMS: Mapping[TensorRole, int] = {"norm": 3, "head_norm": 4, "joint_norm": 3}
 """Number of input dims, which distinguishes a norm of the stream from one of heads."""
 
 
@@ -75,6 +80,7 @@ def styles(sequence_parallel: bool, loss_parallel: bool) -> dict[TensorRole, Sty
         "embedding": Style(rows, given=whole, needed=whole, left=stream),
         "norm": Style(whole, given=stream, needed=stream, left=stream),
         "head_norm": Style(whole, given=heads, needed=heads, left=heads),
+        "joint_norm": Style(rows, given=features, needed=features, left=features),
         "whole": Style(whole, given=stream, needed=stream, left=stream),
         "input_gather": Style(None, given=stream, needed=whole, left=None),
         "colwise": Style(rows, given=whole, needed=whole, left=features),
@@ -153,6 +159,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, style: Style, wire: Wire | 
         module.register_parameter(name, nn.Parameter(placed))
 
     module.__class__ = SPLIT.get(type(module), type(module))
+    if isinstance(module, SplitJointNorm):
+        module.group_name = mesh.get_group().group_name
     if isinstance(module, nn.Embedding):
         module.forward = partial(_look_up, module)  # type: ignore[method-assign]
     if type(module) is nn.Linear and style.weight == Replicate():  # converted multiply themselves
@@ -257,7 +265,53 @@ class SplitExperts(Experts):
         return DTensor.from_local(out, x.device_mesh, [Partial()], run_check=False)
 
 
-SPLIT: dict[type[nn.Module], type[nn.Module]] = {Router: SplitRouter, Experts: SplitExperts}
+@torch.library.custom_op("torchtitan::sum_over_ranks", mutates_args=())
+def sum_over_ranks(x: Tensor, group_name: str) -> Tensor:
+    """Add up `x` over ranks, which use the sum for different features: so gradients add up, too."""
+    total = x.clone()
+    dist.all_reduce(total, group=process_group(group_name))
+    return total
+
+
+@sum_over_ranks.register_fake
+def _(x: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save_group(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.group_name = inputs[1]
+
+
+def _differentiate_sum(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return sum_over_ranks(gradient.contiguous(), ctx.group_name), None
+
+
+sum_over_ranks.register_autograd(_differentiate_sum, setup_context=_save_group)
+KEPT_OPERATORS.add(torch.ops.torchtitan.sum_over_ranks.default)
+
+
+class SplitJointNorm(JointNorm):
+    """Norm of features of which each rank has some."""
+
+    group_name: str
+
+    def forward(self, x: "DTensor") -> "DTensor":  # type: ignore[override]
+        from torch.distributed.tensor import DTensor
+
+        assert isinstance(self.weight, DTensor)
+        own, weight = x.to_local(), self.weight.to_local()
+        wide = own.to(torch.promote_types(x.dtype, torch.float32))
+        squares = sum_over_ranks(wide.square().sum(-1, keepdim=True), self.group_name)
+        square = squares / x.shape[-1]
+        normed = (wide * torch.rsqrt(square + self.eps) * weight).to(x.dtype)
+        return DTensor.from_local(normed, x.device_mesh, x.placements, run_check=False)
+
+
+SPLIT: dict[type[nn.Module], type[nn.Module]] = {
+    Router: SplitRouter,
+    Experts: SplitExperts,
+    JointNorm: SplitJointNorm,
+}
 """Classes of modules that compute on plain tensors. A class, where a function for each module would
 make blocks differ for the compiler."""
 

@@ -479,7 +479,7 @@ def _follows(kind: type) -> bool:
 NO_KERNEL = frozenset(
     {
         *("aten.empty_like", "aten.new_empty", "aten.lift_fresh", "aten.set_"),
-        "torchtitan.all_to_all",
+        *("torchtitan.all_to_all", "torchtitan.sum_over_ranks"),
     }
 )
 """Operators that allocate or send, and do not compute."""
@@ -511,6 +511,7 @@ OPERATIONS: dict[str, tuple[Operation, str]] = {
     "_c10d_functional.isend": ("send", "tensor"),
     "torchtitan.all_to_all": ("all_to_all", "rows"),
     "torchtitan.exchange_rows": ("all_to_all", "rows"),
+    "torchtitan.sum_over_ranks": ("all_reduce", "x"),
 }
 """Operation of each operator that sends, and the argument that is the whole tensor; "": its
 result."""

@@ -21,10 +21,10 @@ def published(name, **changes):
     return json.loads((CONFIGS / f"{name}.json").read_text()) | changes
 
 
-def drawn(spec, args, seq_len=64):
+def drawn(spec, args, seq_len=64, std=0.1, of_norms=1.0):
     """A network far from its start: attention is not uniform, and norms and biases matter."""
     model = spec.build(args, seq_len)
-    initialize(model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=0)
+    initialize(model.named_parameters(), lambda name: of_norms if "norm" in name else std, seed=0)
     return model
 
 
@@ -33,12 +33,13 @@ def to_transformers(spec, args, named):
     written, result = spec.formats["hf"], dict[str, Tensor]()
     for name, value in named:
         theirs, rows, share = written.name(name), written.rows(args, name), written.share(name)
+        theirs = theirs.replace(".block_sparse_moe.", ".mlp.")  # as files have it
         stem, of_each, _ = theirs.partition(".experts.*.")
         if share is not None:
             whole = result.setdefault(theirs, torch.empty(share.whole(value.shape)))
             share.of(whole).copy_(value)
         elif of_each:
-            key = stem + (".experts.down_proj" if "down" in theirs else ".experts.gate_up_proj")
+            key = stem + (".experts.down_proj" if name.endswith("w2") else ".experts.gate_up_proj")
             before = result.get(key, value[:, :0])
             result[key] = torch.cat((before, value), dim=1)  # w1, then w3: our order
         else:

@@ -87,7 +87,11 @@ def test_a_model_is_built_started_and_trained_from_its_spec_alone(name, flavor):
 
 
 @pytest.mark.parametrize(
-    ("name", "facts"), [("llama3", {}), ("llama3", {"norm": "none"}), ("qwen3", {})]
+    ("name", "facts"),
+    [
+        *[("llama3", {}), ("llama3", {"norm": "none"}), ("qwen3", {}), ("qwen2", {})],
+        *[("olmo2", {}), ("mixtral", {}), ("gemma3", {"sliding_window": 0})],
+    ],
 )
 def test_operations_are_those_that_torch_counts(name, facts):
     """But for norms, which it does not count; a window has as many keys as it is long."""
@@ -141,7 +145,10 @@ def test_a_pattern_of_a_tensor_plan_without_a_module_is_refused(monkeypatch):
 @pytest.mark.parametrize("tp", [1, 2, 8])
 @pytest.mark.parametrize(
     ("name", "flavor"),
-    [(name, flavor) for name in ("llama3", "qwen3") for flavor in MODELS[name].flavors],
+    [
+        *((name, flavor) for name in ("llama3", "qwen3") for flavor in MODELS[name].flavors),
+        *[("qwen2", "72B"), ("olmo2", "13B"), ("gemma3", "1B"), ("gemma3", "27B")],
+    ],
 )
 def test_a_shrunk_decoder_has_the_structure_of_the_large_one(name, flavor, tp):
     spec = MODELS[name]

@@ -28,7 +28,9 @@ def test_every_size_can_be_said():
     assert args == expected
     assert MODELS["llama3"].args(Llama3Config(flavor="8B", rope_scaling=1.0)).rope_scaling is None
     fields = {field.name for field in dataclasses.fields(args)}
-    facts = {"multi_token", "auxiliary_heads", "head_norms"}  # of auxiliary losses, and of a family
+    facts = {"multi_token", "auxiliary_heads"}  # of auxiliary losses; and of other families
+    facts |= {"head_norms", "joint_norms", "block_norms", "qkv_bias", "query_scalar", "full_every"}
+    facts |= {"local_rope_theta", "activation", "scaled_embeddings"}
     assert fields - facts <= set(Llama3Config.sizes())
 
 

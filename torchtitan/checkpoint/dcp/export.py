@@ -148,7 +148,9 @@ def _unknown_sizes(network: Network) -> Iterator[str]:
         yield "model.tied: TorchTitan's Llama has a separate output matrix"
     if sizes.get("head_dim") and sizes["head_dim"] * args.n_heads != args.dim:
         yield "model.head_dim: TorchTitan's Llama has heads of dim / n_heads"
-    if "head_norm" in spec.tensor_plan.values():
+    if getattr(args, "qkv_bias", False):
+        yield f"model.name: TorchTitan's Llama has no biases, and {spec.name} has"
+    if {"head_norm", "joint_norm"}.intersection(spec.tensor_plan.values()):
         yield f"model.name: TorchTitan's Llama has no norms in heads, and {spec.name} has"
     if sizes.get("sliding_window"):
         yield "model.sliding_window: TorchTitan's Llama attends to all tokens"

@@ -64,7 +64,8 @@ class HuggingFaceWeights(ForeignWeights):
         try:
             super().__init__(folder, network, "hf", kinds)
         except RecipeError as error:
-            raise RecipeError([*error.lines, *_head_sizes(self.config)]) from None
+            contradictions = _contradictions(self.config, self._places)
+            raise RecipeError([*error.lines, *contradictions]) from None
 
     def extras(self) -> Extras:
         """Return the data that accompanies the weights."""
@@ -104,8 +105,11 @@ class HuggingFaceShards(ForeignWeights):
         return self.saved.read(self._theirs[theirs], offsets, sizes)
 
 
-def _head_sizes(config: Mapping[str, Any]) -> Iterator[str]:
-    """Explain shapes that do not fit by the size of a head, which two facts give."""
+def _contradictions(config: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:
+    """Explain weights that do not fit by facts that two places give: blocks, and sizes of heads."""
+    blocks = {found[1] for name in names if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+    if blocks and len(blocks) != (layers := config.get("num_hidden_layers")):
+        yield f"  {CONFIG}: num_hidden_layers {layers}, and the weights have {len(blocks)} blocks"
     dim, heads = config.get("hidden_size"), config.get("num_attention_heads")
     usual = dim / heads if isinstance(dim, int) and isinstance(heads, int) and heads else None
     if None not in (usual, size := config.get("head_dim")) and size != usual:

@@ -236,12 +236,28 @@ def _families(
     listed = config.get("architectures")
     said = listed[0] if isinstance(listed, list) and listed else listed
     if not isinstance(said, str) or said not in known:
+        if isinstance(said, str) and (known_as := _of_other_family(said, kind)):
+            raise ConfigError(f"{path}: architectures: got {show(said)}, {known_as}")
         near = "".join(f"; the nearest is {name}" for name in near_names(said, known))
         raise ConfigError(
             f"{path}: architectures: got {show(said)}{near}; allowed: {', '.join(known)}; "
             "add a model for the weights of another network, see docs/extending.md"
         )
-    return [spec for spec in able if said in spec.formats[kind].architectures]
+    reading = [spec for spec in able if said in spec.formats[kind].architectures]
+    return [spec for spec in reading if spec.formats[kind].architectures[0] == said] or reading
+
+
+def _of_other_family(architecture: str, kind: str) -> str | None:
+    """Say which family an architecture belongs to, or how it differs from the nearest."""
+    for spec in MODELS.values():
+        if kind not in spec.formats:
+            continue
+        written = spec.formats[kind]
+        if architecture in written.architectures:
+            return f'which model.name = "{spec.name}" has'
+        if architecture in written.near:
+            return f"which differs from {spec.name}, the nearest: {written.near[architecture]}"
+    return None
 
 
 def _described(

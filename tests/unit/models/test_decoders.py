@@ -1,0 +1,228 @@
+"""Qwen2, Mistral, Mixtral, OLMo 2 and Gemma 3 against transformers', and their facts."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from tests.tables import table
+from tests.unit.models.families import (
+    drawn,
+    equals_transformers,
+    has_published_sizes,
+    lines,
+    of_transformers,
+    refuses_bad_configs,
+    to_transformers,
+)
+from torchtitan.checkpoint.weights.network import identify
+from torchtitan.config import ConfigError, RecipeError
+from torchtitan.models import MODELS
+from torchtitan.models.layers import Linear
+from torchtitan.models.spec import initialize
+from torchtitan.tools.generate import cached
+
+SIZES = {"dim": 48, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 128}
+WINDOW = {"sliding_window": 9}
+TWICE = {**WINDOW, "full_every": 2, "rope_scaling": Linear(factor=4.0), "query_scalar": 20}
+pytestmark = pytest.mark.filterwarnings("default")  # what transformers deprecates is its concern
+
+
+def small(name, **changes):
+    """A small network of a family, whose heads are of 6 elements, and of Gemma of 64."""
+    own = {"expert_dim": 40} if name == "mixtral" else {}
+    return dataclasses.replace(MODELS[name].flavors["debugmodel"], **SIZES | own | changes)
+
+
+SWITCHES = [
+    *[("qwen2", {"tied": True}), ("qwen2", {"tied": False, "head_dim": 16, **WINDOW})],
+    *[("mistral", WINDOW), ("mistral", {"sliding_window": 0, "head_dim": 16, "tied": True})],
+    *[("mixtral", {}), ("mixtral", {"tied": True, "top_k": 3, "head_dim": 16, **WINDOW})],
+    *[("olmo2", {}), ("olmo2", {"tied": True, "head_dim": 16})],
+    *[("gemma3", {}), ("gemma3", {"tied": False, **TWICE}), ("gemma3", {"sliding_window": 0})],
+]
+
+
+@pytest.mark.parametrize(("name", "change"), SWITCHES)
+def test_logits_and_gradients_equal_those_of_transformers(name, change):
+    args = small(name, **change)
+    # Gemma's many norms, of factors 1 + weight, keep the stream large, and so roundings.
+    spread = {"std": 0.04, "of_norms": 0.5} if name == "gemma3" else {}
+    equals_transformers(MODELS[name], args, drawn(MODELS[name], args, **spread))
+    written = MODELS[name].formats["hf"]
+    assert written.args(written.config(args, None)) == args
+
+
+PARTS = {
+    "qwen2": ({"qkv_bias": False},),
+    "mistral": ({"sliding_window": 0},),
+    "mixtral": ({"renormalize": False},),
+    "olmo2": ({"joint_norms": False},),
+    "gemma3": (
+        *[{"activation": "silu"}, {"scaled_embeddings": False}, {"query_scalar": None}],
+        *[{"local_rope_theta": None}, {"full_every": 3}, {"rope_scaling": None}, {"norm": "rms"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_comparison_sees_each_part(name):
+    """Without any of them the logits are others."""
+    args = small(name, **{"gemma3": TWICE, "mistral": WINDOW}.get(name, {}))
+    model, tokens = drawn(MODELS[name], args), torch.arange(64)[None]
+    for part in PARTS[name]:
+        other = MODELS[name].build(dataclasses.replace(args, **part), 64)
+        other.load_state_dict(model.state_dict(), strict=False)
+        assert (other(tokens) - model(tokens)).abs().max() > 1e-3, part
+
+
+def test_a_text_is_continued_with_blocks_of_both_kinds():
+    model, tokens = drawn(MODELS["gemma3"], small("gemma3", **TWICE)), torch.arange(64)[None]
+    with torch.no_grad(), cached(model, 64) as cache:
+        parts = []
+        for start, end in ((0, 20), (20, 21), (21, 64)):
+            positions = torch.arange(start, end)[None]
+            cache.move_to(positions, end)
+            parts.append(model(tokens[:, start:end], positions))
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=1e-5, rtol=0)
+
+
+def test_packed_documents_do_not_see_each_other():
+    model, tokens = drawn(MODELS["gemma3"], small("gemma3", **TWICE)), torch.arange(64)[None]
+    documents = (torch.arange(64)[None] >= 30).long()
+    positions = torch.arange(64)[None] - 30 * documents
+    packed = model(tokens, positions, documents)
+    alone = torch.cat((model(tokens[:, :30]), model(tokens[:, 30:])), dim=1)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_greedy_text_is_that_of_transformers(name):
+    args = small(name, **{"gemma3": TWICE, "mistral": WINDOW}.get(name, {}))
+    model, written = drawn(MODELS[name], args), MODELS[name].formats["hf"]
+    theirs = of_transformers(written.config(args, None)).float().eval()
+    weights = to_transformers(MODELS[name], args, model.state_dict().items())
+    theirs.load_state_dict(weights, strict=False)
+    tokens = torch.arange(5)[None]
+    expected = theirs.generate(tokens, min_new_tokens=16, max_new_tokens=16, do_sample=False)
+    with torch.no_grad():
+        for _ in range(16):
+            tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(tokens, expected)
+
+
+def test_factors_of_norms_start_at_1():
+    spec, args = MODELS["gemma3"], small("gemma3")
+    model = spec.build(args, 8)
+    initialize(model.named_parameters(), lambda name: spec.init_std(args, name), seed=0)
+    x = torch.randn(2, 8, args.dim, generator=torch.Generator().manual_seed(0))
+    normed = model.layers["0"].ffn_out_norm(x)
+    torch.testing.assert_close(normed.square().mean(-1), torch.ones(2, 8), atol=1e-4, rtol=0)
+
+
+USUAL = {
+    "qwen2": ("Qwen2ForCausalLM", {"rope_theta": 1e6, "use_sliding_window": False}),
+    "mistral": ("MistralForCausalLM", {"num_attention_heads": 32, "num_key_value_heads": 8}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
+        | {"rope_theta": 1e6, "vocab_size": 32_000, "rms_norm_eps": 1e-5},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "vocab_size": 100_352}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256}
+        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rms_norm_eps": 1e-6}
+        | {"query_pre_attn_scalar": 256, "sliding_window": 1024, "sliding_window_pattern": 6}
+        | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "vocab_size": 262_208},
+    ),
+}
+KEYS = {"dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+KEYS |= {"kv": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size"}
+
+
+def of_flavor(name, sizes):
+    """What matters of the config.json of a published model."""
+    architecture, usual = USUAL[name]
+    own = {KEYS.get(key, key): value for key, value in json.loads(sizes).items()}
+    return {"architectures": [architecture], "model_type": name, **usual, **own}
+
+
+PUBLISHED = table(__file__, "published.txt")
+
+
+@pytest.mark.parametrize(("name", "flavor", "sizes", "total", "active"), PUBLISHED)
+def test_flavors_have_the_published_sizes(name, flavor, sizes, total, active):
+    spec, config = MODELS[name], of_flavor(name, sizes)
+    has_published_sizes(spec, flavor, config, int(total), int(active))
+    written = spec.formats["hf"].config(spec.flavors[flavor], None)
+    shared = written.keys() & config.keys() - {"rope_scaling"}
+    assert {key: written[key] for key in shared} == {key: config[key] for key in shared}
+
+
+def test_every_flavor_is_compared_with_a_published_one():
+    for name in USUAL:
+        flavors = ["debugmodel", *(flavor for family, flavor, *_ in PUBLISHED if family == name)]
+        assert flavors == [*MODELS[name].flavors]
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen2.5-7B", "Mistral-7B-v0.3", "Mixtral-8x7B", "OLMo-2-7B", "Gemma-3-4B"]
+)
+def test_a_network_of_another_kind_is_refused_in_words(name):
+    family, flavor = {
+        "Qwen2.5-7B": ("qwen2", "7B"),
+        "Mistral-7B-v0.3": ("mistral", "7B"),
+        "Mixtral-8x7B": ("mixtral", "8x7B"),
+        "OLMo-2-7B": ("olmo2", "7B"),
+        "Gemma-3-4B": ("gemma3", "4B"),
+    }[name]
+    (sizes,) = (sizes for of, size, sizes, *_ in PUBLISHED if (of, size) == (family, flavor))
+    refuses_bad_configs(MODELS[family].formats["hf"].args, name, of_flavor(family, sizes))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "nearest", "why"),
+    [
+        ("Qwen2VLForConditionalGeneration", "qwen2", "three dimensions"),
+        ("Qwen3NextForCausalLM", "qwen3_moe", "linear attention"),
+        ("Gemma2ForCausalLM", "gemma3", "soft caps"),
+        ("Gemma3ForConditionalGeneration", "gemma3", "vision tower"),
+        ("Phi3ForCausalLM", "mistral", "are one matrix"),
+        ("Llama4ForConditionalGeneration", "llama3", "without positions"),
+    ],
+)
+def test_a_near_miss_is_named(architecture, nearest, why, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"architectures": [architecture]}))
+    with pytest.raises(ConfigError, match=f"differs from {nearest}, the nearest: .*{why}"):
+        identify(path, "hf", MODELS.values())
+    path.write_text(json.dumps({"architectures": ["Olmo2ForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r'which model\.name = "olmo2" has'):
+        identify(path, "hf", [MODELS["llama3"]])
+
+
+def test_what_a_format_cannot_express_is_refused():
+    for name, change, message in (
+        ("olmo2", WINDOW, "sliding_window: got 9; Olmo2ForCausalLM has 0"),
+        ("mixtral", {"router_bias": True}, "router_bias: got true; MixtralForCausalLM has false"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            MODELS[name].formats["hf"].config(small(name, **change), None)
+
+
+def test_windows_of_transformers_are_read():
+    """In its own form, where RoPE is described for each kind of attention."""
+    from transformers import Gemma3TextConfig
+
+    for change in ({}, TWICE, {"sliding_window": 0}, {"n_layers": 12}):
+        args, written = small("gemma3", **change), MODELS["gemma3"].formats["hf"]
+        config = Gemma3TextConfig(**written.config(args, 64)).to_dict()
+        assert written.args(config | {"architectures": ["Gemma3ForCausalLM"]}) == args
+    config = written.config(small("gemma3", n_layers=12), 64)
+    del config["layer_types"]
+    assert written.args(config).full_every == 6
+    assert lines(written.args, config | {"layer_types": ["full_attention"]}) == [
+        "num_hidden_layers 12 and layer_types of 1 blocks; make them equal"
+    ]
