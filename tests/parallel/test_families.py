@@ -171,7 +171,7 @@ def test_steps_in_the_backward():
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("family", ["tiny_qwen3", "tiny_qwen2", "tiny_olmo2", "tiny_gemma3"])
+@pytest.mark.parametrize("family", ["tiny_qwen3", "tiny_olmo2", "tiny_gemma3"])
 def test_it_is_the_same_run_compiled(family):
     layout, graphs = test_compile.CASES["TP 2, loss in chunks"]
     everywhere = {"sliding_window": 0} if family == "tiny_gemma3" else {}  # blocks are alike

@@ -116,7 +116,7 @@ SMALL = {
     ),
     "gpt_oss": (*EAGER, TWELVE, *SPARSE, "--model.sliding_window=16"),
     "mixtral": (*EAGER, SEVEN, *SPARSE),
-    "gemma3": (*EAGER, TWELVE, "--model.sliding_window=16"),
+    "gemma3": (*EAGER, TWELVE, "--model.sliding_window=16", "--model.full_every=2"),
     "vit_mae": (EAGER[0], SEVEN),
 }
 """Flags of a small size of it with many blocks; `SEVEN` of the others."""

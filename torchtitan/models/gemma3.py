@@ -113,11 +113,10 @@ def flavor(
     dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int, **own: Any
 ) -> DecoderArgs:
     sizes: dict[str, Any] = {"dim": dim, "n_layers": n_layers, "ffn_dim": ffn_dim}
-    sizes |= {"n_heads": n_heads, "n_kv_heads": n_kv_heads}
-    usual = {"head_dim": 256, "query_scalar": 256, "vocab_size": 262_208, "sliding_window": 1024}
-    usual |= {"rope_scaling": Linear(factor=8.0), "rope_theta": 1e6, "local_rope_theta": 1e4}
-    usual |= {"full_every": 6, "norm_eps": 1e-6, "tied": True}
-    return DecoderArgs(**HAS | sizes | usual | own)
+    sizes |= {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": 256, "query_scalar": 256}
+    sizes |= {"vocab_size": 262_208, "sliding_window": 1024, "full_every": 6, "norm_eps": 1e-6}
+    sizes |= {"rope_theta": 1e6, "local_rope_theta": 1e4, "rope_scaling": Linear(factor=8.0)}
+    return DecoderArgs(**HAS | sizes | {"tied": True} | own)
 
 
 SMALL: dict[str, Any] = {"rope_scaling": None, "vocab_size": 262_144, "sliding_window": 512}

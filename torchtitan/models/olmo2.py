@@ -59,7 +59,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
     fixed = {"sliding_window": None, "clip_qkv": None}
     config = {"rms_norm_eps": 1e-5, **config}
-    own = {"head_dim": config.get("head_dim"), "joint_norms": True}
+    own: dict[str, Any] = {"head_dim": config.get("head_dim"), "joint_norms": True}
     return with_usual_heads(args_in(config, Olmo2Config, fixed, **own))
 
 
