@@ -94,8 +94,8 @@ class PowerLaw(ScheduleConfig):
 
     def factor(self, step: int, steps: int) -> float:
         """Return the multiplier of the peak learning rate for the 1-based `step` of `steps`."""
-        peak = max(self.warmup(steps), 1)
-        return super().factor(step, steps) * min((peak / step) ** self.exponent, 1.0)
+        fallen: float = min((max(self.warmup(steps), 1) / step) ** self.exponent, 1.0)
+        return super().factor(step, steps) * fallen
 
 
 SCHEDULES = Registry[type[ScheduleConfig]](
