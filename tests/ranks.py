@@ -1,8 +1,11 @@
 """Runs a function on several ranks of this machine; its processes, and ports free for them."""
 
+import fcntl
 import os
+import random
 import signal
 import socket
+import tempfile
 import time
 from pathlib import Path
 from unittest import SkipTest
@@ -45,10 +48,27 @@ def descendants(pid):
     return [*children, *(child for one in children for child in descendants(one))]
 
 
+PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives to whoever asks for any: no connection takes one of them."""
+_LOCKS = []
+
+
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """A port that no other call returns, in any test process, as long as this one lives."""
+    folder = Path(tempfile.gettempdir()) / f"torchtitan-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        lock = (folder / str(port)).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket() as probe:
+                probe.bind(("", port))
+        except OSError:
+            lock.close()
+        else:
+            _LOCKS.append(lock)
+            return port
+    raise RuntimeError("no port is free")
 
 
 def _read(path):

@@ -233,7 +233,8 @@ def test_nodes_come_and_go_and_the_run_stays_the_same(tmp_path):
         processes="1",
         nnodes="1:2",
         rdzv_endpoint=f"localhost:{port}",
-        rdzv_conf="last_call_timeout=3,keep_alive_interval=1",
+        # A node that is silent for ten seconds is gone; a busy machine may keep one waiting.
+        rdzv_conf="last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10",
     )
 
     def wait_for_ranks(count, process):

@@ -179,7 +179,7 @@ class Evil:
 def fetch():
     from torchft.checkpointing import HTTPTransport
 
-    patience = timedelta(seconds=10)
+    patience = timedelta(seconds=60)
     server, ours = HTTPTransport(timeout=patience, num_chunks=0), transport(patience)
     server.send_checkpoint([1], 3, {"a": torch.arange(5), "b": [1, None]}, patience)
     found = ours.recv_checkpoint(0, server.metadata(), 3, patience)

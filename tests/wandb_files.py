@@ -21,7 +21,8 @@ def offline_run(folder):
 
 def ended(path):
     """The records of a file that is complete; W&B may still be writing it when a run has ended."""
-    for _ in range(200):
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
         records = list(wandb_records(path))
         if any(record.HasField("exit") for record in records):
             return records

@@ -25,8 +25,7 @@ def saved(tmp_path_factory):
     @cache
     def run(layout):
         folder = tmp_path_factory.mktemp("saved") / "run"
-        played = play(recipe(folder, layout, training={"steps": 6}), ranks_of(layout))
-        assert played.status == 0, played.log
+        play(recipe(folder, layout, training={"steps": 6}), ranks_of(layout), status=0)
         assert list(checkpoints(folder)) == [2, 4, 6]
         return folder
 
@@ -179,8 +178,7 @@ def test_every_checkpoint_harmed(harm, tmp_path, saved):
         path = run / f"checkpoint/step-{step}" / FILES["one rank"][step // 2]
         (flip if harm.startswith("replaced by that") else HARMS[harm])(draw, path)
     before = {path.name: contents(path) for path in checkpoints(run).values()}
-    played = play(recipe(run))
-    assert played.status == 2, played.log
+    played = play(recipe(run), status=2)
     assert f"all checkpoints in {run}/checkpoint are damaged" in played.log
     assert all(f"step-{step}/{FILES['one rank'][step // 2]}" in played.log for step in (2, 4, 6))
     assert {path.name: contents(path) for path in checkpoints(run).values()} == before

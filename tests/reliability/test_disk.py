@@ -121,8 +121,7 @@ def test_a_disk_that_fails_and_recovers(kind, mode, tmp_path, small_disk, undist
     if kind.endswith("on it"):
         run.rmdir()
     trap = faults(kind, run, SECOND, THIRD, small_disk)
-    played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap})
-    assert played.status == 0, played.log
+    played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap}, status=0)
     assert "step 4 could NOT be saved: " in played.log
     assert WHAT[kind] in played.log
     assert "Training continues; the last checkpoint is step-2\n" in played.log
@@ -154,8 +153,7 @@ def test_a_disk_that_fails_at_the_last_save(kind, mode, tmp_path, small_disk, un
         remount(run / "checkpoint", "rw")
     for ballast in run.rglob("ballast"):
         ballast.unlink()
-    played = play(recipe(run, checkpoint={"async_mode": mode}))
-    assert played.status == 0, played.log
+    played = play(recipe(run, checkpoint={"async_mode": mode}), status=0)
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
 
 
@@ -176,8 +174,7 @@ def test_a_file_for_which_there_is_no_room(name, mode, tmp_path, undisturbed):
 
     place = "torchtitan.checkpoint.saver:Saver._begin"
     trap = traps(at_call(place, SECOND, full))
-    played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap})
-    assert played.status == 0, played.log
+    played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap}, status=0)
     assert "step 4 could NOT be saved: [Errno 28] No space left on device" in played.log
     assert list(checkpoints(run)) == [2, 6, 8]
     assert leftovers(run) == []
@@ -192,8 +189,7 @@ def test_the_disk_of_one_of_two_ranks_fails(rank, mode, tmp_path, undisturbed):
     run = tmp_path / "run"
     trap = faults("files that may not grow (RLIMIT_FSIZE)", run, SECOND, THIRD, Path)
     quick = {0: traps(), 1: traps(), rank: trap}
-    played = play(recipe(run, "FSDP 2", checkpoint={"async_mode": mode}), 2, quick)
-    assert played.status == 0, played.log
+    played = play(recipe(run, "FSDP 2", checkpoint={"async_mode": mode}), 2, quick, status=0)
     assert "step 4 could NOT be saved: [Errno 27] File too large" in played.log
     assert list(checkpoints(run)) == [2, 6, 8]
     assert leftovers(run) == []
@@ -212,8 +208,7 @@ def test_a_second_attempt_that_works(mode, tmp_path, undisturbed):
         when_saving(SECOND, lambda: limit_files(100_000)),
         at_call("torchtitan.checkpoint.saver:write_file", SECOND + 1, room_again),
     )
-    played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap})
-    assert played.status == 0, played.log
+    played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap}, status=0)
     assert "attempt 1 of 3 failed (File too large); retrying in 0.01 s" in played.log
     assert "could NOT be saved" not in played.log
     assert list(checkpoints(run)) == [4, 6, 8]
@@ -238,15 +233,14 @@ def test_a_slow_disk(tmp_path, undisturbed):
         at_call("torchtitan.trainer:Trainer.step", 7, sets),
     )
     saves = {"async_mode": "async", "interval": 4}
-    played = play(recipe(run, checkpoint=saves), traps={0: trap})
-    assert played.status == 0, played.log
+    played = play(recipe(run, checkpoint=saves), traps={0: trap}, status=0)
     log = played.log
     assert log.index("step 4/8") < log.index("step 6/8") < log.index("/step-4: ") < len(log)
     assert list(checkpoints(run)) == [4, 8]
     end, _ = undisturbed("one rank")
     End.of(run).assert_same(end, to_the_bit=True)
     sync = tmp_path / "sync"
-    assert play(recipe(sync, training={"steps": 4})).status == 0
+    play(recipe(sync, training={"steps": 4}), status=0)
     digests = [read_manifest(checkpoints(folder)[4]).digest for folder in (run, sync)]
     assert digests[0] == digests[1]
 
@@ -255,8 +249,7 @@ def test_a_slow_disk(tmp_path, undisturbed):
 def test_a_run_that_may_write_nowhere(tmp_path, small_disk):
     run = small_disk(tmp_path / "run")
     remount(run, "ro")
-    played = play(recipe(run))
-    assert played.status == 2, played.log
+    played = play(recipe(run), status=2)
     assert played.log.startswith(f"job.dump_folder: cannot write into {run}: ")
     assert "Traceback" not in played.log
     assert not list(run.iterdir())

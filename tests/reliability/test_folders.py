@@ -23,6 +23,7 @@ from tests.reliability.trials import (
     play_each,
     ranks_of,
     recipe,
+    wait_until,
 )
 from torchtitan import trainer
 from torchtitan.checkpoint import folder, manifest
@@ -61,8 +62,7 @@ def test_a_second_run_on_a_folder_is_refused(tmp_path, undisturbed):
         found.write_text(json.dumps((os.getpid(), status, state_of(run) == before)))
         return step(*arguments)
 
-    played = play(recipe(run), traps={0: at_call("torchtitan.trainer:Trainer.step", 5, meanwhile)})
-    assert played.status == 0, played.log
+    play(recipe(run), traps={0: at_call("torchtitan.trainer:Trainer.step", 5, meanwhile)}, status=0)
     holder, status, is_untouched = json.loads(found.read_text())
     said = (tmp_path / "second.log").read_text()
     assert status == 2, said
@@ -83,19 +83,16 @@ def test_a_run_that_waits_for_another_starts_from_its_last_checkpoint(tmp_path, 
     if not (second := os.fork()):
         folder.LOCK_SECONDS = 60.0
         with (tmp_path / "second.log").open("w") as sys.stderr:
-            while not (run / "checkpoint/step-4").exists():
-                time.sleep(0.01)
+            wait_until((run / "checkpoint/step-4").exists)
             sleep = time.sleep
             time.sleep = lambda seconds: (started.touch(), sleep(seconds))
             os._exit(trainer.main(["--job.config_file", str(tmp_path / "second.toml")]))
 
     def meanwhile(step, *arguments):
-        while not started.exists():
-            time.sleep(0.01)
+        wait_until(started.exists)
         return step(*arguments)
 
-    played = play(recipe(run), traps={0: at_call("torchtitan.trainer:Trainer.step", 6, meanwhile)})
-    assert played.status == 0, played.log
+    play(recipe(run), traps={0: at_call("torchtitan.trainer:Trainer.step", 6, meanwhile)}, status=0)
     status = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
     said = (tmp_path / "second.log").read_text()
     assert status == 0, said
@@ -133,7 +130,7 @@ def wait_for_no_lock():
 def test_a_refused_start_leaves_the_folder_as_it_was(layout, tmp_path):
     """Some are refused when the recipe is read, others when a checkpoint is loaded."""
     run, ranks = tmp_path / "run", ranks_of(layout)
-    assert play(recipe(run, layout), ranks).status == 0
+    play(recipe(run, layout), ranks, status=0)
     (run / "checkpoint/step-7.saving").mkdir()
     (run / "comm_traces/0.json").write_text("{}")
     (run / "comm_traces/5.step").write_text("of more ranks")
@@ -148,19 +145,19 @@ def test_a_refused_start_leaves_the_folder_as_it_was(layout, tmp_path):
     (run / "lock").write_text("of a run that was killed\n")
     with folder.lock(run):
         before = content(run)
-        played = play(recipe(run, layout), ranks, dict.fromkeys(range(ranks), wait_for_no_lock))
-        assert played.status == 2, played.log
+        played = play(
+            recipe(run, layout), ranks, dict.fromkeys(range(ranks), wait_for_no_lock), status=2
+        )
         assert "another run writes into" in played.log
         assert content(run) == before
     assert (run / "lock").read_text() == "of a run that was killed\n"
 
 
 def test_a_refused_start_makes_no_folder(tmp_path):
-    assert play(recipe(tmp_path / "other", training={"steps": 2})).status == 0
+    play(recipe(tmp_path / "other", training={"steps": 2}), status=0)
     initial = {"initial_load_path": str(tmp_path / "other/checkpoint")}
     model = {"flavor": "flat", "n_layers": 1}
-    played = play(recipe(tmp_path / "run", model=model, checkpoint=initial))
-    assert played.status == 2, played.log
+    play(recipe(tmp_path / "run", model=model, checkpoint=initial), status=2)
     assert not (tmp_path / "run").exists()
 
 
@@ -227,7 +224,7 @@ def test_a_checkpoint_of_the_first_format(tmp_path):
 
 def test_a_checkpoint_of_a_later_format(tmp_path):
     run = tmp_path / "run"
-    assert play(recipe(run, training={"steps": 2})).status == 0
+    play(recipe(run, training={"steps": 2}), status=0)
     path = run / "checkpoint/step-2/manifest.json"
     content = json.loads(path.read_text()) | {"format": 4, "new": "what is not known yet"}
     del content[manifest.HASH]
@@ -258,8 +255,7 @@ def test_a_clock_that_goes_backwards(tmp_path, undisturbed):
         for each in (path, *path.iterdir()):
             moment = each.stat().st_mtime + years * 3.15e7
             os.utime(each, (moment, moment))
-    played = play(recipe(run), traps={0: backwards})
-    assert played.status == 0, played.log
+    played = play(recipe(run), traps={0: backwards}, status=0)
     assert "/step-4 at step 4\n" in played.log
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
 
@@ -303,8 +299,7 @@ def test_nothing_is_deleted_for_what_is_harmed_at_once(name, mode, tmp_path, und
         harm()
         look()
 
-    played = play(recipe(run, checkpoint=saves), traps={0: traps})
-    assert played.status == 0, played.log
+    played = play(recipe(run, checkpoint=saves), traps={0: traps}, status=0)
     assert f"step-4/{name}: damaged" in played.log
     assert "; renamed to step-4.damaged\n" in played.log
     assert note.read_text() == "step-2 step-4.damaged"
@@ -316,20 +311,18 @@ def test_nothing_is_deleted_for_what_is_harmed_at_once(name, mode, tmp_path, und
 def test_a_last_checkpoint_that_is_harmed_at_once(mode, tmp_path, undisturbed):
     run, saves = tmp_path / "run", {"keep_latest_k": 1, "async_mode": mode}
     trap = harm_when_named(4, "rank-0.safetensors")
-    played = play(recipe(run, checkpoint=saves), traps={0: trap})
-    assert played.status == 1, played.log
+    played = play(recipe(run, checkpoint=saves), traps={0: trap}, status=1)
     assert "the run's work since step 6 is lost\n" in played.log
     assert list(checkpoints(run)) == [6]
-    assert play(recipe(run, checkpoint=saves)).status == 0
+    play(recipe(run, checkpoint=saves), status=0)
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
 
 
 def test_checkpoints_of_a_run_that_went_further_are_left_alone(tmp_path):
     run = tmp_path / "run"
-    assert play(recipe(run, checkpoint={"keep_latest_k": 0})).status == 0
+    play(recipe(run, checkpoint={"keep_latest_k": 0}), status=0)
     assert list(checkpoints(run)) == [2, 4, 6, 8]
     back = {"load_step": 4, "keep_latest_k": 2}
-    played = play(recipe(run, checkpoint=back, training={"steps": 5}))
-    assert played.status == 0, played.log
+    play(recipe(run, checkpoint=back, training={"steps": 5}), status=0)
     assert list(checkpoints(run)) == [4, 5, 6, 8]
     shutil.rmtree(run)

@@ -45,8 +45,7 @@ def look(folder, played):
 
 def finish(folder, layout, newest, **checkpoint):
     """Go on from what is on disk to the end."""
-    played = play(recipe(folder, layout, checkpoint=checkpoint), ranks_of(layout))
-    assert played.status == 0, played.log
+    played = play(recipe(folder, layout, checkpoint=checkpoint), ranks_of(layout), status=0)
     assert ("resumed from" in played.log) == (newest > 0)
     assert not newest or f"/step-{newest} at step {newest}\n" in played.log
     assert leftovers(folder) == []
@@ -216,25 +215,31 @@ def test_kills_at_random_moments(layout, mode, seed, kills, tmp_path, undisturbe
 
 # --- from outside ---
 
+FAULTY = "tests.tiny,tests.faults"
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_processes_killed_from_outside(seed, tmp_path, undisturbed):
-    """Not forked and not trapped: a process as from a shell, and `kill -9`, two times."""
+    """Not forked and not trapped: a process as from a shell, and `kill -9`, two times.
+
+    Each goes to sleep soon after the checkpoint that is waited for, and so cannot reach the end.
+    """
     draw, run, recipe_file = random.Random(seed), tmp_path / "run", tmp_path / "recipe.toml"
     recipe_file.write_text(to_toml(recipe(run, checkpoint={"interval": 1, "async_mode": "async"})))
-    words = ["--job.config_file", recipe_file, "--job.imports=tests.tiny"]
-    command = [sys.executable, "-m", "torchtitan.train", *words]
+    command = [sys.executable, "-m", "torchtitan.train", "--job.config_file", recipe_file]
+    whole, trapped = ([*command, f"--job.imports={names}"] for names in ("tests.tiny", FAULTY))
     with (tmp_path / "log").open("w") as log:
         for _ in range(2):
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-            steps = draw.randrange(1, 4)
-            before = max(checkpoints(run), default=0)
-            while process.poll() is None and max(checkpoints(run), default=0) < before + steps:
+            last = max(checkpoints(run), default=0) + draw.randrange(1, 3)
+            environment = os.environ | {"FAULT": f"sleep 0 {last + 2}"}
+            process = subprocess.Popen(trapped, cwd=ROOT, env=environment, stdout=log, stderr=log)
+            while last not in checkpoints(run):
+                assert process.poll() is None, (tmp_path / "log").read_text()
                 time.sleep(0.001)
             time.sleep(draw.uniform(0, 0.05))
             process.kill()
             assert process.wait() == -9, (tmp_path / "log").read_text()
             assert all(damage(path) == [] for path in checkpoints(run).values())
-        assert subprocess.call(command, cwd=ROOT, stdout=log, stderr=log) == 0
+        assert subprocess.call(whole, cwd=ROOT, stdout=log, stderr=log) == 0
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)

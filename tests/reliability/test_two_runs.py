@@ -10,7 +10,17 @@ import time
 
 import pytest
 
-from tests.reliability.trials import STEPS, End, at_call, checkpoints, damage, leftovers, recipe
+from tests.reliability.trials import (
+    LIMIT,
+    STEPS,
+    End,
+    at_call,
+    checkpoints,
+    damage,
+    leftovers,
+    recipe,
+    wait_until,
+)
 from tests.runs import rows
 from torchtitan import trainer
 from torchtitan.checkpoint.folder import ENDING
@@ -22,7 +32,6 @@ TRIALS = {
     "the first is stopped by SIGTERM, and the second is its requeue": 9,
     "one of them through the launcher": 6,
 }
-LIMIT = 100.0
 
 
 def start(run, name, seed):
@@ -57,13 +66,6 @@ def launch(run, name):
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([*command, *words], stdout=log, stderr=log, env=environment)
     return lambda: process.wait(LIMIT)
-
-
-def wait_until(happened):
-    until = time.monotonic() + LIMIT
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 def says_ending(run):

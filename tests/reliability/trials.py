@@ -87,9 +87,11 @@ class Played:
         return one
 
 
-def play(job, ranks=1, traps=None):
-    """Train as from the command line, on forked ranks."""
-    return play_each([job], ranks, traps)[0]
+def play(job, ranks=1, traps=None, status=None):
+    """Train as from the command line, on forked ranks; `status`: how it must end."""
+    played = play_each([job], ranks, traps)[0]
+    assert status is None or played.status == status, played.log
+    return played
 
 
 def play_each(jobs, ranks=1, traps=None):
@@ -207,6 +209,17 @@ def copy_late():
     for name, action in {"begin": begin, "_copy": copy, "wait": wait}.items():
         at_call(f"torchtitan.checkpoint.saver:Staging.{name}", 0, action)()
     at_call("torchtitan.optim.optimizer_group:Optimizers.step", 0, update)()
+
+
+LIMIT = 100.0
+"""Seconds to wait for what another process does."""
+
+
+def wait_until(happened):
+    until = time.monotonic() + LIMIT
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 # --- what is on disk ---
