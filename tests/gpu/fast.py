@@ -1,6 +1,5 @@
 """Stage 3: how fast one device trains, beside the shortest loop that one would write by hand."""
 
-import gc
 import importlib.util
 import statistics
 import tempfile
@@ -18,6 +17,7 @@ from torch import nn
 from tests.dense import dense_attention
 from tests.gpu import mixture
 from tests.gpu.planned import calibration, planned
+from tests.gpu.timing import fresh, in_turns, relative, timed
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
@@ -146,12 +146,7 @@ def check(name, device, backend):
         return calibration(job_of("compiled", model, device, backend), device)
     flavor, row = name.split(": ")
     model = MODELS_HERE.get(flavor, TOY)
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.init()
-        torch.cuda.empty_cache()
-        device.reset_memory_peak()
+    fresh(device)
     row = row.removesuffix(", again")
     if row in BY_HAND:
         return measured(by_hand(model, BY_HAND[row], device, backend), model, device)
@@ -423,37 +418,6 @@ def document_attention(length, device):
         ways[name] = partial(forward_backward, causal_attention, documents, window // scale)
     dense = torch.arange(length, device=device.torch_device)[None] // max(1000 // scale, 1)
     ways[DENSE] = partial(forward_backward, dense_attention, dense, 0)
-    taken = {name: [] for name in ways}
-    memory = {}
-    for number in range(rounds + 3):
-        for name, way in ways.items():
-            if number == 0:
-                torch.cuda.empty_cache()
-                device.reset_memory_peak()
-            begin = device.stamp()
-            way()
-            found = device.seconds(begin, device.stamp())
-            if number == 0:
-                memory[name] = device.memory_peak()
-            if number >= 3:
-                taken[name].append(found)
-    return {
-        name: {
-            "ms": [1000 * x for x in statistics.quantiles(seconds, n=4)],
-            "ratio": statistics.quantiles(
-                (one / all for one, all in zip(seconds, taken["causal"], strict=True)), n=4
-            ),
-            "GiB": memory[name],
-        }
-        for name, seconds in taken.items()
-    }
-
-
-def timed(act, device):
-    """Seconds, the median of 20."""
-    seconds = []
-    for _ in range(25):
-        begin = device.stamp()
-        act()
-        seconds.append(device.seconds(begin, device.stamp()))
-    return statistics.median(seconds[5:])
+    taken, first = in_turns(ways, device, rounds)
+    figures = relative(taken, "causal")
+    return {name: found | {"GiB": first[name][1]} for name, found in figures.items()}

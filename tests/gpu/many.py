@@ -1,6 +1,5 @@
 """Stage 4: what one rank of many computes, with a process group that only pretends to send."""
 
-import gc
 import os
 import statistics
 import tempfile
@@ -14,6 +13,7 @@ import torch
 
 from tests.fusion import WITHOUT_CODE
 from tests.gpu.planned import fake_rank, planned
+from tests.gpu.timing import fresh
 from tests.orders import noted
 from torchtitan.checks import load_job
 from torchtitan.models import MODELS
@@ -92,18 +92,13 @@ def check(name, device, backend):
     if device.type == "cpu" and name in SHARDED:  # a recipe cannot ask for it
         unmade = job.compile.model_copy(update={"backend": WITHOUT_CODE})
         job = job.model_copy(update={"compile": unmade})
-    torch.compiler.reset()
+    fresh(device)
     compiler_counts()["inductor"].clear()
-    gc.collect()
     with ExitStack() as stack:
         orders = stack.enter_context(noted())
         # Graphs of its own: of those in a cache neither order nor time to compile would be seen.
         cache = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache))
-        if device.type == "cuda":
-            torch.cuda.init()
-            torch.cuda.empty_cache()  # of the case before
-        device.reset_memory_peak()
         model, optimizers, batch = stack.enter_context(
             fake_rank(job, layout.ranks, layout.rank, device)
         )

@@ -6,6 +6,7 @@ import warnings
 
 import torch
 
+from tests.gpu.timing import in_turns, relative
 from torchtitan.convert.rounded_experts import RoundedProducts
 from torchtitan.models.experts import MixtureOfExperts, Routing, expert_products
 from torchtitan.models.layers import FeedForward
@@ -74,17 +75,9 @@ def timed(layer, device, dtype, rounds, in_eight_bits=False):
         **{products: of(products) for products in by_products},
         **_parts(mixture, x),
     }
-    found = _in_turns(ways, device, rounds, [x, *mixture.parameters(), *dense.parameters()])
-    quartiles = {
-        name: {
-            "ms": [1000 * s for s in statistics.quantiles(taken, n=4)],
-            "ratio": statistics.quantiles(
-                (a / b for a, b in zip(taken, found["feed-forward"], strict=True)), n=4
-            ),
-        }
-        for name, taken in found.items()
-    }
-    figures = {"ways": quartiles}
+    given = [x, *mixture.parameters(), *dense.parameters()]
+    found, _ = in_turns(ways, device, rounds, given)
+    figures = {"ways": relative(found, "feed-forward")}
     if peak := device.peak_flops(dtype):
         for name in ("feed-forward", *by_products):
             figures[f"MFU, {name}"] = layer.flops / statistics.median(found[name]) / peak
@@ -152,20 +145,6 @@ def _parts(mixture, x):
         "combine": combine,
         "one grouped product": one_product,
     }
-
-
-def _in_turns(ways, device, rounds, given):
-    taken = {name: [] for name in ways}
-    for number in range(rounds + 2):  # two to warm up
-        for name in [*ways][:: 1 if number % 2 else -1]:
-            begin = device.stamp()
-            ways[name]()
-            seconds = device.seconds(begin, device.stamp())
-            for tensor in given:
-                tensor.grad = None
-            if number >= 2:
-                taken[name].append(seconds)
-    return taken
 
 
 def _waits(run):

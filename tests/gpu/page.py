@@ -1,9 +1,11 @@
-"""The page of all that is known of a device, from what the cases of each stage gave."""
+"""The page of all that is known of a device, from what the cases of each stage gave.
+
+A column is a format of the figures of a case; where one of these is not there, the cell is a dash.
+"""
 
 import json
 
-from tests.gpu.systems_page import systems
-
+STAGES = ("right", "runs", "ranks", "fast", "many", "systems")
 PAGE = """\
 # On a GPU
 
@@ -19,19 +21,82 @@ PAGE = """\
 
 {parts}
 """
+QUARTILES = "{ms[1]:.2f} ({ms[0]:.2f} to {ms[2]:.2f})"
+RATIOS = "{ratio[1]:.3f} ({ratio[0]:.3f} to {ratio[2]:.3f})"
+RIGHT = {
+    "relative loss error": "{loss:.1e}",
+    "relative gradient norm error": "{norm:.1e}",
+    "largest difference of a weight": "{weight:.1e}",
+    "weight difference relative to update size": "{moved:.1e}",
+}
+SPEED = {
+    "tokens/s (quartiles)": "{tokens/s:,.0f} ({quartiles[0]:,.0f} to {quartiles[1]:,.0f})",
+    "to compiled": "{to compiled:.3f}",
+    "MFU": "{MFU:.1%}",
+    "of the product": "{of the product:.1%}",
+    "GiB": "{GiB:.1f}",
+    "GiB planned": "{planned GiB:.1f} ({GiB off:+.1%})",
+    "tokens/s planned": "{planned tokens/s:,.0f} ({tokens/s off:+.1%})",
+    "launches a step": "{launches:.0f}",
+    "idle": "{idle:.1%}",
+    "warm-up, s": "{warm-up s:.0f}",
+}
+ATTENTION = {"ms (quartiles)": QUARTILES, "to causal, by round": RATIOS, "GiB": "{GiB:.2f}"}
+EXPERTS = {
+    "ms (quartiles)": QUARTILES,
+    "to a feed-forward of equal FLOPs, by round": RATIOS,
+    "MFU": "{MFU:.1%}",
+    "waits of the host": "{waits}",
+}
+MANY = {
+    "tokens": "{tokens:,}",
+    "forward and backward, s": "{forward and backward s:.3f} ({spread[0]:.3f} to {spread[1]:.3f})",
+    "update, s": "{update s:.3f}",
+    "TFLOP/s": "{TFLOP/s:.0f}",
+    "MFU": "{MFU without waiting:.1%}",
+    "GiB": "{GiB:.1f}",
+    "GiB planned": "{planned GiB:.1f} ({GiB off:+.1%})",
+    "first step, s": "{first s:.0f}",
+}
+SYSTEMS = {
+    "8B on a rank of many, by system": (
+        "8B: ",
+        {
+            "ranks": "{ranks}",
+            "GiB reserved": "{held}",
+            "GiB planned": "{planned GiB:,.1f}",
+            "difference": "{GiB off:+.1%}",
+            "ms a step (range)": "{ms:,.0f} ({spread[0]:,.0f} to {spread[1]:,.0f})",
+        },
+    ),
+    "Llama 7B in 24 GB": (
+        "7B in 24 GB: ",
+        {
+            "GiB reserved": "{held}",
+            "of GiB": "{allowed GiB:,.1f}",
+            "ms a step": "{ms:,.1f}",
+            "more with a refresh, s": "{refresh s:,.1f}",
+            "loss": "{first loss:.2f} to {last loss:.2f}",
+        },
+    ),
+    "ViT-MAE": (
+        "ViT-MAE ",
+        {"images/s": "{images/s:,.1f}", "images a step": "{images}", "GiB reserved": "{held}"},
+    ),
+}
+"""Tables: the beginning of their cases, and their columns."""
+BASES = {"ms (range)": "{ms[0]:.1f} ({ms[1]:.1f} to {ms[2]:.1f})", "energy": "{energy:.4f}"}
 
 
 def write(folder):
     """Write OUTPUT/page.md from what lies in `folder`, and return it."""
     environment = json.loads((folder / "environment.json").read_text())
-    stages = {
-        name: read(folder / f"{name}.jsonl")
-        for name in ("right", "runs", "ranks", "fast", "many", "systems")
-    }
+    stages = {name: read(folder / f"{name}.jsonl") for name in STAGES}
     summary = "\n".join(f"| {name} | {' | '.join(counts(rows))} |" for name, rows in stages.items())
-    parts = [failures(stages), right(stages["right"]), fast(stages["fast"]), many(stages["many"])]
-    figures = {case: row["figures"] for case, row in stages["systems"].items()}
-    parts += [f"## {title}\n\n{table(heads, cells)}" for title, heads, cells in systems(figures)]
+    parts = [failures(stages)]
+    for part in (right, fast, many, systems):
+        rows = stages[part.__name__]
+        parts += part({case: row["figures"] for case, row in rows.items()})
     shown = ("device", "driver", "torch", "torchao", "python", "cores", "date")
     text = PAGE.format(
         about=", ".join(
@@ -56,10 +121,32 @@ def counts(rows):
     return [str(len(rows) - failed - left_out), str(failed), str(left_out)]
 
 
-def table(heads, rows):
-    heads = list(heads)
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+def table(rows, columns):
+    """A table with a line for each row, by name."""
+    lines = [["", *columns], ["---", *["---:"] * len(columns)]]
+    lines += [[name, *(cell(form, row) for form in columns.values())] for name, row in rows.items()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def cell(form, figures):
+    try:
+        return form.format_map(figures | derived(figures))
+    except KeyError:
+        return "-"
+
+
+def derived(figures):
+    """Figures that follow from others: errors of a plan, memory or its lack, ends of a curve."""
+    found = {
+        f"{key} off": figures[f"planned {key}"] / figures[key] - 1
+        for key in ("GiB", "tokens/s")
+        if {key, f"planned {key}"} <= figures.keys()
+    }
+    if "GiB" in figures or "out of memory" in figures:
+        found["held"] = f"{figures['GiB']:,.1f}" if "GiB" in figures else "out of memory"
+    if losses := figures.get("losses"):
+        found |= {"first loss": losses[0], "last loss": losses[-1]}
+    return found
 
 
 def failures(stages):
@@ -79,169 +166,120 @@ def failures(stages):
 
 def right(rows):
     """How far each case was from the CPU at most."""
-    kinds = {
-        "loss": "relative loss error",
-        "norm": "relative gradient norm error",
-        "weight": "largest difference of a weight",
-        "moved": "weight difference relative to update size",
-    }
-    cells = [
-        [case, *(f"{row['figures'][kind]:.1e}" for kind in kinds)]
-        for case, row in rows.items()
-        if row["figures"].keys() >= kinds.keys()
-    ]
-    if not cells:
-        return ""
-    return "## How far five steps are from the CPU's\n\n" + table(["", *kinds.values()], cells)
+    compared = {case: row for case, row in rows.items() if row.keys() >= {"loss", "moved"}}
+    if compared:
+        yield "## How far five steps are from the CPU's"
+        yield table(compared, RIGHT)
 
 
 def fast(rows):
-    """A table of each model, and what the device did in its fastest and its slowest row."""
-    product = rows.get("matrix product", {}).get("figures", {}).get("TFLOP/s")
-    parts = ["## Speed"]
-    if product:
-        parts.append(f"A product of 8192 x 8192 bf16 matrices: {product:.0f} TFLOP/s.")
-    if found := rows.get("calibration", {}).get("figures"):
+    """Rates of the device, and a table of each model."""
+    parts = [*rates(rows), *attention(rows), *experts(rows), *models(rows)]
+    return ["## Speed", *parts] if parts else []
+
+
+def rates(rows):
+    if product := rows.get("matrix product", {}).get("TFLOP/s"):
+        yield f"A product of 8192 x 8192 bf16 matrices: {product:.0f} TFLOP/s."
+    if found := rows.get("calibration"):
         measured = "; ".join(f"{name} {value:,.4g}" for name, value in found.items())
-        parts.append(f"`torchtitan plan --calibrate`: {measured}.")
+        yield f"`torchtitan plan --calibrate`: {measured}."
     for case, row in rows.items():
-        if case.startswith("Hadamard transform") and (rotated := row.get("figures")):
-            times = "; ".join(f"{name} {number:.3g}" for name, number in rotated.items())
-            parts.append(f"{case} in bf16: {times}.")
-    codecs = {case: row["figures"] for case, row in rows.items() if case.startswith("codec of")}
-    if codecs := {case: found for case, found in codecs.items() if found}:
-        heads = ["", *(name.removesuffix(", GB/s") for name in next(iter(codecs.values())))]
-        cells = [[case, *(f"{n:,.4g}" for n in found.values())] for case, found in codecs.items()]
-        parts += ["### Codec, GB/s of float32 numbers", table(heads, cells)]
-    parts += attention(rows)
-    parts += experts(rows)
-    models = {}
-    for case, row in rows.items():
-        if ": " in case and "tokens/s" in row["figures"]:
-            model, name = case.split(": ")
-            models.setdefault(model, {})[name] = row["figures"]
-    for model, found in models.items():
-        first = found.get("compiled", {}).get("tokens/s")
-        cells = []
-        for name, row in found.items():
-            low, high = row["quartiles"]
-            cells.append(
-                [
-                    name,
-                    f"{row['tokens/s']:,.0f} ({low:,.0f} to {high:,.0f})",
-                    f"{row['tokens/s'] / first:.3f}" if first else "-",
-                    f"{row['MFU']:.1%}" if "MFU" in row else "-",
-                    f"{row['TFLOP/s'] / product:.1%}" if product else "-",
-                    f"{row['GiB']:.1f}",
-                    *beside(row, "GiB", ".1f"),
-                    *beside(row, "tokens/s", ",.0f"),
-                    f"{row['launches']:.0f}" if "launches" in row else "-",
-                    f"{row['idle']:.1%}" if "idle" in row else "-",
-                    f"{row['warm-up s']:.0f}",
-                ]
-            )
-        heads = ["", "tokens/s (quartiles)", "to compiled", "MFU", "of the product", "GiB"]
-        heads += ["GiB planned", "tokens/s planned"]
-        parts += [
-            f"### {model}",
-            table([*heads, "launches a step", "idle", "warm-up, s"], cells),
-            traces(found),
-        ]
-    return "\n\n".join(filter(None, parts)) if parts[1:] else ""
-
-
-def beside(figures, key, form):
-    """The prediction of a figure, and its relative error."""
-    if (value := figures.get(f"planned {key}")) is None:
-        return ["-"]
-    return [f"{value:{form}} ({value / figures[key] - 1:+.1%})"]
-
-
-def quartiles(found):
-    """Milliseconds, and what they are relative to another way's of the same round."""
-    return [
-        f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-        for (low, middle, high), digits in ((found["ms"], 2), (found["ratio"], 3))
-    ]
+        if case.startswith("Hadamard transform") and row:
+            times = "; ".join(f"{name} {number:.3g}" for name, number in row.items())
+            yield f"{case} in bf16: {times}."
+    if codecs := {case: row for case, row in rows.items() if case.startswith("codec of") and row}:
+        names = next(iter(codecs.values()))
+        yield "### Codec, GB/s of float32 numbers"
+        yield table(codecs, {name.removesuffix(", GB/s"): f"{{{name}:,.4g}}" for name in names})
 
 
 def attention(rows):
     """A table of each length, with a row for each mask."""
-    for case, row in rows.items():
-        if "causal" not in (masks := row["figures"]):
-            continue
-        cells = [[name, *quartiles(found), f"{found['GiB']:.2f}"] for name, found in masks.items()]
-        heads = ["", "ms (quartiles)", "to causal, by round", "GiB"]
-        yield f"### {case.capitalize()}"
-        yield "Forward and backward of 32 query heads and 8 key/value heads of 128, in bf16."
-        yield table(heads, cells)
+    for case, masks in rows.items():
+        if "causal" in masks:
+            yield f"### {case.capitalize()}"
+            yield "Forward and backward of 32 query heads and 8 key/value heads of 128, in bf16."
+            yield table(masks, ATTENTION)
 
 
 def experts(rows):
     """A table of each layer, with a row for each way to compute it, and for its parts."""
     for case, row in rows.items():
-        if not (ways := row["figures"].get("ways")):
+        if not (ways := row.get("ways")):
             continue
-        waits, cells = row["figures"].get("waits", {}), []
+        waits = row.get("waits", {})
         for name, found in ways.items():
-            mfu = row["figures"].get(f"MFU, {name}")
-            own = [f"{mfu:.1%}" if mfu else "-", str(waits.get(name, "-"))]
-            cells.append([name, *quartiles(found), *own])
-        heads = ["", "ms (quartiles)", "to a feed-forward of equal FLOPs, by round", "MFU"]
+            found["waits"] = waits.get(name, "-")
+            if mfu := row.get(f"MFU, {name}"):
+                found["MFU"] = mfu
         yield f"### {case[0].upper()}{case[1:]}"
         yield "Forward and backward of a layer in bf16; MFU is by the FLOPs of the chosen experts."
-        yield table([*heads, "waits of the host"], cells)
-        if off := row["figures"].get("off"):
+        yield table(ways, EXPERTS)
+        if off := row.get("off"):
             yield "Relative differences: " + ", ".join(f"{k} {v:.1e}" for k, v in off.items()) + "."
+
+
+def models(rows):
+    """A table of each model, and what the device did in its fastest and its slowest row."""
+    product = rows.get("matrix product", {}).get("TFLOP/s")
+    by_model = {}
+    for case, row in rows.items():
+        if ": " in case and "tokens/s" in row:
+            model, name = case.split(": ")
+            by_model.setdefault(model, {})[name] = row
+    for model, found in by_model.items():
+        first = found.get("compiled", {}).get("tokens/s")
+        for row in found.values():
+            if first:
+                row["to compiled"] = row["tokens/s"] / first
+            if product:
+                row["of the product"] = row["TFLOP/s"] / product
+        yield f"### {model}"
+        yield table(found, SPEED)
+        yield from traces(found)
 
 
 def traces(found):
     """What takes longest on the device in the fastest row and in the slowest."""
     traced = [name for name in found if found[name].get("longest")]
-    if not traced:
-        return ""
     traced.sort(key=lambda name: found[name]["tokens/s"])
-    lines = []
-    for name in dict.fromkeys((traced[-1], traced[0])):
-        lines.append(f"{name}, by time on the device: {'; '.join(found[name]['longest'])}.")
-        lines.append(f"Longest idle gaps: {'; '.join(found[name]['gaps'])}.")
-    return "\n\n".join(lines)
+    for name in dict.fromkeys((*traced[-1:], *traced[:1])):
+        yield f"{name}, by time on the device: {'; '.join(found[name]['longest'])}."
+        yield f"Longest idle gaps: {'; '.join(found[name]['gaps'])}."
 
 
 def many(rows):
-    cells = []
-    for case, row in rows.items():
-        if "forward and backward s" in (figures := row["figures"]):
-            low, high = figures["spread"]
-            mfu = figures.get("MFU without waiting")
-            cells.append(
-                [
-                    case,
-                    f"{figures['tokens']:,}",
-                    f"{figures['forward and backward s']:.3f} ({low:.3f} to {high:.3f})",
-                    f"{figures['update s']:.3f}",
-                    f"{figures['TFLOP/s']:.0f}",
-                    "-" if mfu is None else f"{mfu:.1%}",
-                    f"{figures['GiB']:.1f}",
-                    *beside(figures, "GiB", ".1f"),
-                    f"{figures['first s']:.0f}",
-                ]
-            )
-    heads = ["", "tokens", "forward and backward, s", "update, s", "TFLOP/s", "MFU", "GiB"]
-    heads += ["GiB planned", "first step, s"]
-    if not cells:
-        return ""
-    return "\n\n".join(["## One rank of many", table(heads, cells), *collectives(rows)])
+    timed = {case: row for case, row in rows.items() if "forward and backward s" in row}
+    if timed:
+        yield "## One rank of many"
+        yield table(timed, MANY)
+    for case, row in timed.items():
+        yield from collectives(case, row)
 
 
-def collectives(rows):
+def collectives(case, row):
     """The number of collectives in graphs, and their order among the products."""
+    if tallies := row.get("collectives"):
+        yield f"{case}: " + "; ".join(
+            f"{kind} {found['before']} -> {found['after']} ({found['bytes'] / 1e6:,.0f} MB)"
+            for kind, found in tallies.items()
+        )
+        for graph in row["products before collectives"]:
+            orders = "; ".join(f"{kind} {places}" for kind, places in graph.items())
+            yield f"Products before each, in a graph: {orders}."
+
+
+def systems(rows):
+    """A table of each kind of case."""
+    for title, (beginning, columns) in SYSTEMS.items():
+        found = {
+            case.removeprefix(beginning): row
+            for case, row in rows.items()
+            if case.startswith(beginning)
+        }
+        if found:
+            yield f"## {title}\n\n{table(found, columns)}"
     for case, row in rows.items():
-        if tallies := row["figures"].get("collectives"):
-            yield f"{case}: " + "; ".join(
-                f"{kind} {found['before']} -> {found['after']} ({found['bytes'] / 1e6:,.0f} MB)"
-                for kind, found in tallies.items()
-            )
-            for graph in row["figures"]["products before collectives"]:
-                orders = "; ".join(f"{kind} {places}" for kind, places in graph.items())
-                yield f"Products before each, in a graph: {orders}."
+        if methods := row.get("methods"):
+            yield f"## {case.capitalize()}\n\n{table(methods, BASES)}"

@@ -33,10 +33,7 @@ class Worker:
         mine, theirs = os.pipe()
         self.answers = mine
         self.process = subprocess.Popen(
-            [
-                *("bash", "-c", f'exec "$@" 3>&{theirs} {theirs}>&-', "worker"),
-                *(sys.executable, "-m", "tests.gpu.worker", *arguments),
-            ],
+            [sys.executable, "-m", "tests.gpu.worker", *arguments, str(theirs)],
             stdin=subprocess.PIPE,
             stdout=self.log,
             stderr=self.log,

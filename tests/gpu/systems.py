@@ -1,6 +1,5 @@
 """Stage 6: memory and speed of systems from papers, each at the size that it is meant for."""
 
-import gc
 import json
 import math
 import re
@@ -18,14 +17,16 @@ import torch
 import torch.nn.functional as F
 
 from tests.gpu import page
-from tests.gpu.bases import refresh_times
 from tests.gpu.planned import fake_rank, planned
+from tests.gpu.timing import fresh, in_turns
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.device import GIB
+from torchtitan.optim.parameters import NamedParameter
 from torchtitan.parallel import open_world
 from torchtitan.plan.hardware import find_hardware, hardware_names
 from torchtitan.plan.plan import plan
+from torchtitan.research.galore.low_rank import Method, Projection, find_bases
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,12 +100,7 @@ def names(rehearsed):
 
 def check(name, device, backend):
     """Measure a case; a rank that runs out of memory is a result too."""
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.init()
-        torch.cuda.empty_cache()
-        device.reset_memory_peak()
+    fresh(device)
     measure = next(way for cases, way in WAYS if name in cases)
     # A rehearsal compiles nothing: an update of states in few bits takes a minute.
     stance = "default" if device.type == "cuda" else "force_eager"
@@ -153,10 +149,10 @@ def one_of_many(name, device, backend):
             optimizers.step()
 
         tokens = job.training.local_batch_size * job.training.seq_len
-        return timed(step, device) | {"ranks": ranks, "tokens": tokens}
+        return steps(step, device) | {"ranks": ranks, "tokens": tokens}
 
 
-def timed(step, device, rounds=4):
+def steps(step, device, rounds=4):
     """Time steps after the first; and the peak of the memory."""
     seconds = []
     for _ in range(1 + (rounds if device.type == "cuda" else 2)):
@@ -248,18 +244,59 @@ def opened(recipe, device):
 
 
 def refresh(name, device, backend):
+    """Time ways to find the basis of a gradient, and the part of its squares that each keeps."""
     rows, columns, rank = REFRESH[name]
     if device.type == "cpu":
         rows, columns, rank = rows // 32, columns // 32, rank // 32
-    found = refresh_times(rows, columns, rank, device, rounds=3)
+    gradient = decaying(rows, columns).to(device.torch_device)
+    taken, first = in_turns(ways_to_find(gradient, rank), device, 3)
+
+    def energy(basis):
+        return ((gradient @ basis).square().sum() / gradient.square().sum()).item()
+
     return {
         "methods": {
             method: {
-                "ms": [1000 * f(each.seconds) for f in (statistics.median, min, max)],
-                "energy": each.energy,
+                "ms": [1000 * f(seconds) for f in (statistics.median, min, max)],
+                "energy": energy(first[method][0]),
             }
-            for method, each in found.items()
+            for method, seconds in taken.items()
         }
+    }
+
+
+def decaying(rows, columns):
+    """Return a gradient (rows, columns), float32: noise, and directions that decay slowly."""
+    torch.manual_seed(0)
+    least = min(rows, columns)
+    left, right = torch.randn(rows, least), torch.randn(least, columns)
+    return (left * torch.arange(1, least + 1) ** -0.7) @ right
+
+
+def ways_to_find(gradient, rank, iterations=2, oversampling=8):
+    """Return functions that find a basis (columns, rank) of a gradient (rows, columns)."""
+    parameter = torch.nn.Parameter(torch.empty_like(gradient))
+    parameter.grad = gradient
+    projection = Projection(NamedParameter(parameter, "weight", "matrix"), rank, 1)
+
+    def ours(method):
+        return lambda: next(find_bases([projection], ["0"], method))
+
+    def randomized(dtype):
+        return ours(Method(False, iterations, oversampling, dtype))
+
+    def theirs(given):
+        return torch.svd_lowrank(given, q=rank + oversampling, niter=iterations)[2][:, :rank]
+
+    return {
+        "randomized, float32": randomized(torch.float32),
+        "torch.svd_lowrank, float32": lambda: theirs(gradient),
+        "randomized, float64": randomized(torch.float64),
+        "torch.svd_lowrank, float64": lambda: theirs(gradient.double()).to(gradient.dtype),
+        "exact, float64": ours(Method(exact=True)),
+        "torch.linalg.svd, float32": lambda: (
+            torch.linalg.svd(gradient, full_matrices=False)[2][:rank].T
+        ),
     }
 
 
@@ -287,7 +324,7 @@ def images(name, device, backend):
         run = stack.enter_context(opened(recipe, device))
         if how == "the same batch":
             run.batches = Same(next(run.batches))
-        found = timed(Trainer(run).step, device, rounds=10)
+        found = steps(Trainer(run).step, device, rounds=10)
         count = recipe["training"]["local_batch_size"]
         return found | {"images": count, "images/s": 1000 * count / found["ms"]}
 

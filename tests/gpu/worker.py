@@ -1,8 +1,8 @@
 """A process that checks cases of a stage, one after the other, as their names come in.
 
-    python -m tests.gpu.worker STAGE DEVICE BACKEND
+    python -m tests.gpu.worker STAGE DEVICE BACKEND DESCRIPTOR
 
-Each line of its input is the name of a case; each line that it answers on descriptor 3 is JSON.
+Each line of its input is the name of a case; each line that it answers is JSON.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import warnings
 
 
 def main():
-    stage, kind, backend = sys.argv[1:]
+    stage, kind, backend, descriptor = sys.argv[1:]
     # Forked ranks use CUDA; this process may only count devices, by NVML.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
@@ -31,7 +31,7 @@ def main():
     logger.setLevel(logging.ERROR)
     device = Device("cuda" if kind == "cuda" else "cpu")
     check = importlib.import_module(f"tests.gpu.{stage}").check
-    with os.fdopen(3, "w") as answers:
+    with os.fdopen(int(descriptor), "w") as answers:
         for line in sys.stdin:
             begin = time.monotonic()
             answer = {"case": line.strip()}
