@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.tiny  # noqa: F401  (a spawned rank knows the model by it)
 from tests.ranks import run_ranks
-from torchtitan.build import build, resume_policy
-from torchtitan.checkpoint import choose_together
+from torchtitan.build import Observer, build, resume_policy
+from torchtitan.checkpoint import ResumePoint, choose_together
 from torchtitan.device import Device
 from torchtitan.logging import logger
 from torchtitan.optim.parameters import local
@@ -152,6 +152,19 @@ def world_of(job):
     """The world of a job, of which this is a rank on a CPU."""
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
         yield world
+
+
+@contextmanager
+def running(job, **observer):
+    """A run of this rank on a CPU, built for an observer; its data is closed at the end."""
+    with world_of(job) as world:
+        run = build(job, world, Observer(**observer))
+        with closing(run.batches):
+            yield run
+
+
+def train_from_scratch(run):
+    Trainer(run).train(ResumePoint(None))
 
 
 def listening():

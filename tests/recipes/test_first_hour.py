@@ -76,14 +76,6 @@ def test_help_before_a_flag_is_that_of_everything(capsys):
     assert capsys.readouterr().out == whole
 
 
-def test_help_of_a_section_that_does_not_exist(capsys):
-    assert main(["train", "--help", "optimiser"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(
-        "error: --help: got optimiser\n  did you mean optimizer?\n  allowed: job, job.manifest, "
-    )
-
-
 SHELLS = {
     "bash": ("COMP_WORDS", {"COMP_CWORD": "2"}),
     "zsh": ("_TYPER_COMPLETE_ARGS", {}),

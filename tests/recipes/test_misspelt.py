@@ -56,30 +56,6 @@ def test_the_option_that_was_meant_is_named(capsys):
     assert not missed, "\n".join(missed)
 
 
-def test_a_setting_without_its_dashes_is_told(capsys):
-    recipe = ["train_configs/debug_model.toml", "training.steps=3"]
-    for words in (
-        *([verb, *recipe] for verb in ("check", "train", "compare", "verify-parallelism")),
-        ["train", *recipe, "--processes", "2"],
-    ):
-        assert main(words) == 2
-        said = "training.steps=3: not a flag\n  wanted --training.steps=3\n"
-        assert said in capsys.readouterr().err, words
-
-
-def test_the_launcher_names_it_too(capsys):
-    for wrong, right in [
-        ("--max_restarts=3", "--max-restarts"),
-        ("--nodes=2", "--nnodes"),
-        ("--rdzv-endpiont", "--rdzv-endpoint"),
-        ("--log_rank", "--log-rank"),
-        ("--proceses", "--processes"),
-    ]:
-        words = ["--processes", "2", "--training.steps", "1", wrong, "x"]
-        assert main(["train", *words]) == 2
-        assert f"did you mean {right}?" in capsys.readouterr().err
-
-
 def test_the_launcher_takes_its_options_and_the_recipe_in_any_order(monkeypatch):
     found = []
 

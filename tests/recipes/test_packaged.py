@@ -129,14 +129,6 @@ def test_nothing_is_overwritten(capsys):
     assert not Path("llama3_8b.toml").exists()
 
 
-def test_a_name_that_is_not_packaged(capsys):
-    assert main(["recipes", "copy", "llama_8b"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "error: llama_8b: there is no packaged recipe of that name",
-        "  did you mean llama3_8b?",
-    ]
-
-
 @pytest.mark.parametrize(
     "degrees",
     [

@@ -1,32 +1,27 @@
 """A run whose memory runs out says what it held, and ends by the same error."""
 
 import json
-from contextlib import closing
 
 import pytest
 import torch
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import world_of
-from torchtitan.build import build
-from torchtitan.checkpoint import ResumePoint
-from torchtitan.trainer import Trainer
+from tests.runs import running, train_from_scratch
 
 
 def run_out_of_memory(job):
     """Train; the forward of step 2 fails."""
-    with world_of(job) as world:
-        run = build(job, world)
-        error = torch.OutOfMemoryError("tried to allocate 20.00 MiB")
+    error = torch.OutOfMemoryError("tried to allocate 20.00 MiB")
+    with running(job) as run:
 
         def fail(*_):
             if run.state.step + 1 == 2:
                 raise error
 
         run.model.parts[0].get_submodule("layers.1").register_forward_pre_hook(fail)
-        with closing(run.batches), pytest.raises(torch.OutOfMemoryError) as raised:
-            Trainer(run).train(ResumePoint(None))
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            train_from_scratch(run)
         assert raised.value is error
 
 

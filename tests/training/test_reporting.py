@@ -3,20 +3,18 @@
 import os
 import signal
 from collections import Counter
-from contextlib import ExitStack, closing
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, train, world_of
+from tests.runs import losses, rows, running, train, train_from_scratch
 from tests.wandb_files import WANDB_OFFLINE, offline_run
 from torchtitan import build as assembly
-from torchtitan.build import Observer, build
-from torchtitan.checkpoint import ResumePoint
 from torchtitan.device import Device
 from torchtitan.trainer import Trainer, choose
 
@@ -59,20 +57,16 @@ class Waits(TorchDispatchMode):
 
 def waits_by_step(job):
     """Train; what waited in each step, up to the beginning of the next."""
-    with world_of(job) as world, ExitStack() as put_back:
-        waits = Waits()
+    waits = Waits()
+    with pytest.MonkeyPatch.context() as patch:
         # The text of the first sequence is shown on the host.
-        put_back.callback(setattr, assembly, "previewed", assembly.previewed)
-        assembly.previewed = lambda batches, *about: batches
-        run = build(job, world, Observer(before_step=waits.begin))
-        for owner, word in [*((Tensor, w) for w in Waits.WORDS), (Device, "synchronize")]:
-            real = getattr(owner, word)
-            put_back.callback(setattr, owner, word, real)
-            setattr(owner, word, waits.counting(real))
-        trainer = Trainer(run)
-        with closing(run.batches), waits:
-            trainer.train(ResumePoint(None))
-        return dict(waits.found)
+        patch.setattr(assembly, "previewed", lambda batches, *about: batches)
+        with running(job, before_step=waits.begin) as run:
+            for owner, word in [*((Tensor, w) for w in Waits.WORDS), (Device, "synchronize")]:
+                patch.setattr(owner, word, waits.counting(getattr(owner, word)))
+            with waits:
+                train_from_scratch(run)
+    return dict(waits.found)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +92,8 @@ def killed(job, at_step):
         if step == at_step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with world_of(job) as world:
-        run = build(job, world, Observer(before_step=kill))
-        with closing(run.batches):
-            Trainer(run).train(choose(job))
+    with running(job, before_step=kill) as run:
+        Trainer(run).train(choose(job))
 
 
 @pytest.mark.gate
@@ -161,13 +153,11 @@ def with_broken_sinks(job):
             if step == 2:
                 raise self.error
 
-    with world_of(job) as world:
-        run = build(job, world)
-        if world.rank == 0:
+    with running(job) as run:
+        if dist.get_rank() == 0:
             broken = Unopened(ConnectionError("no route")), Full(OSError(28, "No space left"))
             run.meter.sinks = [*broken, *run.meter.sinks]
-        with closing(run.batches):
-            Trainer(run).train(ResumePoint(None))
+        train_from_scratch(run)
         return run.meter.summary()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests import layouts
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
-from tests.runs import losses, parts, rows, weights, world_of
+from tests.runs import losses, parts, rows, running, weights, world_of
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import TrainState, saved_steps
 from torchtitan.checkpoint.folder import read_state, replace_state
@@ -181,14 +181,12 @@ FREE = {"spikes": {"sigma": 0, "max_rollbacks": 0}, "checkpoint": {"enable": Fal
 
 
 def leaving_out(job, at):
-    with world_of(job) as world:
-        run = build(job, world, Observer(sinks=[]))
+    with running(job, sinks=[]) as run, run.meter:
         update = run.optimizers.step
         run.optimizers.step = lambda *norms: None if run.state.step + 1 == at else update(*norms)
         trainer = Trainer(run)
-        with closing(run.batches), run.meter:
-            for _ in range(job.training.steps):
-                trainer.step()
+        for _ in range(job.training.steps):
+            trainer.step()
         return weights(run)
 
 

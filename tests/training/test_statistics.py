@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from contextlib import closing
 
 import pytest
 import torch
@@ -10,12 +9,9 @@ import torch
 from tests import layouts
 from tests.layouts import case, schedule
 from tests.ranks import run_ranks
-from tests.runs import rows, train, train_each, world_of
-from torchtitan.build import build
-from torchtitan.checkpoint import ResumePoint
+from tests.runs import rows, running, train, train_each, train_from_scratch
 from torchtitan.metrics.statistics import CHUNK, TensorSums, values
 from torchtitan.optim.parameters import local
-from torchtitan.trainer import Trainer
 
 UNITS = ("tok_embeddings", *(f"layers.{n}" for n in range(2)), "norm", "output")
 
@@ -136,12 +132,10 @@ def test_what_is_not_finite_is_counted_once_however_many_copies_there_are(tmp_pa
 
 
 def with_an_infinite_weight(job):
-    with world_of(job) as world:
-        run = build(job, world)
+    with running(job) as run:
         [norm] = [p for p, name in run.optimizers.inner.names.items() if name == "norm.weight"]
         local(norm.detach())[0] = math.inf
-        with closing(run.batches):
-            Trainer(run).train(ResumePoint(None))
+        train_from_scratch(run)
 
 
 def compiled(granularity):

@@ -2,20 +2,19 @@
 
 import os
 import signal
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, trace, train, weights, world_of
-from torchtitan.build import Observer, build
+from tests.runs import losses, rows, running, trace, train, train_from_scratch, weights
 from torchtitan.checkpoint import ResumePoint, saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.convert import MXFP8
-from torchtitan.parallel import Launch
+from torchtitan.optim.parameters import local
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.trainer import Trainer
@@ -24,36 +23,26 @@ from torchtitan.validate import Validator
 
 def with_spoiled_gradients(job, bad_steps):
     """Train, making one gradient of one rank infinite at some steps: {step: rank}."""
-    launch = Launch.read()
-    with world_of(job) as world:
-        recorder = RowSink()
-        run = build(job, world, Observer(sinks=[recorder]))
-        norm = run.optimizers.norm
+    recorder, moved, error = RowSink(), [], None
+    with running(job, sinks=[recorder]) as run:
+        trainer = Trainer(run)
+        norm, step = run.optimizers.norm, trainer.step
 
         def spoiled():
-            if bad_steps.get(run.state.step + 1) == world.rank:
-                parameter = next(iter(run.optimizers.inner.names))
-                local = parameter.grad.to_local() if launch.size > 1 else parameter.grad
-                local.view(-1)[0] = torch.inf
+            if bad_steps.get(run.state.step + 1) == dist.get_rank():
+                local(next(iter(run.optimizers.inner.names)).grad).view(-1)[0] = torch.inf
             return norm()
 
-        run.optimizers.norm = spoiled
-        moved = []
-        error = None
-        with closing(run.batches):
-            trainer = Trainer(run)
-            step = trainer.step
+        def watched():
+            before = weights(run)
+            step()
+            moved.append(any(not torch.equal(w, before[n]) for n, w in weights(run).items()))
 
-            def watched():
-                before = weights(run)
-                step()
-                moved.append(any(not torch.equal(w, before[n]) for n, w in weights(run).items()))
-
-            trainer.step = watched
-            try:
-                trainer.train(ResumePoint(None))
-            except TrainingDiverged as diverged:
-                error = str(diverged)
+        run.optimizers.norm, trainer.step = spoiled, watched
+        try:
+            trainer.train(ResumePoint(None))
+        except TrainingDiverged as diverged:
+            error = str(diverged)
         return {"rows": recorder.rows, "moved": moved, "error": error, "state": run.state}
 
 
@@ -84,15 +73,13 @@ def test_too_many_in_a_row_end_the_run_with_what_was_trained_saved(tmp_path):
 
 def stopped_by_signal(job, number, at_step, rank):
     """Train; one rank gets a signal in the middle of a step."""
-    with world_of(job) as world:
 
-        def interrupt(step):
-            if step == at_step and world.rank == rank:
-                os.kill(os.getpid(), number)
+    def interrupt(step):
+        if step == at_step and dist.get_rank() == rank:
+            os.kill(os.getpid(), number)
 
-        run = build(job, world, Observer(before_step=interrupt))
-        with closing(run.batches):
-            Trainer(run).train(ResumePoint(None))
+    with running(job, before_step=interrupt) as run:
+        train_from_scratch(run)
 
 
 def stopped_and_resumed(job, whole, number, rank):
@@ -157,10 +144,8 @@ def failing_validation(job):
         raise MemoryError
 
     Validator.run = fail  # in this forked process alone
-    with world_of(job) as world:
-        run = build(job, world)
-        with closing(run.batches), pytest.raises(MemoryError):
-            Trainer(run).train(ResumePoint(None))
+    with running(job) as run, pytest.raises(MemoryError):
+        train_from_scratch(run)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -205,9 +190,7 @@ def test_a_technique_that_is_off_is_in_no_step():
 
 
 def calls_around_passes(job):
-    with world_of(job) as world:
-        run = build(job, world)
-        run.batches.close()
+    with running(job) as run:
         model = run.model
         calls = [*model.before_forward, *model.before_pass, *model.complete_gradients]
         return len([*calls, *model.after_backward])

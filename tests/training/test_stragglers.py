@@ -1,17 +1,15 @@
 """The rank that the others wait for is named, with the phase."""
 
 import time
-from contextlib import closing
+
+import torch.distributed as dist
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import world_of
-from torchtitan.build import Observer, build
-from torchtitan.checkpoint import ResumePoint
+from tests.runs import running, train_from_scratch
 from torchtitan.metrics.stragglers import Straggler, StragglerWatch, busy_seconds
 from torchtitan.timeline import Spent
 from torchtitan.tools.verify.measure import RowSink
-from torchtitan.trainer import Trainer
 
 
 def test_what_a_rank_costs_is_a_share_of_the_step():
@@ -56,19 +54,15 @@ def test_a_limit_of_none_tells_of_none():
 
 def with_slow_ranks(job):
     """Train, with rank 0 slow to read and rank 1 slow to compute; all rows, and those of steps."""
-    recorder = RowSink()
-    steps = []
-    with world_of(job) as world:
-        observer = Observer(
-            on_microbatch=slow if world.rank == 0 else lambda batch: batch,
-            after_step=lambda state: steps.append(recorder.last_step()),
-            sinks=[recorder],
-        )
-        run = build(job, world, observer)
-        if world.rank == 1:
+    recorder, steps = RowSink(), []
+    observer = {
+        "on_microbatch": lambda batch: slow(batch) if dist.get_rank() == 0 else batch,
+        "after_step": lambda state: steps.append(recorder.last_step()),
+    }
+    with running(job, sinks=[recorder], **observer) as run:
+        if dist.get_rank() == 1:
             run.model.parts[0].register_forward_pre_hook(lambda *_: work(0.1))
-        with closing(run.batches):
-            Trainer(run).train(ResumePoint(None))
+        train_from_scratch(run)
     return recorder.rows, steps
 
 

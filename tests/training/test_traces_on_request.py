@@ -4,35 +4,30 @@ import multiprocessing
 import os
 import signal
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import world_of
+from tests.runs import running, train_from_scratch
 from torchtitan import trainer
-from torchtitan.build import Observer, build
-from torchtitan.checkpoint import ResumePoint
 from torchtitan.tools import cli
 from torchtitan.tools.profile import read_trace
-from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def asked_by_signal(job):
     """Train; rank 1 alone gets a signal in the middle of step 2."""
-    with world_of(job) as world:
 
-        def ask(step):
-            if step == 2 and world.rank == 1:
-                os.kill(os.getpid(), signal.SIGPROF)
+    def ask(step):
+        if step == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGPROF)
 
-        run = build(job, world, Observer(before_step=ask))
-        with closing(run.batches):
-            Trainer(run).train(ResumePoint(None))
+    with running(job, before_step=ask) as run:
+        train_from_scratch(run)
 
 
 def test_a_signal_to_one_rank_has_all_trace_the_same_step(tmp_path):
