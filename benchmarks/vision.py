@@ -25,6 +25,7 @@ import torch
 from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.probe import accuracy, data_of, encode, run_probe
 from torchtitan.research.vit_mae.spec import FLAVORS
+from torchtitan.tools.evaluate import EvaluationRequest
 from torchtitan.tools.inference import ModelLocation
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,7 +55,8 @@ def train(seed: int, folder: Path, *flags: str) -> Learned:
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
-    found = run_probe(ModelLocation(folder), (SCENES, None), IMAGES, 64, torch.float32)
+    request = EvaluationRequest(ModelLocation(folder), SCENES, None, IMAGES, 64, torch.float32)
+    found = run_probe(request)
     seconds = rows[-1]["time"] - rows[0]["time"]
     return Learned(seconds, losses, found.accuracy, found.random_encoder)
 

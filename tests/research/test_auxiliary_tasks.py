@@ -11,7 +11,6 @@ from tests.research.layouts import BESIDE_LATENT, LATENT_LOSSES, SIMPLE
 from tests.runs import compare, trace
 from tests.unit import test_auxiliary
 from tests.unit.test_auxiliary import CHUNKED, IN_ONE, recipe
-from torchtitan.losses import MultiToken, ZLoss
 from torchtitan.models import MODELS
 from torchtitan.parallel import SHARDING
 from torchtitan.research.auxiliary_tasks import HEAD, LatentPredictor, NextLatentLoss
@@ -51,20 +50,6 @@ def test_it_takes_a_head_and_a_target_more():
     assert NextLatentLoss(weight=0).over(args) == args
     flops = MODELS["tiny"].flops_per_unit
     assert flops(with_head, 32) - flops(args, 32) == 6 * args.dim**2
-
-
-def test_what_cannot_be_is_refused_by_name():
-    job = recipe(
-        *(MultiToken(depth=8), NextLatentLoss(warmup_steps=2), ZLoss(), ZLoss()),
-        layout=case(2, batch=4),
-        training={"seq_len": 8},
-        compile={"enable": True, "granularity": "model", "backend": "aot_eager"},
-    )
-    found = [(problem.path, problem.message) for problem in tiny.problems(job)]
-    paths = [path for path, _ in found if path.startswith("auxiliary_losses")]
-    assert paths == [f"auxiliary_losses.{number}.name" for number in (0, 0, 1, 3)]
-    said = " ".join(message for _, message in found)
-    assert "a weight that changes at once: warmup_steps = 0" in said
 
 
 def test_rows_that_are_cut_differently_are_refused():

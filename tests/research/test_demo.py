@@ -15,10 +15,8 @@ from torch import Tensor
 from tests import layouts
 from tests.layouts import AFTERWARDS, case
 from tests.ranks import run_ranks
-from tests.research.few_bits import is_skipped_and_leaves_nothing
 from tests.runs import each, parts, traced, train
 from tests.tiers import tiers
-from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import Unit
 from torchtitan.logging import logger
 from torchtitan.parallel.replication import open_replicas
@@ -221,11 +219,6 @@ def test_replicas_have_the_same_weights_to_the_bit(name):
 EVERYTHING = {"replicas": {"name": "slicing", "rate": 1.0, "sign": False}}
 NEVER = {"replicas": {"name": "none"}}
 LOCAL = {"replicas": {"name": "all_reduce", "every": 2}}
-APART = {
-    "local SGD": LOCAL,
-    "demo": {"replicas": {"name": "demo", "sign": False, "every": 2, "decay": 0.9}},
-    "none": NEVER,
-}
 
 
 def test_all_of_the_momentum_is_the_run_of_all_reduce():
@@ -266,36 +259,12 @@ def test_each_replica_trains_on_the_mean_of_its_own_targets():
     assert together[0].losses == pytest.approx(alone_[0].losses, rel=1e-6)
 
 
-def saved(folder, layout, ways, steps, **mode):
-    sections = {"communication": ways, "model": {"n_layers": 1}, "checkpoint": mode}
-    return layouts.saving(layout, "AdamW", folder, steps, 3, **sections)
-
-
-def stopped(folder, ways):
-    """Train four steps at once; then three, and on; what this rank has of the weights."""
-    layout, runs = LAYOUTS["HSDP 2 x 2"], (("a", 4), ("b", 3), ("b", 4))
-    return [
-        train(saved(f"{folder}/{name}", layout, ways, steps, async_mode="async"), parts)
-        for name, steps in runs
-    ]
-
-
-KEPT = {"demo in each step": {"replicas": {"name": "demo", "sign": False}}, **APART}
-
-
-@pytest.mark.parametrize("way", tiers(KEPT, [], gate=["demo in each step", "demo"]))
-def test_a_run_that_resumes_is_the_same_to_the_bit(way, tmp_path):
-    """Also where it was stopped between two agreements."""
-    for at_once, _, resumed in run_ranks(stopped, 4, str(tmp_path), KEPT[way]):
-        assert all(torch.equal(at_once[name].local, p.local) for name, p in resumed.items())
-    shapes = SavedTensors(tmp_path / "a" / "checkpoint" / "step-4").shapes()
-    assert ("replica.1.model.output.weight" in shapes) == (way in APART)
-
-
 def resumed(folder, layout, ways):
     """What this rank has of the weights after three steps, and the warnings on the way."""
+    sections = {"communication": ways, "model": {"n_layers": 1}}
+    sections["checkpoint"] = {"async_mode": "disabled"}
     with patch.object(logger, "warning") as warned:
-        found = train(saved(folder, layout, ways, 3, async_mode="disabled"), parts)
+        found = train(layouts.saving(layout, "AdamW", folder, 3, 3, **sections), parts)
     return found, [str(call.args[0]) for call in warned.call_args_list]
 
 
@@ -313,7 +282,3 @@ def test_replicas_that_ran_apart_resume_on_other_layouts(tmp_path):
     for name, part in first.items():
         assert torch.equal(part.local, at_once[0][name].local)
     assert ["starts with those of the first" in " ".join(line.split()) for line in said] == [True]
-
-
-def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind():
-    is_skipped_and_leaves_nothing({"replicas": {"name": "slicing", "sign": False}})

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from tests.research.few_bits import resumes_to_the_bit
 from torchtitan.comm import Unit
 from torchtitan.research.diloco import DiLoCo
 
@@ -43,9 +42,3 @@ def test_weights_are_those_of_torchs_sgd_with_nesterov_momentum(lr, momentum):
             ours -= found[0][call][name]
             assert torch.allclose(ours, theirs, atol=1e-5)
             assert torch.equal(found[0][call][name], found[1][call][name])
-
-
-@pytest.mark.gate
-def test_a_run_that_resumes_is_the_same_to_the_bit(tmp_path):
-    """The momentum of the first agreement moves the weights in the second."""
-    resumes_to_the_bit({"replicas": {"name": "diloco", "every": 2}}, tmp_path, steps=4)

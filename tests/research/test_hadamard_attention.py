@@ -153,18 +153,6 @@ def recipe(*converters, **sections):
     return tiny.job(**sections).model_copy(update={"convert": converters})
 
 
-def test_what_cannot_be_converted_is_refused():
-    thirds = {"name": "tiny", "flavor": "tiny", "dim": 48}
-    rotated = LowPrecisionAttention(rotation="qk", filter_fqns=("layers.0",))
-    job = recipe(rotated, LowPrecisionAttention(), LowPrecisionAttention(filter_fqns=("att",)))
-    job = job.model_copy(update={"model": tiny.job(model=thirds).model})
-    found = [(problem.path, problem.message) for problem in tiny.problems(job)]
-    paths = ["0.rotation", "1.name", "2.filter_fqns"]
-    assert [path for path, _ in found] == [f"convert.{path}" for path in paths]
-    assert "has 12 elements" in found[0][1]
-    assert "convert.0 converts the same attention" in found[1][1]
-
-
 def test_a_scale_that_looks_ahead_is_told():
     assert not tiny.problems(recipe(LowPrecisionAttention()), severity="note")
     (note,) = tiny.problems(recipe(LowPrecisionAttention(scale="head")), severity="note")

@@ -9,17 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from tests.research import few_bits
-from tests.research.few_bits import EXACT, LAYOUTS, ROW, SHAPES, UNIT, drawn, matrices, reduced
+from tests.research.few_bits import EXACT, ROW, SHAPES, UNIT, drawn, matrices, reduced
 from tests.runs import each
-from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.research.common.codec import Codec
 from torchtitan.research.loco import LoCo, LoCoReplicas
-
-LOCO = {"gradients": {"name": "loco", "bucket": 64}}
-
 
 BETAS = (0.0, 0.8)
 
@@ -115,64 +110,12 @@ def test_errors_of_both_halves_between_replicas_are_sent_later(ranks):
             assert all(torch.equal(found.agreed[n], results[0].agreed[n]) for n in SHAPES), beta
 
 
-TWO_HOPS = LOCO | {"replicas": {"name": "loco", "bucket": 64, "verify_steps": 1}}
-
-
-@pytest.mark.gate
-def test_both_hops_of_loco_are_nearly_the_run():
-    """Replicas compare their weights after each step."""
-    for found, expected, once in zip(
-        *few_bits.sending(LAYOUTS["HSDP 2 x 2"], [TWO_HOPS, {}, LOCO]), strict=True
-    ):
-        assert found.losses not in (expected.losses, once.losses)
-        assert found.losses == pytest.approx(expected.losses, rel=4e-3)
-        assert found.grad_norms == pytest.approx(expected.grad_norms, rel=6e-2)
-
-
-NEVER = {"replicas": {"name": "none"}, **LOCO}
-
-
 def test_few_bits_that_nobody_gets_are_noted():
     flags = ["--communication.gradients.name=loco", "--training.steps=1"]
     alone, shared = (load_job(None, flags, ranks, "cpu").notices for ranks in (1, 2))
     said = "no two ranks share gradients, so this has no effect"
     assert [said in line for line in alone].count(True) == 1
     assert not any(said in line for line in shared)
-
-
-@pytest.mark.parametrize(
-    "name", tiers(LAYOUTS, list(LAYOUTS)[:1], gate=["FSDP 2 x TP 2", "HSDP 2 x 2"])
-)
-def test_a_run_in_few_bits_is_nearly_the_run(name):
-    few_bits.is_nearly_the_run(name, [(LOCO, 1)])
-
-
-def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind():
-    few_bits.is_skipped_and_leaves_nothing(TWO_HOPS, NEVER)
-
-
-@pytest.mark.gate
-def test_a_step_with_a_nan_is_skipped_without_replicas():
-    few_bits.is_skipped_and_leaves_nothing(LOCO)
-
-
-@pytest.mark.slow  # of what is compiled around QSDP, which the gate has, a part
-def test_blocks_are_compiled_around_it():
-    few_bits.is_compiled_around(LOCO)
-
-
-HOPS = {"one hop": LOCO, "two hops": TWO_HOPS}
-
-
-@pytest.mark.costs("four ranks, three runs")
-@pytest.mark.parametrize("hops", tiers(HOPS, []))
-def test_a_run_that_resumes_is_the_same_to_the_bit(hops, tmp_path):
-    few_bits.resumes_to_the_bit(HOPS[hops], tmp_path)
-
-
-@pytest.mark.parametrize("hops", tiers(HOPS, [], ["one hop"]))
-def test_a_run_that_resumes_on_another_layout_says_so(hops, tmp_path):
-    few_bits.resumes_on_another_layout(HOPS[hops], tmp_path)
 
 
 def test_a_flag_whose_names_are_numbers():

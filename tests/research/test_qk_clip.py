@@ -17,7 +17,7 @@ from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.optim import AdamW, Muon, name_parameters
-from torchtitan.parallel import SHARDING, Launch, open_world
+from torchtitan.parallel import Launch, open_world
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.research import qk_clip
 from torchtitan.research.qk_clip import QKClip, attentions, largest_logits
@@ -133,45 +133,6 @@ def test_without_a_limit_there_is_nothing():
     assert run_ranks(cores, 1, 0.0) == [({True}, [])]
     assert run_ranks(cores, 1, 1.0) == [({False}, ["LogitLimit.apply"])]
     assert SelfAttention().core is causal_attention
-
-
-REFUSED = [
-    (
-        {"fault_tolerance": {"enable": True, "group_size": 2}, "sharding": {"name": "rotated"}},
-        {
-            "fault_tolerance.enable": "with optimizer.qk_clip, replica groups do not exchange",
-            "sharding.name": '"rotated" moves them between ranks; use "fsdp2"',
-        },
-    ),
-    (
-        {
-            "communication": {"replicas": {"every": 4}},
-            "parallelism": {"data_parallel_replicate_degree": 2},
-        },
-        {"communication.replicas.name": "replicas must scale the same heads, and these make"},
-    ),
-]
-
-
-@pytest.mark.parametrize(("sections", "expected"), REFUSED)
-def test_what_is_refused(sections, expected):
-    if sections.get("sharding", {}).get("name", "fsdp2") not in SHARDING:
-        pytest.skip("the system is not there")
-    job = tiny.job(optimizer={"name": "Muon", "qk_clip": 1.0}, **sections)
-    found = tiny.problems(job, "cuda", ranks=2)
-    for path, message in expected.items():
-        assert any(one.path == path and message in one.message for one in found), path
-
-
-@pytest.mark.skipif("vit_mae" not in MODELS, reason="the system is not there")
-def test_a_model_that_does_not_name_its_queries_and_keys_is_refused():
-    model = {"name": "vit_mae", "flavor": "debugmodel"}
-    job = tiny.job(
-        optimizer={"name": "Muon", "qk_clip": 1.0}, model=model, data={"dataset": "scenes"}
-    )
-    found = {problem.path: problem.message for problem in tiny.problems(job, "cuda", ranks=2)}
-    message = "vit_mae does not define the weights of its queries and keys"
-    assert message in found["optimizer.qk_clip"]
 
 
 def test_only_a_recipe_that_has_the_key_has_the_class():

@@ -8,18 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.layouts import case
 from tests.ranks import run_ranks
-from tests.research import few_bits
-from tests.research.few_bits import EXACT, LAYOUTS, ROW, UNIT, drawn, matrices, reduced
-from tests.runs import each, traced
-from tests.tiers import tiers
+from tests.research.few_bits import EXACT, ROW, UNIT, drawn, matrices, reduced
+from tests.runs import each
 from torchtitan.research.common.codec import Codec
 from torchtitan.research.qsdp import QSDPGradients, QSDPWeights, learn
-
-QSDP = {way: {"name": "qsdp", "bucket": 64} for way in ("weights", "gradients")}
-LEARNED = {way: {**QSDP[way], "bits": 4, "levels": "learned", "learn_steps": 2} for way in QSDP}
-
 
 LEVELS = ("uniform", "learned")
 
@@ -101,42 +94,6 @@ def test_weights_of_qsdp_are_right_in_the_mean():
         ranges = matrices(torch.logspace(-3, 0, ROW)) * (1 if levels == "uniform" else 3)
         assert (off.abs() / ranges).max() < 5 * (8 / 7 / 2) / steps**0.5, levels
         assert off.abs().max() > 0
-
-
-@pytest.mark.parametrize(
-    "name", tiers(LAYOUTS, list(LAYOUTS)[:1], gate=["FSDP 2 x PP 2", "FSDP 2 x CP 2"])
-)
-def test_a_run_in_few_bits_is_nearly_the_run(name):
-    few_bits.is_nearly_the_run(name, [(QSDP, 1), (LEARNED, 5)])
-
-
-def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind():
-    few_bits.is_skipped_and_leaves_nothing(LEARNED)
-
-
-def test_statistics_change_nothing():
-    """Their pass is of the step, and levels that are due are not learned before the update."""
-    layout, way = case(shard=2), {"weights": LEARNED["weights"]}
-    jobs = [few_bits.recipe(layout, way, 3, metrics={"statistics_freq": every}) for every in (0, 1)]
-    for plain, measured in zip(*traced(layout, jobs), strict=True):
-        for step, weights in enumerate(plain.weights):
-            for name, part in weights.items():
-                assert torch.equal(measured.weights[step][name].local, part.local), name
-
-
-@pytest.mark.gate
-def test_blocks_are_compiled_around_it():
-    few_bits.is_compiled_around(QSDP)
-
-
-@pytest.mark.parametrize("levels", tiers(LEVELS, [], ["uniform"]))
-def test_a_run_that_resumes_is_the_same_to_the_bit(levels, tmp_path):
-    few_bits.resumes_to_the_bit(LEARNED if levels == "learned" else QSDP, tmp_path)
-
-
-@pytest.mark.gate
-def test_a_run_that_resumes_on_another_layout_says_so(tmp_path):
-    few_bits.resumes_on_another_layout(LEARNED, tmp_path)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

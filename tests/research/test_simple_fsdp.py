@@ -19,7 +19,6 @@ from tests.research.layouts import SIMPLE
 from tests.runs import each, train
 from tests.tiers import tiers
 from torchtitan.checks import load_job
-from torchtitan.config import CannotRun, ConfigError
 from torchtitan.device import Device
 from torchtitan.optim.parameters import local
 from torchtitan.parallel import FSDP2, CompileConfig, Precision, compile
@@ -280,25 +279,6 @@ def test_merging_nothing_is_an_error(monkeypatch):
     assert line.endswith("(1.0 MB), in the order that estimates for h200 give (sharding.hardware)")
     monkeypatch.setattr(bucketing, "tallies", dict)
     assert logged(lambda: bucketing.confirm("block")) == ["simple_fsdp: one rank, no collectives"]
-
-
-def test_hardware_that_is_not_known_is_refused():
-    with pytest.raises(ConfigError, match=r'sharding\.hardware: got "h101"; allowed: a100-40, '):
-        load_job(None, ["--sharding.name=simple_fsdp", "--sharding.hardware=h101"], 2, "cpu")
-
-
-def test_simple_fsdp_sends_as_torch_does(tmp_path):
-    recipe = tmp_path / "bad.toml"
-    recipe.write_text(
-        '[job]\nimports = ["tests.senders"]\n[sharding]\nname = "simple_fsdp"\n'
-        '[communication.weights]\nname = "half"\n'
-    )
-    with pytest.raises(CannotRun) as error:
-        load_job(recipe, [], 2, "cpu")
-    assert error.value.lines == [
-        f'{recipe}:6: communication.weights.name: got "half"; sharding.name = "simple_fsdp" has '
-        'its own communication of weights; use "plain", or "fsdp2" there'
-    ]
 
 
 def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path):

@@ -1,17 +1,25 @@
-"""Images: drawn scenes, what is cut from an image, and the order in which lanes read them."""
+"""Images: drawn scenes, files made here and what is wrong with them, what is cut from an image, and
+the order in which lanes read them."""
 
 import dataclasses
+import io
 import itertools
+import os
+import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, Context
 from torchtitan.data import DataConfig
 from torchtitan.data.order import Position
 from torchtitan.data.stream import DataStream, merge_states
-from torchtitan.research.vit_mae.images.decoding import CorruptImage
+from torchtitan.remote import POINTER
+from torchtitan.research.vit_mae.images import decoding
+from torchtitan.research.vit_mae.images.decoding import CorruptImage, decode
 from torchtitan.research.vit_mae.images.open_images import Scenes, open_images, open_view
 from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
 from torchtitan.research.vit_mae.images.source import ImageView, ShuffledImages, view
@@ -210,3 +218,283 @@ def test_images_of_other_bands_are_refused():
         ConfigError, match=r"scene 2: it has 4 bands, but the model takes 3; select some with data"
     ):
         images.sample(2)
+
+
+# Files.
+
+PLAIN = ImagesConfig(crop="none", augment=False)
+
+
+def pixels(number, size=8, bands=3):
+    return np.random.default_rng(number).integers(256, size=(size, size, bands), dtype=np.uint8)
+
+
+def encoded(number, form="png", **other):
+    file = io.BytesIO()
+    Image.fromarray(pixels(number, **other)).save(file, form)
+    return file.getvalue()
+
+
+def data(path, kind="image_folder", images=PLAIN):
+    return ImageData(dataset=kind, dataset_path=str(path), images=images)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes, cats with three images and ants with two, and what is no image."""
+    root = tmp_path / "photographs"
+    for number, name in enumerate(["cats/a.png", "cats/b.PNG", "cats/x/c.png", "ants/d.png"]):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(encoded(number))
+    (root / "ants/e.jpg").write_bytes(encoded(4, "jpeg"))
+    (root / "README.txt").write_text("about")
+    (root / "cats/.hidden.png").write_bytes(b"")
+    return root
+
+
+def test_subfolders_are_classes_in_the_order_of_their_names(folder):
+    view = open_view(data(folder), size=8, bands=3)
+    assert view.images.has_classes
+    names = [Path(view.images.name(i)).relative_to(folder).as_posix() for i in range(len(view))]
+    assert names == ["ants/d.png", "ants/e.jpg", "cats/a.png", "cats/b.PNG", "cats/x/c.png"]
+    assert [view.images.label(i) for i in range(5)] == [0, 0, 1, 1, 1]
+    expected = torch.from_numpy(pixels(0)).permute(2, 0, 1) / 255
+    assert torch.equal(view[2].image, expected)
+    gray = open_view(data(folder), size=8, bands=1)[2].image
+    assert gray.shape == (1, 8, 8)
+    assert torch.allclose(gray, expected.mean(0, keepdim=True), atol=0.25)
+
+
+def test_images_by_themselves_have_no_class(tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded(0))
+    view = open_view(data(tmp_path), size=8, bands=3)
+    assert not view.images.has_classes
+
+
+def test_sixteen_bits_are_kept(tmp_path):
+    gray = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    Image.fromarray(gray).save(tmp_path / "a.png")
+    found = open_view(data(tmp_path), size=8, bands=1)[0].image
+    assert torch.allclose(found[0], torch.from_numpy(gray.astype(np.float32) / 65535))
+
+
+def shard(path, files):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.fixture
+def shards(tmp_path):
+    root = tmp_path / "shards"
+    for number in (1, 0):
+        files = {}
+        for k in range(3):
+            files[f"x/{number}{k}.png"] = encoded(10 * number + k)
+            files[f"x/{number}{k}.cls"] = str(k).encode()
+            files[f"x/{number}{k}.txt"] = b"what it shows"
+        shard(root / f"{number}.tar", files)
+    return root
+
+
+def test_files_of_one_key_make_a_sample(shards):
+    view = open_view(data(shards, "image_shards"), size=8, bands=3)
+    assert [view.images.label(i) for i in range(len(view))] == [0, 1, 2, 0, 1, 2]
+    assert view.images.name(4) == f"{shards / '1.tar'}: x/11.png"
+    expected = torch.from_numpy(pixels(11)).permute(2, 0, 1) / 255
+    assert torch.equal(view[4].image, expected)
+    one = open_view(data(shards / "1.tar", "image_shards"), size=8, bands=3)
+    assert torch.equal(one[1].image, expected)
+
+
+def test_rasters_have_any_number_of_bands(tmp_path):
+    values = np.random.default_rng(0).integers(10_000, size=(6, 8, 8), dtype=np.uint16)
+    np.save(tmp_path / "a.npy", values)
+    chosen = PLAIN.model_copy(update={"bands": (5, 0), "max_value": 10_000.0})
+    found = open_view(data(tmp_path, "rasters", chosen), size=8, bands=2)[0].image
+    assert torch.allclose(found, torch.from_numpy(values[[5, 0]].astype(np.float32) / 10_000))
+    whole = open_view(data(tmp_path, "rasters"), size=8, bands=6)[0].image
+    assert torch.allclose(whole, torch.from_numpy(values.astype(np.float32) / 65535))
+
+
+@pytest.mark.parametrize("planar", ["contig", "separate"])
+def test_a_geotiff_is_read_band_by_band(planar, tmp_path):
+    tifffile = pytest.importorskip("tifffile")
+    values = np.random.default_rng(0).random((5, 8, 8), dtype=np.float32)
+    stored = values.transpose(1, 2, 0) if planar == "contig" else values
+    tifffile.imwrite(
+        *(tmp_path / "a.tif", stored),
+        photometric="minisblack",
+        planarconfig=planar,
+        compression="zlib",
+        extratags=[(33550, "d", 3, (10.0, 10.0, 0.0), True)],  # a pixel is 10 m
+    )
+    found = open_view(data(tmp_path, "rasters"), size=8, bands=5)[0].image
+    assert torch.equal(found, torch.from_numpy(values))
+    (tmp_path / "b.tif").write_bytes((tmp_path / "a.tif").read_bytes()[:-300])
+    with pytest.raises(CorruptImage, match=r"b\.tif: it cannot be decoded: "):
+        open_view(data(tmp_path, "rasters"), size=8, bands=5)[1]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpeg", ".webp", ".bmp", ".npy"])
+def test_damaged_bytes_are_named_whatever_is_wrong_with_them(suffix):
+    """The decoder may also make something of them, but raises nothing else."""
+    if suffix == ".npy":
+        file = io.BytesIO()
+        np.save(file, pixels(0).transpose(2, 0, 1))
+        whole = file.getvalue()
+    else:
+        whole = encoded(0, suffix[1:])
+    draw, refused = np.random.default_rng(0), list[str]()
+    for trial in range(150):
+        damaged = np.frombuffer(whole, np.uint8).copy()
+        places = draw.integers(len(whole), size=1 + trial % 5)
+        damaged[places] = draw.integers(256, size=len(places))
+        end = int(draw.integers(len(whole))) if trial % 3 == 0 else len(whole)
+        try:
+            decode(damaged[:end].tobytes(), suffix, "x", PLAIN, 3)
+        except CorruptImage as error:
+            refused.append(str(error))
+    assert len(refused) > 30
+    assert all(message.startswith("x: it ") for message in refused)
+
+
+def test_a_corrupt_file_is_named_and_left_out_only_if_the_recipe_says_so(folder, caplog):
+    broken = folder / "cats/b.PNG"
+    broken.write_bytes(encoded(1)[:60])
+    source = open_images(data(folder), size=8, bands=3, seed=1)
+    with pytest.raises(CorruptImage, match=r"cats/b.PNG: it cannot be decoded: "):
+        list(itertools.islice(source.read({0: None}, 1)[0], 5))
+    skipping = PLAIN.model_copy(update={"corrupt": "skip"})
+    source = open_images(data(folder, images=skipping), size=8, bands=3, seed=1)
+    documents = itertools.islice(source.read({0: None}, 1)[0], 12)
+    found = [document.content.number for document in documents]
+    assert sorted(found) == sorted([0, 1, 2, 4] * 3)
+    assert list(source.corrupt) == [str(broken)]
+
+
+def test_values_that_are_no_numbers_are_corrupt(tmp_path):
+    values = np.zeros((2, 8, 8), np.float32)
+    values[1, 3, 3] = np.nan
+    np.save(tmp_path / "a.npy", values)
+    with pytest.raises(CorruptImage, match=r"a\.npy: it has values that are not finite"):
+        open_view(data(tmp_path, "rasters"), size=8, bands=2)[0]
+
+
+def touched(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(encoded(0))
+    return root
+
+
+def test_folders_that_cannot_be_read_are_refused_in_words(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "hollow/cats").mkdir(parents=True)
+    touched(tmp_path / "hollow", "ants/a.png")
+    cases = {
+        touched(tmp_path / "mixed", "a.png", "cats/b.png"): "both directly (a.png) and in sub",
+        tmp_path / "empty": "has no images (.jpg, .jpeg, .png",
+        tmp_path / "hollow": "cats is a class without images",
+        tmp_path / "mixed/a.png": "is a file; wanted a folder of images",
+        tmp_path / "nowhere": "there is no such file or folder",
+    }
+    for path, message in cases.items():
+        with pytest.raises(ConfigError) as caught:
+            open_view(data(path), size=8, bands=3)
+        assert message in str(caught.value)
+
+
+def test_shards_that_cannot_be_read_are_refused_in_words(tmp_path):
+    image = encoded(0)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "zero.tar").write_bytes(b"")
+    (tmp_path / "text.tar").write_text("no archive " * 100)
+    whole = shard(tmp_path / "whole.tar", {"a.png": image, "b.png": image}).read_bytes()
+    (tmp_path / "cut.tar").write_bytes(whole[: 512 + 512 + 512 + 20])
+    (tmp_path / "packed.tar.gz").write_bytes(whole)
+    cases = {
+        tmp_path / "empty": "has no shards (.tar)",
+        tmp_path / "zero.tar": "zero.tar: the shard is empty",
+        shard(tmp_path / "none.tar", {}): "none.tar: the shard is empty",
+        tmp_path / "text.tar": "text.tar: not a complete tar archive",
+        tmp_path / "cut.tar": "cut.tar: it is truncated, within b.png",
+        tmp_path / "packed.tar.gz": "unpack it to .tar",
+        shard(tmp_path / "bare.tar", {"a.txt": b"x"}): "a has no image, only .txt",
+        shard(tmp_path / "two.tar", {"a.png": image, "a.jpg": image}): "a has 2 images",
+        shard(tmp_path / "mix.tar", {"a.png": image, "b.png": image, "a.cls": b"1"}): "are not adj",
+        shard(
+            tmp_path / "some.tar", {"a.png": image, "a.cls": b"1", "b.png": image}
+        ): "b.png: it h",
+    }
+    assert len(image) in range(100, 512), "as it is cut above"
+    for path, message in cases.items():
+        with pytest.raises(ConfigError) as caught:
+            open_view(data(path, "image_shards"), size=8, bands=3)
+        assert message in str(caught.value), path
+
+
+def test_what_says_a_class_is_read_when_it_is_asked_for(tmp_path):
+    path = shard(tmp_path / "word.tar", {"a.png": encoded(0), "a.cls": b"cat"})
+    view = open_view(data(path, "image_shards"), size=8, bands=3)
+    assert view[0].image.shape == (3, 8, 8)
+    with pytest.raises(ConfigError, match=r"word\.tar: a\.cls: got 'cat'; wanted the number"):
+        view.images.label(0)
+
+
+def test_a_band_that_is_not_there_is_refused(tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros((2, 8, 8), np.uint8))
+    config = data(tmp_path, "rasters", PLAIN.model_copy(update={"bands": (0, 2)}))
+    with pytest.raises(ConfigError, match=r"it has 2 bands, .* selects band 2, counted from 0"):
+        open_view(config, size=8, bands=2)[0]
+
+
+def test_a_decoder_that_is_not_installed_is_named(folder, monkeypatch):
+    monkeypatch.setitem(decoding.PACKAGES, "pillow", ("no_such_module", decoding.PHOTOGRAPHS))
+    message = r'pillow, which decodes \.jpg and \.png files, is not installed: pip install "pill'
+    with pytest.raises(ConfigError, match=message):
+        open_view(data(folder), size=8, bands=3)
+
+
+def test_settings_of_images_are_refused_together():
+    config = ImagesConfig(crop="none", min_area=0.5, flips=("vertical", "vertical"), bands=(-1,))
+    found = {problem.path for problem in config.problems(Context())}
+    assert found == {"min_area", "flips", "bands"}
+
+
+@pytest.mark.parametrize("kind", ["image_folder", "image_shards"])
+def test_odd_files_are_named(kind, tmp_path, monkeypatch):
+    def find(path):
+        open_view(data(path, kind), size=8, bands=3)
+
+    odd = tmp_path / "one/b.tar"
+    odd.parent.mkdir()
+    (tmp_path / "one/a.jsonl").write_text("{}")
+    odd.symlink_to("/nowhere/b.tar")
+    with pytest.raises(ConfigError, match=r"one/b\.tar: it is a link to /nowhere/b\.tar, which"):
+        find(tmp_path)
+    odd.unlink()
+    os.mkfifo(odd)
+    with pytest.raises(ConfigError, match=r"one/b\.tar: it is neither a file nor a folder"):
+        find(tmp_path)
+    odd.unlink()
+    for name in ("c.jpg", "c.tar"):
+        (tmp_path / "one" / name).write_bytes(POINTER + b"v1\noid sha256:%064d\nsize 9\n" % 7)
+    with pytest.raises(
+        ConfigError, match=r"c\.(jpg|tar): it is only the pointer of a file that Git"
+    ):
+        find(tmp_path)
+    scandir = os.scandir
+
+    def refused(path):
+        if str(path).endswith("one"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(ConfigError, match="/one: cannot be read: Permission denied"):
+        find(tmp_path)

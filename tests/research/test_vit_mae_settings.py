@@ -11,7 +11,6 @@ from tests.runs import train
 from tests.test_docs import ROOT
 from torchtitan.build import resume_policy
 from torchtitan.checks import load_job
-from torchtitan.config import RecipeError
 from torchtitan.job import JobConfig
 from torchtitan.provenance import to_toml
 from torchtitan.research.vit_mae.images.settings import ImagesConfig
@@ -61,30 +60,6 @@ def test_what_a_run_of_text_recorded_before_loads(tmp_path):
     assert job(recorded).data.dataset == job(TEXT).data.dataset
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("crop = 3", "data.images.crop: got 3; allowed: resized, window, none"),
-        ("crip = 3", "data.images.crip: unknown key; allowed: crop, min_area,"),
-        ("bands = [-1]", "data.images.bands: got [-1]; wanted integers >= 0"),
-    ],
-)
-@pytest.mark.parametrize("dataset", ["scenes", "synthetic"])
-def test_a_mistake_in_it_has_its_place(line, message, dataset, tmp_path):
-    recipe = tmp_path / "bad.toml"
-    recipe.write_text(f'[data]\ndataset = "{dataset}"\n[data.images]\n{line}\n')
-    with pytest.raises(RecipeError) as error:
-        load_job(recipe, (), None, "cpu")
-    assert any(each.startswith(f"{recipe}:4: {message}") for each in error.value.lines)
-
-
-def test_a_section_that_is_nearly_it(tmp_path):
-    recipe = tmp_path / "bad.toml"
-    recipe.write_text("[data.image]\ncrop = 'none'\n")
-    with pytest.raises(RecipeError, match=r"bad.toml:1: data.image: .*did you mean data.images\?"):
-        load_job(recipe, (), None, "cpu")
-
-
 def test_a_run_of_text_from_before_resumes_without_a_notice(tmp_path, monkeypatch):
     """Its checkpoint records keys of `[data.images]`, which had no effect."""
     small = tiny.job(tmp_path, training={"steps": 2}, checkpoint={"enable": True, "interval": 1})
@@ -102,9 +77,3 @@ def test_a_run_of_text_from_before_resumes_without_a_notice(tmp_path, monkeypatc
 
 def test_sections_without_effect_are_in_no_comparison():
     assert job(TEXT, "--no-data.images.augment").flat() == job(TEXT).flat()
-
-
-def test_no_images_are_held_out_by_a_fraction():
-    message = 'got 0.1; only text can be held out, and the data set "scenes" has none$'
-    with pytest.raises(RecipeError, match=rf"data.validation_fraction: {message}"):
-        job(IMAGES, "--data.validation_fraction=0.1", "--validation.no-enable")

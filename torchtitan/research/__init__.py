@@ -49,15 +49,16 @@ ALL = {
 }
 """Module and attribute of each system, by the registry of the core and the name in it."""
 
-MODULES = {re.split("[.:]", place)[0] for entries in ALL.values() for place in entries.values()}
-ABSENT = [f"{__name__}.{name}" for name in sorted(MODULES) if not find_spec(f"{__name__}.{name}")]
+
+def _module(place: str) -> str:
+    return f"{__name__}.{re.split('[.:]', place)[0]}"
+
+
+MODULES = {_module(place) for entries in ALL.values() for place in entries.values()}
+ABSENT = [name for name in sorted(MODULES) if not find_spec(name)]
 """Modules that are not installed; a refusal ends with a note of them."""
 ENTRIES = {
-    kind: {
-        name: place
-        for name, place in entries.items()
-        if f"{__name__}.{re.split('[.:]', place)[0]}" not in ABSENT
-    }
+    kind: {name: place for name, place in entries.items() if _module(place) not in ABSENT}
     for kind, entries in ALL.items()
 }
 """The entries whose modules exist."""

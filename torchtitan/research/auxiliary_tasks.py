@@ -116,9 +116,6 @@ class NextLatentLoss(ModelLossConfig):
             later, counts = later.chunk(size, 1)[own], counts.chunk(size, 1)[own]
             return sum_over_ranks(latent_loss(predicted, later, counts), tensor)
 
-        for module in _predictors(part):
-            module.core = core
-
-
-def _predictors(part: nn.Module) -> Iterator[LatentPredictor]:
-    return (module for module in part.modules() if isinstance(module, LatentPredictor))
+        for module in part.modules():
+            if isinstance(module, LatentPredictor):
+                module.core = core

@@ -2,15 +2,15 @@
 
 Operands are rounded to Float8 (e4m3) or int8 after scaling their largest element to the largest
 number of the format. A channel that is much larger than the others dominates the scale. A rotation
-by the Walsh-Hadamard matrix H (`hadamard`) spreads it over a head; it is orthogonal, so without
-rounding nothing changes (HadaCore: Agarwal et al., 2024, arXiv:2412.08832):
+by the Walsh-Hadamard matrix H spreads it over a head; it is orthogonal, so without rounding nothing
+changes (HadaCore: Agarwal et al., 2024, arXiv:2412.08832):
 
     (q H) (k H)' = q k'          and          softmax(...) (v H) H = softmax(...) v
 
 Queries and keys are rotated after their rotary embedding. Their products are computed in the dtype
-of the model, from the rounded numbers, and gradients pass straight through the rounding (Bengio et
-al., 2013, arXiv:1308.3432): this shows the effect of 8 bits on a run, and is not faster. Attention
-kernels that multiply in 8 bits have no backward.
+of the model, from the rounded numbers, and gradients pass straight through the rounding: this shows
+the effect of 8 bits on a run, and is not faster. Attention kernels that multiply in 8 bits have no
+backward.
 
 A scale covers one token and head, one head of a sequence, or all heads of a sequence, and never a
 microbatch, so it is the same on every layout. Ranks that share a sequence, or its heads, take their
@@ -18,27 +18,19 @@ common largest element.
 
 Shapes: B batch, S sequence, H query heads, K key/value heads, E head dim.
 
-The transform of the last dim is y = x H / sqrt(n), with n a power of two. H has elements of 1 and
--1 and orthogonal rows, so a row with one large element becomes one with elements of similar size,
-which share a scale well. It is the Kronecker product of smaller ones,
-
-    H = H256 x H256 x ... x Hr,  r < 256
-
-so with the last dim viewed as several of size 256, it is a product with the matrix of size 256
-along each of them (as in HadaCore: Agarwal et al., 2024, arXiv:2412.08832, with matrices of 16, the
-size of tensor cores). Usual head sizes take one product. Smaller matrices would take fewer
-operations but more time: with 16, rows of 128 took 24 times as long on an H100 as a dense product
-in bf16, and 3 times as long on a CPU as that product in float32.
+The transform of the last dim is y = x H / sqrt(n), with n a power of two. H is the Kronecker
+product of matrices of size 256 and a smaller one, so it takes a product along each of several dims;
+usual head sizes take one. Smaller factors would take fewer operations but more time: with 16, rows
+of 128 took 24 times as long on an H100 as a dense product in bf16, and 3 times as long on a CPU as
+that product in float32.
 
 On CUDA the products are in 16 bits and are summed in float32, as 1 and -1 are exact in 16 bits. A
 factor in float32 is split into two in bf16, whose sum has 16 of its 24 bits: more than any format
-to which the result is rounded. The transform is symmetric and its own inverse, and so its own
-gradient.
+to which the result is rounded.
 """
 
 import math
 from collections.abc import Iterator, Mapping
-from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -48,6 +40,7 @@ from torch.distributed import ProcessGroup
 from torchtitan.checks.model import model_of
 from torchtitan.config import Context, Problem, between
 from torchtitan.convert.settings import Conversion, ConversionTarget, ConverterConfig, replace
+from torchtitan.losses import at_least_float32
 from torchtitan.models.attention import SelfAttention
 from torchtitan.models.spec import AttentionShape, ModelSpec, build_empty
 from torchtitan.torch_private.distributed import max_over
@@ -78,8 +71,7 @@ class _Transform(torch.autograd.Function):
         y = x.reshape(*x.shape[:-1], *factors(size))
         for dim in range(x.ndim - 1, y.ndim):
             y = _times_matrix(y.transpose(dim, -1)).transpose(dim, -1)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return y.reshape(x.shape).to(wide) / math.sqrt(size)
+        return at_least_float32(y.reshape(x.shape)) / math.sqrt(size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -89,14 +81,14 @@ class _Transform(torch.autograd.Function):
 def _times_matrix(x: Tensor) -> Tensor:
     """Multiply `x` (..., r) by the matrix of size r: float32 or wider."""
     if not _sums_in_float32(x):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = at_least_float32(x)
         return wide @ _matrix(x.shape[-1], wide)
     rows = x.reshape(-1, x.shape[-1])
-    first, *others = [rows] if x.dtype.itemsize == 2 else _in_two(rows)
+    first = rows if x.dtype.itemsize == 2 else rows.bfloat16()
     matrix = _matrix(x.shape[-1], first)
     y = _product(first, matrix)
-    for rest in others:
-        y = y + _product(rest, matrix)
+    if first is not rows:
+        y = y + _product((rows - first.float()).bfloat16(), matrix)
     return y.view(x.shape)
 
 
@@ -110,12 +102,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _in_two(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a tensor in float32 into two in bf16 that add up to it, nearly."""
-    first = x.bfloat16()
-    return first, (x - first.float()).bfloat16()
-
-
 def is_power_of_two(size: int) -> bool:
     """Whether `size` is a power of two, so that the transform exists."""
     return size > 0 and size & (size - 1) == 0
@@ -123,8 +109,9 @@ def is_power_of_two(size: int) -> bool:
 
 def factors(size: int) -> list[int]:
     """Factor a power of two into 256s and a remainder."""
-    rests = takewhile(lambda rest: rest > 1, (size // STEP**i for i in range(size.bit_length())))
-    return [min(rest, STEP) for rest in rests]
+    if size <= STEP:
+        return [size] if size > 1 else []
+    return [STEP, *factors(size // STEP)]
 
 
 def _matrix(size: int, like: Tensor) -> Tensor:
@@ -289,15 +276,8 @@ class RoundedAttention(SelfAttention):
         for group in self.groups:
             sizes = [each.shape[1] for each in largest]
             largest = list(torch.split(max_over(torch.cat(largest, 1), group), sizes, 1))
-        found, format = [], self.config.dtype
-        for x, most in zip(tensors, largest, strict=True):
-            found.append(straight_through(x, most, format))
-        return found
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Convert to float32 or wider, in which scales are applied."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        pairs = zip(tensors, largest, strict=True)
+        return [straight_through(x, most, self.config.dtype) for x, most in pairs]
 
 
 def largest_elements(x: Tensor, scale: Scales) -> Tensor:
@@ -307,16 +287,9 @@ def largest_elements(x: Tensor, scale: Scales) -> Tensor:
 
 def straight_through(x: Tensor, largest: Tensor, format: Format) -> Tensor:
     """Round `x`; its gradient is that of the result."""
-    exact = x.detach()
-    _, rounded, scale = _in_format(exact, largest, format)
-    return rounded * scale + (x - exact)  # the difference is zero, and carries the gradient
-
-
-def _in_format(x: Tensor, largest: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `x` divided by its scale, the same in the format, and the scale."""
-    scale = torch.where(largest > 0, largest, 1.0) / LARGEST[format]
-    scaled = x / scale
-    clamped = scaled.clamp(-LARGEST[format], LARGEST[format])
+    exact, most = x.detach(), LARGEST[format]
+    scale = torch.where(largest > 0, largest, 1.0) / most
+    scaled = (exact / scale).clamp(-most, most)
     in_float8 = format == "float8"
-    rounded = clamped.to(torch.float8_e4m3fn).to(x.dtype) if in_float8 else clamped.round()
-    return scaled, rounded, scale
+    rounded = scaled.to(torch.float8_e4m3fn).to(x.dtype) if in_float8 else scaled.round()
+    return rounded * scale + (x - exact)  # the difference is zero, and carries the gradient

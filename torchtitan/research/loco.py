@@ -24,14 +24,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm import AgreementConfig, ReplicaReducer, Unit
+from torchtitan.comm import AgreementConfig, GradientsConfig, ReplicaReducer, Unit
 from torchtitan.research.common.codec import Codec, WireFormat
-from torchtitan.research.common.quantized import (
-    Bucket,
-    Quantized,
-    QuantizedGradients,
-    QuantizedReduce,
-)
+from torchtitan.research.common.quantized import Bucket, Quantized, QuantizedReduce
 from torchtitan.torch_private.distributed import all_gather
 
 
@@ -87,7 +82,7 @@ class Compensation:
             self.error.zero_()
 
 
-class LoCo(Compensated, QuantizedGradients):
+class LoCo(Compensated, GradientsConfig):
     """Low-bit gradients with error feedback."""
 
     remembers: ClassVar[bool] = True
@@ -96,7 +91,7 @@ class LoCo(Compensated, QuantizedGradients):
     """Method of reduction."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> "LoCoReduce":
-        return LoCoReduce(self, self.wire_format(unit, self.form), group)
+        return LoCoReduce(self, self.wire_format(unit, "symmetric"), group)
 
 
 class LoCoReduce(QuantizedReduce):

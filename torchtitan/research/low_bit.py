@@ -62,7 +62,7 @@ class LowBitStorage(MomentStorage):
         return _quantized_zeros(part, self.dtype, signed)
 
     def update(self) -> Update:
-        return CompiledAdam(decoupled=True)
+        return compiled_adam(decoupled=True)
 
     def values(self, part: Tensor) -> Tensor:
         own: Any = part
@@ -121,7 +121,7 @@ class LowBitAdam(torch.optim.Optimizer):
         # Compiled code would specialize on a rate that is a number.
         tensors = [group.options() | {"lr": torch.tensor(group.rule.lr)} for group in groups]
         super().__init__(tensors, {})
-        self.update = CompiledAdam(decoupled)
+        self.update = compiled_adam(decoupled=decoupled)
         for parameter in (parameter for group in groups for parameter in group.parameters):
             made = partial(_zeros, parameter, storage)
             moments = {"exp_avg": made(signed=True), "exp_avg_sq": made(signed=False)}
@@ -130,39 +130,26 @@ class LowBitAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
+        given = ((p, g) for g in self.param_groups for p in g["params"] if p.grad is not None)
         with any_number_of_shapes():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None
-        state["step"] += 1
-        self.update(local(parameter).detach(), local(gradient), state, group)
+            for parameter, group in given:
+                state = self.state[parameter]
+                state["step"] += 1
+                self.update(local(parameter).detach(), local(parameter.grad), state, group)
 
 
-class CompiledAdam:
-    """Update of one plain tensor, from torchao."""
+def compiled_adam(*, decoupled: bool) -> Update:
+    """Return torchao's update of one plain tensor; the rate in its group is a tensor."""
+    with quiet_torchao():
+        from torchao.optim.adam import single_param_adam
+    update = adam_and_sgd.compiled_update(single_param_adam)
+    # This warning is for torchao's developers only.
+    warnings.filterwarnings("ignore", ".* does not implement _stable_hash_for_caching")
 
-    def __init__(self, decoupled: bool) -> None:
-        with quiet_torchao():
-            from torchao.optim.adam import single_param_adam
-        self.decoupled = decoupled
-        self.update = adam_and_sgd.compiled_update(single_param_adam)
-        # This warning is for torchao's developers only.
-        warnings.filterwarnings("ignore", ".* does not implement _stable_hash_for_caching")
-
-    def __call__(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        state: Mapping[str, Tensor],
-        group: Mapping[str, Any],
+    def adam(
+        weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
     ) -> None:
-        """Update `weight` and its state in place; the rate in `group` is a tensor."""
-        self.update(
+        update(
             weight,
             gradient,
             state["step"],
@@ -173,9 +160,11 @@ class CompiledAdam:
             *group["betas"],
             group["weight_decay"],
             group["eps"],
-            self.decoupled,
+            decoupled,
             False,  # no stochastic rounding of bfloat16 weights
         )
+
+    return adam
 
 
 def _zeros(parameter: NamedParameter, storage: LowBitStorage, *, signed: bool) -> Tensor:
@@ -261,8 +250,8 @@ def _other_scales(largest: Tensor, extreme: Tensor) -> Iterator[Tensor]:
     """Yield the scales that blocks may have had where their values do not show it.
 
     Args:
-    largest: largest element of each block.
-    extreme: magnitude of the value of the most negative code.
+        largest: largest element of each block.
+        extreme: magnitude of the value of the most negative code.
     """
     yield torch.zeros_like(largest)
     if extreme > 0:

@@ -17,7 +17,7 @@ Shapes: B batch, S this rank's part of the sequence, H query heads, K key/value 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from pydantic import Field
@@ -45,50 +45,6 @@ if TYPE_CHECKING:
 
 TILE = 2**24
 """Number of logits in memory at a time: 64 MiB."""
-
-
-class LargestLogits:
-    """Records the largest logits of all attention modules during training."""
-
-    def __init__(
-        self,
-        parts: Iterable[nn.Module],
-        heads: Mapping[str, int],
-        world: World,
-        parallelism: ParallelismConfig,
-    ) -> None:
-        """
-        Args:
-            parts: this rank's parts of the model.
-            heads: number of query heads of each attention module, in all stages.
-        """
-        self.world, self.places, begin = world, dict[str, slice](), 0
-        for name, count in heads.items():
-            self.places[name] = slice(begin, begin + count)
-            begin += count
-        device, tensor_rank = world.device.torch_device, world.groups["tp"].rank()
-        self.mine: list[tuple[slice, Tensor]] = []
-        self.all = torch.empty(begin, device=device)
-        """Maxima of shape (heads of the model,), in float32."""
-        for part in parts:
-            for name, module in attentions(part):
-                place, own = self.places[name], heads[name] // world.degrees.tp
-                first = place.start + tensor_rank * own
-                largest = torch.empty(own, device=device)
-                self.mine.append((slice(first, first + own), largest))
-                module.core = Watched(module.core, largest, world, parallelism)
-
-    def begin(self) -> None:
-        """Reset the maxima."""
-        for _, largest in self.mine:
-            largest.fill_(-torch.inf)
-
-    def agree(self) -> Tensor:
-        """Return the maximum of each head over all ranks' tokens: (heads,), equal on all ranks."""
-        self.all.fill_(-torch.inf)
-        for place, largest in self.mine:
-            self.all[place] = largest
-        return self.world.max(self.all)
 
 
 def attentions(part: nn.Module) -> Iterable[tuple[str, SelfAttention]]:
@@ -202,12 +158,6 @@ def _largest(q: Tensor, k: Tensor, shift: int, window: int = 0) -> Tensor:
     return largest / math.sqrt(dim)
 
 
-REFUSED: Mapping[str, tuple[Any, str]] = {
-    "fault_tolerance.enable": (False, "replica groups do not exchange their largest logits")
-}
-"""Keys ruled out by a limit of attention logits: the one allowed value, and why."""
-
-
 class MuonClip(Muon):
     """Orthogonal updates of matrices, with AdamW for other parameters."""
 
@@ -231,8 +181,7 @@ class MuonClip(Muon):
     def _conflicts(self, context: Context) -> Iterator[Problem]:
         """Find whether the largest logits of all heads, and the weights of these, are available."""
         job, key = context.recipe, f"{context.key}.qk_clip"
-        model, values = model_of(job), job.flat()
-        if model is None:
+        if (model := model_of(job)) is None:
             return
         heads = [
             model.spec.heads(model.args, f"{name}.{linear}.weight")
@@ -245,9 +194,9 @@ class MuonClip(Muon):
                 "(queries_and_keys, heads); use 0"
             )
             yield Problem(key, message, ("model",))
-        for other, (allowed, why) in REFUSED.items():
-            if values[other] != allowed:
-                yield Problem(other, f"with {key}, {why}; use {str(allowed).lower()}", (key,))
+        if job.fault_tolerance.enable:
+            message = f"with {key}, replica groups do not exchange their largest logits; use false"
+            yield Problem("fault_tolerance.enable", message, (key,))
         if job.sharding.never_whole:
             message = (
                 f'with {key}, a rank needs all weights of a head, and "{job.sharding.name}" '
@@ -300,7 +249,9 @@ class QKClip:
             assert dim == 0, "rows make queries and keys"
             has_pair = heads_of(parameters, f"{module}.{keys}") == place.stop - place.start
             if linear == queries or has_pair:
-                rows = extents(parameter.tensor, _coordinate(parameter))[0]
+                here = parameter.mesh.get_coordinate() if parameter.mesh is not None else ()
+                assert here is not None
+                rows = extents(parameter.tensor, here)[0]
                 each = parameter.shape[0] // count
                 heads = torch.tensor([place.start + row // each for row in rows])
                 device = local(parameter.tensor).device
@@ -326,16 +277,10 @@ def heads_of(parameters: Sequence[NamedParameter], module: str) -> int | None:
     return next(found, None)
 
 
-def _coordinate(parameter: NamedParameter) -> Sequence[int]:
-    """Return this rank's coordinate on the mesh of a parameter."""
-    found = parameter.mesh.get_coordinate() if parameter.mesh is not None else ()
-    assert found is not None
-    return found
-
-
 def logit_limit(run: "Run") -> Hooks:
     """Return the hooks of the limiter."""
-    return LogitLimit(run).hooks
+    limit = LogitLimit(run)
+    return Hooks(before_forward=limit.begin, after_backward=limit.measure, after_update=limit.apply)
 
 
 class LogitLimit:
@@ -344,28 +289,44 @@ class LogitLimit:
     def __init__(self, run: "Run") -> None:
         job, spec, world = run.job, MODELS[run.job.model.name], run.world
         assert isinstance(job.optimizer, MuonClip)
-        self.meter = run.meter
-        parameters = [assigned.parameter for assigned in run.optimizers.inner.assignments]
         assert spec.queries_and_keys is not None, "the recipe was checked"
-        queries = spec.queries_and_keys[0]
+        parameters = [assigned.parameter for assigned in run.optimizers.inner.assignments]
         own = {
-            name: heads_of(parameters, f"{name}.{queries}")
+            name: heads_of(parameters, f"{name}.{spec.queries_and_keys[0]}") or 0
             for part in run.model.parts
             for name, _ in attentions(part)
         }
         heads = dict(sorted(item for of_rank in world.gather(own) for item in of_rank.items()))
-        self.logits = LargestLogits(run.model.parts, heads, world, job.parallelism)
-        self.clip = QKClip(
-            job.optimizer.qk_clip, parameters, spec.queries_and_keys, self.logits.places
-        )
-        self.largest = self.logits.all
-        self.hooks = Hooks(
-            before_forward=self.logits.begin, after_backward=self.measure, after_update=self.apply
-        )
+        ends = itertools.accumulate(heads.values())
+        places = {
+            name: slice(end - heads[name], end) for name, end in zip(heads, ends, strict=True)
+        }
+        device = world.device.torch_device
+        self.world, self.meter = world, run.meter
+        self.largest = torch.empty(sum(heads.values()), device=device)
+        """Largest logit of each head of the model: (heads,), in float32."""
+        self.mine: list[tuple[slice, Tensor]] = []
+        """Largest logits of this rank's heads and tokens, after their places among all."""
+        for part in run.model.parts:
+            for name, module in attentions(part):
+                count = heads[name] // world.degrees.tp
+                first = places[name].start + world.groups["tp"].rank() * count
+                largest = torch.empty(count, device=device)
+                self.mine.append((slice(first, first + count), largest))
+                module.core = Watched(module.core, largest, world, job.parallelism)
+        self.clip = QKClip(job.optimizer.qk_clip, parameters, spec.queries_and_keys, places)
+
+    def begin(self) -> None:
+        """Reset the maxima."""
+        for _, largest in self.mine:
+            largest.fill_(-torch.inf)
 
     def measure(self, batches: Sequence[Batch], losses: Losses) -> None:
-        """Agree on the largest logits of the step, and record the largest of all."""
-        self.largest = self.logits.agree()
+        """Take the maximum over all ranks' tokens, and record the largest of all."""
+        self.largest.fill_(-torch.inf)
+        for place, largest in self.mine:
+            self.largest[place] = largest
+        self.world.max(self.largest)
         self.meter.record(max_attention_logit=self.largest.max())
 
     def apply(self) -> None:

@@ -24,15 +24,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm import Gather, Unit, WeightsConfig
+from torchtitan.comm import Gather, GradientsConfig, Unit, WeightsConfig
 from torchtitan.config import Context, Problem
-from torchtitan.research.common.codec import Form, WireFormat
-from torchtitan.research.common.quantized import (
-    Clock,
-    Quantized,
-    QuantizedGradients,
-    QuantizedReduce,
-)
+from torchtitan.research.common.codec import WireFormat
+from torchtitan.research.common.quantized import Clock, Quantized, QuantizedReduce
 from torchtitan.torch_private.distributed import all_gather_into
 
 SAMPLES, BATCH, PASSES = 2**14, 2**10, 8
@@ -171,18 +166,14 @@ class QSDPGather(Clock, Gather):
         whole.copy_(self.wire_format.join(found.to(whole.dtype), rest).flatten())
 
 
-class QSDPGradients(WithLevels, QuantizedGradients):
+class QSDPGradients(WithLevels, GradientsConfig):
     """Gradients rounded stochastically, so that the mean is the gradient itself."""
 
     name: Literal["qsdp"] = "qsdp"
     """Method of reduction."""
 
-    @property
-    def form(self) -> Form:
-        return "minmax"
-
     def open(self, unit: Unit, group: ProcessGroup) -> "QSDPReduce":
-        wire_format = self.wire_format(unit, self.form)
+        wire_format = self.wire_format(unit, "minmax")
         return QSDPReduce(wire_format, group, self.open_levels(wire_format, group))
 
 

@@ -30,7 +30,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -41,11 +40,26 @@ from torchtitan.optim.adam_and_sgd import AdamGroup, AdamWRule
 from torchtitan.optim.parameters import local
 from torchtitan.optim.schedule import Ratio
 from torchtitan.optim.settings import OptimizerConfig, ParameterGroup
-from torchtitan.research.common.unit_sums import Reduction, Units, sharing, units_of
+from torchtitan.research.common.unit_sums import Units, sharing, sum_over, units_of
 from torchtitan.torch_private.dtensor import laid_out_as
 
 SMALLEST_STD, SMALLEST_NORM = 1e-8, 1e-6
 """Lower bounds of the divisors of gradients."""
+ADDITIONS = {
+    "adaptive_clip": "adaptive clipping",
+    "centralize_gradients": "centralization",
+    "normalize_gradients": "normalization",
+    "positive_negative_momentum": "positive-negative momentum",
+    "stable_weight_decay": "stable weight decay",
+    "norm_loss": "norm loss",
+    "decay_to_norm_1": "decay to the norm 1",
+    "softplus": "softplus",
+    "amsgrad": "maximum",
+    "lookahead_steps": "lookahead",
+}
+"""Keys of the additions to AdamW, and their names."""
+ELEMENTWISE = {"positive_negative_momentum", "softplus", "amsgrad", "lookahead_steps"}
+"""Additions that need no sums over elements."""
 
 
 class Measured(NamedTuple):
@@ -64,75 +78,36 @@ class Measured(NamedTuple):
     """Sum of the second moment before this step (0-d)."""
 
 
-class Measurement:
-    """Measurement of sharded gradients and weights."""
+def changes(config: "Ranger21", units: Units, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return factor and mean of each unit, from its sums of g, g² and w² (3, units)."""
+    gradient, square, weight = sums
+    factor, mean = torch.ones_like(gradient), torch.zeros_like(gradient)
+    if config.adaptive_clip:
+        limit = config.adaptive_clip * weight.sqrt().clamp_min(config.adaptive_clip_norm)
+        norm = square.sqrt()
+        factor = torch.where(norm > limit, limit / norm.clamp_min(SMALLEST_NORM), 1.0)
+    # Centralizing a unit of one element, such as a row of one column, would erase it.
+    if config.centralize_gradients and len(units.parameter.shape) > 1 and units.size > 1:
+        mean = factor * gradient / units.size
+    return factor, mean
 
-    def __init__(
-        self, config: "Ranger21", units: Mapping[Tensor, Units], sharing: dist.ProcessGroup | None
-    ) -> None:
-        """Measure `units` over `sharing`, the ranks that have parts of the same tensors."""
-        self.config, self.units, self.sharing = config, units, sharing
 
-    def of(
-        self, parameters: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Tensor]]
-    ) -> dict[Tensor, Measured]:
-        """Measure each parameter that has a gradient, by one reduction."""
-        reduction, own = Reduction(self.sharing), dict[Tensor, Tensor]()
-        for parameter in parameters:
-            units = self.units[parameter]
-            gradient, weight = gradient_of(parameter), local(parameter)
-            mine = torch.stack(
-                [units.sums(gradient), units.squares(gradient), units.squares(weight)]
-            )
-            own[parameter] = mine
-            if not units.are_whole:
-                mine = mine.new_zeros(3, units.count)
-                mine[:, units.rows] = own[parameter]
-                reduction.add(mine / units.copies)
-            else:
-                reduction.add(self._totals(units, mine) / units.copies)
-            variance = local(states[parameter]["exp_avg_sq"]).sum(dtype=torch.float64)
-            reduction.add(variance / units.copies)
-        found = reduction.sums()
-        known = {}
-        for parameter in parameters:
-            units, sums, totals = self.units[parameter], own[parameter], next(found)
-            if not units.are_whole:
-                sums, totals = totals[:, units.rows], self._totals(units, totals)
-            known[parameter] = self._measured(units, sums, totals, next(found))
-        return known
+def totals(config: "Ranger21", units: Units, sums: Tensor) -> Tensor:
+    """Return the sums over the units of the changed gradient, and of its squares."""
+    factor, mean = changes(config, units, sums)
+    gradient, square, _ = sums
+    total = factor * gradient - units.size * mean
+    squares = factor.square() * square - units.size * mean.square()
+    return torch.stack([total.sum(), squares.sum()])
 
-    def _changes(self, units: Units, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return factor and mean of each unit, from its sums of g, g² and w² (3, units)."""
-        config = self.config
-        gradient, square, weight = sums
-        factor, mean = torch.ones_like(gradient), torch.zeros_like(gradient)
-        if config.adaptive_clip:
-            limit = config.adaptive_clip * weight.sqrt().clamp_min(config.adaptive_clip_norm)
-            norm = square.sqrt()
-            factor = torch.where(norm > limit, limit / norm.clamp_min(SMALLEST_NORM), 1.0)
-        # Centralizing a unit of one element, such as a row of one column, would erase it.
-        if config.centralize_gradients and len(units.parameter.shape) > 1 and units.size > 1:
-            mean = factor * gradient / units.size
-        return factor, mean
 
-    def _totals(self, units: Units, sums: Tensor) -> Tensor:
-        """Return the sums over the units of the resulting gradient, and of its squares."""
-        factor, mean = self._changes(units, sums)
-        gradient, square, _ = sums
-        total = factor * gradient - units.size * mean
-        squares = factor.square() * square - units.size * mean.square()
-        return torch.stack([total.sum(), squares.sum()])
-
-    def _measured(self, units: Units, sums: Tensor, totals: Tensor, variance: Tensor) -> Measured:
-        """Combine sums of this rank's units with those of the whole parameter."""
-        factor, mean = self._changes(units, sums)
-        (total, square), count = totals, units.parameter.shape.numel()
-        std = torch.ones_like(square)
-        if self.config.normalize_gradients and count > 2:
-            spread = (square - total.square() / count).clamp_min(0) / (count - 1)
-            std = spread.sqrt() + SMALLEST_STD
-        return Measured(factor, mean, std, sums[2].sqrt(), square / std.square(), variance)
+def deviation(config: "Ranger21", units: Units, total: Tensor, square: Tensor) -> Tensor:
+    """Return the divisor that normalizes a gradient, from the sums of its elements and squares."""
+    count = units.parameter.shape.numel()
+    if not config.normalize_gradients or count <= 2:
+        return torch.ones_like(square)
+    spread = (square - total.square() / count).clamp_min(0) / (count - 1)
+    return spread.sqrt() + SMALLEST_STD
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -201,7 +176,8 @@ class Ranger21(OptimizerConfig):
     def allocate(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.switched_on():
             super().allocate(optimizer)
-        for group in optimizer.param_groups if self.switched_on() else ():
+            return
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter] = self.begin(parameter)
 
@@ -224,40 +200,16 @@ class Ranger21(OptimizerConfig):
     def state_bytes(self, parameter_bytes: int) -> float:
         return (len(self.state_names()) - 1) * parameter_bytes
 
-    @property
-    def needs_sums(self) -> bool:
-        """Whether an update needs sums over elements."""
-        return bool(
-            self.adaptive_clip
-            or self.norm_loss
-            or self.decay_to_norm_1
-            or self.centralize_gradients
-            or self.normalize_gradients
-            or self.stable_weight_decay
-        )
-
     def switched_on(self) -> list[str]:
-        """Return the enabled additions to AdamW."""
-        switches = {
-            "adaptive clipping": self.adaptive_clip,
-            "centralization": self.centralize_gradients,
-            "normalization": self.normalize_gradients,
-            "positive-negative momentum": self.positive_negative_momentum,
-            "stable weight decay": self.stable_weight_decay,
-            "norm loss": self.norm_loss,
-            "decay to the norm 1": self.decay_to_norm_1,
-            "softplus": self.softplus,
-            "maximum": self.amsgrad,
-            "lookahead": self.lookahead_steps,
-        }
-        return [name for name, is_on in switches.items() if is_on]
+        """Return the keys of the enabled additions to AdamW."""
+        return [key for key in ADDITIONS if getattr(self, key)]
 
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from super().problems(context)
         kept = len(self.state_names()) - 1
         message = (
             f"it stores {kept} values per parameter, {kept / 2:g} times Adam's 2; AdamW with "
-            f"{', '.join(self.switched_on()) or 'nothing else'}"
+            f"{', '.join(ADDITIONS[key] for key in self.switched_on()) or 'nothing else'}"
         )
         yield Problem("name", message, (), "note")
         if self.decay_to_norm_1 and self.norm_loss:
@@ -272,9 +224,9 @@ class Ranger21Optimizer(torch.optim.Optimizer):
         super().__init__([group.options() for group in groups], {})
         self.config = config
         parameters = [parameter for group in groups for parameter in group.parameters]
-        together, self.stages = sharing(parameters), groups[0].stages
-        self.units = units_of(parameters, together)
-        self.measurement = Measurement(config, self.units, together)
+        self.together, self.stages = sharing(parameters), groups[0].stages
+        self.units = {p.tensor: units_of(p, self.together) for p in parameters}
+        self.needs_sums = bool({*config.switched_on()} - ELEMENTWISE)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -292,11 +244,35 @@ class Ranger21Optimizer(torch.optim.Optimizer):
             if not state["step"] and "slow" in state:
                 local(state["slow"]).copy_(local(parameter))
             state["step"] += 1
-        parameters = [parameter for parameter, _ in due]
-        known = self.measurement.of(parameters, self.state) if self.config.needs_sums else {}
+        known = self._measure([parameter for parameter, _ in due]) if self.needs_sums else {}
         sigma = self._sigma(due, known) if self.config.stable_weight_decay else None
         for parameter, group in due:
             self._update(parameter, group, known.get(parameter), sigma)
+
+    def _measure(self, parameters: Sequence[Tensor]) -> dict[Tensor, Measured]:
+        """Measure parameters and their gradients, by one reduction."""
+        config, own, parts = self.config, dict[Tensor, Tensor](), list[Tensor]()
+        for parameter in parameters:
+            units, gradient = self.units[parameter], gradient_of(parameter)
+            squares = units.squares(gradient), units.squares(local(parameter))
+            own[parameter] = mine = torch.stack([units.sums(gradient), *squares])
+            if units.are_whole:
+                part = totals(config, units, mine)
+            else:
+                part = mine.new_zeros(3, units.count)
+                part[:, units.rows] = mine
+            variance = local(self.state[parameter]["exp_avg_sq"]).sum(dtype=torch.float64)
+            parts += [part / units.copies, variance / units.copies]
+        found, known = iter(sum_over(self.together, parts)), dict[Tensor, Measured]()
+        for parameter, sums in own.items():
+            units, whole, variance = self.units[parameter], next(found), next(found)
+            if not units.are_whole:
+                sums, whole = whole[:, units.rows], totals(config, units, whole)
+            factor, mean = changes(config, units, sums)
+            std = deviation(config, units, whole[0], whole[1])
+            square = whole[1] / std.square()
+            known[parameter] = Measured(factor, mean, std, sums[2].sqrt(), square, variance)
+        return known
 
     def _sigma(
         self, due: Sequence[tuple[Tensor, dict[str, Any]]], known: Mapping[Tensor, Measured]
@@ -310,9 +286,9 @@ class Ranger21Optimizer(torch.optim.Optimizer):
             terms.append(moment / (1 - beta2**step))
             count += self.units[parameter].parameter.shape.numel()
         total = torch.stack(terms).sum()
-        reduction = Reduction(self.stages)
-        reduction.add(torch.stack([total, torch.full_like(total, count)]))
-        total, elements = next(reduction.sums())
+        ((total, elements),) = sum_over(
+            self.stages, [torch.stack([total, torch.full_like(total, count)])]
+        )
         return torch.sqrt(total / elements)
 
     def _update(

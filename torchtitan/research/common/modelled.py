@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from torchtitan.build import Run, build
-from torchtitan.comm import Gather, Reduce, ReplicaReducer, Unit
+from torchtitan.comm import Reduce, Unit
 from torchtitan.data import Batch
 from torchtitan.device import Device
 from torchtitan.inputs import open_stream, open_task
@@ -33,7 +33,7 @@ from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.parallel import Degrees, Launch, build_on_meta, open_world
 from torchtitan.parallel.context_pieces import Cut
-from torchtitan.research.common.threads import Meeting, ThreadGroup, collectives, together
+from torchtitan.research.common.threads import ThreadGroup, collectives, together
 from torchtitan.timeline import Timeline
 from torchtitan.tools.verify.measure import AtStep, Step, describe_ranks, hide_targets
 from torchtitan.tools.verify.measure import run as fork
@@ -67,8 +67,8 @@ class MeshPosition:
     tensor: int
     boxes: Mapping[str, Box]
     """Parts of parameters, by name."""
-    units: tuple[tuple[str, Mapping[str, tuple[int, ...]]], ...]
-    """Units that are sent together, with their shapes; empty if nothing is sent in low bits."""
+    units: Sequence[Unit]
+    """Units that are sent together; empty if nothing is sent in low bits."""
 
 
 def modelled_steps(
@@ -103,31 +103,105 @@ def places(job: JobConfig, at_step: AtStep) -> MeshPosition:
         stack.enter_context(patch.object(type(way), "open", record))
         layout, timeline = job.layout(world.degrees), Timeline(world.device)
         model = build_on_meta(job.model, job.model_args(), layout, world, timeline)
-        named = {n: p for part in model.parts for n, p in part.named_parameters()}
         boxes = {}
-        for name, p in named.items():
+        for name, p in (named for part in model.parts for named in part.named_parameters()):
             extent = local_extent(p) if is_dtensor(p) else (p.shape, (0,) * p.ndim)
             boxes[name] = Box(tuple(extent[1]), tuple(extent[0]))
-        units = tuple((u.name, {n: tuple(s) for n, s in u.shapes.items()}) for u in found)
         axes = ("pp", "dp_replicate", "fsdp", "tp")
         stage, replica, shard, tensor = (world.groups[axis].rank() for axis in axes)
-    return MeshPosition(
-        stage, replica, shard, tensor, boxes, units if world.degrees.fsdp > 1 else ()
-    )
+        units = found if world.degrees.fsdp > 1 else ()
+    return MeshPosition(stage, replica, shard, tensor, boxes, units)
 
 
-@dataclass
 class ModelledRank:
     """State of a rank."""
 
-    place: MeshPosition
-    gathers: list[Gather]
-    reduces: list[Reduce]
-    agree: ReplicaReducer | None
-    in_shard: ThreadGroup
-    among_replicas: ThreadGroup
-    gradients: Tensors
-    """Gradients of its pieces in this step."""
+    def __init__(
+        self,
+        position: MeshPosition,
+        job: JobConfig,
+        device: torch.device,
+        sharing: ThreadGroup,
+        copies: ThreadGroup,
+    ) -> None:
+        """
+        Args:
+            sharing: ranks that share the parameters of this one's replica.
+            copies: ranks that have the same parts in other replicas.
+        """
+        self.position, self.boxes = position, position.boxes
+        self.sharing, self.copies = sharing, copies
+        ways = job.communication
+        shared: Any = sharing
+        copied: Any = copies
+        self.units = [unit._replace(device=device) for unit in position.units]
+        self.gathers = [ways.weights.open(unit, shared) for unit in self.units]
+        self.reduces = [ways.gradients.open(unit, shared) for unit in self.units]
+        shapes = {name: torch.Size(box.sizes) for name, box in self.boxes.items()}
+        agrees = copies.size() > 1 and ways.replicas.steps_apart is not None
+        is_open = agrees and not ways.replicas.in_backward
+        self.reducer = ways.replicas.open(Unit("", shapes, device), copied) if is_open else None
+        self.gradients: Tensors = {}
+        """Gradients of its pieces in this step."""
+
+    def gather(self, weights: Tensors) -> list[Tensor]:
+        """Return the rows (ranks, elements) of each unit as all ranks send them."""
+        wholes = []
+        for unit, gather in zip(self.units, self.gathers, strict=True):
+            row = self.row(unit, weights)
+            whole = row.new_empty(self.sharing.size() * len(row))
+            gather(whole, row)
+            wholes.append(whole.view(-1, len(row)))
+        return wholes
+
+    def reduce(self, group: Sequence["ModelledRank"], gradients: Sequence[Tensors]) -> None:
+        """Add the gradients of this rank's pieces, which it computed as one of `group`.
+
+        Args:
+            gradients: whole gradients on each rank that shares the parameters.
+        """
+        if not self.units:
+            for name, box in self.boxes.items():
+                self._add(name, sum(box.of(each[name]) for each in gradients))
+        for unit, reduce in zip(self.units, self.reduces, strict=True):
+            mine = gradients[self.position.shard]
+            whole = torch.cat([to.row(unit, mine) for to in group])
+            part = whole.new_empty(len(whole) // self.sharing.size())
+            reduce(part, whole)
+            for name, piece in self.pieces(unit, part):
+                self._add(name, piece)
+
+    def agree(self, numbers: Tensors) -> Tensors:
+        """Return what the replicas make of numbers, by the names of this rank's pieces."""
+        assert self.reducer is not None
+        # Buckets depend on the order, which is that of parameters.
+        agreed = {n: numbers[n].contiguous().clone() for n in self.boxes if n in numbers}
+        self.reducer(agreed)
+        return agreed
+
+    def end_step(self) -> None:
+        """End the step of its communication with ranks that share parameters."""
+        for way in (*self.gathers, *self.reduces):
+            way.end_step()
+
+    def row(self, unit: Unit, wholes: Tensors) -> Tensor:
+        """Return this rank's row of a unit, padded with zeros to the first rank's length."""
+        pieces = []
+        for name, shape in unit.shapes.items():
+            piece = self.boxes[name].of(wholes[name])
+            missing = [(0, want - has) for has, want in zip(piece.shape, shape, strict=True)]
+            pieces.append(F.pad(piece, [n for pair in reversed(missing) for n in pair]).flatten())
+        return torch.cat(pieces)
+
+    def pieces(self, unit: Unit, row: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter's part of the result of `row`."""
+        sizes = [shape.numel() for shape in unit.shapes.values()]
+        for (name, shape), piece in zip(unit.shapes.items(), row.split(sizes), strict=True):
+            yield name, Box((0,) * len(shape), self.boxes[name].sizes).of(piece.view(shape))
+
+    def _add(self, name: str, piece: Any) -> None:
+        has_some = name in self.gradients
+        self.gradients[name] = self.gradients[name] + piece if has_some else piece.clone()
 
 
 class ModelledRun:
@@ -142,11 +216,18 @@ class ModelledRun:
             found: the place of each rank of the layout.
         """
         self.job, self.degrees, self.runs = job, degrees, runs
-        self.replicas = job.communication.replicas
         self.device = next(runs[0].model.parts[0].parameters()).device
-        self.ranks = _ranks(job, degrees, found, self.device)
+        sharing = _grouped(found, "stage", "replica", "tensor")
+        copies = _grouped(found, "stage", "shard", "tensor")
+        shared, copied = _threads(sharing), _threads(copies)
+        self.ranks = [
+            ModelledRank(position, job, self.device, shared[rank], copied[rank])
+            for rank, position in enumerate(found)
+        ]
+        self.sharing = [[self.ranks[rank] for rank in group] for group in sharing]
+        self.copies = [[self.ranks[rank] for rank in group] for group in copies]
         self.steps_apart = 0
-        self.agreed = self._weights_of(runs[0])
+        self.agreed = _weights(runs[0])
         self.context = Cut(degrees.cp, job.parallelism.balancing)
         task = open_task(job)
         self.streams = [
@@ -173,8 +254,7 @@ class ModelledRun:
             share = self._forward_backward(replica, own, count.clamp(min=1))
             loss += share * float(count / counts.sum())
         for rank in self.ranks:
-            for way in (*rank.gathers, *rank.reduces):
-                way.end_step()
+            rank.end_step()
         if len(self.runs) == 1:
             self._agree_on_gradients()
         norms = []
@@ -192,76 +272,41 @@ class ModelledRun:
     ) -> float:
         """Compute the gradients of a replica's ranks on all its samples; return the loss."""
         run = self.runs[replica if len(self.runs) > 1 else 0]
-        parameters = dict(run.model.parts[0].named_parameters())
-        kept = {name: p.detach().clone() for name, p in parameters.items()}
-        with torch.no_grad():
-            for name, whole in self._gathered(replica, kept).items():
-                parameters[name].copy_(whole)
-        loss = 0.0
+        groups = [group for group in self.sharing if group[0].position.replica == replica]
+        model, kept, loss = run.model.parts[0], _weights(run), 0.0
+        _set_weights(run, self._gathered(groups, kept))
         for number in range(len(batches[0])):
             # Of each rank that shares the parameters: dp_shard, then cp.
             gradients: list[Tensors] = []
             for own in batches:
-                found, share = self._gradients(run, own[number], count)
-                gradients += found
-                loss += share
-            self._reduce(replica, gradients)
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(kept[name])
+                with _split(model, self.context) as parts:
+                    loss += float(run.model.accumulate([own[number]], count)["loss"])
+                gradients += parts()
+            for group in groups:
+                together({rank.sharing: partial(rank.reduce, group, gradients) for rank in group})
+        _set_weights(run, kept)
         return loss
 
-    def _gradients(self, run: Run, batch: Batch, count: Tensor) -> tuple[list[Tensors], float]:
-        """Return a batch's gradients on each rank that shares its sequences, and its loss."""
-        model = run.model.parts[0]
-        with _split(model, self.context) as parts:
-            shares = run.model.accumulate([batch], count)
-        return parts(), float(shares["loss"])
-
-    def _gathered(self, replica: int, weights: Tensors) -> Tensors:
+    def _gathered(self, groups: Sequence[Sequence[ModelledRank]], weights: Tensors) -> Tensors:
         """Return the weights with which the ranks of a replica compute."""
         wholes: Tensors = {name: weight.clone() for name, weight in weights.items()}
-        for group in self._groups(lambda p: p.replica == replica and (p.stage, p.tensor)):
-            for number, (_, shapes) in enumerate(group[0].place.units):
-                rows = [_row(rank, shapes, weights) for rank in group]
-                calls = [
-                    partial(_gather, r, number, row) for r, row in zip(group, rows, strict=True)
-                ]
-                found = together(calls, [rank.in_shard for rank in group])
-                assert all(torch.equal(found[0], other) for other in found)
-                for rank, row in zip(group, found[0].view(len(group), -1), strict=True):
-                    for name, piece in _pieces(rank, shapes, row):
-                        rank.place.boxes[name].of(wholes[name]).copy_(piece)
+        for group in groups:
+            first, *others = together(
+                {rank.sharing: partial(rank.gather, weights) for rank in group}
+            )
+            for number, (unit, rows) in enumerate(zip(group[0].units, first, strict=True)):
+                assert all(torch.equal(rows, other[number]) for other in others)
+                for rank, row in zip(group, rows, strict=True):
+                    for name, piece in rank.pieces(unit, row):
+                        rank.boxes[name].of(wholes[name]).copy_(piece)
         return wholes
 
-    def _reduce(self, replica: int, gradients: Sequence[Tensors]) -> None:
-        for group in self._groups(lambda p: p.replica == replica and (p.stage, p.tensor)):
-            if not group[0].place.units:
-                for rank in group:
-                    for name, box in rank.place.boxes.items():
-                        _add(rank.gradients, name, sum(box.of(each[name]) for each in gradients))
-            for number, (_, shapes) in enumerate(group[0].place.units):
-                wholes = [
-                    torch.cat([_row(to, shapes, gradients[rank.place.shard]) for to in group])
-                    for rank in group
-                ]
-                calls = [
-                    partial(_reduce, r, number, whole)
-                    for r, whole in zip(group, wholes, strict=True)
-                ]
-                found = together(calls, [rank.in_shard for rank in group])
-                for rank, row in zip(group, found, strict=True):
-                    for name, piece in _pieces(rank, shapes, row):
-                        _add(rank.gradients, name, piece)
-
     def _agree_on_gradients(self) -> None:
-        for group in self._groups(lambda p: (p.stage, p.shard, p.tensor)):
-            if group[0].agree is not None:
-                for rank in group:  # buckets depend on the order, which is that of parameters
-                    names = [name for name in rank.place.boxes if name in rank.gradients]
-                    rank.gradients = {name: rank.gradients[name] for name in names}
-                calls = [partial(_agree, rank, rank.gradients) for rank in group]
-                together(calls, [rank.among_replicas for rank in group])
+        for group in self.copies:
+            if group[0].reducer is not None:
+                calls = {rank.copies: partial(rank.agree, rank.gradients) for rank in group}
+                for rank, agreed in zip(group, together(calls), strict=True):
+                    rank.gradients = agreed
                 continue
             for name in group[0].gradients:
                 total = torch.stack([rank.gradients[name] for rank in group]).sum(0)
@@ -271,48 +316,34 @@ class ModelledRun:
     def _agree_on_weights(self) -> None:
         """Synchronize replicas' changes of weights after every n-th update."""
         self.steps_apart += 1
-        every = self.replicas.steps_apart
+        every = self.job.communication.replicas.steps_apart
         if len(self.runs) == 1 or every is None or self.steps_apart < every:
             return
         self.steps_apart = 0
         new = {name: whole.clone() for name, whole in self.agreed.items()}
-        for group in self._groups(lambda p: (p.stage, p.shard, p.tensor)):
-            moved = []
-            for rank, run in zip(group, self.runs, strict=True):
-                now = self._weights_of(run)
-                moved.append(
-                    {
-                        name: (box.of(self.agreed[name]) - box.of(now[name])) / len(group)
-                        for name, box in rank.place.boxes.items()
-                    }
-                )
-            calls = [partial(_agree, r, own) for r, own in zip(group, moved, strict=True)]
-            together(calls, [rank.among_replicas for rank in group])
-            for name, box in group[0].place.boxes.items():
-                box.of(new[name]).sub_(moved[0][name])
+        for group in self.copies:
+            calls = {}
+            for rank, now in zip(group, map(_weights, self.runs), strict=True):
+                moved = {
+                    name: (box.of(self.agreed[name]) - box.of(now[name])) / len(group)
+                    for name, box in rank.boxes.items()
+                }
+                calls[rank.copies] = partial(rank.agree, moved)
+            for name, change in together(calls)[0].items():
+                group[0].boxes[name].of(new[name]).sub_(change)
         self.agreed = new
-        with torch.no_grad():
-            for run in self.runs:
-                for name, parameter in run.model.parts[0].named_parameters():
-                    parameter.copy_(new[name])
+        for run in self.runs:
+            _set_weights(run, new)
 
     def _give(self, replica: int, run: Run) -> None:
         """Assemble the gradients of a replica's ranks for its update."""
         wholes = {n: torch.zeros_like(p) for n, p in run.model.parts[0].named_parameters()}
         for rank in self.ranks:
-            if rank.place.replica == replica:
+            if rank.position.replica == replica:
                 for name, piece in rank.gradients.items():
-                    rank.place.boxes[name].of(wholes[name]).copy_(piece)
+                    rank.boxes[name].of(wholes[name]).copy_(piece)
         for name, parameter in run.model.parts[0].named_parameters():
             parameter.grad = wholes[name]
-
-    def _weights_of(self, run: Run) -> Tensors:
-        return {n: p.detach().clone() for n, p in run.model.parts[0].named_parameters()}
-
-    def _groups(self, key: Callable[[MeshPosition], Any]) -> list[list[ModelledRank]]:
-        """Group ranks by key, except those whose key is False, in rank order."""
-        keys = dict.fromkeys(k for rank in self.ranks if (k := key(rank.place)) is not False)
-        return [[rank for rank in self.ranks if key(rank.place) == each] for each in keys]
 
 
 def write_modelled_steps(
@@ -356,81 +387,28 @@ def write_modelled_steps(
     return steps
 
 
-def _ranks(
-    job: JobConfig, degrees: Degrees, found: Sequence[MeshPosition], device: torch.device
-) -> list[ModelledRank]:
-    shards: dict[Any, list[ThreadGroup]] = {}
-    replicas: dict[Any, list[ThreadGroup]] = {}
-    ranks, ways = [], job.communication
-    for place in found:
-        key = (place.stage, place.replica, place.tensor)
-        shard = shards.setdefault(key, Meeting(degrees.fsdp).groups())[place.shard]
-        key = (place.stage, place.shard, place.tensor)
-        copies = replicas.setdefault(key, Meeting(degrees.dp_replicate).groups())
-        among: Any = copies[place.replica]
-        in_shard: Any = shard
-        units = [
-            Unit(name, {n: torch.Size(s) for n, s in shapes.items()}, device)
-            for name, shapes in place.units
-        ]
-        shapes = {name: torch.Size(box.sizes) for name, box in place.boxes.items()}
-        agrees = degrees.dp_replicate > 1 and ways.replicas.steps_apart is not None
-        is_open = agrees and not ways.replicas.in_backward
-        ranks.append(
-            ModelledRank(
-                place,
-                [ways.weights.open(unit, in_shard) for unit in units],
-                [ways.gradients.open(unit, in_shard) for unit in units],
-                ways.replicas.open(Unit("", shapes, device), among) if is_open else None,
-                shard,
-                among,
-                {},
-            )
-        )
-    return ranks
+def _grouped(found: Sequence[MeshPosition], *axes: str) -> list[list[int]]:
+    """Group ranks that have the same place on some axes, in rank order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, position in enumerate(found):
+        groups.setdefault(tuple(getattr(position, axis) for axis in axes), []).append(rank)
+    return list(groups.values())
 
 
-def _row(rank: ModelledRank, shapes: Mapping[str, tuple[int, ...]], wholes: Tensors) -> Tensor:
-    """Return a rank's row of a unit, padded with zeros to the first rank's length."""
-    pieces = []
-    for name, shape in shapes.items():
-        piece = rank.place.boxes[name].of(wholes[name])
-        missing = [(0, want - has) for has, want in zip(piece.shape, shape, strict=True)]
-        pieces.append(F.pad(piece, [n for pair in reversed(missing) for n in pair]).flatten())
-    return torch.cat(pieces)
+def _threads(groups: Sequence[Sequence[int]]) -> dict[int, ThreadGroup]:
+    """Return the group of each rank, as that rank sees it."""
+    pairs = (zip(group, ThreadGroup.of(len(group)), strict=True) for group in groups)
+    return {rank: seen for each in pairs for rank, seen in each}
 
 
-def _pieces(
-    rank: ModelledRank, shapes: Mapping[str, tuple[int, ...]], row: Tensor
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter's part of the result of `_row`."""
-    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-    for (name, shape), piece in zip(shapes.items(), torch.split(row, sizes), strict=True):
-        zero = (0,) * len(shape)
-        yield name, Box(zero, rank.place.boxes[name].sizes).of(piece.view(shape))
+def _weights(run: Run) -> Tensors:
+    return {n: p.detach().clone() for n, p in run.model.parts[0].named_parameters()}
 
 
-def _gather(rank: ModelledRank, number: int, row: Tensor) -> Tensor:
-    whole = row.new_empty(rank.in_shard.size() * len(row))
-    rank.gathers[number](whole, row)
-    return whole
-
-
-def _reduce(rank: ModelledRank, number: int, whole: Tensor) -> Tensor:
-    part = whole.new_empty(len(whole) // rank.in_shard.size())
-    rank.reduces[number](part, whole)
-    return part
-
-
-def _agree(rank: ModelledRank, numbers: Tensors) -> None:
-    assert rank.agree is not None
-    for name, each in numbers.items():
-        numbers[name] = each.contiguous().clone()
-    rank.agree(numbers)
-
-
-def _add(gradients: Tensors, name: str, piece: Any) -> None:
-    gradients[name] = gradients[name] + piece if name in gradients else piece.clone()
+@torch.no_grad()
+def _set_weights(run: Run, weights: Tensors) -> None:
+    for name, parameter in run.model.parts[0].named_parameters():
+        parameter.copy_(weights[name])
 
 
 @contextmanager

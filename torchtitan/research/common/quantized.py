@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torchtitan.comm import Communicator, GradientsConfig, Reduce, Unit
+from torchtitan.comm import Communicator, Reduce, Unit
 from torchtitan.config import Config
 from torchtitan.research.common.codec import GROUP, Codec, Form, WireFormat, seed_of
 
@@ -83,11 +83,3 @@ class QuantizedReduce(Clock, Reduce):
         sums = numbers.sum(0, keepdim=True)
         part.copy_(self.wire_format.join(sums, rest.float().sum(0, keepdim=True))[0])
         self.calls += 1
-
-
-class QuantizedGradients(Quantized, GradientsConfig):
-    """Settings of a low-bit reduction; `form` is the form of its codes."""
-
-    @property
-    def form(self) -> Form:
-        return "symmetric"

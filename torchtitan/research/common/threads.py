@@ -4,7 +4,7 @@ Within `collectives`, communication works with such a group as with a process gr
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -17,51 +17,47 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class Meeting:
-    """Shared state through which the ranks of a group exchange tensors."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier, self.values = threading.Barrier(ranks), list[Any]([None] * ranks)
-
-    def groups(self) -> list["ThreadGroup"]:
-        """Return the group as seen by each of its ranks."""
-        return [ThreadGroup(self, rank) for rank in range(len(self.values))]
-
-
 class ThreadGroup:
     """Group of threads, as seen by one of them."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self._rank = meeting, rank
+    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
+        """The ranks of a group share `barrier` and `values`, to exchange tensors."""
+        self._rank, self.barrier, self.values = rank, barrier, values
+
+    @classmethod
+    def of(cls, ranks: int) -> list["ThreadGroup"]:
+        """Return a group as seen by each of its ranks."""
+        barrier, values = threading.Barrier(ranks), list[Any]([None] * ranks)
+        return [cls(rank, barrier, values) for rank in range(ranks)]
 
     def rank(self) -> int:
         return self._rank
 
     def size(self) -> int:
-        return len(self.meeting.values)
+        return len(self.values)
 
     def exchange(self, value: Tensor) -> list[Tensor]:
         """Gather a tensor of every rank, in rank order."""
-        self.meeting.values[self._rank] = value.clone()
-        self.meeting.barrier.wait()
-        everyones = list(self.meeting.values)
-        self.meeting.barrier.wait()
+        self.values[self._rank] = value.clone()
+        self.barrier.wait()
+        everyones = list(self.values)
+        self.barrier.wait()
         return everyones
 
 
-def together(calls: Sequence[Callable[[], T]], groups: Sequence[ThreadGroup]) -> list[T]:
-    """Run all calls concurrently, one on each rank of a group; return their results."""
+def together(calls: Mapping[ThreadGroup, Callable[[], T]]) -> list[T]:
+    """Run the call of each rank of a group concurrently, without gradients; return the results."""
 
-    def call(function: Callable[[], T], group: ThreadGroup) -> T:
+    def run(group: ThreadGroup, call: Callable[[], T]) -> T:
         with ExitStack() as stack:
-            stack.callback(group.meeting.barrier.abort)  # else the others would wait for this one
+            stack.callback(group.barrier.abort)  # else the others would wait for this one
             with torch.no_grad():
-                result = function()
+                result = call()
             stack.pop_all()
             return result
 
     with ThreadPoolExecutor(len(calls)) as pool:
-        results = [pool.submit(call, *each) for each in zip(calls, groups, strict=True)]
+        results = [pool.submit(run, group, call) for group, call in calls.items()]
         errors = [error for each in results if (error := each.exception())]
         for error in errors:
             if not isinstance(error, threading.BrokenBarrierError):
@@ -102,9 +98,7 @@ COLLECTIVES: dict[str, Callable[..., None]] = {
 def collectives() -> Iterator[None]:
     """Let torch's collectives also work on groups of threads, within the context."""
 
-    def of(name: str, ours: Callable[..., None]) -> Callable[..., Any]:
-        theirs = getattr(dist, name)
-
+    def of(ours: Callable[..., None], theirs: Callable[..., Any]) -> Callable[..., Any]:
         def collective(*tensors: Tensor, group: Any = None, **options: Any) -> Any:
             if isinstance(group, ThreadGroup):
                 return ours(group, *tensors)
@@ -114,6 +108,6 @@ def collectives() -> Iterator[None]:
 
     with ExitStack() as stack:
         for name, ours in COLLECTIVES.items():
-            if hasattr(dist, name):
-                stack.enter_context(patch.object(dist, name, of(name, ours)))
+            if theirs := getattr(dist, name, None):
+                stack.enter_context(patch.object(dist, name, of(ours, theirs)))
         yield

@@ -7,7 +7,7 @@ that a sum hardly depends on how it was split.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,21 @@ class Units:
         return each.view(-1, *[1] * (len(self.parameter.shape) - 1))
 
 
+def units_of(parameter: NamedParameter, group: dist.ProcessGroup | None) -> Units:
+    """Return the placement of the units of a parameter on the ranks of `group`."""
+    axes, mesh = split_axes(parameter), parameter.mesh
+    parts = math.prod(mesh.size(axis) for axis in axes) if mesh else 1
+    copies = (group.size() if group else 1) // parts
+    if parameter.tensor.ndim < 2:
+        return Units(parameter, copies, slice(0, 1), are_whole=not axes)
+    are_whole = all(parameter.placements[axis].is_shard(0) for axis in axes)
+    begin = 0
+    if not are_whole and is_dtensor(parameter.tensor):
+        begin = local_extent(parameter.tensor)[1][0]
+    rows = slice(begin, begin + len(local(parameter.tensor)))
+    return Units(parameter, copies, rows, are_whole)
+
+
 def split_axes(parameter: NamedParameter) -> list[int]:
     """Return the axes of a parameter's mesh over which it is split."""
     mesh = parameter.mesh
@@ -93,43 +108,11 @@ def sharing(parameters: Sequence[NamedParameter]) -> dist.ProcessGroup | None:
     return made
 
 
-def units_of(
-    parameters: Sequence[NamedParameter], group: dist.ProcessGroup | None
-) -> dict[Tensor, Units]:
-    """Return the placement of the units of each parameter on the ranks of `group`."""
-    ranks = dist.get_world_size(group) if group else 1
-    return {parameter.tensor: _units(parameter, ranks) for parameter in parameters}
-
-
-def _units(parameter: NamedParameter, ranks: int) -> Units:
-    tensor, axes, mesh = parameter.tensor, split_axes(parameter), parameter.mesh
-    parts = math.prod(mesh.size(axis) for axis in axes) if mesh else 1
-    if parameter.tensor.ndim < 2:
-        return Units(parameter, ranks // parts, slice(0, 1), are_whole=not axes)
-    are_whole = all(parameter.placements[axis].is_shard(0) for axis in axes)
-    begin = 0
-    if not are_whole and is_dtensor(tensor):
-        begin = local_extent(tensor)[1][0]
-    rows = slice(begin, begin + len(local(tensor)))
-    return Units(parameter, ranks // parts, rows, are_whole)
-
-
-class Reduction:
-    """Sum of several tensors over a group of ranks, in one collective."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group if group and dist.get_world_size(group) > 1 else None
-        self.parts: list[Tensor] = []
-
-    def add(self, part: Tensor) -> None:
-        """Add a tensor in float64 to the reduction."""
-        self.parts.append(part)
-
-    def sums(self) -> Iterator[Tensor]:
-        """Return the sum of each added tensor over all ranks, in that order."""
-        if self.group is None or not self.parts:
-            return iter(self.parts)
-        buffer = torch.cat([part.flatten() for part in self.parts])
-        dist.all_reduce(buffer, group=self.group)
-        pieces = torch.split(buffer, [part.numel() for part in self.parts])
-        return (piece.view(part.shape) for piece, part in zip(pieces, self.parts, strict=True))
+def sum_over(group: dist.ProcessGroup | None, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Sum each tensor over the ranks of `group`, all of them in one collective."""
+    if group is None or group.size() == 1 or not parts:
+        return parts
+    buffer = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(buffer, group=group)
+    sums = torch.split(buffer, [part.numel() for part in parts])
+    return [each.view(part.shape) for each, part in zip(sums, parts, strict=True)]

@@ -92,13 +92,9 @@ class GaLore(AdamWRule, OptimizerConfig):
     def projected_dim(self, shape: Sequence[int]) -> int:
         """Return the dim of a matrix that is projected: 1, its columns, or 0, its rows."""
         rows, columns = shape
-        is_columns = {
-            "shorter": columns <= rows,
-            "longer": columns > rows,
-            "rows": False,
-            "columns": True,
-        }
-        return int(is_columns[self.project])
+        if self.project in ("rows", "columns"):
+            return int(self.project == "columns")
+        return int((columns <= rows) == (self.project == "shorter"))
 
     def bytes_of(self, shape: Size, parameter_bytes: int, rows: int = 1, columns: int = 1) -> float:
         projected = self.projected_dim(shape)
@@ -138,9 +134,8 @@ class GaLore(AdamWRule, OptimizerConfig):
         yield from super().problems(context)
         for key in ("power_iterations", "oversampling", "svd_dtype"):
             if self.svd == "exact" and getattr(self, key) != type(self).model_fields[key].default:
-                yield Problem(
-                    key, 'it only has an effect with self.svd = "randomized"; remove it', ("svd",)
-                )
+                message = 'it only has an effect with self.svd = "randomized"; remove it'
+                yield Problem(key, message, ("svd",))
         if self.moments == "rotate" and not (self.beta1 or self.beta2):
             message = (
                 'with self.beta1 = 0 and self.beta2 = 0 there are no moments to rotate; use "keep"'
@@ -247,26 +242,22 @@ class LowRankAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
-        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        given = [(p, g) for g in self.param_groups for p in g["params"] if p.grad is not None]
         period = self.config.refresh_period
-        if due := [p for p in given if not int(self.state[p]["step"]) % period]:
+        if due := [p for p, _ in given if not int(self.state[p]["step"]) % period]:
             self._refresh(due)
         with any_number_of_shapes():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
+            for parameter, group in given:
+                self._update(parameter, group)
 
     def _refresh(self, parameters: Sequence[Tensor]) -> None:
         """Compute new bases."""
         projections = [self.projections[parameter] for parameter in parameters]
-        states = [self.state[parameter] for parameter in parameters]
-        seeds = [
-            f"{projection.parameter.name}/{int(state['step'])}"
-            for projection, state in zip(projections, states, strict=True)
-        ]
+        steps = [int(self.state[parameter]["step"]) for parameter in parameters]
+        seeds = [f"{p.parameter.name}/{step}" for p, step in zip(projections, steps, strict=True)]
         bases = find_bases(projections, seeds, self.config.method())
-        for projection, state, basis in zip(projections, states, bases, strict=True):
+        for projection, parameter, basis in zip(projections, parameters, bases, strict=True):
+            state = self.state[parameter]
             old = local(state["projector"])
             if self.config.moments == "rotate" and state["step"]:
                 turn = projection.turned(self._values(old).to(basis.dtype), basis)

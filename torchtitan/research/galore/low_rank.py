@@ -135,23 +135,23 @@ class Projection:
         """Process the axes of the mesh: rows of A are split first, then those of A Q again."""
         from torch.distributed.tensor import Replicate
 
-        mesh, strided, splitting = self.parameter.mesh, list[int](), list[int]()
+        mesh, placements, columns = self.parameter.mesh, self.parameter.placements, list[int]()
         assert mesh is not None
-        for axis, placement in enumerate(self.parameter.placements):
-            group, within = mesh.get_group(axis), splits_within(placement)
+        kept = 1 - self.projected
+        for axis, placement in enumerate(placements):
+            group, dim = mesh.get_group(axis), split_dim(placement)
             self.groups.append(group)
+            if dim is not None:
+                self.sharded.append(group)
             state: Placement = Replicate()
             basis: Placement = Replicate()
-            if split_dim(placement) is not None:
-                self.sharded.append(group)
-            if split_dim(placement) == 1 - self.projected:
-                state = shard_rows(within)
-            elif split_dim(placement) == self.projected:
-                (strided if within > 1 else splitting).insert(0, axis)
-                basis = shard_rows(within)
-                later = enumerate(self.parameter.placements[axis + 1 :], axis + 1)
-                split = Size(mesh.size(n) for n, p in later if split_dim(p) == 1 - self.projected)
-                parts = split.numel()
+            if dim == kept:
+                state = shard_rows(splits_within(placement))
+            elif dim == self.projected:
+                columns.append(axis)
+                basis = shard_rows(splits_within(placement))
+                later = range(axis + 1, mesh.ndim)
+                parts = math.prod(mesh.size(n) for n in later if split_dim(placements[n]) == kept)
                 is_uneven = bool(self.state_shape[0] % (parts * group.size()))
                 scatter = Scatter(group, self.rows, is_sum=parts > 1 and is_uneven)
                 self.scatters.append(scatter)
@@ -161,7 +161,8 @@ class Projection:
             self.state_placements.append(state)
             self.basis_placements.append(basis)
         whole = self.basis_shape[0]
-        for axis in reversed(strided + splitting):
+        # What is split within the parts of another axis is split after it.
+        for axis in sorted(columns, key=lambda axis: splits_within(placements[axis]) > 1):
             group, share = self.groups[axis], -(-whole // mesh.size(axis))
             widths = [max(min(share, whole - n * share), 0) for n in range(mesh.size(axis))]
             self.splitting.insert(0, Split(group, widths))
@@ -169,17 +170,15 @@ class Projection:
 
     def state(self, part: Tensor) -> Tensor:
         """Return the distributed tensor of a moment, given this rank's part (rows, rank)."""
-        mesh = self.parameter.mesh
-        if mesh is None:
-            return part
-        return placed(part, mesh, self.state_placements, self.state_shape)
+        return self._placed(part, self.state_placements, self.state_shape)
 
     def basis(self, part: Tensor) -> Tensor:
         """Return the distributed tensor of a basis, given this rank's rows."""
+        return self._placed(part, self.basis_placements, self.basis_shape)
+
+    def _placed(self, part: Tensor, placements: "Sequence[Placement]", shape: Size) -> Tensor:
         mesh = self.parameter.mesh
-        if mesh is None:
-            return part
-        return placed(part, mesh, self.basis_placements, self.basis_shape)
+        return part if mesh is None else placed(part, mesh, placements, shape)
 
     def oriented(self, part: Tensor) -> Tensor:
         """Return this rank's part of A, given that of the gradient, or vice versa."""
@@ -222,15 +221,15 @@ def find_bases(
     """
     ranks = max((math.prod(g.size() for g in each.groups) for each in projections), default=1)
     for first in range(0, len(projections), ranks):
-        numbers = range(first, min(first + ranks, len(projections)))
+        turn = dict(enumerate(projections[first : first + ranks], first))
         mine: dict[int, Reduced] = {}
-        for number in numbers:
-            reduced = _reduced(projections[number], seeds[number], method)
-            if _is_finished_here(projections[number], number):
+        for number, projection in turn.items():
+            reduced = _reduced(projection, seeds[number], method)
+            places = zip(projection.groups, _place_of(projection, number), strict=True)
+            if all(group.rank() == place for group, place in places):
                 mine[number] = reduced
-        finished = {number: mine[number].basis(projections[number].rank) for number in mine}
-        for number in numbers:
-            projection = projections[number]
+        finished = {number: mine[number].basis(turn[number].rank) for number in mine}
+        for number, projection in turn.items():
             whole = _sent(projection, number, finished.get(number))
             yield whole[projection.columns].clone()
 
@@ -311,22 +310,14 @@ def _place_of(projection: Projection, number: int) -> list[int]:
     return places[::-1]
 
 
-def _is_finished_here(projection: Projection, number: int) -> bool:
-    places = _place_of(projection, number)
-    return all(g.rank() == place for g, place in zip(projection.groups, places, strict=True))
-
-
 def _sent(projection: Projection, number: int, basis: Tensor | None) -> Tensor:
     """Broadcast the whole basis from its owner."""
     parameter = projection.parameter.tensor
     dtype = torch.promote_types(parameter.dtype, torch.float32)
-    device = local(parameter).device
     if basis is None:
-        whole = torch.empty(projection.basis_shape, dtype=dtype, device=device)
-    else:
-        whole = basis.to(dtype).contiguous()
+        basis = torch.empty(projection.basis_shape, device=local(parameter).device)
+    whole = basis.to(dtype).contiguous()
     # An axis may send a wrong value before the right one arrives, which the next axis overwrites.
-    places = _place_of(projection, number)
-    for group, place in zip(projection.groups, places, strict=True):
+    for group, place in zip(projection.groups, _place_of(projection, number), strict=True):
         dist.broadcast(whole, group=group, group_src=place)
     return whole

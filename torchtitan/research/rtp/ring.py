@@ -66,25 +66,27 @@ class Neighbours:
     def replace(self, tensors: Sequence[Tensor], step: int) -> None:
         """Send tensors on, and replace them by those received from the other side."""
         for tensor in tensors:
-            flat, size = tensor.view(-1), self.piece // tensor.itemsize
-            for first in range(0, len(flat), size):
-                piece = flat[first : first + size]
+            for piece in tensor.view(-1).split(self.piece // tensor.itemsize):
                 piece.copy_(self.pass_on([piece], step).wait()[0])
 
 
 class RotatingParts:
     """Parts that rotate together, for one forward and its backward."""
 
-    def __init__(self, own: Sequence[Tensor], shapes: Sequence[torch.Size], *ring: Any) -> None:
+    def __init__(
+        self,
+        own: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        ring: Neighbours,
+        precision: Precision,
+    ) -> None:
         """
         Args:
             own: this rank's parts.
             shapes: their padded shapes, equal on all ranks.
-            ring: Neighbours, and the Precision in which they are sent.
+            precision: dtypes in which parts and gradients are sent.
         """
-        self.own, self.shapes = own, shapes
-        self.ring: Neighbours = ring[0]
-        self.precision: Precision = ring[1]
+        self.own, self.shapes, self.ring, self.precision = own, shapes, ring, precision
         self.hop = 0
         self.current: list[Tensor] = []
         """Parts currently on this rank."""
@@ -112,7 +114,7 @@ class RotatingParts:
         if self.is_last:
             self.current = []
             return
-        self.current = self._moved(1)
+        self._move(1)
         self.hop += 1
         self._overlap(1, not self.is_last)
 
@@ -121,11 +123,10 @@ class RotatingParts:
         if not self.current:
             assert self.is_last, "parts are asked for at every hop or at none"
             self.current = self._own(moves=self.hop > 0)
+            # The way back begins where the forward ended, one rank away.
+            self._overlap(-1, self.hop > 0)
             if self.hop:
-                # The way back begins where the forward ended, one rank away.
-                if not self.ring.in_place:
-                    self.pending = self.ring.pass_on(self.current, -1)
-                self.current = self._moved(-1)
+                self._move(-1)
             self._overlap(-1, self.hop > 1)
         return self.current
 
@@ -148,7 +149,7 @@ class RotatingParts:
             self.gradients = []
         self.hop -= 1
         if self.current and self.hop:
-            self.current = self._moved(-1)
+            self._move(-1)
             self._overlap(-1, self.hop > 1)
         elif self.current:
             self.current.clear()
@@ -179,10 +180,8 @@ class RotatingParts:
         for own, shape in zip(self.own, self.shapes, strict=True):
             part = own.to(self.precision.compute)
             if part.shape != shape:
-                missing = (
-                    n - m for n, m in zip(reversed(shape), reversed(part.shape), strict=True)
-                )
-                part = F.pad(part, [end for each in missing for end in (0, each)])
+                pairs = zip(reversed(shape), reversed(part.shape), strict=True)
+                part = F.pad(part, [end for n, m in pairs for end in (0, n - m)])
             is_replaced = moves and self.ring.in_place and part.data_ptr() == own.data_ptr()
             parts.append(part.clone() if is_replaced else part.contiguous())
         return parts
@@ -192,14 +191,13 @@ class RotatingParts:
         if is_needed and not self.ring.in_place:
             self.pending = self.ring.pass_on(self.current, step)
 
-    def _moved(self, step: int) -> list[Tensor]:
-        """Return the parts after a hop."""
+    def _move(self, step: int) -> None:
+        """Take the parts that follow a hop."""
         if self.ring.in_place:
             self.ring.replace(self.current, step)
-            return self.current
+            return
         assert self.pending is not None
-        arrived, self.pending = self.pending.wait(), None
-        return arrived
+        self.current, self.pending = self.pending.wait(), None
 
 
 class RingHop(NamedTuple):
@@ -310,12 +308,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, of_out: Tensor) -> tuple[Tensor | None, ...]:
         # Before fetching: this may recompute, with a rotating of its own.
         (x,) = ctx.saved_tensors
-        rotating, of_x = ctx.rotating, None
-        part = rotating.fetch()[ctx.index]
-        rotating.add(ctx.index, of_out.flatten(0, -2).T @ x.flatten(0, -2))
-        if ctx.needs_input_grad[0]:
-            of_x = of_out @ part
-        return of_x, None, None, None
+        part = ctx.rotating.fetch()[ctx.index]
+        ctx.rotating.add(ctx.index, of_out.flatten(0, -2).T @ x.flatten(0, -2))
+        return of_out @ part if ctx.needs_input_grad[0] else None, None, None, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -342,17 +337,10 @@ class _Embedding(torch.autograd.Function):
 
 class _Statistics(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        targets: Tensor,
-        rotating: RotatingParts,
-        ticket: Tensor,
-        *rest: Any,
-    ) -> tuple[Tensor, Tensor]:
-        rows, *ctx.how = rest
-        lse, of_target = chunked_statistics(hidden, rotating.current[0][:rows], targets, *ctx.how)
-        ctx.rotating, ctx.rows = rotating, rows
+    def forward(ctx: Any, hidden: Tensor, targets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        ctx.rotating, _, ctx.rows, *ctx.how = rest
+        part = ctx.rotating.current[0][: ctx.rows]
+        lse, of_target = chunked_statistics(hidden, part, targets, *ctx.how)
         ctx.save_for_backward(hidden, targets, lse)
         return lse, of_target
 
@@ -364,4 +352,4 @@ class _Statistics(torch.autograd.Function):
             of_lse, of_target, hidden, part[: ctx.rows], targets, lse, *ctx.how
         )
         ctx.rotating.add(0, F.pad(of_part, (0, 0, 0, len(part) - ctx.rows)))
-        return of_hidden, None, None, None, None, None, None
+        return of_hidden, *[None] * 6

@@ -28,7 +28,7 @@ from torchtitan.config import Context, Problem, between
 from torchtitan.losses import summed
 from torchtitan.models.attention import attends
 from torchtitan.models.output import LinearLoss
-from torchtitan.models.spec import TensorRole, tensor_roles
+from torchtitan.models.spec import tensor_roles
 from torchtitan.parallel.sharding import Sharding, ShardingConfig, ShardingTarget
 from torchtitan.research.common import gathered
 from torchtitan.research.rtp.ring import Neighbours, RingHop, rotate
@@ -106,7 +106,9 @@ class RotatedMatrix(NamedTuple):
 
     def shape(self, ranks: int) -> torch.Size:
         """Return the shape of a part, padded so that all are equal."""
-        return _part(self.weight.shape, self.dim, ranks)
+        sizes = list(self.weight.shape)
+        sizes[self.dim] = -(-sizes[self.dim] // ranks)
+        return torch.Size(sizes)
 
 
 class Ring(Sharding):
@@ -118,12 +120,12 @@ class Ring(Sharding):
         self.copies = [mesh.get_group(axis) for axis in range(mesh.ndim - 1)]
         self.matrices: dict[nn.Module, RotatedMatrix] = {}
 
-    def apply(self, part: nn.Module, blocks: "Mapping[str, nn.Module]") -> None:
+    def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         target = self.target
         roles = tensor_roles(part, target.tensor_plan)
         for name, module in part.named_modules():
-            if _is_rotated(module):
-                dim = _dim(roles.get(name))
+            if type(module) in COMPUTED:
+                dim = 1 if roles.get(name) == "rowwise" else 0
                 whole = cast(nn.Parameter, module.weight)
                 module.register_parameter("weight", gathered.laid_out(whole, target.mesh, dim))
                 self.matrices[module] = RotatedMatrix(cast(nn.Parameter, module.weight), dim)
@@ -133,10 +135,8 @@ class Ring(Sharding):
                 inside |= self._rotate_together(module)
             elif isinstance(module, LinearLoss) and target.vocabulary_chunk:
                 module.core = self._loss
-        kinds: dict[type[nn.Module], Callable[..., Tensor]]
-        kinds = {nn.Linear: _product, nn.Embedding: _embedded}
         for module in self.matrices.keys() - inside:
-            compute = kinds[type(module)]
+            compute = COMPUTED[type(module)]
             module.forward = partial(compute, module, self.matrices[module], self._rotate)
         weights = {matrix.weight for matrix in self.matrices.values()}
         gathered.apply(part, target.mesh, target.tensor_mesh, target.precision, without=weights)
@@ -157,8 +157,8 @@ class Ring(Sharding):
 
     def _can_share(self, module: nn.Module) -> bool:
         """Whether the module's heads or features can be divided among the ranks."""
-        linears = [each for each in module.modules() if each in self.matrices]
         are_whole = not attends(module) or self.target.heads % self.ring.size == 0
+        linears = (each for each in module.modules() if each in self.matrices)
         return are_whole and all(getattr(each, "bias", None) is None for each in linears)
 
     def _rotate_together(self, module: nn.Module) -> set[nn.Module]:
@@ -227,16 +227,8 @@ def _added(parts: Iterator[tuple[int, tuple[Tensor, ...]]]) -> Tensor:
     return total
 
 
-def _is_rotated(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, nn.Embedding)
-
-
-def _dim(role: TensorRole | None) -> int:
-    """Return the dim on which a weight is split."""
-    return 1 if role == "rowwise" else 0
-
-
-def _part(shape: torch.Size, dim: int, ranks: int) -> torch.Size:
-    sizes = list(shape)
-    sizes[dim] = -(-sizes[dim] // ranks)
-    return torch.Size(sizes)
+COMPUTED: Mapping[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Linear: _product,
+    nn.Embedding: _embedded,
+}
+"""Functions of modules whose weights travel one by one."""

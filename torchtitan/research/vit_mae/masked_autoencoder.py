@@ -40,18 +40,6 @@ GAP = 2
 """Number of pixels between images."""
 
 
-def visible(images: Tensor) -> Tensor:
-    """Return the displayable bands of images (N, bands, H, W): the first three, or one as gray."""
-    shown = images[:, :3] if images.shape[1] >= 3 else images[:, :1].expand(-1, 3, -1, -1)
-    return shown.float().clamp(0, 1)
-
-
-def rows_of(rows: Sequence[Tensor]) -> Tensor:
-    """Stack rows of images, each (N, 3, H, W), vertically: (3, height, width) in 0..1."""
-    padded = [F.pad(row, (0, GAP, 0, GAP), value=1.0) for row in rows]
-    return torch.cat([torch.cat(list(row), 2) for row in padded], 1)[:, :-GAP, :-GAP]
-
-
 PICTURED = 8
 """Number of images in a picture."""
 EPSILON = 1e-6
@@ -89,6 +77,16 @@ class MaskedImages(Batch):
         """Return the whole images, (B, C, height, width), as input of the network."""
         patches = torch.cat((self.visible, self.targets), 1)
         return unpatchify(take(patches, self.order.argsort(1)), patch_size)
+
+
+def drawn(rows: Sequence[Tensor]) -> Tensor:
+    """Draw rows of images, each (N, bands, H, W): (3, height, width) in 0..1.
+
+    The first three bands are shown, or one as gray.
+    """
+    shown = [row[:, :3] if row.shape[1] >= 3 else row[:, :1].expand(-1, 3, -1, -1) for row in rows]
+    padded = [F.pad(row.float().clamp(0, 1), (0, GAP, 0, GAP), value=1.0) for row in shown]
+    return torch.cat([torch.cat(list(row), 2) for row in padded], 1)[:, :-GAP, :-GAP]
 
 
 def mask_order(seed: int, epoch: int, number: int, patches: int) -> Tensor:
@@ -185,7 +183,7 @@ class MaskedAutoencoder(Task):
         whole = [
             dataclasses.replace(batch, targets=row).images(self.args.patch_size) for row in rows
         ]
-        return rows_of([visible(restore(images, self.args)) for images in whole])
+        return drawn([restore(images, self.args) for images in whole])
 
     @classmethod
     def loss(cls, outputs: Tensor, targets: Tensor) -> Tensor:

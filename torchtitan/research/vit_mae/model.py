@@ -136,29 +136,16 @@ class PatchEmbedding(nn.Module):
         return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
-class Prepend(nn.Module):
-    """Module that prepends a learned token."""
+class LearnedToken(nn.Module):
+    """Token that is learned."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.token = nn.Parameter(torch.empty(1, 1, dim))
 
-    def forward(self, x: Tensor) -> Tensor:
-        token = self.token.type_as(x).expand(len(x), -1, -1)
-        return torch.cat((token, x), 1)
-
-
-class Fill(nn.Module):
-    """Module that appends copies of a learned token, up to `length` positions in all."""
-
-    def __init__(self, dim: int, length: int) -> None:
-        super().__init__()
-        self.length = length
-        self.token = nn.Parameter(torch.empty(1, 1, dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.token.type_as(x).expand(len(x), self.length - x.shape[1], -1)
-        return torch.cat((x, tokens), 1)
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        """Return `count` copies for each sample of `x` (B, S, dim): (B, count, dim)."""
+        return self.token.type_as(x).expand(len(x), count, -1)
 
 
 class Embeddings(nn.Module):
@@ -168,13 +155,13 @@ class Embeddings(nn.Module):
         super().__init__()
         self.patch = PatchEmbedding(args)
         self.positions = Positions(args.grid, args.dim)
-        self.cls = Prepend(args.dim)
+        self.cls = LearnedToken(args.dim)
 
     def forward(self, patches: Tensor, places: Tensor) -> Tensor:
         """Map (B, V, P) at `places` (B, V) to (B, V + 1, D)."""
         x = self.patch(patches)
-        out: Tensor = self.cls(x + self.positions.table[places].type_as(x))
-        return out
+        x = x + self.positions.table[places].type_as(x)
+        return torch.cat((self.cls(x, 1), x), 1)
 
 
 class Attention(nn.Module):
@@ -236,14 +223,15 @@ class Bridge(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(args.dim, eps=args.norm_eps)
         self.project = nn.Linear(args.dim, args.decoder_dim)
-        self.fill = Fill(args.decoder_dim, args.patches + 1)
+        self.fill = LearnedToken(args.decoder_dim)
         self.positions = Positions(args.grid, args.decoder_dim)
 
     def forward(self, x: Tensor, order: Tensor) -> Tensor:
         """Map (B, V + 1, D) and the order of the patches (B, N) to (B, N + 1, W)."""
-        x = self.fill(self.project(self.norm(x)))
-        restored = take(x[:, 1:], order.argsort(1)) + self.positions.table.type_as(x)
-        return torch.cat((x[:, :1], restored), 1)
+        x = self.project(self.norm(x))
+        hidden = self.fill(x, order.shape[1] + 1 - x.shape[1])
+        patches = take(torch.cat((x[:, 1:], hidden), 1), order.argsort(1))
+        return torch.cat((x[:, :1], patches + self.positions.table.type_as(x)), 1)
 
 
 class ViTMAE(nn.Module):
@@ -320,19 +308,6 @@ class ViTMAE(nn.Module):
         order = torch.arange(self.args.patches, device=images.device).expand(len(images), -1)
         features: Tensor = self.bridge.norm(self._encode(patches, order))
         return features
-
-    def reconstruct(self, images: Tensor, order: Tensor) -> Tensor:
-        """Predict every patch: (B, N, P), in the order of the image.
-
-        Predicted patches are normalised: minus their own mean, divided by their deviation.
-
-        Args:
-            images: (B, C, height, width), as `normalize` makes them.
-            order: (B, N) int64; the first V patches are visible.
-        """
-        patches = patchify(images, self.args.patch_size)
-        seen = take(patches, order[:, : self.args.visible])
-        return self._predict(self._decode(self._encode(seen, order), order)[:, 1:])
 
 
 def normalize(images: Tensor, args: ViTMAEArgs) -> Tensor:
@@ -418,12 +393,10 @@ class ViTMAEConfig(ModelConfig):
             key = self.origin("mask_ratio", "image_size", "patch_size")
             message = f"mask_ratio {args.mask_ratio} of {args.patches} patches leaves {left}"
             yield Problem(key, message)
+        wanted = f"wanted one for each of {args.channels} channels"
         for key in ("pixel_mean", "pixel_std"):
-            numbers = getattr(args, key)
-            if len(numbers) != args.channels:
-                message = (
-                    f"{key} has {len(numbers)} numbers; wanted one for each of {args.channels} "
-                )
-                yield Problem(self.origin(key, "channels"), f"{message}channels")
+            if (count := len(getattr(args, key))) != args.channels:
+                message = f"{key} has {count} numbers; {wanted}"
+                yield Problem(self.origin(key, "channels"), message)
         if any(number <= 0 for number in args.pixel_std):
             yield Problem(self.origin("pixel_std"), "wanted numbers > 0")

@@ -34,7 +34,7 @@ from torchtitan.research.vit_mae.images.settings import ImageData
 from torchtitan.research.vit_mae.images.source import ImageSample, ImageView
 from torchtitan.research.vit_mae.model import ViTMAE, normalize
 from torchtitan.tools.evaluate import EvaluationRequest, Result
-from torchtitan.tools.inference import ModelLocation, converters_in_use, converters_of_recipe
+from torchtitan.tools.inference import converters_in_use, converters_of_recipe
 
 PROBE = "linear_probe"
 """Name of the task."""
@@ -73,43 +73,45 @@ class Features(NamedTuple):
 
 def linear_probe(request: EvaluationRequest) -> Result:
     """Run the evaluation `torchtitan evaluate --tasks linear_probe`."""
-    place, name, path, limit, batch_size, dtype, _ = request
-    if place.convert:
-        raise ConfigError(f"--convert.0.name: {PROBE} converts nothing; leave it out")
-    found = run_probe(place, (name, path), limit, batch_size, dtype or torch.float32)
-    return Result(found._asdict(), as_lines(found))
+    found = run_probe(request)
+    lines = (
+        f"{PROBE}  accuracy        {found.accuracy:.4f}  of {found.held_out} held-out images in "
+        f"{found.classes} classes",
+        f"{PROBE}  random encoder  {found.random_encoder:.4f}",
+        f"{PROBE}  most frequent   {found.most_frequent:.4f}",
+    )
+    return Result(found._asdict(), lines)
 
 
-def run_probe(
-    place: ModelLocation,
-    dataset: tuple[str | None, str | None],
-    limit: int | None,
-    batch: int,
-    dtype: torch.dtype,
-) -> Found:
-    """Probe the encoder at a place.
-
-    Args:
-        dataset: name, and file or folder; None: those that the run was trained on.
-        limit: maximum number of images.
-        batch: number of images encoded together.
+def run_probe(request: EvaluationRequest) -> Found:
+    """Probe an encoder.
 
     Raises:
         ConfigError: if there is no such encoder, or its images have no classes.
     """
+    place = request.place
+    if place.convert:
+        raise ConfigError(f"--convert.0.name: {PROBE} converts nothing; leave it out")
     kind = place.format or find_format(place.path)
     opened = OPEN[kind](place.path, place.model, place.flavor)
     network = opened.network
     if network.spec.build is not ViTMAE:
         raise ConfigError(f"--tasks: {PROBE} needs an image model, and {network} is not one")
     weights_of(opened.source, network)
-    recipe = _recipe(place) if kind == "ours" else {}
+    recipe: dict[str, Any] = {}
+    if kind == "ours":
+        path = find(place.path)[-1]
+        recipe = read_state(path, read_verified_manifest(path))["recipe"]
     converters_in_use(place.convert, converters_of_recipe(recipe, str(place.path)), network)
     args = network.args
-    config = data_of(recipe, *dataset)
+    config = data_of(recipe, request.dataset, request.dataset_path)
     view = open_view(config, size=args.image_size, bands=args.channels)
-    check_classes(view)
-    device = pick(0).torch_device
+    if not view.images.has_classes:
+        raise ConfigError(
+            f"{view.images.name(0)} and the other images have no classes, which a probe needs; "
+            "use subfolders of an image_folder or of rasters, or .cls files in image_shards"
+        )
+    device, dtype = pick(0).torch_device, request.dtype or torch.float32
 
     trained = _encoder(network, device)
     for name, weight in trained.state_dict().items():
@@ -119,7 +121,7 @@ def run_probe(
         new.named_parameters(), partial(network.spec.init_std, args), recipe.get("debug.seed", 0)
     )
     encoders = [partial(features, each.to(dtype)) for each in (trained, new)]
-    made = encode(view, limit, batch, encoders)
+    made = encode(view, request.limit, request.batch_size, encoders)
     train, held_out = made.labels[~made.is_held_out], made.labels[made.is_held_out]
     counts = train.bincount()
     kinds = int((counts > 0).sum())
@@ -158,19 +160,6 @@ def data_of(recipe: dict[str, Any], name: str | None, path: str | None) -> Image
     return ImageData.model_validate(said)
 
 
-def check_classes(view: ImageView) -> None:
-    """Refuse images without classes.
-
-    Raises:
-        ConfigError: with ways to provide classes.
-    """
-    if not view.images.has_classes:
-        raise ConfigError(
-            f"{view.images.name(0)} and the other images have no classes, which a probe needs; "
-            "use subfolders of an image_folder or of rasters, or .cls files in image_shards"
-        )
-
-
 @torch.no_grad()
 def encode(view: ImageView, limit: int | None, batch: int, encoders: Sequence[Encode]) -> Features:
     """Encode each image of a data set, or at most `limit` of them, by several encoders."""
@@ -198,12 +187,6 @@ def _sample(view: ImageView, number: int) -> ImageSample | None:
             raise
         logger.warning("skipped: %s", error)
         return None
-
-
-def _recipe(place: ModelLocation) -> dict[str, Any]:
-    path = find(place.path)[-1]
-    recipe: dict[str, Any] = read_state(path, read_verified_manifest(path))["recipe"]
-    return recipe
 
 
 def _encoder(network: Network, device: torch.device) -> ViTMAE:
@@ -256,13 +239,3 @@ def fit(found: Tensor, labels: Tensor, classes: int) -> Any:
 
     search.step(closure)  # type: ignore[no-untyped-call]
     return lambda others: line(standardized(others)).detach()
-
-
-def as_lines(found: Found) -> Sequence[str]:
-    """Format the results as text."""
-    return (
-        f"{PROBE}  accuracy        {found.accuracy:.4f}  of {found.held_out} held-out images in "
-        f"{found.classes} classes",
-        f"{PROBE}  random encoder  {found.random_encoder:.4f}",
-        f"{PROBE}  most frequent   {found.most_frequent:.4f}",
-    )

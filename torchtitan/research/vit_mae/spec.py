@@ -8,7 +8,6 @@ table of positions. Base and huge are also those of the MAE paper, whose decoder
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -101,13 +100,12 @@ def flops_of(args: ViTMAEArgs, seq_len: int, name: str) -> float:
     A weight costs 6 for each position that it is multiplied with, and attention 12 for each element
     of a position and each position: 4 in the forward, 8 in the backward.
     """
-    if name.startswith(("layers.", "decoder.")):
-        in_encoder = name.startswith("layers.")
-        dim, ffn_dim, positions = (
-            (args.dim, args.ffn_dim, args.visible + 1)
-            if in_encoder
-            else (args.decoder_dim, args.decoder_ffn_dim, args.patches + 1)
-        )
+    sizes = {
+        "layers": (args.dim, args.ffn_dim, args.visible + 1),
+        "decoder": (args.decoder_dim, args.decoder_ffn_dim, args.patches + 1),
+    }
+    if found := sizes.get(name.partition(".")[0]):
+        dim, ffn_dim, positions = found
         return positions * (6 * (4 * dim**2 + 2 * dim * ffn_dim) + 12 * positions * dim)
     products = {
         "embeddings": args.visible * args.patch_numbers * args.dim,
@@ -149,26 +147,26 @@ def shrink(args: ViTMAEArgs, needed: MinShape) -> ViTMAEArgs:
     )
 
 
-def _planned(block: str) -> Iterator[tuple[str, TensorRole]]:
-    yield f"{block}.attention_norm", "norm"
-    yield f"{block}.attention", "input_gather"
-    for projection in ("wq", "wk", "wv"):
-        yield f"{block}.attention.{projection}", "colwise"
-    yield f"{block}.attention.wo", "rowwise"
-    yield f"{block}.ffn_norm", "norm"
-    yield f"{block}.feed_forward", "input_gather"
-    yield f"{block}.feed_forward.w1", "colwise"
-    yield f"{block}.feed_forward.w2", "rowwise"
-
-
+BLOCK: dict[str, TensorRole] = {
+    "attention_norm": "norm",
+    "attention": "input_gather",
+    "attention.wq": "colwise",
+    "attention.wk": "colwise",
+    "attention.wv": "colwise",
+    "attention.wo": "rowwise",
+    "ffn_norm": "norm",
+    "feed_forward": "input_gather",
+    "feed_forward.w1": "colwise",
+    "feed_forward.w2": "rowwise",
+}
 TENSOR_PLAN: dict[str, TensorRole] = {
     "embeddings.patch": "whole",
     "embeddings.cls": "whole",
-    **dict(_planned("layers.*")),
+    **{f"layers.*.{name}": role for name, role in BLOCK.items()},
     "bridge.norm": "norm",
     "bridge.project": "whole",
     "bridge.fill": "whole",
-    **dict(_planned("decoder.*")),
+    **{f"decoder.*.{name}": role for name, role in BLOCK.items()},
     "decoder_norm": "norm",
     "output": "logits",
 }

@@ -9,8 +9,6 @@ import io
 import struct
 import tokenize
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -66,23 +64,17 @@ def decode(content: bytes, suffix: str, name: str, config: ImagesConfig, bands: 
     Raises:
         CorruptImage: if it cannot be decoded.
     """
-    with _named(name):
+    try:
         if suffix in PHOTOGRAPHS:
             pixels = _photograph(content, bands)
         elif suffix in NUMPY:
             pixels = bands_first(np.load(io.BytesIO(content), allow_pickle=False))
         else:
             pixels = _tiff(content)
-    return scaled(pixels, name, config)
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    try:
-        yield
     except DAMAGE as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise CorruptImage(f"{name}: it cannot be decoded: {reason}") from None
+    return scaled(pixels, name, config)
 
 
 def _photograph(content: bytes, bands: int) -> npt.NDArray[Any]:

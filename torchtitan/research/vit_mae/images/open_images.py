@@ -123,79 +123,95 @@ PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 LABEL = ".cls"
 
 
-class ShardEntry(NamedTuple):
-    """Sample of a shard, with the byte offsets of its parts."""
+class StoredImage(NamedTuple):
+    """Image that is a file, or a part of an archive."""
 
-    shard: int
+    file: Path
     key: str
+    """Key of the sample in an archive; "" if the file is the image."""
     suffix: str
-    begin: int
-    size: int
-    label: tuple[int, int] | None
-    """Offset and size of the file with its class."""
+    begin: int = 0
+    size: int = -1
+    """Number of bytes from `begin` on; -1: all."""
+    label: int | tuple[int, int] | None = None
+    """Number of its class, or offset and size of the file with it."""
 
 
-class TarShards:
-    """Images in a tar file, or in those of a folder, by number: shard by shard."""
+class ImageFiles:
+    """Images in a folder or in tar files, by number."""
 
-    def __init__(self, path: Path, config: ImagesConfig, bands: int) -> None:
+    def __init__(
+        self, entries: Sequence[StoredImage], root: Path, config: ImagesConfig, bands: int
+    ) -> None:
         """
         Args:
+            entries: the images; all have a class, or none has.
+            root: folder to which the fingerprint's names are relative.
             bands: number of bands to which a photograph is converted.
 
         Raises:
-            ConfigError: if there are no shards, or one is empty, truncated or not tar.
+            ConfigError: if a decoder is not installed.
         """
-        self._config, self._bands = config, bands
-        root = path if path.is_dir() else path.parent
-        self._shards = shards_at(path)
-        self._entries = [
-            entry
-            for number, shard in enumerate(self._shards)
-            for entry in entries_of(shard, number)
-        ]
-        check_packages({entry.suffix for entry in self._entries})
-        self.fingerprint = fingerprint_files(self._shards, root)
-        labelled = [entry.label is not None for entry in self._entries]
-        if any(labelled) and not all(labelled):
-            where = self.name(labelled.index(False))
-            raise ConfigError(
-                f"{where}: it has no {LABEL}, but others have; give all of them one, or none"
-            )
-        self.has_classes = all(labelled)
+        self._entries, self._config, self._bands = entries, config, bands
+        check_packages({entry.suffix for entry in entries})
+        files = dict.fromkeys(entry.file for entry in entries)
+        self.fingerprint = fingerprint_files([*files], root)
+        self.has_classes = entries[0].label is not None
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def name(self, index: int) -> str:
-        entry = self._entries[index]
-        return f"{self._shards[entry.shard]}: {entry.key}{entry.suffix}"
+        return _name(self._entries[index])
 
     def image(self, index: int) -> Tensor:
-        entry, name = self._entries[index], self.name(index)
-        content = self._read(entry.shard, entry.begin, entry.size)
-        return decode(content, entry.suffix, name, self._config, self._bands)
+        entry = self._entries[index]
+        content = _read(entry.file, entry.begin, entry.size)
+        return decode(content, entry.suffix, _name(entry), self._config, self._bands)
 
     def label(self, index: int) -> int:
         entry = self._entries[index]
         assert entry.label is not None, "all have one"
-        text = self._read(entry.shard, *entry.label)
+        if isinstance(entry.label, int):
+            return entry.label
+        text = _read(entry.file, *entry.label)
         if not text.strip().isdigit():
             shown = text[:20].decode(errors="replace")
             raise ConfigError(
-                f"{self._shards[entry.shard]}: {entry.key}{LABEL}: got {shown!r}; wanted the "
-                "number of a class"
+                f"{entry.file}: {entry.key}{LABEL}: got {shown!r}; wanted the number of a class"
             )
         return int(text)
 
-    def _read(self, shard: int, begin: int, size: int) -> bytes:
-        path = self._shards[shard]
-        try:
-            with path.open("rb") as file:
-                file.seek(begin)
-                return file.read(size)
-        except OSError as error:
-            raise ConfigError(f"{path}: it cannot be read: {error.strerror}") from None
+
+def _name(entry: StoredImage) -> str:
+    return f"{entry.file}: {entry.key}{entry.suffix}" if entry.key else str(entry.file)
+
+
+def _read(path: Path, begin: int, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            return file.read(size)
+    except OSError as error:
+        raise ConfigError(f"{path}: it cannot be read: {error.strerror}") from None
+
+
+def open_shards(dataset: Dataset, config: DataConfig, size: int, bands: int) -> ImageFiles:
+    """Open the images in a tar file, or in those of a folder: shard by shard.
+
+    Raises:
+        ConfigError: if there are no shards, one is empty, truncated or not tar, or only some
+            images have a class.
+    """
+    path = local_path(str(config.dataset_path))
+    entries = [entry for shard in shards_at(path) for entry in entries_of(shard)]
+    bare = [entry for entry in entries if entry.label is None]
+    if 0 < len(bare) < len(entries):
+        raise ConfigError(
+            f"{_name(bare[0])}: it has no {LABEL}, but others have; give all of them one, or none"
+        )
+    root = path if path.is_dir() else path.parent
+    return ImageFiles(entries, root, images_of(config), bands)
 
 
 def shards_at(path: Path) -> list[Path]:
@@ -218,7 +234,7 @@ def shards_at(path: Path) -> list[Path]:
     return shards
 
 
-def entries_of(path: Path, shard: int) -> Iterator[ShardEntry]:
+def entries_of(path: Path) -> Iterator[StoredImage]:
     """Yield the samples of a shard, in their order in it.
 
     Raises:
@@ -246,7 +262,7 @@ def entries_of(path: Path, shard: int) -> Iterator[ShardEntry]:
         if len(images) != 1:
             found = f"{len(images)} images" if images else f"no image, only {', '.join(parts)}"
             raise ConfigError(f"{path}: {key} has {found}; wanted one image")
-        yield ShardEntry(shard, key, images[0], *parts[images[0]], parts.get(LABEL))
+        yield StoredImage(path, key, images[0], *parts[images[0]], parts.get(LABEL))
 
 
 def _files(path: Path) -> Iterator[tuple[str, int, int]]:
@@ -265,70 +281,50 @@ def _files(path: Path) -> Iterator[tuple[str, int, int]]:
         raise ConfigError(f"{path}: not a complete tar archive: {error}") from None
 
 
-class ImageFolder:
-    """Images in a folder, by number, in the order of their names."""
+def open_folder(dataset: Dataset, config: DataConfig, size: int, bands: int) -> ImageFiles:
+    """Open the photographs or rasters in a folder, in the order of their names.
 
-    def __init__(
-        self, root: Path, suffixes: Sequence[str], config: ImagesConfig, bands: int
-    ) -> None:
-        """
-        Args:
-            suffixes: suffixes of the files to read; others are ignored.
-            bands: number of bands to which a photograph is converted.
+    Raises:
+        ConfigError: if there are none, or they do not all have a class.
+    """
+    root = local_path(str(config.dataset_path))
+    suffixes = RASTERS if dataset.kind == "rasters" else PHOTOGRAPHS
+    if not root.is_dir():
+        raise ConfigError(f"{root} is a file; wanted a folder of images")
+    images = (path for path in walk(root) if path.suffix.lower() in suffixes)
+    files = sorted(images, key=Path.as_posix)
+    if not files:
+        raise ConfigError(f"{root} has no images ({', '.join(suffixes)})")
+    labels = {name: number for number, name in enumerate(classes_of(root, files))}
+    for file in files:
+        refuse_pointer(file)
+    classes = (labels.get(file.relative_to(root).parts[0]) for file in files)
+    entries = [
+        StoredImage(file, "", file.suffix.lower(), label=label)
+        for file, label in zip(files, classes, strict=True)
+    ]
+    return ImageFiles(entries, root, images_of(config), bands)
 
-        Raises:
-            ConfigError: if there are no images, or they do not all have a class.
-        """
-        if not root.is_dir():
-            raise ConfigError(f"{root} is a file; wanted a folder of images")
-        self._files = sorted(
-            (path.relative_to(root) for path in walk(root) if path.suffix.lower() in suffixes),
-            key=Path.as_posix,
+
+def classes_of(root: Path, files: Sequence[Path]) -> Sequence[str]:
+    """Return the subfolders with these files, in the order of their names; none if all are loose.
+
+    Raises:
+        ConfigError: if only some are loose, or a subfolder has none.
+    """
+    loose = [file.name for file in files if file.parent == root]
+    if len(loose) == len(files):
+        return ()
+    if loose:
+        raise ConfigError(
+            f"{root} has images both directly ({loose[0]}) and in subfolders, which are classes; "
+            "move all into subfolders, or none"
         )
-        if not self._files:
-            raise ConfigError(f"{root} has no images ({', '.join(suffixes)})")
-        self._root, self._config, self._bands = root, config, bands
-        self.classes = self._classes()
-        self.has_classes = bool(self.classes)
-        self._labels = {name: number for number, name in enumerate(self.classes)}
-        check_packages({path.suffix.lower() for path in self._files})
-        files = [root / path for path in self._files]
-        for file in files:
-            refuse_pointer(file)
-        self.fingerprint = fingerprint_files(files, root)
-
-    def _classes(self) -> Sequence[str]:
-        loose = [path for path in self._files if len(path.parts) == 1]
-        if len(loose) == len(self._files):
-            return ()
-        if loose:
-            raise ConfigError(
-                f"{self._root} has images both directly ({loose[0]}) and in subfolders, which "
-                "are classes; move all into subfolders, or none"
-            )
-        filled = {path.parts[0] for path in self._files}
-        folders = [each.name for each in self._root.iterdir() if each.is_dir()]
-        for name in sorted(folders):
-            if name not in filled and not name.startswith("."):
-                raise ConfigError(f"{self._root / name} is a class without images; remove it")
-        return sorted(filled)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def name(self, index: int) -> str:
-        return str(self._root / self._files[index])
-
-    def image(self, index: int) -> Tensor:
-        path, name = self._files[index], self.name(index)
-        try:
-            content = (self._root / path).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{name}: it cannot be read: {error.strerror}") from None
-        return decode(content, path.suffix.lower(), name, self._config, self._bands)
-
-    def label(self, index: int) -> int:
-        return self._labels[self._files[index].parts[0]]
+    filled = {file.relative_to(root).parts[0] for file in files}
+    for folder in sorted(each for each in root.iterdir() if each.is_dir()):
+        if folder.name not in filled and not folder.name.startswith("."):
+            raise ConfigError(f"{folder} is a class without images; remove it")
+    return sorted(filled)
 
 
 HELD_OUT_SEED = 1
@@ -338,25 +334,16 @@ OpenImages = Callable[[Dataset, DataConfig, int, int], Images]
 """Function of data set, section, and the model's height = width and bands, that opens images."""
 
 
-def _open_scenes(dataset: Dataset, config: DataConfig, size: int, bands: int) -> Images:
+def open_scenes(dataset: Dataset, config: DataConfig, size: int, bands: int) -> Images:
     seed = HELD_OUT_SEED if dataset.split == "validation" else 0
     return Scenes(seed=seed, size=size, channels=bands)
 
 
-def _open_folder(dataset: Dataset, config: DataConfig, size: int, bands: int) -> Images:
-    suffixes = RASTERS if dataset.kind == "rasters" else PHOTOGRAPHS
-    return ImageFolder(local_path(str(config.dataset_path)), suffixes, images_of(config), bands)
-
-
-def _open_shards(dataset: Dataset, config: DataConfig, size: int, bands: int) -> Images:
-    return TarShards(local_path(str(config.dataset_path)), images_of(config), bands)
-
-
 IMAGES: dict[str, OpenImages] = {
-    "scenes": _open_scenes,
-    "image_folder": _open_folder,
-    "image_shards": _open_shards,
-    "rasters": _open_folder,
+    "scenes": open_scenes,
+    "image_folder": open_folder,
+    "image_shards": open_shards,
+    "rasters": open_folder,
 }
 
 
