@@ -91,7 +91,7 @@ def samples(job):
     """The global batches of the recipe's data, in order."""
     whole = {"local_batch_size": job.training.global_batch_size}
     job = job.model_copy(update={"training": job.training.model_copy(update=whole)})
-    return iter(open_stream(job, open_task(job), Degrees(), rank=0, ranks=1))
+    return iter(open_stream(job, open_task(job), Degrees(), rank=0))
 
 
 def rule(job):

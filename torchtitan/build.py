@@ -304,7 +304,7 @@ def features(run: Run) -> Iterator[Hooks]:
         statistics = Statistics(every, model, optimizers, spec, job.parallelism)
         yield statistics.hooks(lambda: run.state.step, run.meter, run.timeline)
     if job.checkpoint.enable:
-        yield from checkpoint.unfinished(run.timeline)
+        yield checkpoint.unfinished(run.timeline)
     yield Hooks(after_step=lambda step: run.divergence.after_step(run.state))
     if job.checkpoint.enable:
         yield checkpoint.saving(run.timeline, job.training.steps, run.is_finished)

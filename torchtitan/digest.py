@@ -57,9 +57,9 @@ def unsigned(value: int) -> int:
 def _weights(dim: int, start: int, size: int, device: torch.device) -> Tensor:
     """Return the weights of indices along a dimension, from the SplitMix64 generator."""
     state = torch.arange(start, start + size, dtype=torch.int64, device=device)
-    state = state * _signed(0x9E3779B97F4A7C15) + _signed((dim + 1) * 0xD1B54A32D192ED03)
-    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
-    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
+    state = state * signed(0x9E3779B97F4A7C15) + signed((dim + 1) * 0xD1B54A32D192ED03)
+    state = (state ^ _shifted(state, 30)) * signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shifted(state, 27)) * signed(0x94D049BB133111EB)
     return state ^ _shifted(state, 31)
 
 
@@ -68,5 +68,6 @@ def _shifted(values: Tensor, by: int) -> Tensor:
     return values.bitwise_right_shift(by).bitwise_and(2 ** (64 - by) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """Return the int64 with the bits of a non-negative number of 64 bits."""
     return (value + 2**63) % 2**64 - 2**63

@@ -14,7 +14,7 @@ import torch
 
 from tests.checkpoint import test_folder, test_frequent
 from tests.runs import train
-from torchtitan.checkpoint import saved_steps, storage
+from torchtitan.checkpoint import saved_steps, saver
 from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import Damaged, read_manifest, write_json
 from torchtitan.checkpoint.storage import Piece, write_file, write_tensors
@@ -114,8 +114,8 @@ def test_what_is_saved_outlives_a_power_cut(mode, tmp_path, flushes):
     once = {"interval": 1, "keep_latest_k": 1, "async_mode": mode}
     train(test_folder.recipe(tmp_path / "run", steps=2, checkpoint=once))
     assert flushes.at_the_end(tmp_path / "run/checkpoint") == []
-    files = ["tensors.json", "train_state.json", MANIFEST]
-    read = [f"{name} is read" for name in (MANIFEST, "rank-0.safetensors", *files[:2])]
+    files = ["train_state.json", MANIFEST]
+    read = [f"{name} is read" for name in (MANIFEST, "rank-0.safetensors", files[0])]
     assert flushes.names == [*files, "step-1", *read, *files, "step-2", *read, "step-1.deleting"]
 
 
@@ -136,7 +136,7 @@ def test_what_is_not_flushed_is_found(tmp_path, flushes, monkeypatch):
     for name in ("rank-0.safetensors", MANIFEST, "step-2.saving"):
         assert f"{name} of step-2" in flushes.lost
     assert "step-2, as step-1 is deleted" in flushes.lost
-    assert flushes.lost.count("tensors.json") == 2
+    assert flushes.lost.count("train_state.json") == 2
     assert flushes.at_the_end(tmp_path / "run/checkpoint")[-1] == "step-2"
 
 
@@ -171,21 +171,21 @@ def test_a_copy_that_changed_before_it_was_written_is_refused(tmp_path):
         (Piece(n, t.dtype, (4,), (0,), (4,), 0, unsigned(int(digest(t, (0,)).item()))), t)
         for n, t in tensors.items()
     ]
-    [whole] = write_file(tmp_path / "whole", pieces[:1]).pieces
-    assert whole.digest == pieces[0][0].digest
+    digests = write_file(tmp_path / "whole", pieces[:1]).digests
+    assert digests == {"kept": pieces[0][0].digest}
     tensors["changed"][2] += 1
     with pytest.raises(Damaged, match="/file: changed changed between the end of the step and"):
         write_file(tmp_path / "file", pieces)
 
 
 def test_a_save_whose_copy_changes_is_no_checkpoint(tmp_path, monkeypatch, caplog):
-    arrange = storage._arrange
+    write = saver.write_file
 
-    def spoil(pieces):
+    def spoil(file, pieces):
         """Between the copy and the write."""
-        return arrange([piece._replace(digest=piece.digest ^ 1) for piece in pieces])
+        return write(file, [(piece._replace(digest=piece.digest ^ 1), t) for piece, t in pieces])
 
-    monkeypatch.setattr(storage, "_arrange", spoil)
+    monkeypatch.setattr(saver, "write_file", spoil)
     with pytest.raises(RuntimeError, match="step 2 could not be saved"):
         train(test_folder.recipe(tmp_path, steps=2, checkpoint={"async_mode": "async"}))
     assert "changed between the end of the step and the write" in caplog.text

@@ -397,10 +397,10 @@ def cut(path):
     os.truncate(path, 100)
 
 
-FILES = ("manifest.json", "train_state.json", "tensors.json", "rank-0.safetensors")
+FILES = ("manifest.json", "train_state.json", "rank-0.safetensors")
 DAMAGES = [(damage, name) for damage in (flip, cut, Path.unlink) for name in FILES]
-DAILY = [*((flip, name) for name in FILES[:3]), (cut, FILES[3]), (cut, FILES[1])]
-DAILY += [(Path.unlink, FILES[3]), (Path.unlink, FILES[0])]
+DAILY = [*((flip, name) for name in FILES[:2]), (cut, FILES[2]), (cut, FILES[1])]
+DAILY += [(Path.unlink, FILES[2]), (Path.unlink, FILES[0])]
 
 
 @pytest.mark.parametrize(("damage", "name"), tiers(DAMAGES, DAILY))

@@ -219,7 +219,7 @@ def test_damaged_file_is_named_and_the_one_before_is_used(after_5, tmp_path, who
     is_the_same(tmp_path, ended, whole)
 
 
-@pytest.mark.parametrize("name", ["tensors.json", "train_state.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["train_state.json", "manifest.json"])
 def test_damaged_description_costs_a_checkpoint(name, after_5, tmp_path, whole):
     copied(after_5, tmp_path)
     path = disk(tmp_path, 0) / "step-5" / name

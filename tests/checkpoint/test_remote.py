@@ -245,7 +245,7 @@ def test_a_store_that_fails_for_a_moment_is_asked_again(own_store, tmp_path, cap
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-@pytest.mark.parametrize("what", ["rank-0.safetensors", "tensors.json", "manifest.json"])
+@pytest.mark.parametrize("what", ["rank-0.safetensors", "train_state.json", "manifest.json"])
 def test_a_store_that_fails_does_not_stop_training(mode, what, own_store, tmp_path, caplog):
     ObjectStore.break_down("open", "pipe_file", within=f"step-4/{what}")
     train(on(own_store, tmp_path, steps=6, checkpoint={"async_mode": mode}))
@@ -326,7 +326,7 @@ def test_ranks_write_their_own_files_and_others_read_them(tmp_path):
     disk, _, found = run_ranks(train_each, 2, jobs)[0]
     assert {path.name for path in (tmp_path / "store/step-2").iterdir()} == {
         *("rank-0.safetensors", "rank-1.safetensors"),
-        *("tensors.json", "train_state.json", "manifest.json"),
+        *("train_state.json", "manifest.json"),
     }
     assert same(found, disk)
     one = {"parallelism": {"data_parallel_shard_degree": 1}}
@@ -418,8 +418,9 @@ def test_small_tensors_in_a_store_are_read_together(own_store, small_requests):
     assert all(torch.equal(saved.read(name), norm) for name, norm in norms.items())
     size = (own_store / "step-0/weights-0.safetensors").stat().st_size
     reads = [count for method, _, count in ObjectStore.requests if method == "cat_file"]
-    assert len(reads) <= size / small_requests + 1 < len(norms) / 4
-    assert sum(reads) <= size
+    # The header is longer than a request, and its blocks are not kept.
+    assert len(reads) <= size / small_requests + 3 < len(norms) / 4
+    assert sum(reads) <= size + 2 * small_requests
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8"])

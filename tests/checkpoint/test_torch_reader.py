@@ -1,13 +1,10 @@
 """torch alone opens checkpoints of ours."""
 
-import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +17,7 @@ from tests.ranks import run_ranks
 from tests.runs import train
 from tests.small_weights import saved as saved_weights
 from tests.test_docs import ROOT, blocks
-from torchtitan.checkpoint.manifest import File, hash_file, read_manifest, write_manifest
 from torchtitan.checkpoint.storage import Piece, SavedTensors, write_file
-from torchtitan.tools.checkpoint import damage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
 MIXED = LAYOUTS["FSDP 2 x TP 2"]
@@ -181,30 +176,6 @@ def test_script_of_the_documentation_opens_it_without_torchtitan(ranks, run, pag
 
 
 # --- what is kept ---
-
-
-def test_files_without_sharding_information_are_still_read(page, tmp_path):
-    """Where pieces had names such as `a[0:4]`, as they had in checkpoints of before."""
-    path = Path(shutil.copytree(page / "outputs/source/checkpoint/step-2", tmp_path / "step-2"))
-    wanted = {n: SavedTensors(path).read(n).clone() for n in SavedTensors(path).shapes()}
-    manifest, files = read_manifest(path), {}
-    for name, file in manifest.files.items():
-        if name.endswith(".safetensors"):
-            data = (path / name).read_bytes()
-            end = 8 + int.from_bytes(data[:8], "little")
-            header = json.loads(data[8:end])
-            about = header.pop("__metadata__")
-            for tensor, at in json.loads(about["DCP_SHARDING_INFO"]).items():
-                spans = zip(at["saved_offsets"], header[tensor]["shape"], strict=True)
-                label = ",".join(f"{begin}:{begin + size}" for begin, size in spans)
-                header[f"{tensor}[{label}]"] = header.pop(tensor)
-            text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":"))
-            (path / name).write_bytes(data[:8] + text.ljust(end - 8).encode() + data[end:])
-            file = File(*hash_file(path / name))
-        files[name] = file
-    write_manifest(path, replace(manifest, files=files))
-    assert list(damage(path)) == []
-    assert same(wanted, path)
 
 
 def test_a_file_has_one_piece_of_a_tensor(tmp_path):

@@ -157,7 +157,7 @@ def test_a_disk_that_fails_at_the_last_save(kind, mode, tmp_path, small_disk, un
     End.of(run).assert_same(undisturbed("one rank")[0], to_the_bit=True)
 
 
-FILES = ("rank-0.safetensors", "tensors.json.new", "train_state.json.new", "manifest.json.new")
+FILES = ("rank-0.safetensors", "train_state.json.new", "manifest.json.new")
 
 
 @pytest.mark.parametrize("mode", MODES)

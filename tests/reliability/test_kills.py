@@ -81,7 +81,7 @@ def done_and_dead(function, *arguments):
 
 CHECKPOINT = "torchtitan.checkpoint"
 STAGES = {
-    "while weights are copied": (at_call(f"{CHECKPOINT}.staging:Staging._copy", 2), "any", 2),
+    "while weights are copied": (at_call(f"{CHECKPOINT}.saver:Staging._copy", 2), "any", 2),
     "before its folder is made": (at_call(f"{CHECKPOINT}.store:Disk.begin", 2), "first", 2),
     "before a byte is written": (at_call(f"{CHECKPOINT}.saver:write_file", 2), "any", 2),
     "halfway through the data": (
@@ -89,9 +89,9 @@ STAGES = {
         "any",
         2,
     ),
-    "before the data is on disk": (at_call("os:fsync", 7), "first", 2),
-    "before the index is on disk": (at_call("os:fsync", 8), "first", 2),
-    "before the counters are on disk": (at_call("os:fsync", 9), "first", 2),
+    "while others wait for its file": (at_call(f"{CHECKPOINT}.saver:meet", 5), "any", 2),
+    "before the data is on disk": (at_call("os:fsync", 6), "first", 2),
+    "before the counters are on disk": (at_call("os:fsync", 7), "first", 2),
     "before the manifest": (at_call(f"{CHECKPOINT}.storage:write_manifest", 2), "first", 2),
     "halfway through the manifest": (
         at_call(f"{CHECKPOINT}.manifest:write_json", 2, half_a_json),
@@ -99,8 +99,9 @@ STAGES = {
         2,
     ),
     "before it is renamed": (at_call(f"{CHECKPOINT}.store:Disk.commit", 2), "first", 2),
-    "after it is renamed": (at_call("os:fsync", 12), "first", 4),
+    "after it is renamed": (at_call("os:fsync", 10), "first", 4),
     "while it is read back": (at_call(f"{CHECKPOINT}.saver:_read_back", 2), "any", 4),
+    "before it tells what it read back": (at_call(f"{CHECKPOINT}.saver:meet", 6), "any", 4),
     "before an old one is deleted": (at_call(f"{CHECKPOINT}.store:Disk.delete", 1), "first", 4),
     "while an old one is deleted": (at_call("shutil:rmtree", 3, half_deleted), "first", 4),
     "after the weights have changed": (
@@ -111,7 +112,7 @@ STAGES = {
 }
 """Of the save of step 4: the trap; which rank is trapped; the newest checkpoint that is there then.
 
-A rank flushes one file a save, and the first rank five more things."""
+A rank flushes one file a save, and the first rank four more things; all meet three times a save."""
 
 
 def stages():

@@ -8,14 +8,15 @@ import logging
 import re
 import time
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import rows, train
-from torchtitan.checkpoint import saved_steps, saver
+from tests.runs import losses, rows, train
+from torchtitan.checkpoint import SaveFailed, saved_steps, saver
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
 from torchtitan.checkpoint.saver import SaveThread, Staging
 from torchtitan.checkpoint.storage import Piece
@@ -111,6 +112,32 @@ def test_a_defect_in_a_save_ends_all_ranks(place, rank, mode, tmp_path):
     assert found[1 - rank] == f"FailedOnRank: rank {rank} failed: LookupError: a defect"
 
 
+def with_a_silent_rank(job):
+    """Train where rank 1 does not finish the write of the first save in time; what the log says."""
+    write, said = saver.write_file, io.StringIO()
+
+    def late(*arguments):
+        time.sleep(5.0)
+        return write(*arguments)
+
+    logger.addHandler(logging.StreamHandler(said))
+    logger.setLevel(logging.INFO)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "PATIENCE", timedelta(seconds=2))
+        if torch.distributed.get_rank():
+            patch.setattr(saver, "write_file", late)
+        with pytest.raises(SaveFailed):
+            train(job)
+    return said.getvalue()
+
+
+def test_a_rank_that_does_not_respond_ends_the_save_by_name_and_not_the_step(tmp_path):
+    told, _ = run_ranks(with_a_silent_rank, 2, recipe(tmp_path))
+    assert "step 2: the save is given up, as rank 1 does not respond" in told
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+    assert list(saved_steps(tmp_path / "checkpoint")) == []
+
+
 def held_after_saves(job):
     """How many tensors were made for saves, and how many are left at the end."""
     made = []
@@ -153,16 +180,15 @@ def waited_for_commits(job, seconds):
     return said.getvalue()
 
 
-def test_the_commit_of_an_asynchronous_save_is_time_that_training_waited(tmp_path):
-    """Between steps, at the next save if it comes too soon, and at the end."""
+def test_training_does_not_wait_for_the_commit_of_an_asynchronous_save(tmp_path):
+    """But for that of the step before, at the next save, and at the end."""
     (said,) = run_ranks(waited_for_commits, 1, recipe(tmp_path), 0.25)
     told = [float(seconds) for seconds in re.findall(r"training waited ([\d.]+) s", said)]
     assert len(told) == 2
-    assert min(told) >= 0.25
+    assert max(told) < 0.25
     counted = sum(row.get("checkpoint_s", 0.0) for row in rows(tmp_path))
     ends = (tmp_path / "events/rank0.jsonl").read_text().splitlines()
-    counted += json.loads(ends[-1])["pauses"]["checkpoint"]
-    assert counted + 0.01 >= sum(told) >= 0.5  # told to a hundredth
+    assert counted + json.loads(ends[-1])["pauses"]["checkpoint"] >= 0.25
 
 
 class Noted:

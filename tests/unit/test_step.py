@@ -161,7 +161,7 @@ def test_features_are_called_around_the_passes_in_order(timeline):
 
     alone = SimpleNamespace(sum=lambda shares, over: 3 * shares)
     nothing = None
-    model = OneRank([], nothing, nothing, nothing, alone, timeline)
+    model = OneRank([], nothing, SimpleNamespace(end_step=bool), nothing, alone, timeline)
     model.before_forward = [lambda: done.append("first"), lambda: done.append("second")]
     model.after_backward = [lambda batches, losses: done.append((batches, losses["loss"].item()))]
     batches = ["batch"]
@@ -172,7 +172,7 @@ def test_features_are_called_around_the_passes_in_order(timeline):
 def saved(folder, **counters):
     """A checkpoint without tensors."""
     what = {"step": 4, "model_only": False, "ranks": 1, "layout": {}}
-    return write_manifest_of(folder, [], [], {"train_state": counters, "data": {}}, **what)
+    return write_manifest_of(folder, {}, {"train_state": counters, "data": {}}, [], {}, **what)
 
 
 def test_counters_of_old_checkpoints_are_read(tmp_path):

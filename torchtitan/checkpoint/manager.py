@@ -1,7 +1,7 @@
 """Coordinates saving and resuming a run."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torchtitan.checkpoint.weights.hugging_face_files import CONFIG
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.remote import dangling, is_url
-from torchtitan.step import Hooks, StepVote
+from torchtitan.step import Hooks
 from torchtitan.timeline import Timeline
 
 
@@ -71,30 +71,15 @@ class Checkpointer:
 
     # --- in a step ---
 
-    def unfinished(self, timeline: Timeline) -> Iterator[Hooks]:
-        """Yield hooks that wait for copies before weights change, and advance unfinished saves.
-
-        A save advances by a stage after each step, if no rank is busy with it.
-        """
+    def unfinished(self, timeline: Timeline) -> Hooks:
+        """Return hooks that wait for the copies of saves before weights change."""
 
         def wait_until_writable() -> None:
             if self.is_staging:
                 with timeline.pause("checkpoint"):
                     self.wait_staging()
 
-        def advancing(saver: Saver) -> Hooks:
-            busy: list[float] = [0]
-
-            def advance(step: int) -> None:
-                if not (busy[0] or saver.is_idle):
-                    with timeline.pause("checkpoint"):
-                        saver.advance()
-
-            vote = StepVote(lambda: saver.is_busy, lambda agreed: busy.__setitem__(0, agreed))
-            return Hooks(vote=vote, after_step=advance)
-
-        yield Hooks(before_update=wait_until_writable)
-        yield from map(advancing, self.savers)
+        return Hooks(before_update=wait_until_writable)
 
     def saving(self, timeline: Timeline, last: int, is_finished: Callable[[], bool]) -> Hooks:
         """Return the hooks that save a step if it is due; `last` is that of the recipe."""

@@ -7,9 +7,9 @@ against accidents, not against forgery of both file and manifest.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,14 @@ from torchtitan.config import ConfigError
 from torchtitan.remote import StoreError, dangling, pointer_at
 
 STATE_FILE = "train_state.json"
-FORMAT = 3
+FORMAT = 4
+INDEX_FORMAT = 3
+"""Previous format, with an index of all blocks of all tensors."""
 XOR_FORMAT = 2
-"""Previous format, whose digests do not depend on the order of elements."""
+"""Format before it, whose digests do not depend on the order of elements."""
 HASH = "xxh3_128"
+OPTIONAL = ("groups", "placements", "here", "start")
+"""Fields of a manifest that not every checkpoint has."""
 BLOCK = 8 * 2**20
 
 
@@ -52,6 +56,12 @@ class Manifest:
     """Digest of all tensors, independent of the layout; see `storage`."""
     files: Mapping[str, File]
     format: int = FORMAT
+    groups: Sequence[Mapping[str, Any]] = ()
+    """Tensors of each group of ranks, with digests; see `layout.RankGroup.to_json`."""
+    placements: Sequence[Any] = ()
+    """Placements of tensors, which groups name by number."""
+    here: Sequence[Sequence[int]] = ()
+    """Ranges of the ranks whose files are here, on a disk of a node; empty: all."""
     start: str = ""
     """Start of the run that saved a frequent checkpoint (see `tiers`); empty for others."""
 
@@ -71,9 +81,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> File:
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
     """Write the manifest with a hash of its own content."""
-    content = asdict(manifest)
-    if not manifest.start:  # which other versions do not know
-        del content["start"]
+    content = {key: value for key, value in vars(manifest).items() if value or key not in OPTIONAL}
+    content["files"] = {name: vars(file) for name, file in manifest.files.items()}
     write_json(checkpoint / MANIFEST, content | {HASH: _hash_of(content)})
 
 
@@ -104,9 +113,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise Damaged(f"{path}: damaged: {error}") from None
     if found != _hash_of(content):
         raise Damaged(f"{path}: damaged: its content does not match its own hash")
-    if content["format"] not in (FORMAT, XOR_FORMAT):
+    if content["format"] not in (FORMAT, INDEX_FORMAT, XOR_FORMAT):
         raise ConfigError(
-            f"{path}: format {content['format']}; this version reads {XOR_FORMAT} and {FORMAT}. "
+            f"{path}: format {content['format']}; this version reads {XOR_FORMAT} to {FORMAT}. "
             "It was written by a newer torchtitan; use that version"
         )
     content.pop("nodes", None)  # in frequent checkpoints whose files were sent to other nodes

@@ -1,26 +1,20 @@
-"""Assignment of tensor pieces to the ranks that write them, and of blocks to read: DCP's planners.
+"""Ranks that load, and do work for each other: nodes, errors that all meet, blocks to read.
 
-A piece that several ranks hold is written by one of them, balancing the load; on disks of nodes, by
-one of each node. When loading, each rank reads the blocks that it holds now, however they were
-sharded when they were saved, without communication.
+When loading, each rank reads the blocks that it holds now, however they were sharded when they were
+saved, without communication.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.storage import Piece, TensorSource
+from torchtitan.checkpoint.ranges import TensorSource
 from torchtitan.config import ConfigError
 from torchtitan.parallel import World
-from torchtitan.torch_private.distributed import write_once
-from torchtitan.torch_private.dtensor import stored
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-
+from torchtitan.torch_private.dtensor import detached_part, is_dtensor, local_extent
 
 T = TypeVar("T")
 
@@ -88,76 +82,12 @@ def find_nodes(world: World, folder: Path, mark: str, host: str, key: str) -> No
     return Nodes(world, ranks, [f"node {n} ({name})" for n, name in enumerate(hosts)])
 
 
-class Writers:
-    """Plans of who writes what, cached by kind of save, since a run's tensors keep their layout."""
-
-    def __init__(self, nodes: Nodes) -> None:
-        self.nodes, self.world = nodes, nodes.world
-        self._plans: dict[str, list[WriteItem]] = {}
-
-    def pieces(self, kind: str, tensors: Mapping[str, Tensor]) -> list[tuple[Piece, Tensor]]:
-        """Return the pieces of `tensors` that this rank writes; all ranks call it together."""
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(tensors), is_coordinator=self.world.rank == 0)
-        if kind not in self._plans:
-            everyones = self.world.gather_object(planner.create_local_plan())
-            plans = self._divide(everyones, planner) if everyones else None
-            self._plans[kind] = self.world.scatter_object(plans).items
-        return [(_piece(item), _tensor(planner.resolve_data(item))) for item in self._plans[kind]]
-
-    def _divide(self, everyones: "list[SavePlan]", planner: "SavePlanner") -> "list[SavePlan]":
-        """Leave each piece to one rank, of each node."""
-        if len(self.nodes.ranks) == 1:
-            return planner.create_global_plan(everyones)[0]
-        plans = [*everyones]
-        for ranks in self.nodes.ranks:
-            for rank, plan in zip(ranks, write_once([plans[n] for n in ranks]), strict=True):
-                plans[rank] = plan
-        return plans
-
-
-def _piece(item: "WriteItem") -> Piece:
-    data = item.tensor_data
-    assert data is not None, item.index.fqn
-    return Piece(
-        name=item.index.fqn,
-        dtype=data.properties.dtype,
-        shape=tuple(data.size),
-        offsets=tuple(data.chunk.offsets),
-        sizes=tuple(data.chunk.sizes),
-    )
-
-
-def _tensor(value: object) -> Tensor:
-    assert isinstance(value, Tensor), type(value)
-    return stored(value).detach()
-
-
 def load_into(tensors: Mapping[str, Tensor], source: TensorSource) -> None:
     """Copy the blocks of `tensors` that this rank holds from `source`, which must match."""
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.metadata import (
-        STORAGE_TYPES,
-        ChunkStorageMetadata,
-        Metadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    found = source.shapes()
-    wholes: dict[str, STORAGE_TYPES] = {}
-    for name in tensors:
-        dtype, shape = found[name]
-        whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
-        wholes[name] = TensorStorageMetadata(TensorProperties(dtype), whole.sizes, [whole])
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), Metadata(wholes), is_coordinator=True)
     with torch.no_grad():
-        for item in planner.create_local_plan().items:
-            block = source.read(item.storage_index.fqn, item.storage_offsets, item.lengths)
-            planner.resolve_tensor(item).copy_(block)
+        for name, tensor in tensors.items():
+            sizes, offsets = local_extent(tensor) if is_dtensor(tensor) else (None, None)
+            detached_part(tensor).copy_(source.read(name, offsets, sizes))
 
 
 class FailedOnRank(RuntimeError):
@@ -195,6 +125,18 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return work(), None
     except Exception as error:
         return None, error
+
+
+def attempt(work: Callable[[], T]) -> Callable[[], T]:
+    """Do `work`; return a function that returns its result, or raises its error."""
+    value, problem = _attempt(work)
+
+    def outcome() -> T:
+        if problem is not None:
+            raise problem
+        return cast(T, value)
+
+    return outcome
 
 
 def _for_others(rank: int, error: Exception | None) -> Exception | None:

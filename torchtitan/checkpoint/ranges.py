@@ -15,9 +15,9 @@ import math
 import mmap
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ MAPPED = 256
 """Number of files mapped at once; each counts toward a process's open files, often 1,024."""
 SPAN = 64 * 2**20
 """Bytes of rows that are copied or fetched together, to slice a part of each."""
+SHARDING = "DCP_SHARDING_INFO"
+"""Key in the metadata of a file whose tensors are blocks, as in DCP's safetensors."""
 LONGEST = 100 * 10**6
 """Maximum bytes of a header, as in the safetensors library."""
 CODES = {
@@ -52,6 +54,35 @@ CODES = {
 """Names of dtypes in safetensors."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 Sizes = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Block of a tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: Sizes
+    """Shape of the whole tensor."""
+    offsets: Sizes
+    sizes: Sizes
+    begin: int = 0
+    """Offset of the first byte in the file."""
+    digest: int | None = None
+    """Digest of the block; None until it is computed."""
+
+
+class TensorSource(Protocol):
+    """Interface to named tensors that can be read one at a time, whole or in part."""
+
+    def shapes(self) -> Mapping[str, tuple[torch.dtype, Sizes]]:
+        """Return dtype and shape by name."""
+        ...
+
+    def read(
+        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """Read a tensor, or a block of it; copy it, do not modify it."""
+        ...
 
 
 class Files(ABC):
@@ -217,6 +248,19 @@ class Header(NamedTuple):
 
     tensors: dict[str, Stored]
     metadata: dict[str, str]
+    sharding: dict[str, Any]
+    """Facts that DCP adds to blocks of tensors, by name; empty if all tensors are whole."""
+
+    def offsets(self, name: str) -> Sizes:
+        """Return the offsets of a block in its tensor.
+
+        Raises:
+            LookupError, TypeError, ValueError: if there are none.
+        """
+        stored = self.tensors[name]
+        if self.sharding:
+            return sizes(self.sharding[name]["saved_offsets"])
+        return (0,) * len(stored.shape)
 
 
 def read_header(path: Path, files: Files) -> Header:
@@ -234,6 +278,7 @@ def read_header(path: Path, files: Files) -> Header:
         header: dict[str, Any] = json.loads(bytes(files.read(path.name, 8, data)))
         metadata = dict(header.pop("__metadata__", {}))
         tensors = {name: _stored(name, entry, data) for name, entry in header.items()}
+        sharding = dict(json.loads(metadata.get(SHARDING, "{}")))
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise Damaged(f"{where}: its header is invalid: {error}") from None
     by_place = sorted((stored.begin, stored.end, name) for name, stored in tensors.items())
@@ -246,7 +291,7 @@ def read_header(path: Path, files: Files) -> Header:
         raise Damaged(f"{where}: cut: it has {size:,} bytes, and {ends[last]} ends at {last:,}")
     if last < size:
         raise Damaged(f"{where}: it has {size:,} bytes, and ends at {last:,} by its header")
-    return Header(tensors, metadata)
+    return Header(tensors, metadata, sharding)
 
 
 def _stored(name: str, entry: dict[str, Any], data: int) -> Stored:

@@ -1,13 +1,14 @@
 """Writes checkpoints, and deletes old ones.
 
-A save has stages. Each rank copies its pieces (`Staging`; not with `async_mode = "disabled"`), then
-writes and hashes its own file. When all are done the save is committed (see `store`): rank 0 writes
-index, state and manifest, and renames the folder; in a folder that each node has for itself, a rank
-of each node does. Then each rank reads its file back from the disk; when all files are verified,
-older checkpoints may be deleted.
+The main thread decides what each rank writes (`WritePlan`, kept while nothing changes), and starts
+the copy of its blocks (`Staging`; not with `async_mode = "disabled"`). The rest runs on a thread of
+the save, whose collectives have a process group of their own. Each rank writes and hashes its file.
+When all are done the save is committed (see `store`): rank 0 writes state and manifest, and renames
+the folder; in a folder that each node has for itself, a rank of each node does. Then each rank
+reads its file back from the disk; when all files are verified, older checkpoints may be deleted.
 
-Copying, writing and reading back run in threads, which never communicate: training continues in the
-meantime, asks all ranks once per step whether any is busy, and lets a save advance when none is.
+So a synchronous save is one whose commit the main thread waits for, and both write the same bytes.
+A rank that does not respond ends the save, not the step that others are in.
 
 The weights of a step do not change until the next step's update, so they are copied during its
 forward and backward; only the update has to wait, and only if it comes first. On CUDA the device
@@ -16,27 +17,34 @@ and copies when they are written. Pinned memory returns to torch's cache, from w
 takes it: pinning memory takes longer than copying into it.
 """
 
+import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.checkpoint import folder as disk
+from torchtitan.checkpoint.layout import WritePlan, ranges_of
 from torchtitan.checkpoint.manifest import (
     STATE_FILE,
     Damaged,
+    File,
     hash_file,
     problems_of_files,
     read_manifest,
 )
-from torchtitan.checkpoint.placement import Nodes, Writers, on_all_ranks
+from torchtitan.checkpoint.placement import Nodes, attempt, on_all_ranks
+from torchtitan.checkpoint.ranges import Piece
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.storage import INDEX, Piece, Written, write_file, write_manifest_of
+from torchtitan.checkpoint.storage import Written, write_file, write_manifest_of
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
@@ -55,25 +63,14 @@ class SaveThread(Generic[T]):
     """Work on a thread of its own, which does not keep a failing process alive."""
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self.seconds = 0.0
         pool = ThreadPool(1)
         # Not an attribute: the work's references are released when it has ended.
-        self._result = pool.apply_async(self._run, (work,))
+        self._result = pool.apply_async(work)
         pool.close()
-
-    def _run(self, work: Callable[[], T]) -> T:
-        began = time.perf_counter()
-        value = work()
-        self.seconds = time.perf_counter() - began
-        return value
 
     def wait(self) -> None:
         """Wait until the work has ended, with a result or an error."""
         self._result.wait()
-
-    @property
-    def is_done(self) -> bool:
-        return self._result.ready()
 
     def result(self) -> T:
         """Wait for the work; return its result, or raise its error."""
@@ -143,28 +140,38 @@ def after(event: torch.Event, copies: Copies, device: Device, _copied: Pieces) -
 
 RETRY_SECONDS = 1.0
 """Delay before the first retry of a save; doubled for each further one."""
+PATIENCE = timedelta(minutes=30)
+"""Time in which all ranks have to finish a stage of a save, above all to write their files."""
 
 
-@dataclass(frozen=True)
+class FileRow(NamedTuple):
+    """Message to rank 0 of a rank that has written its file."""
+
+    name: str
+    file: File
+    own: Mapping[str, int]
+    """See `WritePlan.own_digests`."""
+
+
+@dataclass
 class Save:
-    """Save whose files are being written."""
+    """Save that is under way."""
 
     step: int
     path: Path
+    """Folder that is written into."""
     model_only: bool
     state: Mapping[str, Any]
     """Content of train_state.json; only rank 0's is used."""
-    writing: SaveThread[Written | None]
+    layout: WritePlan
+    copies: Callable[[], Pieces] | None
+    """Returns what to write; None afterwards, so that it is released."""
+    waited: Callable[[], float]
+    """Returns the seconds that training has waited for it."""
     began: float
-
-
-@dataclass(frozen=True)
-class Check:
-    """Checkpoint that is being read back."""
-
-    step: int
-    path: Path
-    reading: SaveThread[tuple[list[str], str | None]]
+    is_saved: bool = False
+    committed: threading.Event = field(default_factory=threading.Event)
+    """Set when it `is_saved`, or has failed."""
 
 
 class Retention(NamedTuple):
@@ -195,7 +202,8 @@ class Saver:
         self.start = ""
         """Name of the start of the run, for the manifests of frequent checkpoints."""
         self.store = store_of(folder)
-        self.writers = Writers(self.nodes)
+        self.layouts: dict[str, WritePlan] = {}
+        """By kind of save, since a run's tensors keep their layout."""
         self.is_async = config.async_mode != "disabled"
         pinned = config.async_mode == "async_with_pinned_mem"
         self.staging = Staging(pinned, world.device)
@@ -208,9 +216,12 @@ class Saver:
         """Newest step, if it could not be saved."""
         self.seconds: float | None = None
         """Seconds that the last save took, while training waited or not; None: there was none."""
-        self._stage: Save | Check | None = None
-        self._waits: Callable[[], float] = lambda: 0.0
-        self._committed = 0.0
+        self._thread: SaveThread[None] | None = None
+        group = world.slow_group
+        if config.saves:
+            group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="save")
+        self._apart = Nodes(replace(world, slow_group=group), self.nodes.ranks, self.nodes.names)
+        """The same ranks, whose collectives do not meet those of training."""
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], model_only: bool
@@ -218,48 +229,55 @@ class Saver:
         """Save a step; on return every byte is on disk, unless it is asynchronous."""
         began = time.perf_counter()
         self.wait_until_idle()
-        # What this has waited for the last save, the message of that has counted.
-        began, waited = max(began, self._committed), self.staging.waited
-        path = self.store.saving(self.folder / f"step-{step}")
-        begun = self.nodes.lead(lambda: self._begin(path))
-        if problems := [problem for problem in begun if problem]:
-            self._failed(step, path, problems)
-            return
-        pieces = self.writers.pieces("weights" if model_only else "all", tensors)
-        copies = self.staging.begin(pieces) if self.is_async else lambda: pieces
-        writing = SaveThread(lambda: self._write(path, copies))
-        self._stage = Save(step, path, model_only, state, writing, time.perf_counter())
+        waited, called = self.staging.waited, 0.0
+        kind = "weights" if model_only else "all"
+        if kind not in self.layouts:
+            self.layouts[kind] = WritePlan(self.nodes, tensors)
+        layout = self.layouts[kind]
+        pieces = layout.pieces(tensors)
+        save = Save(
+            step=step,
+            path=self.store.saving(self.folder / f"step-{step}"),
+            model_only=model_only,
+            state=state,
+            layout=layout,
+            copies=self.staging.begin(pieces) if self.is_async else lambda: pieces,
+            waited=lambda: called + self.staging.waited - waited,
+            began=time.perf_counter(),
+        )
+        self._thread = SaveThread(lambda: self._run(save))
         if not self.is_async:
-            self.advance()
+            save.committed.wait()
+            if not save.is_saved:
+                self.wait_until_idle()  # and raise what the thread has raised
         called = time.perf_counter() - began
-        self._waits = lambda: called + self.staging.waited - waited
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no save is in any stage; the same on all ranks."""
-        return self._stage is None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether this rank is still in a stage that all ranks wait for."""
-        match self._stage:
-            case Save(writing=task) | Check(reading=task):
-                return not task.is_done
-        return False
-
-    def advance(self) -> None:
-        """Wait for the current stage of a save and start the next; free when no rank is busy."""
-        match self._stage:
-            case Save() as save:
-                self._commit(save)
-            case Check() as check:
-                self._delete_old_checkpoints(check)
 
     def wait_until_idle(self) -> None:
         """Wait until no save is in any stage."""
         self.staging.wait()
-        while not self.is_idle:
-            self.advance()
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            thread.result()
+
+    # --- on the thread of a save ---
+
+    def _run(self, save: Save) -> None:
+        """Write, commit and read back; give up if a rank does not respond."""
+        try:
+            if self._write_and_commit(save):
+                save.is_saved = True
+                save.committed.set()
+                self._read_back(save)
+        except RankLost as error:
+            if not save.is_saved:
+                self.failed_step = save.step
+            logger.error("step %d: %s. The last checkpoint is %s", save.step, error, self._last)
+        finally:
+            save.committed.set()
+
+    @property
+    def _last(self) -> str:
+        return f"step-{self.saved_step}" if self.saved_step else "none"
 
     def _begin(self, path: Path) -> str | None:
         """Create the folder of a save; return the error, if any."""
@@ -269,21 +287,23 @@ class Saver:
             return str(error)
         return None
 
-    def _write(self, path: Path, copies: Callable[[], Pieces]) -> Written | None:
-        """Write this rank's pieces on a thread, with retries; return None if it has none."""
-        pieces = copies()
+    def _write(self, save: Save) -> Written | None:
+        """Write this rank's pieces, with retries; return None if it has none."""
+        collect, save.copies = save.copies, None
+        assert collect is not None, "a save is written once"
+        pieces = collect()
         if not pieces:
             return None
-        file = path / f"rank-{self.world.rank}.safetensors"
-        for attempt in range(1, self.config.save_attempts):
+        file = save.path / f"rank-{self.world.rank}.safetensors"
+        for number in range(1, self.config.save_attempts):
             try:
                 return write_file(file, pieces)
             except OSError as error:
-                delay = RETRY_SECONDS * 2 ** (attempt - 1)
+                delay = RETRY_SECONDS * 2 ** (number - 1)
                 logger.warning(
                     "%s: attempt %d of %d failed (%s); retrying in %g s",
                     file,
-                    attempt,
+                    number,
                     self.config.save_attempts,
                     error.strerror or error,
                     delay,
@@ -291,100 +311,136 @@ class Saver:
                 time.sleep(delay)
         return write_file(file, pieces)
 
-    def _commit(self, save: Save) -> None:
-        """Commit the checkpoint after all ranks have written, or abandon it if one failed."""
-        self._stage, began = None, time.perf_counter()
-        mine = on_all_ranks(self.world, lambda: _outcome(save.writing))
-        everyones = self.world.gather_object(mine) or ()
-        everyones, state = self.nodes.share((everyones, save.state))
-        done = self.nodes.lead(lambda: self._complete(save, everyones, state))
-        size = sum(each for each, _ in done)
-        if problems := [problem for _, found in done for problem in found]:
-            self._failed(save.step, save.path, problems)
-            return
-        path = self.folder / f"step-{save.step}"
+    def _write_and_commit(self, save: Save) -> bool:
+        """Write this rank's file, and commit when all have; return whether it is a checkpoint."""
+        world, nodes = self._apart.world, self._apart
+        meet(world)
+        begun = nodes.lead(lambda: self._begin(save.path))
+        if problems := [problem for problem in begun if problem]:
+            self._failed(save, problems)
+            return False
+        began = time.perf_counter()
+        outcome = attempt(lambda: self._write_or_tell(save))
+        written = time.perf_counter() - began
+        meet(world)
+        mine = on_all_ranks(world, outcome)
+        if problems := world.gather_found([mine] if isinstance(mine, str) else []):
+            self._failed(save, problems)
+            return False
+        assert not isinstance(mine, str), "a problem, which all ranks know"
+        digests = mine.digests if mine else {}
+        row = mine and FileRow(mine.name, mine.file, save.layout.own_digests(digests))
+        rows, sums = world.gather_object(row) or (), save.layout.sum_digests(digests)
+        dist.all_reduce(sums, group=world.slow_group)
+        rows, state = nodes.share((rows, save.state))
+        done = nodes.lead(lambda: self._complete(save, rows, sums, state))
+        if problems := [found for found in done if isinstance(found, str)]:
+            self._failed(save, problems)
+            return False
         self.saved_step, self.failed_step = save.step, None
-        # An asynchronous save is committed after a step, which may be long after it was written.
-        self._committed = time.perf_counter()
-        whole, waited = self._committed - save.began, self._waits() + self._committed - began
-        self.seconds = save.writing.seconds if self.is_async else whole
-        waits = f"; training waited {waited:.2f} s" if self.is_async else ""
+        self.seconds = time.perf_counter() - save.began
+        waits = f"; training waited {save.waited():.2f} s" if self.is_async else ""
         message = "saved %s: %s MB, written in %.2f s%s"
-        logger.info(message, path, f"{size / 1e6:,.1f}", save.writing.seconds, waits)
-        names = [mine.name] if isinstance(mine, Written) else []
-        if self.nodes.is_leader:
-            names += [INDEX, STATE_FILE]
-        self._stage = Check(save.step, path, SaveThread(lambda: _read_back(path, names)))
+        size = sum(found for found in done if isinstance(found, int))
+        path = self.folder / f"step-{save.step}"
+        logger.info(message, path, f"{size / 1e6:,.1f}", written, waits)
+        return True
+
+    def _write_or_tell(self, save: Save) -> Written | str | None:
+        """Write this rank's file; return the error instead if it need not end the run."""
+        try:
+            return self._write(save)
+        except (OSError, ConfigError) as error:
+            return str(error)
 
     def _complete(
-        self, save: Save, everyones: Sequence[Written | str | None], state: Mapping[str, Any]
-    ) -> tuple[int, list[str]]:
-        """Complete the checkpoint on a leader; return its bytes, and the errors, if any."""
-        if problems := [one for one in everyones if isinstance(one, str)]:
-            return 0, problems
-        written = {rank: one for rank, one in enumerate(everyones) if isinstance(one, Written)}
+        self, save: Save, rows: Sequence[FileRow | None], sums: Tensor, state: Mapping[str, Any]
+    ) -> int | str:
+        """Complete the checkpoint on a leader; return its bytes, or the error."""
+        here = self.nodes.here if len(self.nodes.ranks) > 1 else ()
+        files = {
+            row.name: row.file for n, row in enumerate(rows) if row and (not here or n in here)
+        }
+        digests = save.layout.digests(sums, [row.own if row else {} for row in rows])
         try:
             manifest = write_manifest_of(
                 save.path,
-                written.values(),
-                [one for rank, one in written.items() if rank in self.nodes.here],
+                files,
                 state,
+                save.layout.groups,
+                digests,
                 step=save.step,
                 model_only=save.model_only,
                 ranks=self.world.size,
                 layout=self.world.degrees._asdict(),
+                here=ranges_of(here),
                 start=self.start,
             )
             self.store.commit(save.path)
         except OSError as error:
-            return 0, [str(error)]
-        return manifest.bytes, []
+            return str(error)
+        return manifest.bytes
 
-    def _failed(self, step: int, path: Path, problems: Sequence[str]) -> None:
+    def _failed(self, save: Save, problems: Sequence[str]) -> None:
         """Log the failure and delete the partial save; existing checkpoints stay."""
-        self.failed_step = step
+        self.failed_step = save.step
         if self.nodes.is_leader:
-            self.store.discard(path)
+            self.store.discard(save.path)
             if len(self.nodes.ranks) > 1:  # one may have committed it
-                self.store.discard(self.folder / f"step-{step}")
-        last = f"step-{self.saved_step}" if self.saved_step else "none"
+                self.store.discard(self.folder / f"step-{save.step}")
         logger.error(
             "step %d could NOT be saved: %s. Training continues; the last checkpoint is %s",
-            step,
+            save.step,
             "; ".join(dict.fromkeys(problems)),
-            last,
+            self._last,
         )
 
-    def _delete_old_checkpoints(self, check: Check) -> None:
-        """After the newest checkpoint was read back, delete those it replaces, or set it aside."""
-        self._stage = None
-        own, why = on_all_ranks(self.world, check.reading.result)
-        problems = self.world.gather_found(own)
-        if unread := self.world.gather_found([why] if why else []):
+    def _read_back(self, save: Save) -> None:
+        """Verify what this rank wrote; then delete older checkpoints, or set this one aside."""
+        world, path = self._apart.world, self.folder / f"step-{save.step}"
+        names = [f"rank-{self.world.rank}.safetensors"] if save.layout.chosen else []
+        names += [STATE_FILE] * self.nodes.is_leader
+        outcome = attempt(lambda: _read_back(path, names))
+        meet(world)
+        own, why = on_all_ranks(world, outcome)
+        problems = world.gather_found(own)
+        if unread := world.gather_found([why] if why else []):
             message = "%s; %s could not be read back, so older checkpoints are kept"
-            logger.error(message, unread[0], check.path)
+            logger.error(message, unread[0], path)
         elif problems:
-            self.failed_step = check.step
-            self.saved_step = self.nodes.lead(lambda: self._set_aside(check, problems))[0]
+            self.failed_step = save.step
+            self.saved_step = self._apart.lead(lambda: self._set_aside(path, save.step, problems))[
+                0
+            ]
         elif self.nodes.is_leader and self.retention.latest:
-            disk.delete_old_checkpoints(self.folder, check.step, *self.retention)
+            disk.delete_old_checkpoints(self.folder, save.step, *self.retention)
 
-    def _set_aside(self, check: Check, problems: Sequence[str]) -> int | None:
+    def _set_aside(self, path: Path, step: int, problems: Sequence[str]) -> int | None:
         """Set a damaged checkpoint aside; return the newest remaining step."""
         try:
-            logger.error("%s; renamed to %s", problems[0], self.store.set_aside(check.path))
-            return max((n for n in disk.saved_steps(self.folder) if n < check.step), default=None)
+            logger.error("%s; renamed to %s", problems[0], self.store.set_aside(path))
+            return max((n for n in disk.saved_steps(self.folder) if n < step), default=None)
         except OSError as error:
             logger.error("%s; it could not be renamed: %s", problems[0], error)
             return None
 
 
-def _outcome(writing: SaveThread[Written | None]) -> Written | str | None:
-    """Return the written file, or the error if it need not end the run."""
+class RankLost(RuntimeError):
+    """Error that a rank did not take part in a save."""
+
+
+def meet(world: World) -> None:
+    """Wait for all ranks, which may still write.
+
+    Raises:
+        RankLost: if one does not come.
+    """
     try:
-        return writing.result()
-    except (OSError, ConfigError) as error:
-        return str(error)
+        dist.monitored_barrier(world.slow_group, PATIENCE)
+    except RuntimeError as error:
+        found = re.search(r"Rank (\d+) failed to pass", str(error))
+        who = f"rank {found[1]} does" if found else "one of the ranks, which rank 0 names, does"
+        raise RankLost(f"the save is given up, as {who} not respond") from error
 
 
 def _read_back(path: Path, names: Sequence[str]) -> tuple[list[str], str | None]:

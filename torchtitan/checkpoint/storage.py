@@ -1,35 +1,45 @@
-"""Tensors in files: every rank writes its pieces into one file, and reads the blocks it needs.
+"""Tensors in files: every rank writes its blocks into one file, and reads the blocks it needs.
 
-    rank-3.safetensors   the pieces that rank 3 wrote, in the safetensors format
-    tensors.json         dtype, shape, digest and locations of the pieces of every tensor
+    rank-3.safetensors   the blocks that rank 3 wrote, in the safetensors format
 
-The planner of torch's distributed checkpoint (DCP) decides who writes what: a piece that many ranks
-have is written by one, balancing the load. DCP's own files are pickles, which may run anything when
-they are read; these are numbers and JSON. A file with parts of tensors has in its header, as DCP's
-safetensors do, the offset of each piece in the whole tensor: torch alone can load them, by
-`torch.distributed.checkpoint.HuggingFaceStorageReader`.
+Which blocks these are follows from the manifest (see `layout`), and where they are in the file from
+its header; nothing describes all blocks of all files. DCP's own files are pickles, which may run
+anything when they are read; these are numbers and JSON. A file with parts of tensors has in its
+header, as DCP's safetensors do, the offset of each block in the whole tensor: torch alone can load
+them, by `torch.distributed.checkpoint.HuggingFaceStorageReader`.
 
-A file is written and hashed at the same time. The digest of a tensor is the sum of its pieces'
-digests, however it is cut (`torchtitan.digest`), so it does not depend on the layout. In format 2
-it was the exclusive or of the bits of all elements, which does not depend on their order; such
-checkpoints are verified by it.
+A file is written and hashed at the same time. The digest of a tensor is the sum of its blocks'
+digests, however it is cut (`torchtitan.digest`), so it does not depend on the layout. Checkpoints
+of formats 2 and 3 have the places of all blocks in `tensors.json`. In format 2 the digest was the
+exclusive or of the bits of all elements, which does not depend on their order; such checkpoints are
+verified by it.
 """
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
 from torchtitan.checkpoint.folder import TrainState
+from torchtitan.checkpoint.layout import (
+    PlacedBlock,
+    PlacedTensor,
+    Placement,
+    Ranges,
+    RankGroup,
+    names_of,
+    read_groups,
+)
 from torchtitan.checkpoint.manifest import (
+    FORMAT,
     STATE_FILE,
     XOR_FORMAT,
     Damaged,
@@ -40,49 +50,31 @@ from torchtitan.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
-from torchtitan.checkpoint.ranges import CODES, Sizes, contiguous, files_in
-from torchtitan.checkpoint.store import store_of
+from torchtitan.checkpoint.ranges import (
+    CODES,
+    SHARDING,
+    Files,
+    Header,
+    Piece,
+    Sizes,
+    TensorSource,
+    contiguous,
+    files_in,
+    read_header,
+)
+from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.digest import digest, unsigned
 
 INDEX = "tensors.json"
 
 
-class Piece(NamedTuple):
-    """Block of a tensor in a file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Sizes
-    """Shape of the whole tensor."""
-    offsets: Sizes
-    sizes: Sizes
-    begin: int = 0
-    """Offset of the first byte in the file."""
-    digest: int | None = None
-    """Digest of the block; None until it is computed."""
-
-
 @dataclass(frozen=True)
 class Written:
-    """File of tensors and its contents."""
+    """File of tensors, and the digests of its blocks by name."""
 
     name: str
     file: File
-    pieces: tuple[Piece, ...]
-
-
-class TensorSource(Protocol):
-    """Interface to named tensors that can be read one at a time, whole or in part."""
-
-    def shapes(self) -> Mapping[str, tuple[torch.dtype, Sizes]]:
-        """Return dtype and shape by name."""
-        ...
-
-    def read(
-        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """Read a tensor, or a block of it; copy it, do not modify it."""
-        ...
+    digests: Mapping[str, int]
 
 
 class Renamed:
@@ -112,6 +104,17 @@ def xor_digest(tensor: Tensor) -> int:
     return int(torch.hash_tensor(wide).item())
 
 
+def digests_of_tensors(digests: Mapping[str, Any]) -> dict[str, int]:
+    """Return digests by name, given those of items."""
+    found: dict[str, int] = {}
+    for key, each in digests.items():
+        if isinstance(each, Mapping):
+            found |= {key.replace("*", str(rank), 1): part for rank, part in each.items()}
+        else:
+            found[key] = each
+    return found
+
+
 def digest_of_all(digests: Mapping[str, int]) -> str:
     """Combine the digests of all tensors into one."""
     lines = "".join(f"{name} {digests[name]:016x}\n" for name in sorted(digests))
@@ -128,7 +131,7 @@ def write_file(path: Path, pieces: Sequence[tuple[Piece, Tensor]]) -> Written:
     digest, from when it was staged, that of its current bytes must be equal.
     """
     pieces = sorted(pieces, key=lambda pair: -pair[0].dtype.itemsize)
-    header, placed = _arrange([piece for piece, _ in pieces])
+    header = arrange([piece for piece, _ in pieces])
     state = xxhash.xxh3_128(header)
     digests: list[int] = []
     # Hashing is faster than writing: a second thread does it concurrently.
@@ -143,11 +146,11 @@ def write_file(path: Path, pieces: Sequence[tuple[Piece, Tensor]]) -> Written:
         store_of(path).flush(file)
         digests = [future.result() for future in hashing]
         size = file.tell()
-    for piece, now in zip(placed, digests, strict=True):
+    for (piece, _), now in zip(pieces, digests, strict=True):
         if piece.digest not in (None, now):
             raise Damaged(f"{path}: {piece.name} changed between the end of the step and the write")
-    done = tuple(p._replace(digest=now) for p, now in zip(placed, digests, strict=True))
-    return Written(path.name, File(size, state.hexdigest()), done)
+    found = {piece.name: now for (piece, _), now in zip(pieces, digests, strict=True)}
+    return Written(path.name, File(size, state.hexdigest()), found)
 
 
 def _hash(state: Any, host: Tensor, offsets: Sizes, data: memoryview) -> int:
@@ -160,63 +163,26 @@ def _write_all(file: RawIOBase, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
-def _arrange(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece]]:
-    """Return the header of a safetensors file, and the pieces with their offsets in the file."""
+def arrange(pieces: Sequence[Piece]) -> bytes:
+    """Return the header of a safetensors file."""
     sharding = {piece.name: {"saved_offsets": piece.offsets} for piece in pieces}
     assert len(sharding) == len(pieces), "a file has room for one piece of each tensor"
     about = {"format": "pt"}
     if any(piece.sizes != piece.shape for piece in pieces):
-        about["DCP_SHARDING_INFO"] = json.dumps(sharding, separators=(",", ":"))
+        about[SHARDING] = json.dumps(sharding, separators=(",", ":"))
     entries: dict[str, Any] = {"__metadata__": about}
-    at, begins = 0, []
+    at = 0
     for piece in pieces:
-        end = at + torch.Size(piece.sizes).numel() * piece.dtype.itemsize
-        begins.append(at)
+        end = at + math.prod(piece.sizes) * piece.dtype.itemsize
         entries[piece.name] = {
             "dtype": CODES[piece.dtype],
-            "shape": list(piece.sizes),
+            "shape": piece.sizes,
             "data_offsets": [at, end],
         }
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, [
-        piece._replace(begin=len(header) + at) for piece, at in zip(pieces, begins, strict=True)
-    ]
-
-
-def index_of(written: Iterable[Written], here: Collection[str]) -> dict[str, Any]:
-    """Return the content of tensors.json, of whose pieces only those in the files `here` count.
-
-    Each node may have written a piece; it is in the digest of its tensor once.
-    """
-    index: dict[str, Any] = {}
-    digested: set[tuple[str, Sizes]] = set()
-    for one in written:
-        for piece in one.pieces:
-            entry = index.setdefault(
-                piece.name,
-                {
-                    "dtype": str(piece.dtype).removeprefix("torch."),
-                    "shape": piece.shape,
-                    "digest": 0,
-                    "pieces": [],
-                },
-            )
-            if (piece.name, piece.offsets) not in digested:
-                digested.add((piece.name, piece.offsets))
-                entry["digest"] = unsigned(entry["digest"] + (piece.digest or 0))
-            if one.name in here:
-                entry["pieces"].append([one.name, piece.begin, piece.offsets, piece.sizes])
-    return {
-        name: entry | {"digest": f"{entry['digest']:016x}"} for name, entry in sorted(index.items())
-    }
-
-
-def digest_of_index(index: Mapping[str, Any]) -> str:
-    """Return one digest of all tensors."""
-    return digest_of_all({name: int(entry["digest"], 16) for name, entry in index.items()})
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_tensors(
@@ -231,13 +197,19 @@ def write_tensors(
         about: content of train_state.json, above all the recipe; for a run also the counters.
         max_shard_bytes: maximum size of the tensors in a file, unless a single one is larger.
     """
-    written: list[Written] = []
+    files: dict[str, File] = {}
+    groups: list[RankGroup] = []
+    digests: dict[str, int] = {}
     shard: list[tuple[Piece, Tensor]] = []
     is_run = "train_state" in about
     kind = "run" if is_run else "weights"
 
     def flush() -> None:
-        written.append(write_file(folder / f"{kind}-{len(written)}.safetensors", shard))
+        written = write_file(folder / f"{kind}-{len(files)}.safetensors", shard)
+        items = {piece.name: PlacedTensor(piece.dtype, piece.shape, None) for piece, _ in shard}
+        groups.append(RankGroup([len(files)], items))
+        files[written.name] = written.file
+        digests.update(written.digests)
         shard.clear()
 
     size = 0
@@ -253,30 +225,34 @@ def write_tensors(
     state = {"train_state": asdict(TrainState()), **about}
     ranks = 0 if is_run else 1  # ranks with state of their own in it
     step = state["train_state"]["step"]
-    write_manifest_of(
-        folder, written, written, state, step=step, model_only=not is_run, ranks=ranks, layout={}
-    )
+    what = {"step": step, "model_only": not is_run, "ranks": ranks, "layout": {}}
+    write_manifest_of(folder, files, state, groups, digests, **what)
 
 
 def write_manifest_of(
     folder: Path,
-    written: Iterable[Written],
-    here: Iterable[Written],
+    files: Mapping[str, File],
     state: Mapping[str, Any],
+    groups: Sequence[RankGroup],
+    digests: Mapping[str, Any],
     **what: Any,
 ) -> Manifest:
-    """Write the rest of a checkpoint whose tensors are on disk: index, state, manifest.
+    """Write the rest of a checkpoint whose tensors are on disk: state and manifest.
 
     Args:
-        written: files of all ranks.
-        here: those in this folder.
+        files: those of tensors in this folder.
+        digests: by the names of the items of the groups; see `WritePlan.digests`.
         what: fields of the manifest that do not follow from the other arguments.
     """
-    files = {one.name: one.file for one in here}
-    index = index_of(written, files)
-    files[INDEX] = write_json(folder / INDEX, index)
-    files[STATE_FILE] = write_json(folder / STATE_FILE, state)
-    manifest = Manifest(digest=digest_of_index(index), files=files, **what)
+    placements: list[Placement] = []
+    described = [group.to_json(placements, digests) for group in groups]
+    manifest = Manifest(
+        digest=digest_of_all(digests_of_tensors(digests)),
+        files={**files, STATE_FILE: write_json(folder / STATE_FILE, state)},
+        groups=described,
+        placements=placements,
+        **what,
+    )
     write_manifest(folder, manifest)
     return manifest
 
@@ -287,7 +263,7 @@ Place = TypeVar("Place")
 
 
 class StoredBlock(NamedTuple, Generic[Place]):
-    """Block of a tensor and its location."""
+    """PlacedBlock of a tensor and its location."""
 
     offsets: Sizes
     sizes: Sizes
@@ -331,41 +307,111 @@ def join_pieces(
     return found
 
 
+class Indexed:
+    """Places of the blocks of a checkpoint of format 2 or 3, by its index."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
+        self.index: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, INDEX))
+        self.shapes: dict[str, tuple[torch.dtype, Sizes]] = {}
+        self.digests: dict[str, int] = {}
+        for name, entry in self.index.items():
+            self.shapes[name] = getattr(torch, entry["dtype"]), tuple(entry["shape"])
+            self.digests[name] = int(entry["digest"], 16)
+
+    def blocks(self, name: str, wanted: Ranges) -> list[StoredBlock[tuple[str, int]]]:
+        """Return blocks of a tensor with their files and offsets, at least those `wanted`."""
+        return [
+            StoredBlock(tuple(at), tuple(shape), (file, begin))
+            for file, begin, at, shape in self.index[name]["pieces"]
+        ]
+
+
+class Placed:
+    """Places of the blocks of a checkpoint, by its manifest and the headers of its files."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest, files: Files) -> None:
+        self.checkpoint, self._files = checkpoint, files
+        try:
+            groups, self.digests = read_groups(manifest.groups, manifest.placements)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Damaged(f"{checkpoint / MANIFEST}: damaged: {error}") from None
+        ranks = [rank for each in manifest.here for rank in range(*each)]
+        self._here = frozenset(ranks) if ranks else None
+        self.shapes: dict[str, tuple[torch.dtype, Sizes]] = {}
+        self._groups: dict[str, list[tuple[RankGroup, int]]] = {}
+        for group in groups:
+            for key, item in group.items.items():
+                for rank, name in zip(group.ranks, names_of(key, group.ranks)):  # noqa: B905
+                    self.shapes[name] = item.dtype, item.shape
+                    self._groups.setdefault(name, []).append((group, rank))
+        tensors = (name for name in manifest.files if name.endswith(".safetensors"))
+        self._prefix = next(tensors, "").rpartition("-")[0]
+        self._headers: dict[str, Header] = {}
+
+    def blocks(self, name: str, wanted: Ranges) -> list[StoredBlock[tuple[str, int]]]:
+        """Return the blocks of a tensor that overlap `wanted`, with their files and offsets."""
+        for group, rank in self._groups[name]:
+            if name not in group.items:
+                shape = self.shapes[name][1]
+                found: list[PlacedBlock] | None = [PlacedBlock((0,) * len(shape), shape, rank)]
+            else:
+                found = group.find(name, wanted, self._here)
+            if found is not None:
+                return [self._stored(name, block) for block in found]
+        raise Damaged(f"{self.checkpoint}: {name}: the files of other nodes have it")
+
+    def _stored(self, name: str, block: PlacedBlock) -> StoredBlock[tuple[str, int]]:
+        file = f"{self._prefix}-{block.rank}.safetensors"
+        path = self.checkpoint / file
+        if file not in self._headers:
+            self._headers[file] = read_header(path, self._files)
+        header = self._headers[file]
+        wanted = self.shapes[name][0], block.sizes, block.offsets
+        try:
+            stored = header.tensors[name]
+            found = stored.dtype, stored.shape, header.offsets(name)
+        except (LookupError, TypeError, ValueError) as error:
+            raise Damaged(f"{path}: damaged: it does not tell where {name} is: {error}") from None
+        if found != wanted:
+            told = "is {} {} at {}"
+            there, here = told.format(*found), told.format(*wanted)
+            raise Damaged(f"{path}: damaged: {name} {there}, and {here} by {MANIFEST}")
+        return StoredBlock(block.offsets, block.sizes, (file, stored.begin))
+
+
 class SavedTensors:
     """Tensors of a checkpoint of ours."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Open a checkpoint; raise Damaged if the manifest or the index is not what was saved."""
+        """Open a checkpoint; raise Damaged if its manifest is not what was saved."""
         self.checkpoint = checkpoint
         manifest = read_manifest(checkpoint)
-        self.index: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, INDEX))
         self._has_xor = manifest.format == XOR_FORMAT
         self._files = files_in(checkpoint)
+        self._places: Indexed | Placed
+        if manifest.format == FORMAT:
+            self._places = Placed(checkpoint, manifest, self._files)
+        else:
+            self._places = Indexed(checkpoint, manifest)
 
     def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
         """Return dtype and shape by name."""
-        return {
-            name: (getattr(torch, entry["dtype"]), tuple(entry["shape"]))
-            for name, entry in self.index.items()
-        }
+        return self._places.shapes
 
     def is_intact(self, name: str, tensor: Tensor) -> bool:
         """Whether `tensor`, the whole tensor `name`, has the digest that was saved."""
         found = xor_digest(tensor) if self._has_xor else unsigned(int(digest(tensor).item()))
-        return found == int(self.index[name]["digest"], 16)
+        return found == self._places.digests[name]
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """Read a tensor, or a block of it: a view of the file if one piece contains it."""
-        entry = self.index[name]
-        dtype: torch.dtype = getattr(torch, entry["dtype"])
-        sizes = tuple(entry["shape"] if sizes is None else sizes)
+        dtype, shape = self._places.shapes[name]
+        sizes = shape if sizes is None else tuple(sizes)
         offsets = (0,) * len(sizes) if offsets is None else tuple(offsets)
-        blocks = [
-            StoredBlock(tuple(at), tuple(shape), (file, begin))
-            for file, begin, at, shape in entry["pieces"]
-        ]
+        wanted = tuple(range(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+        blocks = self._places.blocks(name, wanted)
 
         def part(block: StoredBlock[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
             return self._files.block(block.place, dtype, contiguous(block.sizes), at, shape)

@@ -72,19 +72,22 @@ def extents(tensor: Tensor, coordinate: Sequence[int]) -> list[range]:
     its start does: FSDP's split after tensor parallelism (`_StridedShard`) comes last.
     """
     found = [range(size) for size in tensor.shape]
-    if not is_dtensor(tensor):
-        return found
+    for axis, dim in order_of_cuts(tensor) if is_dtensor(tensor) else ():
+        whole, parts = found[dim], tensor.device_mesh.size(axis)
+        size = -(-len(whole) // parts)
+        begin = min(coordinate[axis] * size, len(whole))
+        found[dim] = whole[begin : begin + size]
+    return found
+
+
+def order_of_cuts(tensor: "DTensor") -> list[tuple[int, int]]:
+    """Return the axes of the mesh that cut `tensor`, and the dim of each, outer parts first."""
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     axes = [*enumerate(tensor.placements)]
     later = [item for item in axes if isinstance(item[1], _StridedShard)]
-    for axis, placement in [*(item for item in axes if item not in later), *reversed(later)]:
-        if isinstance(placement, Shard | _StridedShard):
-            whole, parts = found[placement.dim], tensor.device_mesh.size(axis)
-            size = -(-len(whole) // parts)
-            begin = min(coordinate[axis] * size, len(whole))
-            found[placement.dim] = whole[begin : begin + size]
-    return found
+    ordered = [*(item for item in axes if item not in later), *reversed(later)]
+    return [(axis, p.dim) for axis, p in ordered if isinstance(p, Shard | _StridedShard)]
 
 
 def stored(tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ existing file.
 """
 
 import io
-import json
 import math
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +27,7 @@ from torchtitan.checkpoint.dcp.items import (
     layout_of,
 )
 from torchtitan.checkpoint.manifest import Damaged, reading
-from torchtitan.checkpoint.ranges import Files, Sizes, contiguous, files_in, read_header, sizes
+from torchtitan.checkpoint.ranges import Files, Sizes, contiguous, files_in, read_header
 from torchtitan.checkpoint.storage import StoredBlock, join_pieces
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
@@ -365,7 +364,7 @@ class DcpCheckpoint:
         return self._layouts[item]
 
 
-INFO, INDEX = "DCP_SHARDING_INFO", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 def find_shards(checkpoint: Path) -> Path | None:
@@ -416,11 +415,9 @@ def _entry(folder: Path, name: str, chunks: list[Chunk]) -> TensorEntry:
 
 def _chunks(path: Path, files: Files) -> Iterator[tuple[str, Chunk]]:
     header = read_header(path, files)
-    sharding = json.loads(header.metadata.get(INFO, "null"))
     for name, stored in header.tensors.items():
         if stored.dtype is None:
             raise ConfigError(f"{path}: {name}: dtype {stored.code} is not supported")
         strides = contiguous(stored.shape)
         layout = TensorLayout(path.name, stored.dtype, stored.shape, strides, stored.begin)
-        offsets = sharding[name]["saved_offsets"] if sharding else [0] * len(stored.shape)
-        yield name, Chunk(sizes(offsets), stored.shape, layout)
+        yield name, Chunk(header.offsets(name), stored.shape, layout)

@@ -1,0 +1,365 @@
+"""The rank that writes a block of a tensor, and so the file that has it, by arithmetic.
+
+A tensor is cut along some axes of its mesh, and copied along the others. Both are regular, so the
+place of every block follows from a few numbers (`Placement`), which are the same on all ranks that
+hold the tensor. Ranks that hold the same tensors in the same way are a group; a manifest has the
+items of each group, and nothing for each block.
+
+Of the copies of a block one rank writes it, on disks of nodes one of each node. Large items take
+turns, by their bytes, so that copies share the work.
+"""
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan.checkpoint.placement import Nodes
+from torchtitan.checkpoint.ranges import Piece, Sizes
+from torchtitan.digest import signed, unsigned
+from torchtitan.parallel import World
+from torchtitan.torch_private.dtensor import (
+    detached_part,
+    is_dtensor,
+    local_extent,
+    order_of_cuts,
+    ranks_of,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+WRITERS = 8
+"""Maximum number of copies of a block that take turns: a rank reads files of no more."""
+SMALL = 2**16
+"""Bytes of a tensor below which its first copy is written, so that small ones are in one file."""
+OWN = re.compile(r"(rng|communication)\.(\d+)\.(.+)")
+"""Names of tensors that each rank has for itself."""
+Ranges = tuple[range, ...]
+
+
+class Placement(NamedTuple):
+    """Regular distribution of a tensor over ranks."""
+
+    first: int
+    """Rank of the first block and copy."""
+    cuts: tuple[tuple[int, int, int], ...] = ()
+    """Dim, number of parts and distance of their ranks, in the order in which parts are cut."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """Number of copies and distance of their ranks."""
+
+    def blocks(self, shape: Sizes, wanted: Ranges) -> Iterator[tuple[Ranges, int]]:
+        """Yield the blocks that overlap `wanted`, and the rank of the first copy of each."""
+
+        if not all(wanted):
+            return iter(())
+
+        def cut(block: Ranges, rank: int, depth: int) -> Iterator[tuple[Ranges, int]]:
+            if depth == len(self.cuts):
+                yield block, rank
+                return
+            dim, parts, distance = self.cuts[depth]
+            whole, want = block[dim], wanted[dim]
+            size = -(-len(whole) // parts) or 1
+            begin = max(want.start - whole.start, 0) // size
+            end = -(-(min(want.stop, whole.stop) - whole.start) // size)
+            for part in range(begin, end):
+                piece = whole[part * size : (part + 1) * size]
+                yield from cut(
+                    (*block[:dim], piece, *block[dim + 1 :]), rank + part * distance, depth + 1
+                )
+
+        return cut(tuple(map(range, shape)), self.first, 0)
+
+    def holders(self, first: int) -> list[int]:
+        """Return the ranks of all copies of a block, given that of its first."""
+        steps = [[distance * n for n in range(count)] for count, distance in self.copies]
+        return [first + sum(each) for each in product(*steps)]
+
+
+class PlacedTensor(NamedTuple):
+    """Tensor of a group of ranks."""
+
+    dtype: torch.dtype
+    shape: Sizes
+    placement: Placement | None
+    """None: every rank of the group holds all of it."""
+
+
+class PlacedBlock(NamedTuple):
+    """PlacedBlock of a tensor and the rank whose file has it."""
+
+    offsets: Sizes
+    sizes: Sizes
+    rank: int
+
+
+class RankGroup:
+    """Ranks that hold the same tensors in the same way; `*` is the rank in the name of its own."""
+
+    def __init__(self, ranks: Sequence[int], items: Mapping[str, PlacedTensor]) -> None:
+        self.ranks, self.items = ranks, items
+
+    @cached_property
+    def turns(self) -> dict[str, int]:
+        """Number, by name, of the copy that writes a tensor."""
+        written: dict[Any, list[int]] = {}
+        turns: dict[str, int] = {}
+        for name, item in self.items.items():
+            copies = self.ranks if item.placement is None else item.placement.copies
+            count = len(copies) if item.placement is None else math.prod(n for n, _ in copies)
+            loads = written.setdefault(item.placement and copies, [0] * min(count, WRITERS))
+            size = math.prod(item.shape) * item.dtype.itemsize
+            turns[name] = loads.index(min(loads)) if size >= SMALL else 0
+            loads[turns[name]] += size
+        return turns
+
+    def writer(self, name: str, first: int, here: Collection[int] | None) -> int | None:
+        """Return the rank that writes a block; None if no rank among `here` holds it."""
+        placement = self.items[name].placement
+        holders: Sequence[int] = self.ranks if placement is None else placement.holders(first)
+        if here is not None:
+            holders = [rank for rank in holders if rank in here]
+        return holders[self.turns[name] % len(holders)] if holders else None
+
+    def find(
+        self, name: str, wanted: Ranges, here: Collection[int] | None
+    ) -> list[PlacedBlock] | None:
+        """Return the blocks that overlap `wanted`; None if files of `here` lack any of it."""
+        _, shape, placement = self.items[name]
+        found = []
+        whole = placement or Placement(self.ranks[0])
+        for block, first in whole.blocks(shape, wanted):
+            writer = self.writer(name, first, here)
+            if writer is None:
+                return None
+            offsets, sizes = tuple(r.start for r in block), tuple(map(len, block))
+            found.append(PlacedBlock(offsets, sizes, writer))
+        return found
+
+    def to_json(self, placements: list[Placement], digests: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the group in a manifest, adding to the `placements` that it names by number."""
+        numbers: dict[Placement | None, int | None] = {None: None}
+        for number, placement in enumerate(placements):
+            numbers[placement] = number
+        items = {}
+        for name, (dtype, shape, placement) in self.items.items():
+            digest = digests.get(name)
+            if isinstance(digest, Mapping):
+                digest = [f"{digest[rank]:016x}" for rank in self.ranks]
+            elif digest is not None:
+                digest = f"{digest:016x}"
+            if placement not in numbers:
+                numbers[placement] = len(placements)
+                placements.append(placement)  # type: ignore[arg-type]
+            kind = str(dtype).removeprefix("torch.")
+            items[name] = [kind, shape, numbers[placement], digest]
+        return {"ranks": ranges_of(self.ranks), "items": items}
+
+
+def ranges_of(ranks: Sequence[int]) -> list[list[int]]:
+    """Return increasing numbers as ranges: begin, end and step of each."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and len(range(*found[-1])) == 1:
+            found[-1] = [found[-1][0], rank + 1, rank - found[-1][0]]
+        elif found and rank == range(*found[-1])[-1] + found[-1][2]:
+            found[-1][1] = rank + 1
+        else:
+            found.append([rank, rank + 1, 1])
+    return found
+
+
+def read_groups(
+    content: Sequence[Mapping[str, Any]], placements: Sequence[Any]
+) -> tuple[list[RankGroup], dict[str, int]]:
+    """Return the groups of a manifest, and the digest of each of their tensors."""
+    known = [
+        Placement(first, tuple(map(tuple, cuts)), tuple(map(tuple, copies)))
+        for first, cuts, copies in placements
+    ]
+    groups, digests = [], dict[str, int]()
+    for each in content:
+        items = {}
+        ranks = [rank for begin, end, step in each["ranks"] for rank in range(begin, end, step)]
+        for key, (kind, shape, number, digest) in each["items"].items():
+            placement = None if number is None else known[number]
+            items[key] = PlacedTensor(getattr(torch, kind), tuple(shape), placement)
+            names = names_of(key, ranks)
+            parts = [digest] if names == [key] else digest
+            digests |= {n: int(part, 16) for n, part in zip(names, parts, strict=True)}
+        groups.append(RankGroup(ranks, items))
+    return groups, digests
+
+
+# --- of this rank ---
+
+
+def distances_of(mesh: DeviceMesh) -> tuple[int, list[int]]:
+    """Return the first rank of a mesh, and the distance between ranks along each axis."""
+    ranks = ranks_of(mesh)
+    first, distances = int(ranks.flat[0]), []
+    for axis, size in enumerate(ranks.shape):
+        neighbor = tuple(int(each == axis and size > 1) for each in range(ranks.ndim))
+        distances.append(int(ranks[neighbor]) - first)
+    regular = first + np.tensordot(distances, np.indices(ranks.shape), 1)
+    assert (ranks == regular).all(), f"irregular mesh: {mesh}"
+    return first, distances
+
+
+def placement_of(tensor: "DTensor", first: int, distances: Sequence[int]) -> Placement:
+    """Return the placement of a tensor on a mesh with these ranks."""
+    cuts, sizes = order_of_cuts(tensor), tensor.device_mesh.shape
+    copied = set(range(len(sizes))) - {axis for axis, _ in cuts}
+    return Placement(
+        first,
+        tuple((dim, sizes[axis], distances[axis]) for axis, dim in cuts),
+        tuple((sizes[axis], distances[axis]) for axis in sorted(copied) if sizes[axis] > 1),
+    )
+
+
+def own_name(name: str, rank: int) -> str:
+    """Return the name of an item, in which `*` stands for the rank that has it for itself."""
+    found = OWN.fullmatch(name)
+    return f"{found[1]}.*.{found[3]}" if found and int(found[2]) == rank else name
+
+
+def names_of(key: str, ranks: Sequence[int]) -> list[str]:
+    """Return the names of the tensors of an item."""
+    return [key.replace("*", str(rank), 1) for rank in ranks] if "*" in key else [key]
+
+
+def items_of(tensors: Mapping[str, Tensor], rank: int) -> dict[str, PlacedTensor]:
+    """Return what a rank holds."""
+    meshes: dict[DeviceMesh, tuple[int, list[int]]] = {}
+    items = {}
+    for name, tensor in tensors.items():
+        placement = None
+        if is_dtensor(tensor):
+            mesh = tensor.device_mesh
+            if mesh not in meshes:
+                meshes[mesh] = distances_of(mesh)
+            placement = placement_of(tensor, *meshes[mesh])
+        items[own_name(name, rank)] = PlacedTensor(tensor.dtype, tuple(tensor.shape), placement)
+    return items
+
+
+def hash_of(items: Mapping[str, PlacedTensor]) -> bytes:
+    """Return what is the same for ranks that hold the same tensors in the same way."""
+    text = json.dumps([(name, str(item)) for name, item in items.items()])
+    return xxhash.xxh3_128_digest(text.encode())
+
+
+def agree_on_groups(world: World, own: Mapping[str, PlacedTensor]) -> list[RankGroup]:
+    """Return the groups of all ranks; each rank sends a hash, and one of each group its items."""
+    hashes = world.gather_object(hash_of(own))
+    members: dict[bytes, list[int]] = {}
+    for rank, each in enumerate(hashes or ()):
+        members.setdefault(each, []).append(rank)
+    leaders = world.broadcast_object([ranks[0] for ranks in members.values()])
+    found = world.gather_object(own if world.rank in leaders else None) or ()
+    return [
+        RankGroup(ranks, items)
+        for ranks, items in world.broadcast_object(
+            [(ranks, found[ranks[0]]) for ranks in members.values()]
+        )
+    ]
+
+
+class PlannedPiece(NamedTuple):
+    """PlacedBlock that this rank writes."""
+
+    key: str
+    """Name of its item."""
+    piece: Piece
+    counts: bool
+    """Whether it is in the digest of its tensor, which other nodes may have written too."""
+
+
+class WritePlan:
+    """Groups of a kind of save, and the blocks that this rank writes."""
+
+    def __init__(self, nodes: Nodes, tensors: Mapping[str, Tensor]) -> None:
+        """Agree on the groups with all ranks, which call it together."""
+        rank = nodes.world.rank
+        self.rank = rank
+        self.here = None if len(nodes.ranks) == 1 else frozenset(nodes.here)
+        self.groups = agree_on_groups(nodes.world, items_of(tensors, rank))
+        self.owners: dict[str, RankGroup] = {}
+        """First group that has a tensor, by the name of its item."""
+        for group in self.groups:
+            for key in group.items:
+                self.owners.setdefault(key, group)
+        self.mine = next(group for group in self.groups if rank in group.ranks)
+        chosen = (self._chosen(name, tensor) for name, tensor in tensors.items())
+        self.chosen = [each for each in chosen if each is not None]
+
+    def pieces(self, tensors: Mapping[str, Tensor]) -> list[tuple[Piece, Tensor]]:
+        """Return the blocks that this rank writes."""
+        return [(each.piece, detached_part(tensors[each.piece.name])) for each in self.chosen]
+
+    def _chosen(self, name: str, tensor: Tensor) -> PlannedPiece | None:
+        key = own_name(name, self.rank)
+        shape = tuple(tensor.shape)
+        sizes, offsets = local_extent(tensor) if is_dtensor(tensor) else (shape, (0,) * len(shape))
+        found = tuple(detached_part(tensor).shape)
+        assert found == sizes, f"{name}: this rank has {found}, and {sizes} by its mesh"
+        piece, owner = Piece(name, tensor.dtype, shape, offsets, sizes), self.owners[key]
+        if key != name:
+            return PlannedPiece(key, piece, True)
+        is_empty = math.prod(shape) > 0 == math.prod(sizes)
+        if is_empty or (self.here is None and owner != self.mine):
+            return None
+        first = self._first_copy(tensor)
+        if self.mine.writer(key, first, self.here) != self.rank:
+            return None
+        return PlannedPiece(
+            key, piece, owner == self.mine and (self.here is None or first in self.here)
+        )
+
+    def _first_copy(self, tensor: Tensor) -> int:
+        """Return the first rank that holds the same block."""
+        if not is_dtensor(tensor):
+            return self.mine.ranks[0]
+        mesh = tensor.device_mesh
+        cut, coordinate = {axis for axis, _ in order_of_cuts(tensor)}, mesh.get_coordinate()
+        assert coordinate is not None, "a tensor has a part on each rank of its mesh"
+        at = tuple(n if axis in cut else 0 for axis, n in enumerate(coordinate))
+        return int(ranks_of(mesh)[at])
+
+    # --- digests ---
+
+    @property
+    def _shared(self) -> list[str]:
+        return [key for key in self.owners if "*" not in key]
+
+    def sum_digests(self, written: Mapping[str, int]) -> Tensor:
+        """Return this rank's part of the digest of each tensor, in the order of the groups."""
+        parts = {each.key: written[each.piece.name] for each in self.chosen if each.counts}
+        return torch.tensor([signed(parts.get(key, 0)) for key in self._shared], dtype=torch.int64)
+
+    def own_digests(self, written: Mapping[str, int]) -> dict[str, int]:
+        """Return the digests of the tensors that this rank has for itself."""
+        return {c.key: written[c.piece.name] for c in self.chosen if c.key != c.piece.name}
+
+    def digests(self, sums: Tensor, own: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+        """Return the digests of all items: numbers, or for `*` one of each rank of its group.
+
+        Args:
+            own: `own_digests` of all ranks.
+        """
+        found: dict[str, Any] = dict(zip(self._shared, map(unsigned, sums.tolist()), strict=True))
+        for group in self.groups:
+            for key in (key for key in group.items if "*" in key):
+                found.setdefault(key, {})
+                found[key] |= {rank: own[rank][key] for rank in group.ranks}
+        return found
