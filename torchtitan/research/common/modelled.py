@@ -196,7 +196,7 @@ class ModelledRank:
     def pieces(self, unit: Unit, row: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter's part of the result of `row`."""
         sizes = [shape.numel() for shape in unit.shapes.values()]
-        for (name, shape), piece in zip(unit.shapes.items(), row.split(sizes), strict=True):
+        for (name, shape), piece in zip(unit.shapes.items(), torch.split(row, sizes), strict=True):
             yield name, Box((0,) * len(shape), self.boxes[name].sizes).of(piece.view(shape))
 
     def _add(self, name: str, piece: Any) -> None:

@@ -66,7 +66,7 @@ class Neighbours:
     def replace(self, tensors: Sequence[Tensor], step: int) -> None:
         """Send tensors on, and replace them by those received from the other side."""
         for tensor in tensors:
-            for piece in tensor.view(-1).split(self.piece // tensor.itemsize):
+            for piece in torch.split(tensor.view(-1), self.piece // tensor.itemsize):
                 piece.copy_(self.pass_on([piece], step).wait()[0])
 
 
