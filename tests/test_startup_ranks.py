@@ -17,6 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import forked
 from torchtitan import trainer
+from torchtitan.checks import load_job
+from torchtitan.config import kept_for_ranks
 from torchtitan.metrics.startup import Startup
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +57,8 @@ class Counts:
         apart = ("/proc", "/sys", "/dev", "__editable__", sys.prefix, sys.base_prefix)
         paths = [p for p in self.paths if p not in code and not p.startswith(apart)]
         opened = [p for p in paths if not p.endswith((".pyc", ".so", ".sent"))]
-        return {**self.found, "files opened": len(opened)}
+        recipes = sum(p.endswith(f"{RECIPE}.toml") for p in opened)
+        return {**self.found, "files opened": len(opened), "recipes opened": recipes}
 
 
 @contextmanager
@@ -159,9 +162,11 @@ def count(sizes, folder):
     for ranks in sizes:
         dump = folder / str(ranks)
         leave_run(folder / "saved", dump, ranks)
-        for rank in (0, ranks // 2):
-            said = started(take_part, words(ranks, dump, "must"), ranks, rank, steps=3)
-            found[ranks, rank == 0] = json.loads(said.splitlines()[-1])
+        with kept_for_ranks():  # as their launcher does
+            load_job(RECIPE, words(ranks, dump, "must"), ranks, "cpu")
+            for rank in (0, ranks // 2):
+                said = started(take_part, words(ranks, dump, "must"), ranks, rank, steps=3)
+                found[ranks, rank == 0] = json.loads(said.splitlines()[-1])
     return found
 
 
@@ -204,6 +209,7 @@ def test_a_start_among_more_ranks_does_no_more(tmp_path):
         few, many = found[FEW, is_first], found[MANY, is_first]
         assert {name: few.get(name) for name in STEADY} == {name: many.get(name) for name in STEADY}
         assert "gathers on all ranks" not in many
+        assert (many["recipes opened"], many.get("gathers on rank 0", 0)) == (0, is_first)
         more = MANY - FEW if is_first else 0
         # Rank 0 gathers the positions in the data, and looks for notes of ranks that are no more.
         assert many["objects received"] - few["objects received"] == more

@@ -33,7 +33,7 @@ from torchtitan.checks.services import restarts
 from torchtitan.cluster.agent import Agent, describe
 from torchtitan.cluster.rendezvous import DEFAULT_PORT, LEFT_BEHIND, is_foreign, is_ours
 from torchtitan.cluster.schedulers import fill, interface_for_gloo, local_address, node_range
-from torchtitan.config import ConfigError, PlannedWorld, local_path, show
+from torchtitan.config import ConfigError, PlannedWorld, kept_for_ranks, local_path, show
 from torchtitan.device import devices_here, pick
 from torchtitan.flight_recorder import RankTrace, note_path, read_note, read_traces, report, rescue
 from torchtitan.job import JobConfig
@@ -80,6 +80,7 @@ class LaunchOptions:
         return int(said[1]) / 60 if said else REJOIN_MINUTES
 
 
+@kept_for_ranks()
 def start(options: LaunchOptions, words: Sequence[str]) -> int:
     """Run the ranks of this node until they exit; return the exit status.
 

@@ -24,6 +24,7 @@ from torchtitan.config.flags import (
     split_recipe,
 )
 from torchtitan.config.load import Gathered, Recipe, Sources, gather, load, merge, read_sources
+from torchtitan.config.node_files import kept_for_ranks, read_for_node
 from torchtitan.config.registry import (
     Registry,
     absent_wings,

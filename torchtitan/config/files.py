@@ -4,6 +4,7 @@ Recipes that come with the package, in `train_configs/` of a clone or `torchtita
 wheel, are found by name in any folder: `debug_model`, `llama3_8b.toml`, `studies/fsdp_debug`.
 """
 
+import io
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any, Final
 
 import tomli
 
+from torchtitan.config.node_files import read_for_node
 from torchtitan.config.registry import PACKAGE
 from torchtitan.config.settings import KeyPath, Setting
 from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, nearest, shorten, show
@@ -100,7 +102,7 @@ def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
 
 def read_text(path: Path) -> str:
     """Read the text of a recipe, with any line ends, with or without a byte order mark."""
-    return path.read_text(encoding="utf-8-sig")
+    return io.TextIOWrapper(io.BytesIO(read_for_node(path)), encoding="utf-8-sig").read()
 
 
 def _is_deep(table: Mapping[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtitan.config import ConfigError, exists, local_path, shorten, show
+from torchtitan.config import ConfigError, exists, local_path, read_for_node, shorten, show
 from torchtitan.data.file_cache import reading
 from torchtitan.logging import logger
 from torchtitan.remote import refuse_pointer
@@ -241,7 +241,7 @@ class TiktokenTokenizer:
     def __init__(self, path: Path) -> None:
         import tiktoken
 
-        content = path.read_bytes()
+        content = read_for_node(path)
         self._ranks = ranks = _tiktoken_ranks(path, content)
         reserved = self.special_token_count - len(self.named_special_tokens)
         specials = [
@@ -335,7 +335,7 @@ class HuggingFaceTokenizer:
     def __init__(self, path: Path) -> None:
         import tokenizers
 
-        content = path.read_bytes()
+        content = read_for_node(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except ValueError as error:
@@ -393,7 +393,7 @@ def _declared_special_tokens(folder: Path) -> dict[str, Any]:
         if file.is_file():
             refuse_pointer(file)
             try:
-                found = json.loads(file.read_text(encoding="utf-8"))
+                found = json.loads(read_for_node(file).decode())
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{file}: not JSON: {error}") from None
             if not isinstance(found, dict):

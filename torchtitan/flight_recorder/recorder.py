@@ -287,7 +287,12 @@ class Recorder:
     def _write(self, error: str, kind: Kind, frames: Frames) -> None:
         """Write the evidence of a failure; `frames` innermost first."""
         where = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in frames]
-        failure = Failure(time.time(), error, kind, place(where), group_members())
+        # All ranks write this: a group of all ranks, in each of them, would be their square.
+        groups = {
+            name: (purpose, [] if len(ranks) == self.world_size else ranks)
+            for name, (purpose, ranks) in group_members().items()
+        }
+        failure = Failure(time.time(), error, kind, place(where), groups)
         self._save(f"{self.rank}.json", json.dumps(vars(failure)).encode())
         if self.has_ring:
             time.sleep(COMPLETION_DELAY)

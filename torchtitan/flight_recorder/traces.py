@@ -49,7 +49,7 @@ class Failure:
     place: str
     """Innermost line outside torch."""
     groups: Mapping[str, tuple[str, list[int]]]
-    """Purpose and ranks of each process group, by name."""
+    """Purpose and ranks of each process group, by name; no ranks: all of them."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,13 @@ def _read_rank(folder: Path, rank: int, of_rings: Sequence[Path]) -> RankTrace:
     step, stack = note_path(folder, rank), folder / f"{rank}.stack"
     failure = read_failure(folder / f"{rank}.json")
     rings = [ring for path in of_rings if (ring := _read_ring(path)) is not None]
-    records = [c for ring in rings for c in collectives(ring, failure.groups if failure else {})]
+    note = read_note(step)
+    everyone = range(note.get("world_size", 0))
+    named = failure.groups.items() if failure else ()
+    groups = {name: (purpose, ranks or everyone) for name, (purpose, ranks) in named}
+    records = [collective for ring in rings for collective in collectives(ring, groups)]
     return RankTrace(
-        **{"rank": rank, **(read_note(step) if step.exists() else {})},
+        **{"rank": rank, **note},
         failure=failure,
         crash=read_crash(stack.read_text(encoding="utf-8")) if stack.exists() else "",
         has_ring=bool(rings),

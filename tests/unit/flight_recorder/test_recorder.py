@@ -223,6 +223,8 @@ def fail(folder):
 def test_ring_is_written_on_gloo(tmp_path):
     with pytest.raises(AssertionError, match="ValueError: no"):
         run_ranks(fail, 2, tmp_path)
+    written = json.loads((tmp_path / "comm_traces/0.json").read_text())
+    assert {tuple(ranks) for _, ranks in written["groups"].values()} == {()}, "all ranks, in short"
     traces = read_traces(tmp_path / "comm_traces")
     assert traces
     for trace in traces:
