@@ -3,6 +3,7 @@
     python benchmarks/overhead.py            # one process
     python benchmarks/overhead.py --ranks 2  # FSDP2 on two
     python benchmarks/overhead.py --metrics  # what reporting costs, with every sink
+    python benchmarks/overhead.py --wait --ranks 2  # what the host waits before the optimizer
 
 Both sides train the debug model from the same first weights on the same batches, 2,048 tokens a
 step, with clipping, fused AdamW and a learning rate schedule, without activation checkpointing.
@@ -51,6 +52,7 @@ from torchtitan.checks import load_job
 from torchtitan.device import pick
 from torchtitan.logging import configure
 from torchtitan.parallel import open_world
+from torchtitan.step import StepStatus
 from torchtitan.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,8 +210,44 @@ def reporting(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def wait_for_status(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds a step, and of it from the end of the backward to the decision on the update.
+
+    Of the host, which waits for the device and the other ranks; on CUDA also of the device, which
+    does nothing until the host has read the status.
+    """
+    seconds: dict[str, list[float]] = {"step": [], "host": []}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        words = flags(folder, arguments.ranks, 100_000)
+        job = load_job(RECIPE, words, arguments.ranks, pick().type).config
+        world = stack.enter_context(open_world(job.degrees(arguments.ranks), job.comm))
+        run = build(job, world)
+        agree, is_cuda = run.agree, world.device.type == "cuda"
+
+        def timed(*given: Any) -> StepStatus:
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * is_cuda)]
+            for mark in marks[:1]:
+                mark.record()
+            begin = time.perf_counter()
+            status = agree(*given)
+            seconds["host"].append(time.perf_counter() - begin)
+            for mark in marks[1:]:
+                mark.record()
+                mark.synchronize()
+                seconds.setdefault("device", []).append(marks[0].elapsed_time(mark) / 1000)
+            return status
+
+        stack.enter_context(mock.patch.object(run, "agree", timed))
+        step = stack.enter_context(ours(run))
+        for _ in range(arguments.warmup + arguments.blocks * arguments.steps):
+            begin = time.perf_counter()
+            step()
+            seconds["step"].append(time.perf_counter() - begin)
+    return {name: values[arguments.warmup :] for name, values in seconds.items()}
+
+
 def run_ranks(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """`take_turns` on every rank, each in a process of its own; what rank 0 measured."""
+    """`take_turns` or `wait_for_status` on every rank, each in a process; what rank 0 measured."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, __file__, "--report", str(report), *sys.argv[1:]]
@@ -265,12 +303,13 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5, help="fresh starts of each side")
     parser.add_argument("--profile", action="store_true", help="where our step's time goes")
     parser.add_argument("--metrics", action="store_true", help="what reporting costs")
+    parser.add_argument("--wait", action="store_true", help="the wait before the optimizer")
     parser.add_argument("--output", type=Path, help="file for the result")
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.steps = arguments.steps or (10 if arguments.metrics else 5)
     if arguments.report:
-        measured = take_turns(arguments)
+        measured = wait_for_status(arguments) if arguments.wait else take_turns(arguments)
         if os.environ.get("RANK", "0") == "0":
             arguments.report.write_text(json.dumps(measured))
         return
@@ -279,6 +318,10 @@ def main() -> None:
         result = {"milliseconds_of_our_step": profile_step(), **about(arguments)}
     elif arguments.metrics:
         result = {**reporting(arguments), **about(arguments)}
+    elif arguments.wait:
+        waits = {name: [1000 * v for v in each] for name, each in run_ranks(arguments).items()}
+        result = {"milliseconds": {name: spread(each) for name, each in waits.items()}}
+        result |= about(arguments)
     else:
         result = compare(arguments)
     text = json.dumps(result, indent=1)

@@ -34,7 +34,7 @@ class Counted(NamedTuple):
 
     messages: Counter[Message]
     single_numbers: int
-    """All-reduces of a few numbers, which are not in `messages`."""
+    """All-reduces of a few numbers, which are not in `messages`; without those of reports."""
     experts: tuple[int, ...]
     """The ranks with different experts."""
 
@@ -54,7 +54,8 @@ def count(job):
     counted = [message(c) for c, single in zip(found, is_single, strict=True) if not single]
     experts = world.groups.get("ep")
     apart = tuple(dist.get_process_group_ranks(experts)) if experts else ()
-    return Counted(Counter(counted + sends[before:]), sum(is_single), apart)
+    reports = sum(collective.caller.endswith("(table)") for collective in found)
+    return Counted(Counter(counted + sends[before:]), sum(is_single) - reports, apart)
 
 
 def planned(job, ranks, rank):

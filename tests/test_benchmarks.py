@@ -41,6 +41,14 @@ def test_cost_of_reporting(tmp_path):
     assert set(result["milliseconds_a_step"]) == {"calls", "calls, wall", "threads", "processes"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_wait_before_the_optimizer(ranks, tmp_path):
+    small = ["--wait", "--ranks", str(ranks), "--blocks", "2", "--steps", "2", "--warmup", "1"]
+    found = json.loads(written_by("overhead", tmp_path, *small))["milliseconds"]
+    assert 0 < found["host"]["median"] < found["step"]["median"]
+
+
 @pytest.mark.parametrize("path", RESULTS)
 def test_results_say_how_they_were_made(path):
     result = json.loads(path.read_text())

@@ -312,10 +312,10 @@ def features(run: Run) -> Iterator[Hooks]:
         yield open_validator(run).hooks(
             run.meter, run.timeline, job.training.steps, lambda: stop.is_agreed
         )
+    profiler = run.profiler
+    yield Hooks(vote=StepVote(profiler.is_signaled, profiler.agree_on_signals))
     yield Hooks(
-        vote=StepVote(run.profiler.request, run.profiler.agree),
-        after_step=run.profiler.step,
-        session=run.profiler,
+        vote=StepVote(profiler.request, profiler.agree), after_step=profiler.step, session=profiler
     )
     yield Hooks(after_step=lambda step: collect_garbage(step, job.training.gc_freq))
     yield Hooks(after_step=once(run.world.after_first_step))
@@ -352,7 +352,7 @@ def replica_groups(run: Run) -> Hooks:
         recipe=job.shared() | {"ranks": run.world.size},
     )
     run.guard = guard = GroupGuard(run.guard, group)
-    run.batches.count_of_all, run.optimizers.norm_of_all = group.count, group.max
+    run.batches.count_of_all, run.agree.norm_of_all = group.count, group.max
     return Hooks(
         before_step=partial(meet, group, run.state, run.meter),
         after_backward=partial(add_up, group, run.optimizers.inner.gradients, run.timeline),

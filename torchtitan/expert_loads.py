@@ -112,10 +112,8 @@ class ExpertLoads:
             loads[layer] = router.tally
         with self.timeline.phase("sync"):
             # Ranks of a stage without experts take part.
-            self.world.sum(loads, over="loss")
-            if self.splits_stream:
-                self.world.sum(loads, over="tp")
-        self.loads = loads
+            terms = loads if self.splits_stream else self.world.terms(loads)
+            self.loads = self.world.sum(terms, over="all")
         shares = self.shares()
         entropy = -shares.xlogy(shares).sum(1) / math.log(max(self.n_experts, 2))
         return {"experts/busiest_share": shares.max(), "experts/entropy": entropy.mean()}

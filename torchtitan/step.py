@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchtitan.config import Config, Context, Problem
 from torchtitan.data import Batch
-from torchtitan.optim import Optimizers
+from torchtitan.optim import GradientNorm, Optimizers
 from torchtitan.parallel import Losses, World
 from torchtitan.timeline import Timeline
 
@@ -84,6 +84,8 @@ class StepStatus:
     highest_norm: float
     count: int
     """Number of targets in the global batch."""
+    own_norm: Tensor
+    """Gradient norm of the replica of this rank (0-d)."""
     notes: dict[str, str | float] = field(default_factory=dict)
     """Additional entries in the metrics of the step."""
     is_skipped: bool = False
@@ -139,8 +141,6 @@ class StepOptimizers:
     def __init__(self, optimizers: Optimizers, max_norm: float, timeline: Timeline) -> None:
         """`max_norm` is the limit of the global gradient norm; 0 disables clipping."""
         self.inner, self.max_norm, self.timeline = optimizers, max_norm, timeline
-        self.norm_of_all: Callable[[Tensor], Tensor] | None = None
-        """Takes the gradient norm of these ranks, and returns that of all replica groups."""
         self.before_update: Sequence[Callable[[], None]] = ()
         """Calls to make before weights change."""
         self.after_update: Sequence[Callable[[], None]] = ()
@@ -152,17 +152,16 @@ class StepOptimizers:
             self._before_update()
         return self.inner.begin(factor)
 
-    def norm(self) -> Tensor:
-        """Return the global norm of the gradients, 0-d."""
+    def norm(self) -> GradientNorm:
+        """Return the global norm of the gradients."""
         with self.timeline.phase("clip"):
-            norm = self.inner.norm()
-            return self.norm_of_all(norm) if self.norm_of_all else norm
+            return self.inner.norm()
 
     def step(self, norm: Tensor, highest_norm: float) -> None:
         """Update the parameters, with gradients clipped to the limit of their norm.
 
         Args:
-            norm: result of `norm`.
+            norm: global norm of the gradients, 0-d.
             highest_norm: highest norm of all ranks. It is known without waiting for the device;
                 well below the limit, the pass over all gradients that would scale them by 1 is
                 skipped.
@@ -188,7 +187,8 @@ class UpdateGuard(Protocol):
 
 @dataclass(frozen=True)
 class StepVote:
-    """Number of which all ranks learn the largest, together with the status of the step."""
+    """Number of which all ranks learn the sum, together with the status of the step; below 2**24,
+    so that it is exact."""
 
     local: Callable[[], float]
     on_result: Callable[[float], None]
@@ -206,8 +206,8 @@ class Hooks:
     before_forward: Callable[[], None] | None = None
     """Before the forwards and backwards of a step."""
     after_backward: Callable[[Sequence[Batch], Losses], None] | None = None
-    """After them, with the step's microbatches and losses, when the gradients are complete and not
-    yet clipped."""
+    """After them, with the step's microbatches and this rank's shares of its losses, when the
+    gradients are complete and not yet clipped."""
     before_update: Callable[[], None] | None = None
     """Before weights change."""
     after_update: Callable[[], None] | None = None
@@ -233,7 +233,7 @@ def once(action: Callable[[], None]) -> Callable[[int], None]:
 
 
 class Agreement:
-    """The only wait for the device in a step.
+    """The one sum over all ranks after the backward, and the only wait for the device in a step.
 
     All ranks then read the same numbers, so they decide alike whether to apply the update, and
     whether to stop.
@@ -244,19 +244,43 @@ class Agreement:
         self.world, self.timeline = world, timeline
         self.votes: Sequence[StepVote] = ()
         self.norms_differ = norms_differ
+        self.norm_of_all: Callable[[Tensor], Tensor] | None = None
+        """Takes the gradient norm of these ranks, and returns that of all replica groups."""
 
-    def __call__(self, losses: Losses, grad_norm: Tensor, count: Tensor) -> StepStatus:
-        """Return the status of the step on all ranks, and pass on the results of the votes."""
-        loss = losses["loss"]
+    def __call__(self, shares: Losses, norm: GradientNorm, count: Tensor) -> StepStatus:
+        """Return the status of the step on all ranks, and pass on the results of the votes.
+
+        Args:
+            shares: shares of this rank of the means of the losses.
+            count: number of targets in the global batch (0-d), equal on all ranks.
+        """
+        names, loss = ["loss", *(name for name in shares if name != "loss")], shares["loss"]
+        terms = [self.world.terms(shares[name]) for name in names]
         # The norm of offloaded gradients is in host memory.
-        grad_norm = grad_norm.to(loss.device)
+        squares = list(norm.terms(self.world.rank).to(loss.device))
         votes = [torch.full_like(loss, float(vote.local())) for vote in self.votes]
         with self.timeline.phase("sync"):
-            local = torch.stack([each.double() for each in (loss, grad_norm, count, *votes)])
-            finite = local.nan_to_num(torch.inf, posinf=torch.inf, neginf=torch.inf)
-            highest_loss, highest_norm, counted, *agreed = self.world.max(finite).tolist()
+            # Gloo adds up the first two as if each were alone.
+            all_terms = torch.stack([terms[0], *squares, *terms[1:], *votes])
+            summed = list(self.world.sum(all_terms, over="all"))
+            losses = [summed[0], *summed[1 + len(squares) :]]
+            own_norm, grad_norm = self._norms(norm, summed[1 : 1 + len(squares)])
+            told = (losses[0], grad_norm, count, *losses[len(names) :])
+            numbers = torch.stack([each.double() for each in told])
+            finite = numbers.nan_to_num(torch.inf, posinf=torch.inf, neginf=torch.inf)
+            highest_loss, highest_norm, counted, *agreed = finite.tolist()
         for vote, value in zip(self.votes, agreed, strict=True):
             vote.on_result(value)
-        if self.norms_differ:
-            grad_norm = torch.full_like(grad_norm, highest_norm)
-        return StepStatus(losses, grad_norm, highest_loss, highest_norm, int(counted))
+        means = dict(zip(names, losses, strict=False))
+        return StepStatus(means, grad_norm, highest_loss, highest_norm, int(counted), own_norm)
+
+    def _norms(self, norm: GradientNorm, squares: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the norm of this rank's replica, and the highest of all ranks (0-d)."""
+        if not self.norms_differ:
+            own = torch.stack(squares).sum().sqrt()
+            if self.norm_of_all is None:
+                return own, own
+            own = self.norm_of_all(own)
+        else:
+            own = norm.complete().to(squares[0].device)
+        return own, self.world.max(own.nan_to_num(torch.inf))

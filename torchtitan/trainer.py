@@ -95,11 +95,10 @@ class Trainer:
         run, state = self.run, self.run.state
         batches, count = next(run.batches)
         lr = run.optimizers.begin(run.schedule(state.step + 1))
-        losses = run.model.forward_backward(batches, count)
-        grad_norm = run.optimizers.norm()
-        status = run.agree(losses, grad_norm, count)
+        shares = run.model.forward_backward(batches, count)
+        status = run.agree(shares, run.optimizers.norm(), count)
         if run.guard.accepts(status):
-            run.optimizers.step(grad_norm, status.highest_norm)
+            run.optimizers.step(status.own_norm, status.highest_norm)
         state.advance(status)
         run.meter.end_step(status, lr)
 

@@ -206,6 +206,6 @@ class Validator:
             total += self.model.evaluate(batches)
             if step == self.config.steps:
                 break
-        self.world.sum(total, over="loss")
+        total = self.world.sum(self.world.terms(total), over="all")
         count, *measured = self.world.sum(torch.stack(counts).sum(0), over="data").tolist()
         return Sums(float(total), count, tuple(measured))

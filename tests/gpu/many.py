@@ -108,7 +108,7 @@ def check(name, device, backend):
             model.forward_backward([batch], torch.tensor(1.0, device=device.torch_device))
             device.synchronize()
             middle = time.perf_counter()
-            optimizers.clip(job.training.max_norm, optimizers.norm())
+            optimizers.clip(job.training.max_norm, optimizers.norm().complete())
             optimizers.step()
             optimizers.begin(1.0)
             device.synchronize()

@@ -143,7 +143,7 @@ def one_of_many(name, device, backend):
         def step():
             optimizers.begin(1.0)
             model.forward_backward([batch], one)
-            norm = optimizers.norm()
+            norm = optimizers.norm().complete()
             if job.training.max_norm:
                 optimizers.clip(job.training.max_norm, norm)
             optimizers.step()

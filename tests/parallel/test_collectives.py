@@ -99,11 +99,15 @@ def test_step_sends_what_is_planned(name, monkeypatch):
 def sends_what_is_planned(layout, monkeypatch):
     job = layouts.job(layout, "SGD", training={"steps": 2})
     counted = compare(job, layout, monkeypatch)
-    # That of latents is added up over tensor ranks for each microbatch; the norms of experts,
-    # which are split on another dim than matrices, once more in each step; and their loads over
-    # ranks with other sequences and over those with other parts of them.
     has_experts = layout.model.get("name") in ("tiny_sparse", "tiny_latent", "tiny_oss")
-    most = 12 + 4 * bool(layout.auxiliary) + 6 * has_experts
+    if layout.pp == layout.tp == 1 and not has_experts and not layout.auxiliary:
+        # The count of targets; then losses, norm and votes. Copies share the norm of their shards.
+        is_hybrid = layout.replicate > 1 and layout.ranks > layout.replicate
+        assert [found.single_numbers for found in counted] == [2 + is_hybrid] * layout.ranks
+    # The norms of other layouts are added up axis by axis. The loss of latents is added up over
+    # tensor ranks for each microbatch; the norms of experts, which are split on another dim than
+    # matrices, once more in each step; and their loads over all ranks.
+    most = 9 + 4 * bool(layout.auxiliary) + 5 * has_experts
     assert all(found.single_numbers <= most for found in counted)
 
 

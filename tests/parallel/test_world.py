@@ -19,7 +19,7 @@ def look(degrees):
             "members": {n: dist.get_process_group_ranks(g) for n, g in world.groups.items()},
             "data_mesh": world.data_mesh.shape,
             "data_rank": world.data_rank,
-            "sum": world.sum(one.clone(), over="loss").item(),
+            "sum": world.sum(world.terms(one.clone()), over="all").item(),
         }
 
 

@@ -119,10 +119,16 @@ def test_other_errors_leave_no_snapshot(tmp_path, allocator):
 class Asked:
     """A run of one rank, which sees the time that the test says."""
 
-    def __init__(self, folder, config=None, rank=0):
-        self.folder, self.now = folder, 100.0
-        config = config or ProfilingConfig()
-        self.profiler = Profiler(config, folder, rank, Device("cpu"), clock=lambda: self.now)
+    def __init__(self, folder, config=None, rank=0, ranks=1):
+        self.folder, self.now, self.ranks, self.copies = folder, 100.0, ranks, []
+        self.profiler = Profiler(
+            config or ProfilingConfig(),
+            folder,
+            rank,
+            Device("cpu"),
+            clock=lambda: self.now,
+            at_request=lambda: self.copies.append(self.now),
+        )
 
     def request(self, text='{"steps": 2}'):
         (self.folder / REQUEST_FILE).write_text(text)
@@ -130,6 +136,7 @@ class Asked:
     def step(self, step, seconds=10.0):
         self.now += seconds
         torch.ones(8, 8) @ torch.ones(8, 8)
+        self.profiler.agree_on_signals(self.ranks * self.profiler.is_signaled())
         self.profiler.agree(self.profiler.request())
         self.profiler.step(step)
 
@@ -145,7 +152,7 @@ def test_a_running_job_traces_when_asked_by_a_file(tmp_path):
         run.request('{"steps": 1}')
         for step in range(8, 12):
             run.step(step)
-    assert len(written(tmp_path)) == 2
+    assert len(written(tmp_path)) == len(run.copies) == 2
     path = tmp_path / "profile_traces/iteration_5_on_request/rank0_trace.json"
     names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
     assert names.count("aten::matmul") == 2
@@ -185,7 +192,7 @@ def test_a_request_that_makes_no_sense_traces_nothing(text, tmp_path):
 
 def test_a_signal_asks_for_a_step(tmp_path):
     before = signal.getsignal(signal.SIGPROF)
-    run = Asked(tmp_path, rank=3)
+    run = Asked(tmp_path, rank=3, ranks=8)  # all of which get it
     with run.profiler:
         os.kill(os.getpid(), signal.SIGPROF)
         for step in range(1, 5):

@@ -12,6 +12,7 @@ from torchtitan.checkpoint.folder import read_state
 from torchtitan.checkpoint.storage import write_manifest_of
 from torchtitan.device import Device
 from torchtitan.logging import logger
+from torchtitan.optim import GradientNorm
 from torchtitan.parallel.parallel_model import ParallelModel
 from torchtitan.resilience.spikes import Guard, SpikesConfig
 from torchtitan.step import Agreement, StepOptimizers, StepStatus, StepVote
@@ -36,52 +37,76 @@ def warnings():
 
 
 def status(loss=5.0, norm=1.0, **fields):
-    return StepStatus({"loss": torch.tensor(loss)}, torch.tensor(norm), loss, norm, 64, **fields)
+    known = {"own_norm": torch.tensor(norm), **fields}
+    return StepStatus({"loss": torch.tensor(loss)}, torch.tensor(norm), loss, norm, 64, **known)
 
 
 class TwoRanks:
-    """A world in which the other rank has these values."""
+    """A world of which this is rank 1 of two, and the other rank has these values."""
 
-    def __init__(self, *others):
-        self.others = torch.tensor(others, dtype=torch.float64)
+    rank = 1
+
+    def __init__(self, *others, highest=0.0):
+        self.others, self.highest = torch.tensor(others), torch.tensor(highest)
+        self.sums = 0
+
+    def terms(self, values):
+        return values
+
+    def sum(self, values, over):
+        assert over == "all"
+        self.sums += 1
+        return values + self.others
 
     def max(self, values):
-        return torch.maximum(values, self.others)
+        return torch.maximum(values, self.highest)
 
 
-def agreement(timeline, others, *votes):
-    agree = Agreement(TwoRanks(*others), timeline)
+def agreement(timeline, world, *votes, norm=0.5, is_split=True, **options):
+    agree = Agreement(world, timeline, **options)
     agree.votes = votes
-    return agree({"loss": TWO}, torch.tensor(0.5), torch.tensor(7))
+    own = GradientNorm(torch.tensor([norm**2]), is_split)
+    return agree({"loss/z": TWO / 2, "loss": TWO}, own, torch.tensor(2**24 + 1))
 
 
-def test_ranks_agree_on_the_highest(timeline):
-    agreed = agreement(timeline, (3.0, 0.25, 7.0))
-    assert (agreed.highest_loss, agreed.highest_norm, agreed.count) == (3.0, 0.5, 7)
-    assert agreed.losses == {"loss": TWO}
-    assert agreed.grad_norm == 0.5
+def test_one_sum_tells_all_ranks_of_a_step(timeline):
+    world = TwoRanks(1.0, 1.44, 0.25)
+    agreed = agreement(timeline, world)
+    assert (agreed.highest_loss, agreed.count, world.sums) == (3.0, 2**24 + 1, 1)
+    assert agreed.losses == {"loss": 3.0, "loss/z": 1.25}
+    assert agreed.highest_norm == agreed.grad_norm == agreed.own_norm == pytest.approx(1.3)
     assert not agreed.is_skipped
     assert not agreed.is_void
     assert set(timeline.take()) == {"other", "sync"}
 
 
+def test_a_norm_that_is_complete_is_that_of_the_first_rank(timeline):
+    agreed = agreement(timeline, TwoRanks(1.0, 1.44, 0.25), is_split=False)
+    assert agreed.highest_norm == agreed.own_norm == pytest.approx(1.2)
+
+
+def test_replicas_that_run_apart_learn_the_highest_norm_and_keep_their_own(timeline):
+    world = TwoRanks(1.0, 0.0, 0.25, highest=1.5)
+    agreed = agreement(timeline, world, is_split=False, norms_differ=True)
+    assert (agreed.highest_norm, agreed.grad_norm, agreed.own_norm) == (1.5, 1.5, 0.5)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_on_one_rank_is_infinite_on_all(timeline, bad):
-    world = TwoRanks(3.0, 0.25, 7.0)
-    bad = torch.tensor(bad)
-    agreed = Agreement(world, timeline)({"loss": bad}, bad, torch.tensor(7))
+@pytest.mark.parametrize("is_split", [True, False])
+def test_what_is_not_finite_on_one_rank_is_infinite_on_all(timeline, is_split, bad):
+    agreed = agreement(timeline, TwoRanks(bad, 0.25, 0.0), norm=bad, is_split=is_split)
     assert (agreed.highest_loss, agreed.highest_norm) == (math.inf, math.inf)
 
 
-def test_of_a_flag_the_largest_counts_on_every_rank(timeline):
+def test_votes_are_added_up_on_every_rank(timeline):
     heard = {}
     mine = {"stop": True, "signal": False, "late": 2.5}
     votes = [
         StepVote(lambda value=value: value, lambda agreed, name=name: heard.update({name: agreed}))
         for name, value in mine.items()
     ]
-    agreement(timeline, (3.0, 0.25, 7.0, 0.0, 1.0, 1.5), *votes)
-    assert heard == {"stop": 1.0, "signal": 1.0, "late": 2.5}
+    agreement(timeline, TwoRanks(3.0, 0.25, 0.0, 0.0, 1.0, 1.5), *votes)
+    assert heard == {"stop": 1.0, "signal": 1.0, "late": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -132,16 +157,15 @@ def test_weights_change_only_when_they_may(timeline, in_backward):
     inner = SimpleNamespace(
         in_backward=in_backward,
         begin=lambda factor: done.append("begin") or 1e-3 * factor,
-        norm=lambda: torch.tensor(0.4),
+        norm=lambda: GradientNorm(torch.tensor([0.64]), is_split=False),
         clip=lambda max_norm, norm: done.append(f"clip {norm:g} to {max_norm}"),
         step=lambda: done.append("step"),
     )
     optimizers = StepOptimizers(inner, 0.3, timeline)
-    optimizers.norm_of_all = lambda norm: 2 * norm
     optimizers.before_update = [lambda: done.append("wait")]
     optimizers.after_update = [lambda: done.append("updated")]
     assert optimizers.begin(0.5) == 5e-4
-    norm = optimizers.norm()
+    norm = optimizers.norm().complete()
     assert norm == pytest.approx(0.8)
     optimizers.step(norm, 0.8)
     optimizers.step(norm, 0.2)  # well below the limit
@@ -159,14 +183,13 @@ def test_features_are_called_around_the_passes_in_order(timeline):
             done.append(batches)
             return {"loss": TWO, "loss/z": TWO / 2}
 
-    alone = SimpleNamespace(sum=lambda shares, over: 3 * shares)
     nothing = None
-    model = OneRank([], nothing, SimpleNamespace(end_step=bool), nothing, alone, timeline)
+    model = OneRank([], nothing, SimpleNamespace(end_step=bool), nothing, nothing, timeline)
     model.before_forward = [lambda: done.append("first"), lambda: done.append("second")]
     model.after_backward = [lambda batches, losses: done.append((batches, losses["loss"].item()))]
     batches = ["batch"]
-    assert model.forward_backward(batches, TWO) == {"loss": 6.0, "loss/z": 3.0}
-    assert done == ["first", "second", ["batch"], (["batch"], 6.0)]
+    assert model.forward_backward(batches, TWO) == {"loss": 2.0, "loss/z": 1.0}
+    assert done == ["first", "second", ["batch"], (["batch"], 2.0)]
 
 
 def saved(folder, **counters):

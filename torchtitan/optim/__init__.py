@@ -13,7 +13,7 @@ from torchtitan.optim.adam_and_sgd import SGD, Adam, AdamW
 from torchtitan.optim.grouping import describe_groups, describe_rules, group_problems, state_bytes
 from torchtitan.optim.muon import Muon
 from torchtitan.optim.optimizer_group import InBackward, Optimizers
-from torchtitan.optim.parameters import NamedParameter, name_parameters
+from torchtitan.optim.parameters import GradientNorm, NamedParameter, name_parameters
 from torchtitan.optim.schedule import SCHEDULES, ScheduleConfig, WarmupStableDecay, rate_in_recipe
 from torchtitan.optim.settings import (
     Compiled,

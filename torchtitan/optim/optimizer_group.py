@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchtitan.optim.grouping import Assignment, assign, build_all, groups_of
 from torchtitan.optim.parameters import (
+    GradientNorm,
     Layout,
     NamedParameter,
     combined,
@@ -73,15 +74,16 @@ class Optimizers:
         """Return this rank's part of the gradients, to be changed in place."""
         return [local(p.grad) for p in self.names if p.grad is not None]
 
-    def norm(self) -> Tensor:
-        """Return the global 2-norm of the gradients, a plain 0-d tensor, equal on every rank."""
+    def norm(self) -> GradientNorm:
+        """Return the global 2-norm of the gradients."""
         gradients = [p.grad for p in self.names if p.grad is not None]
         return global_norm(gradients, self.stages)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradients, whose global 2-norm is `norm`, to a 2-norm of at most `max_norm`."""
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(self.gradients(), scale)
+        if gradients := self.gradients():
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))  # perhaps offloaded
 
     def step(self) -> None:
         """Update the parameters."""
@@ -160,7 +162,7 @@ class InBackward(Optimizers):
         self.optimizer_of[parameter].step()
         parameter.grad = None
 
-    def norm(self) -> Tensor:
+    def norm(self) -> GradientNorm:
         """Return the global norm of the gradients of the last backward."""
         by_layout: dict[Layout, list[Tensor]] = {}
         for layout, norm in (self.norms[p] for p in self.names if p in self.norms):

@@ -15,8 +15,31 @@ Layout = Any
 """Mesh and placements of a DTensor; None for a plain tensor."""
 
 
-def global_norm(gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the 2-norm, in float32, of all gradients on all ranks; see `combined`."""
+@dataclass(frozen=True)
+class GradientNorm:
+    """The 2-norm, in float32, of all gradients on all ranks."""
+
+    squares: Tensor
+    """Terms (n,) of its square."""
+    is_split: bool
+    """Whether they are terms of this rank, to be summed over all ranks."""
+
+    def terms(self, rank: int) -> Tensor:
+        """Return the terms (n,) of `rank`, whose sum over all ranks is the square."""
+        return self.squares if self.is_split or rank == 0 else self.squares * 0  # NaN stays NaN
+
+    def complete(self) -> Tensor:
+        """Return the norm (0-d), equal on the ranks that share a model."""
+        squares = self.squares.clone()
+        if self.is_split:
+            dist.all_reduce(squares)
+        return squares.sum().sqrt()
+
+
+def global_norm(
+    gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = None
+) -> GradientNorm:
+    """Return the norm of all gradients on all ranks; see `combined`."""
     by_layout: dict[Layout, list[Tensor]] = {}
     for gradient in gradients:
         by_layout.setdefault(layout_of(gradient), []).append(local(gradient))
@@ -26,24 +49,38 @@ def global_norm(gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = 
 
 def combined(
     norms: Mapping[Layout, Sequence[Tensor]], stages: dist.ProcessGroup | None = None
-) -> Tensor:
-    """Combine this rank's gradient norms into the 2-norm over all ranks.
+) -> GradientNorm:
+    """Combine this rank's gradient norms into the norm over all ranks.
 
     Gradients are grouped by mesh and placements: the square of each group is summed over the mesh
     axes that shard it, not over those that replicate it; then all are summed over `stages`, whose
-    ranks have gradients of other parameters.
+    ranks have gradients of other parameters. If all ranks share all parameters, one sum is left.
     """
-    squares = []
-    for layout, group in norms.items():
-        square = torch.stack(list(group)).square().sum()
-        for axis, placement in enumerate(layout[1] if layout else ()):
-            if not placement.is_replicate():
-                dist.all_reduce(square, group=layout[0].get_group(axis))
-        squares.append(square)
+    squares = [torch.stack(list(group)).square().sum() for group in norms.values()]
+    sharded = [_sharding_groups(layout) for layout in norms]
+    is_staged = stages is not None and stages.size() > 1
+    if not is_staged and all([group.size() for group in each] == [_ranks()] for each in sharded):
+        return GradientNorm(torch.stack(squares), is_split=True)
+    for square, groups in zip(squares, sharded, strict=True):
+        for group in groups:
+            dist.all_reduce(square, group=group)
     total = torch.stack(squares).sum()
-    if stages is not None:
+    if is_staged:
         dist.all_reduce(total, group=stages)
-    return total.sqrt()
+    return GradientNorm(total[None], is_split=False)
+
+
+def _sharding_groups(layout: Layout) -> list[dist.ProcessGroup]:
+    """Return the groups of several ranks over which a layout shards a tensor."""
+    axes = (
+        axis for axis, each in enumerate(layout[1] if layout else ()) if not each.is_replicate()
+    )
+    groups = (layout[0].get_group(axis) for axis in axes)
+    return [group for group in groups if group.size() > 1]
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def local_norms(tensors: list[Tensor]) -> Sequence[Tensor]:

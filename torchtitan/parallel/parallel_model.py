@@ -47,7 +47,8 @@ class ParallelModel:
     before_forward: Sequence[Callable[[], None]] = ()
     """Calls of features before the passes of a step."""
     after_backward: Sequence[Callable[[Sequence[Batch], Losses], None]] = ()
-    """Calls of features with a step's microbatches and losses; its gradients are complete."""
+    """Calls of features with a step's microbatches and shares of its losses; its gradients are
+    complete."""
 
     @property
     def has_loss(self) -> bool:
@@ -62,18 +63,18 @@ class ParallelModel:
             count: number of targets in the global batch (0-d).
 
         Returns:
-            Global means of the losses, equal on all ranks.
+            This rank's shares of the losses' means.
         """
         for call in self.before_forward:
             call()
-        losses = self._train(batches, count)
+        shares = self._train(batches, count)
         for hook in self.after_backward:
-            hook(batches, losses)
+            hook(batches, shares)
         self.sharding.end_step()
-        return losses
+        return shares
 
     def _train(self, batches: Sequence[Batch], count: Tensor) -> Losses:
-        return self.sum_over_ranks(self.accumulate(batches, count))
+        return self.accumulate(batches, count)
 
     def accumulate(self, batches: Sequence[Batch], count: Tensor) -> Losses:
         """Accumulate gradients, and return this rank's shares of the losses' means."""
@@ -106,12 +107,6 @@ class ParallelModel:
         if self.loss is None:
             return cast(Tensor, model(batch.inputs, **known, targets=batch.targets))
         return self.loss(model(batch.inputs, **known), batch.targets)
-
-    def sum_over_ranks(self, shares: Losses) -> Losses:
-        """Return the global means of losses, from the shares of all ranks."""
-        with self.timeline.phase("sync"):
-            means = self.world.sum(torch.stack(list(shares.values())), over="loss")
-        return dict(zip(shares, means, strict=True))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
@@ -167,4 +162,4 @@ class LocallyUpdatedModel(ParallelModel):
         with self.timeline.phase("sync"):
             own = self.world.sum(own, over="dp_shard").clamp(min=1)
         shares = self.accumulate(batches, own)
-        return self.sum_over_ranks({name: each * (own / count) for name, each in shares.items()})
+        return {name: each * (own / count) for name, each in shares.items()}

@@ -10,7 +10,7 @@ Every axis always exists, with size 1 when unused, so callers need not check for
 
 Axes are also joined: the ranks of `data` read different samples; those of `fsdp` own different
 shards of the parameters, which ranks with the same sequence can share as well as ranks with
-different samples; and those of `loss` own different parts of the global loss.
+different samples.
 
 Process groups are created only for axes in use: all axes of size 1 have one group, of this rank
 alone, and axes over the same ranks share a group.
@@ -34,11 +34,7 @@ from torchtitan.config import Config, Context, Problem
 from torchtitan.device import Device, pick
 from torchtitan.torch_private.distributed import set_timeout
 
-JOINED_AXES = {
-    "data": ("dp_replicate", "dp_shard"),
-    "fsdp": ("dp_shard", "cp"),
-    "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
-}
+JOINED_AXES = {"data": ("dp_replicate", "dp_shard"), "fsdp": ("dp_shard", "cp")}
 PARAMETER_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 # Coordination of saves can be as slow as a shared file system.
 OBJECT_TIMEOUT = timedelta(hours=2)
@@ -206,10 +202,18 @@ class World:
         groups = [self.groups[axis] for axis in axes]
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=axes)
 
-    def sum(self, values: Tensor, over: Literal["data", "dp_shard", "loss", "tp"]) -> Tensor:
-        """Sum over an axis or joined axes, in place; equal on all their ranks."""
-        dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.groups[over])
+    def sum(self, values: Tensor, over: Literal["data", "dp_shard", "all"]) -> Tensor:
+        """Sum over an axis, joined axes or all ranks, in place; equal on all of them."""
+        group = None if over == "all" else self.groups[over]
+        dist.all_reduce(values, op=dist.ReduceOp.SUM, group=group)
         return values
+
+    def terms(self, values: Tensor) -> Tensor:
+        """Return this rank's terms of a sum over all ranks, of values that ranks of tp share.
+
+        They are zero except on the first of these ranks, but NaN stays NaN.
+        """
+        return values if dist.get_rank(self.groups["tp"]) == 0 else values * 0
 
     def max(self, values: Tensor) -> Tensor:
         """Take the elementwise maximum over all ranks, in place."""

@@ -188,7 +188,7 @@ def record(
                 if parameter.grad is not None:
                     recorder.track([parameter.grad], "gradients", owner(name), on_host=on_host)
             recorder.mark("norm", by_owner=True)
-            norm = optimizers.norm()
+            norm = optimizers.norm().complete()
             recorder.mark("update", by_owner=True)
             if job.training.max_norm:
                 optimizers.clip(job.training.max_norm, norm)

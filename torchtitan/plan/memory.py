@@ -302,9 +302,7 @@ def outside(
         return found
     members, axes, sent = step.source.members, step.source.axes, {*messages_of(step)}
     # Tokens and losses are summed, and steps agreed on, outside of the recording.
-    used = {each.group for each in sent} | {
-        name for name in members if axes[name] == "loss" or len(members[name]) == ranks
-    }
+    used = {each.group for each in sent} | {name for name in members if len(members[name]) == ranks}
     if count := sum(len(members[name]) > 1 for name in used):
         pairs = {(each.group, each.operation) for each in sent}
         near = (_near(rank, members[group], how, hardware) for group, how in pairs)

@@ -68,6 +68,7 @@ class Profiler:
         self.clock, self.at_request = clock, at_request
         self._step = self._steps = 0
         self._requested = self._asked = 0
+        self._is_signaled = False
         self._looked = -POLL_INTERVAL
         self._trace: Trace | None = None
         self._handler: Any = None
@@ -83,7 +84,7 @@ class Profiler:
         return self
 
     def request(self) -> int:
-        """The number of steps that this rank was asked to trace; 0: none."""
+        """The number of steps that a file asks for; 0: none, or another rank reads it."""
         if self.rank == 0 and self.clock() - self._looked >= POLL_INTERVAL:
             self._looked = self.clock()
             self._requested = max(self._requested, self._take_request())
@@ -94,6 +95,16 @@ class Profiler:
         self._asked = max(self._asked, int(steps))
         if steps:
             self._requested = 0
+
+    def is_signaled(self) -> bool:
+        """Whether this rank was asked by a signal to trace a step."""
+        return self._is_signaled
+
+    def agree_on_signals(self, ranks: float) -> None:
+        """Trace a step if any rank was asked by a signal, whatever their number."""
+        self.agree(ranks > 0)
+        if ranks:
+            self._is_signaled = False
 
     def step(self, step: int) -> None:
         """End training step number `step`."""
@@ -128,7 +139,7 @@ class Profiler:
                 record_memory(None)
 
     def _request_one(self, number: int, frame: FrameType | None) -> None:
-        self._requested = max(self._requested, 1)
+        self._is_signaled = True
 
     def _take_request(self) -> int:
         path = self.folder / REQUEST_FILE

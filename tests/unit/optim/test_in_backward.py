@@ -23,7 +23,7 @@ def train(model, optimizers):
         torch.manual_seed(step)
         optimizers.begin(1 / (step + 1))
         model(torch.randn(5, 64)).square().sum().backward()
-        norms.append(optimizers.norm().item())
+        norms.append(optimizers.norm().complete().item())
         optimizers.step()
     return [parameter.detach() for parameter in model.parameters()], norms
 
@@ -53,7 +53,7 @@ def norms_of_stages():
         weight = nn.Linear(1, 1, bias=False)
         optimizers = build(named(weight), SGD(), stages=stages)
         (weight.weight * (3 + dist.get_rank())).sum().backward()
-        found.append(optimizers.norm().item())
+        found.append(optimizers.norm().complete().item())
     return found
 
 

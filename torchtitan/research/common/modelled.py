@@ -260,7 +260,7 @@ class ModelledRun:
         norms = []
         for replica, run in enumerate(self.runs):
             self._give(replica, run)
-            norm = run.optimizers.norm()
+            norm = run.optimizers.norm().complete()
             norms.append(float(norm))
             run.optimizers.step(norm, norms[-1])
             run.state.step += 1
