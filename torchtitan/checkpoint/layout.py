@@ -115,9 +115,9 @@ class RankGroup:
         written: dict[Any, list[int]] = {}
         turns: dict[str, int] = {}
         for name, item in self.items.items():
-            copies = self.ranks if item.placement is None else item.placement.copies
-            count = len(copies) if item.placement is None else math.prod(n for n, _ in copies)
-            loads = written.setdefault(item.placement and copies, [0] * min(count, WRITERS))
+            placed = item.placement
+            count = math.prod(n for n, _ in placed.copies) if placed else len(self.ranks)
+            loads = written.setdefault(placed and placed.copies, [0] * min(count, WRITERS))
             size = math.prod(item.shape) * item.dtype.itemsize
             turns[name] = loads.index(min(loads)) if size >= SMALL else 0
             loads[turns[name]] += size
@@ -149,8 +149,7 @@ class RankGroup:
     def to_json(self, placements: list[Placement], digests: Mapping[str, Any]) -> dict[str, Any]:
         """Return the group in a manifest, adding to the `placements` that it names by number."""
         numbers: dict[Placement | None, int | None] = {None: None}
-        for number, placement in enumerate(placements):
-            numbers[placement] = number
+        numbers |= {placement: number for number, placement in enumerate(placements)}
         items = {}
         for name, (dtype, shape, placement) in self.items.items():
             digest = digests.get(name)
@@ -158,9 +157,9 @@ class RankGroup:
                 digest = [f"{digest[rank]:016x}" for rank in self.ranks]
             elif digest is not None:
                 digest = f"{digest:016x}"
-            if placement not in numbers:
+            if placement is not None and placement not in numbers:
                 numbers[placement] = len(placements)
-                placements.append(placement)  # type: ignore[arg-type]
+                placements.append(placement)
             kind = str(dtype).removeprefix("torch.")
             items[name] = [kind, shape, numbers[placement], digest]
         return {"ranks": ranges_of(self.ranks), "items": items}

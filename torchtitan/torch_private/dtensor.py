@@ -72,7 +72,9 @@ def extents(tensor: Tensor, coordinate: Sequence[int]) -> list[range]:
     its start does: FSDP's split after tensor parallelism (`_StridedShard`) comes last.
     """
     found = [range(size) for size in tensor.shape]
-    for axis, dim in order_of_cuts(tensor) if is_dtensor(tensor) else ():
+    if not is_dtensor(tensor):
+        return found
+    for axis, dim in order_of_cuts(tensor):
         whole, parts = found[dim], tensor.device_mesh.size(axis)
         size = -(-len(whole) // parts)
         begin = min(coordinate[axis] * size, len(whole))
