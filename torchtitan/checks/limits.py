@@ -10,7 +10,7 @@ from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem
 from torchtitan.device import GIB, Device, cpu_has_bfloat16, pick, smallest
 from torchtitan.job import JobConfig
-from torchtitan.models.settings import MAX_LAYERS, MAX_SIZE
+from torchtitan.models.settings import most_of
 from torchtitan.optim import name_parameters, state_bytes
 
 MOST = {
@@ -37,8 +37,8 @@ ANY_MACHINE = 64 * 1024
 def numbers(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that no number is beyond that of any run."""
     values = job.flat()
-    sizes = {f"model.{key}": MAX_SIZE for key in job.model.sizes()}
-    for key, limit in (MOST | sizes | {"model.n_layers": MAX_LAYERS}).items():
+    sizes = {f"model.{key}": most_of(key) for key in job.model.sizes()}
+    for key, limit in (MOST | sizes).items():
         value = values.get(key)
         if isinstance(value, int) and value > limit:
             yield Problem(key, f"wanted at most {limit:,}")

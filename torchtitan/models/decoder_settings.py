@@ -1,15 +1,15 @@
 """Sizes of a decoder that a recipe can set, and the checks that they fit each other."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from torchtitan.config import Problem, RecipeError, show
+from torchtitan.config import Problem
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.layers import Linear, RopeScaling, Scaling, Yarn
-from torchtitan.models.settings import MAX_LAYERS, MAX_SIZE, TextConfig
+from torchtitan.models.settings import TextConfig
 
 ROPE = {
     "rope_scaling": "factor",
@@ -80,49 +80,6 @@ class DecoderConfig(TextConfig):
         scaling = args.rope_scaling or cls.unscaled
         plain = {key: getattr(args, key) for key in cls.sizes() if key not in cls.rope}
         return plain | {key: getattr(scaling, name) for key, name in cls.rope.items()}
-
-    @classmethod
-    def checked(
-        cls, args: DecoderArgs, keys: Mapping[str, str] | None = None, known: Iterable[str] = ()
-    ) -> DecoderArgs:
-        """Return arguments written by other software, if they are valid.
-
-        Args:
-            keys: their names in the other software, for messages.
-            known: problems found before.
-
-        Raises:
-            RecipeError: with all problems.
-        """
-        sizes, keys, problems = cls.sizes_of(args), keys or {}, [*known]
-
-        def add(key: str, message: str) -> None:
-            problems.append(f"{keys.get(key, key)}: {message}")
-
-        # Absent from a recipe, a size follows the flavor; there is none to follow here.
-        absent = [key for key, v in sizes.items() if v is None and getattr(type(args), key, 0) != v]
-        for key in absent:
-            add(key, f"got {show(None)}; wanted a value")
-        try:
-            config = cls.model_validate(sizes, strict=True)
-        except ValidationError as error:
-            for details in error.errors():
-                add(
-                    str(details["loc"][0]),
-                    f"got {show(details['input'])}; {details['msg'].lower()}",
-                )
-            raise RecipeError(problems) from None
-        if absent:
-            raise RecipeError(problems)
-        for problem in config.size_problems(args):
-            add(problem.path, problem.message)
-        for key, value in sizes.items():
-            most = MAX_LAYERS if key == "n_layers" else MAX_SIZE
-            if isinstance(value, int) and value > most:
-                add(key, f"got {show(value)}; wanted at most {most:,}")
-        if problems:
-            raise RecipeError(problems)
-        return args
 
     def over(self, args: DecoderArgs) -> DecoderArgs:  # type: ignore[override]
         overrides = self.overrides()

@@ -332,21 +332,25 @@ def agreed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
     """Find facts that are not of their type."""
     layers = config.get("num_hidden_layers")
-    if layers is not None and not isinstance(layers, int):
+    if layers is not None and not is_number(layers):
         raise RecipeError([f"num_hidden_layers: got {show(layers)}; wanted a number"])
     if layers is not None and layers > MAX_LAYERS:
         raise RecipeError([f"num_hidden_layers: got {layers}; wanted at most {MAX_LAYERS:,}"])
     if not isinstance(uses := config.get("use_sliding_window"), bool | None):
         yield f"use_sliding_window: got {show(uses)}; wanted true or false"
     context = config.get("max_position_embeddings")
-    if context is not None and (not isinstance(context, int) or context < 1):
+    if context is not None and (not is_number(context) or context < 1):
         yield f"max_position_embeddings: got {show(context)}; wanted an integer above 0"
     for key in ("bos_token_id", "eos_token_id"):
         found = config.get(key)
-        if not all(
-            isinstance(n, int | None) for n in (found if isinstance(found, list) else [found])
-        ):
+        ids = found if isinstance(found, list) else [found]
+        if not all(token is None or is_number(token) for token in ids):
             yield f"{key}: got {show(found)}; wanted the id of a token, or a list of ids"
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is an integer, which true is not."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> Any:

@@ -5,10 +5,12 @@ absent size is the flavor's, so a recipe writes only what it changes.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from torchtitan.config import Config, Context, Problem, exists, shorten
+from pydantic import ValidationError
+
+from torchtitan.config import Config, Context, Problem, RecipeError, exists, shorten, show
 from torchtitan.models.attention import AttentionMask
 
 Args = TypeVar("Args")
@@ -16,6 +18,11 @@ Args = TypeVar("Args")
 MAX_LAYERS = 2**12
 MAX_SIZE = 2**28
 """Upper bound of any other size, beyond that of any model."""
+
+
+def most_of(key: str) -> int:
+    """Return the upper bound of a size."""
+    return MAX_LAYERS if key.endswith("layers") else MAX_SIZE
 
 
 class ModelConfig(Config):
@@ -47,6 +54,43 @@ class ModelConfig(Config):
         """Return the sizes of a network with these arguments, by key, as plain data."""
         found = {key: getattr(args, key) for key in cls.sizes()}
         return {key: list(v) if isinstance(v, tuple) else v for key, v in found.items()}
+
+    @classmethod
+    def checked(
+        cls, args: Args, keys: Mapping[str, str] | None = None, known: Iterable[str] = ()
+    ) -> Args:
+        """Return arguments written by other software, if they are valid.
+
+        Args:
+            keys: their names in the other software, for messages.
+            known: problems found before.
+
+        Raises:
+            RecipeError: with all problems.
+        """
+        sizes, wrong = cls.sizes_of(args), dict[str, str]()
+        config: ModelConfig | None = None
+        for key, value in sizes.items():
+            # Absent from a recipe, a size follows the flavor; there is none to follow here.
+            if value is None and getattr(type(args), key, 0) is not None:
+                wrong[key] = f"got {show(None)}; wanted a value"
+            elif isinstance(value, int) and value > (most := most_of(key)):
+                wrong[key] = f"got {show(value)}; wanted at most {most:,}"
+            elif isinstance(getattr(args, key, None), tuple):
+                sizes[key] = tuple(value)
+        try:
+            config = cls.model_validate(sizes, strict=True)
+        except ValidationError as error:
+            for details in error.errors():
+                message = f"got {show(details['input'])}; {details['msg'].lower()}"
+                wrong[str(details["loc"][0])] = message
+        problems = [Problem(key, message) for key, message in wrong.items()]
+        if config and not problems:
+            problems = [*config.size_problems(args)]
+        named = [f"{(keys or {}).get(each.path, each.path)}: {each.message}" for each in problems]
+        if lines := [*known, *named]:
+            raise RecipeError(lines)
+        return args
 
     def over(self, args: Args) -> Args:
         """Return a flavor's arguments with the sizes set in the recipe."""

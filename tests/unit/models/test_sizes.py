@@ -1,10 +1,12 @@
 """Sizes of a model in a recipe: over those of the flavor, and in effect wherever one looks."""
 
 import dataclasses
+import itertools
 
 import pytest
 
 from tests import tiny
+from torchtitan.config import RecipeError
 from torchtitan.models import MODELS, spec_in_recipe, with_sizes
 from torchtitan.models.layers import RopeScaling
 from torchtitan.models.llama3 import FLAVORS, Llama3Config
@@ -42,3 +44,25 @@ def test_a_recorded_recipe_tells_the_sizes_in_effect():
     assert (recorded["model.n_layers"], recorded["model.dim"]) == (3, 32)
     assert with_sizes({"model.name": "tiny", "model.flavor": "tiny"})["model.n_layers"] == 2
     assert "# in effect: dim 32, n_layers 3, n_heads 4, " in to_toml(job)
+
+
+NOT_SIZES = {"max_position_embeddings", "initial_context_length", "bos_token_id", "eos_token_id"}
+NOT_SIZES |= {"max_window_layers", "sliding_window_pattern"}
+
+
+@pytest.mark.parametrize(
+    "family", [n for n, spec in MODELS.items() if "debugmodel" in spec.flavors]
+)
+def test_any_value_in_a_config_of_other_software_is_read_or_refused(family):
+    spec = MODELS[family]
+    read, write = spec.formats["hf"].args, spec.formats["hf"].config
+    config = write(spec.flavors["debugmodel"], None)
+    huge = 10**9
+    for key, value in itertools.product(config, (None, huge, 10**30, -1, True, "x", [], {}, 0.5)):
+        told = ""
+        try:
+            read(config | {key: value})
+        except RecipeError as error:
+            told = str(error)
+        if value == huge and type(config[key]) is int and key not in NOT_SIZES:
+            assert told, key

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from torchtitan.config import RecipeError, show
+from torchtitan.config import show
 from torchtitan.models.spec import WeightFormat
-from torchtitan.research.vit_mae.model import ViTMAEArgs, ViTMAEConfig, position_table
+from torchtitan.research.vit_mae.model import MAX_BANDS, ViTMAEArgs, ViTMAEConfig, position_table
 
 MODULES = {
     "embeddings.patch": "vit.embeddings.patch_embeddings.projection",
@@ -115,26 +114,12 @@ def from_config(config: Mapping[str, Any]) -> ViTMAEArgs:
         "mask_ratio": config.get("mask_ratio", 0.75),
         "norm_eps": config.get("layer_norm_eps", 1e-12),
     }
-    try:
-        ViTMAEConfig.model_validate({"name": "vit_mae", **said}, strict=True)
-    except ValidationError as error:
-        theirs = SIZES | {"mask_ratio": "mask_ratio", "norm_eps": "layer_norm_eps"}
-        problems += [
-            f"{theirs[str(details['loc'][0])]}: got {show(details['input'])}; "
-            f"{details['msg'].lower()}"
-            for details in error.errors()
-        ]
-    if problems:
-        raise RecipeError(problems)
-    args = ViTMAEArgs(**said)
-    if args.channels != len(args.pixel_mean):
+    channels = said["channels"]
+    if isinstance(channels, int) and channels != 3 and channels <= MAX_BANDS:
         # config.json does not have the normalisation of pixels.
-        args = ViTMAEArgs(
-            **said, pixel_mean=(0.5,) * args.channels, pixel_std=(0.25,) * args.channels
-        )
-    if misfits := [f"{each.path}: {each.message}" for each in ViTMAEConfig().size_problems(args)]:
-        raise RecipeError(misfits)
-    return args
+        said |= {"pixel_mean": (0.5,) * channels, "pixel_std": (0.25,) * channels}
+    theirs = SIZES | {"mask_ratio": "mask_ratio", "norm_eps": "layer_norm_eps"}
+    return ViTMAEConfig.checked(ViTMAEArgs(**said), theirs, problems)
 
 
 HUGGING_FACE = WeightFormat(
