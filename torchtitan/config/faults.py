@@ -31,7 +31,7 @@ from torchtitan.config.words import (
     listed,
     near_names,
     nearest,
-    show,
+    told,
 )
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -158,7 +158,7 @@ def _unwritable(settings: Settings) -> Iterator[tuple[KeyPath, str]]:
         if len(path) > MAX_NESTED:
             yield path, f"it is nested too deeply; wanted {SECTION_AND_KEY}"
         elif why := _why_unwritable([*path, setting.value]):
-            yield path, f"got {show(setting.value)}; {why}"
+            yield path, f"{told(setting.value)}{why}"
 
 
 def _why_unwritable(value: Any) -> str:
@@ -201,9 +201,7 @@ def _make_lists(node: Any) -> Any:
 
 def _message(schema: type[Config], path: KeyPath, details: ErrorDetails, settings: Settings) -> str:
     value, kind = settings[path].value, find(schema, path, settings)
-    got, what = f"got {show(value)}; ", details["type"]
-    if value == {}:
-        got = "it is written as a section; "
+    got, what = told(value), details["type"]
     if what == BAD_CHOICE:
         above = path[:-1]
         return details["msg"] + did_you_mean(_keys_for(find(schema, above, settings), above, value))

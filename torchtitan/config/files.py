@@ -16,7 +16,7 @@ import tomli
 from torchtitan.config.node_files import read_for_node
 from torchtitan.config.registry import PACKAGE
 from torchtitan.config.settings import KeyPath, Setting
-from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, nearest, shorten, show
+from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, nearest, shorten, show, told
 
 CLONED: Final = "train_configs"
 OTHER_FORMATS = {
@@ -33,7 +33,7 @@ def read_recipe(
     parent = settings.pop(("extends",), None)
     if parent is None:
         return [settings]
-    complain = f"{parent.origin}: extends: got {show(parent.value)}; "
+    complain = f"{parent.origin}: extends: {told(parent.value)}"
     if not isinstance(parent.value, str):
         problems.append(complain + "wanted the path of a recipe, relative to this one")
         return [settings]

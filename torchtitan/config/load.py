@@ -216,9 +216,10 @@ def _merged(schema: type[Config], below: Settings, above: Settings, notices: lis
             if path[: len(section) + 1] in gone and path not in above:
                 del merged[path]
                 if path in gone:
+                    value, origin = below[path]
+                    gone_value = "a section" if value == {} else show(value)
                     notices.append(
                         f"{located(name.origin, dotted((*section, 'name')))}: {name.value} has no "
-                        f"{path[-1]}; "
-                        f"{show(below[path].value)} of {below[path].origin} is left out"
+                        f"{path[-1]}; {gone_value} of {origin} is left out"
                     )
     return merged

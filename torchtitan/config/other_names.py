@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchtitan.config.settings import ConfigError, KeyPath, Setting
-from torchtitan.config.words import dotted, located, show
+from torchtitan.config.words import dotted, located, show, told
 
 Settings = dict[KeyPath, Setting]
 
@@ -116,7 +116,7 @@ def translate_key(
     elif isinstance(row, Gone) and _asks_nothing(row, setting.value, settings):
         result.notices.append(f"{where}: {got} is dropped; {row.instead}")
     elif isinstance(row, Gone):
-        result.problems.append(f"{where}: got {got}; {row.instead}")
+        result.problems.append(f"{where}: {told(setting.value)}{row.instead}")
     else:
         result.settings[path] = setting
 
@@ -134,13 +134,13 @@ def move(
     try:
         value = convert(value) if convert else value
     except ConfigError as error:
-        result.problems.append(f"{where}: got {show(value)}; {error}")
+        result.problems.append(f"{where}: {told(value)}{error}")
         return
     if target != path:
         result.notices.append(f"{where}: is now {'.'.join(target)}")
         if same := settings.get(target, result.settings.get(target)):
             both = f"{'.'.join(target)} of {same.origin} sets the same thing; keep that"
-            result.problems.append(f"{where}: got {show(setting.value)}; {both}")
+            result.problems.append(f"{where}: {told(setting.value)}{both}")
             return
     elif value != setting.value:
         result.notices.append(f"{where}: {show(setting.value)} is now {show(value)}")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, SerializationInfo, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
-from torchtitan.config.words import allowed_names, docstring, show
+from torchtitan.config.words import allowed_names, docstring, told
 
 KeyPath = tuple[str, ...]
 
@@ -167,7 +167,7 @@ class OneOf:
         settings = self.choice(got, value)
         if settings is None:
             allowed = allowed_names(got, self.registry)
-            message = f"it has no name; {allowed}" if got is None else f"got {show(got)}; {allowed}"
+            message = f"it has no name; {allowed}" if got is None else f"{told(got)}{allowed}"
             kind = PydanticCustomError(BAD_CHOICE, "{message}", {"message": message})
             line = InitErrorDetails(type=kind, loc=("name",) if got is not None else (), input=got)
             raise ValidationError.from_exception_data("section", [line])

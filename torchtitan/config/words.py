@@ -78,11 +78,7 @@ def _is_similar(name: str, got: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """Format a value as TOML, truncated if it is long."""
-    if value == {}:
-        return "a section"
-    if holds_sections(value):
-        return "a list of sections"
+    """Format a value as TOML or JSON, truncated if it is long."""
     if value is None:
         return "nothing"
     if isinstance(value, date | time | float):
@@ -90,6 +86,15 @@ def show(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**128:
         return f"an integer of {value.bit_length()} bits"
     return shorten(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def told(value: Any) -> str:
+    """Return the start of a message about a value in a recipe: `got 5; `."""
+    if value == {}:
+        return "it is written as a section; "
+    if holds_sections(value):
+        return "it is written as a list of sections; "
+    return f"got {show(value)}; "
 
 
 def shorten(text: str) -> str:
