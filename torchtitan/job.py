@@ -1,7 +1,7 @@
 """The whole recipe as one tree, with each section imported from its owner."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 
 import torch
@@ -16,6 +16,7 @@ from torchtitan.config import (
     ListOf,
     OneOf,
     Problem,
+    Registry,
     counted,
     flat,
     has_wing,
@@ -102,6 +103,10 @@ class ManifestSection(Config):
     number of the job."""
 
 
+HARDWARE = Registry[Callable[[str], Iterator[Problem]]]("hardware")
+"""Functions that find what is wrong with `job.hardware`."""
+
+
 class JobSection(Config):
     """The run as a whole."""
 
@@ -130,6 +135,8 @@ class JobSection(Config):
             yield Problem("config_file", message)
         if self.manifest != ManifestSection() and not has_wing("cluster"):
             yield Problem("manifest", needs_wing("cluster"))
+        for problems_of in HARDWARE.values() if self.hardware else ():
+            yield from problems_of(self.hardware)
         dump = local_path(self.dump_folder)
         existing = next(filter(os.path.exists, (dump, *dump.parents)), None)
         if existing and not existing.is_dir():

@@ -228,6 +228,29 @@ def test_bad_input_is_refused_with_the_nearest_possibility(capsys):
         assert expected in refusal(capsys, RECIPE, *words.split()), words
 
 
+def test_hardware_is_told_with_all_other_mistakes(capsys, tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[training]\nstepz = 3\n")
+    for search in (["--search"], ["--search", "--seconds", "1"]):
+        said = refusal(capsys, str(recipe), *search)
+        assert "mine.toml:2: training.stepz" in said
+        assert "--search: it needs the hardware" in said
+    recipe.write_text('[job]\nhardware = "h10"\n[training]\nsteps = 0\nlocal_batch_size = -1\n')
+    own = tmp_path / "own.toml"
+    own.write_text("memory_gib = 1e9")
+    for verb in ("check", "train", "plan"):
+        assert main([verb, str(recipe)]) == 2
+        said = capsys.readouterr().err
+        assert f'{recipe}:2: job.hardware: got "h10"' in said
+        assert "did you mean h100?" in said
+        assert "training.steps" in said
+        assert "training.local_batch_size" in said
+        assert main([verb, RECIPE, "--job.hardware", str(own)]) == 2
+        said = capsys.readouterr().err
+        assert "memory_gib: got 1000000000.0" in said
+        assert f"{own}: peaks is missing" in said
+
+
 def test_a_file_of_hardware_that_is_wrong_is_refused(capsys, tmp_path):
     lines = (ROOT / "torchtitan/plan/hardware/h100.toml").read_text().splitlines()
     for key, wrong, expected in table(__file__, "bad_hardware.txt"):

@@ -15,6 +15,7 @@ command, plan_report, search_report, page   the verb `plan`
 
 ENTRIES = {
     "check": {"plan": "fitting:PlannedMemory"},
+    "hardware": {"plan": "hardware:problems_of"},
     "comparison": {"plan": "comparison:compared_plan"},
     "verb.Recipes": {"plan": "command:app"},
 }

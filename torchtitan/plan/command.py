@@ -47,6 +47,9 @@ from torchtitan.tools.options import (
     verb,
 )
 
+KEY = "job.hardware"
+NOT_NEEDED = (*ELSEWHERE, KEY)
+"""Keys that may be wrong where other hardware is known."""
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 MOST_RANKS = 2**20
 NEAR = 64
@@ -137,21 +140,31 @@ def plan_recipe(
     mistakes = [*_mistakes(html, output, search, seconds, timed)]
     devices: Hardware | None = None
 
-    def load(ranks: int | None, more: Sequence[str] = ()) -> config.Recipe[JobConfig]:
-        device_type = _type(devices, history)
-        return load_job(path, [*flags, *more], ranks, device_type, exempt=ELSEWHERE)
+    def load(
+        ranks: int | None, more: Sequence[str] = (), exempt: Sequence[str] = NOT_NEEDED
+    ) -> config.Recipe[JobConfig]:
+        return load_job(path, [*flags, *more], ranks, _type(devices, history), exempt=exempt)
 
     with collected(mistakes):
         devices = None if hardware is None else find_hardware(hardware)
     with collected(mistakes):
-        job = load(None).config
+        try:
+            job = load(None).config
+        except RecipeError:
+            if hardware is None and not history:
+                load(None, exempt=ELSEWHERE)  # reports its hardware too
+            raise
         if hardware is None and history:
             devices = hardware_of(job.job.hardware, history.device_type, history.device or "")
         elif hardware is None and job.job.hardware:
             with collected(mistakes):
-                devices = find_hardware(job.job.hardware, "job.hardware")
+                devices = find_hardware(job.job.hardware, KEY)
         ranks = world_size or job.job.ranks or job.parallelism.least_ranks
         found = _for_ranks(load, job, ranks, _type(devices, history))
+    if search and path is None:
+        mistakes.append("--search: it needs a recipe; name one")
+    elif search and not (hardware or devices or (mistakes and _states_hardware(path, flags))):
+        mistakes.append("--search: it needs the hardware; add --hardware")
     if mistakes:
         raise RecipeError(mistakes)
     for notice in found.notices:
@@ -163,9 +176,6 @@ def plan_recipe(
             calibrate(found.config, ranks, place)
         print(f"hardware: {place}")
         return 0
-    if search and (devices is None or path is None):
-        missing = "the hardware; add --hardware" if path else "a recipe; name one"
-        raise RecipeError([f"--search: it needs {missing}"])
     if timed and devices:
         require_devices(devices, ranks)
     if devices and device_memory:
@@ -234,6 +244,16 @@ def _mistakes(
         yield f"--seconds: got {seconds:g}; add --search, whose time it is"
 
 
+def _states_hardware(recipe: str | None, flags: Sequence[str]) -> bool:
+    """Whether a recipe, which may have mistakes, says which hardware it is for."""
+    try:
+        files = config.read_sources(recipe).settings
+    except config.ConfigError:  # which is reported where it is read
+        return True
+    is_in_file = any(tuple(KEY.split(".")) in settings for settings in files)
+    return is_in_file or any(word.startswith(f"--{KEY}") for word in flags)
+
+
 def _for_ranks(
     load: Callable[[int], config.Recipe[JobConfig]], job: JobConfig, ranks: int, device_type: str
 ) -> config.Recipe[JobConfig]:
@@ -254,7 +274,7 @@ def near_sizes(job: JobConfig, ranks: int, device_type: str) -> list[int]:
 
     def runs(size: int) -> bool:
         found = problems(job, PlannedWorld(size, device_type))
-        return all(each.severity == "note" or is_error_of(each, ELSEWHERE) for each in found)
+        return all(each.severity == "note" or is_error_of(each, NOT_NEEDED) for each in found)
 
     least = job.parallelism.least_ranks
     if job.parallelism.data_parallel_shard_degree != -1:

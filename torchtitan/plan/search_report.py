@@ -165,7 +165,7 @@ def _recipe(
     title: str = "",
 ) -> str:
     """Return a layout as a recipe in a folder."""
-    given = load_job(recipe, (), None, device_type, exempt=ELSEWHERE).config
+    given = load_job(recipe, (), None, device_type, exempt=(*ELSEWHERE, "job.hardware")).config
     extends = Path(os.path.relpath(recipe, folder)).as_posix()
     title = title[:1].upper() + title[1:]
     return planned_recipe(with_changes(planned.job, changes), given, extends, title)

@@ -259,7 +259,7 @@ def recipe_of(run: Path, start: Row) -> JobConfig:
     path = earlier if earlier.is_file() else run / RECIPE_FILE
     if not path.is_file():
         raise ConfigError(f"{run}: has no {RECIPE_FILE}, so its samples cannot be read again")
-    return load_job(str(path), (), start["ranks"], "cuda").config
+    return load_job(str(path), (), start["ranks"], "cuda", exempt={"job.hardware"}).config
 
 
 def open_alone(job: JobConfig, start: Mapping[str, Any]) -> BatchStream:

@@ -206,8 +206,26 @@ def find_hardware(name_or_path: str, option: str = "--hardware") -> Hardware:
     path = local_path(name_or_path)
     if path.is_file():
         return read_hardware(path)
-    allowed = f"wanted a file or a name: {', '.join(names)}{nearest(path.stem, names)}"
-    raise RecipeError([f"{option}: got {show(name_or_path)}; {allowed}"])
+    raise RecipeError([f"{option}: got {show(name_or_path)}; {_allowed(name_or_path)}"])
+
+
+def _allowed(wrong: str) -> str:
+    names = hardware_names()
+    near = nearest(local_path(wrong).stem, names)
+    return f"wanted a file or a name: {', '.join(names)}{near}"
+
+
+def problems_of(stated: str) -> Iterator[Problem]:
+    """Find what is wrong with the hardware that a recipe states, packaged or in a file."""
+    if stated in hardware_names():
+        return
+    if not local_path(stated).is_file():
+        yield Problem("hardware", _allowed(stated))
+        return
+    try:
+        find_hardware(stated)
+    except RecipeError as error:
+        yield from (Problem("hardware", line) for line in error.lines)
 
 
 def hardware_of(stated: str, device_type: str, device: str) -> Hardware | None:

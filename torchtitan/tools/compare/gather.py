@@ -144,7 +144,8 @@ def read_run(name: str, folder: Path, warmup: int) -> Candidate:
     job, reasons = None, tuple[str, ...]()
     try:
         recipe = folder / RECIPE_FILE
-        job = load_job(recipe, (), None, "cuda").config if recipe.is_file() else None
+        if recipe.is_file():
+            job = load_job(recipe, (), None, "cuda", exempt={"job.hardware"}).config
     except CannotRun as error:
         reasons = tuple(error.lines)
     if not history.reports:
