@@ -8,6 +8,7 @@ import codecs
 import functools
 import hashlib
 import inspect
+import io
 import itertools
 import json
 import mmap
@@ -324,11 +325,13 @@ class ParquetDocuments:
         import pyarrow.parquet
 
         path, number = self._groups[group]
-        # Without a buffer, all compressed bytes of the group are read first.
-        buffer = self.batch_bytes if group in self._large else 0
+        is_large, how = group in self._large, dict[str, Any]()
         try:
-            with pyarrow.parquet.ParquetFile(path, buffer_size=buffer) as file:
-                rows = self._decode_into_file(file, group) if group in self._large else None
+            if is_large:
+                # Without a buffer, all compressed bytes of the group are read first.
+                how = {"buffer_size": self.batch_bytes, "metadata": _without_dictionaries(path)}
+            with pyarrow.parquet.ParquetFile(path, **how) as file:
+                rows = self._decode_into_file(file, group) if is_large else None
                 if rows is None:
                     rows = file.read_row_group(number, columns=[self._text_key]).column(0)
         except (pyarrow.ArrowException, OSError) as error:
@@ -354,6 +357,12 @@ class ParquetDocuments:
         batch_rows = max(1, count * self.batch_bytes // max(1, self._bytes[group]))
         kind = parquet.schema_arrow.field(self._text_key).type
         if pyarrow.types.is_dictionary(kind):  # batches may have different ones
+            logger.warning(
+                "data: %s: %s is of Arrow's dictionary type, and all of it stays in memory; write "
+                "the file again with plain strings",
+                path,
+                self._text_key,
+            )
             kind = kind.value_type
         schema = pyarrow.schema([(self._text_key, kind)])
         try:
@@ -373,6 +382,35 @@ class ParquetDocuments:
             logger.warning("data: %s: %s is kept in memory: %s", path, what, error)
             return None
         return pyarrow.ipc.open_file(pyarrow.py_buffer(content)).read_all().column(0)
+
+
+def _without_dictionaries(path: Path) -> Any:
+    """Return the metadata of a Parquet file, by which dictionaries of strings are read as strings.
+
+    As dictionaries, those of all batches that were read would stay in memory.
+
+    Returns:
+        None if it has none, or other columns that only Arrow's own metadata describes.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        found, schema = file.metadata, file.schema_arrow
+    if not any(map(pyarrow.types.is_dictionary, schema.types)):
+        return None
+    fields = [
+        field.with_type(field.type.value_type) if pyarrow.types.is_dictionary(field.type) else field
+        for field in schema
+    ]
+    content = io.BytesIO()
+    pyarrow.parquet.ParquetWriter(content, pyarrow.schema(fields), store_schema=False).close()
+    plain = pyarrow.parquet.read_metadata(content)
+    try:
+        plain.append_row_groups(found)
+    except RuntimeError:  # the schemas differ
+        return None
+    return plain
 
 
 def _name(file: Path, root: Path) -> str:
