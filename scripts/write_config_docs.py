@@ -45,6 +45,8 @@ def pages() -> dict[str, str]:
 
 def index() -> Iterator[str]:
     """Yield the tables of sections, models and data sets that end the page of recipes."""
+    yield "- [Keys of TorchTitan v0.1 and v0.2](config/torchtitan_keys.md)"
+    yield "- [Names in other frameworks](config/other_names.md)\n"
     yield "## Sections\n\n| section | contents |\n|---|---|"
     for name, parts in sections_by_page().items():
         yield f"| [`{parts[0].header}`](config/{name}.md) | {cell(about(parts))} |"
@@ -123,30 +125,23 @@ def with_values(section: HelpSection) -> HelpSection:
     names = {"data.dataset": [*DATASETS], "validation.dataset": [*DATASETS]}
     if section.choice:
         names[f"{section.path}.name"] = [section.choice]
-    sizes = dict[str, str]()
+    helps = dict[str, str]()
     if section.path == "model":
         spec = MODELS[str(section.choice)]
         names["model.flavor"] = [*spec.flavors]
-        sizes = {f"model.{key}": sizes_of_flavors(spec, key) for key in spec.settings.sizes()}
+        of_sizes = {f"model.{key}": key for key in spec.settings.sizes()}
+        helps = {
+            each.path: spec.with_sizes(of_sizes[each.path], each.help)
+            for each in section.entries
+            if each.path in of_sizes
+        }
     entries = [
         each._replace(
-            values=names.get(each.path, each.values),
-            help=each.help.replace("default: the flavor's", f"default: {sizes.get(each.path)}"),
+            values=names.get(each.path, each.values), help=helps.get(each.path, each.help)
         )
         for each in section.entries
     ]
     return section._replace(entries=entries)
-
-
-def sizes_of_flavors(spec: ModelSpec[Any], key: str) -> str:
-    """Return the values that the flavors of a model have for a size: `256 in debugmodel`."""
-    flavors = defaultdict(list)
-    for flavor, args in spec.flavors.items():
-        value = spec.settings.sizes_of(args)[key]
-        flavors["none" if value is None else show(value)].append(flavor)
-    if len(flavors) == 1:
-        return next(iter(flavors))
-    return "; ".join(f"{value} in {', '.join(names)}" for value, names in flavors.items())
 
 
 def about(parts: Sequence[HelpSection]) -> str:

@@ -96,6 +96,8 @@ class Run:
             rank=job.fault_tolerance.group * degrees.data + world.data_rank,
             device=world.device,
         )
+        for note in dict.fromkeys(self.task.notes(job.data)) if world.rank == 0 else ():
+            logger.info("note: %s", note)
         self.batches = Batches(
             self._microbatches(),
             job.accumulation(degrees),

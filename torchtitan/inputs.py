@@ -92,20 +92,28 @@ def problems_of_files(job: JobConfig) -> Iterator[Problem]:
             yield Problem(key, str(error))
 
 
-def problems_of_stream(job: JobConfig, ranks: int, *, is_new: bool) -> Iterator[Problem]:
-    """Find problems in stored tokens, writing those of the text in a mixture first.
+def problems_of_stream(
+    job: JobConfig, ranks: int, *, is_new: bool, tokenizes: bool = True
+) -> Iterator[Problem]:
+    """Find problems in stored tokens, then write those of the text in a mixture and check these.
 
     Args:
         is_new: whether the run starts without a position in the data, so that its amounts are
             known.
+        tokenizes: false: leave out text that has yet to be tokenized.
     """
     task, degrees = open_task(job), job.degrees(ranks)
     if not task.is_tokenized(job.data):
         return
     try:
-        stream = open_stream(job, task, degrees, rank=0)
         if is_new:
-            stream.check()
+            seq_len, steps = job.training.seq_len, job.training.steps
+            batch = job.global_batch(degrees)
+            task.check_amounts(job.data, seq_len=seq_len, steps=steps, global_batch=batch)
+        if tokenizes:
+            stream = open_stream(job, task, degrees, rank=0)
+            if is_new:
+                stream.check()
     except RecipeError as error:
         for line in error.lines:
             path, _, message = line.partition(": ")

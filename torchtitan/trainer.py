@@ -52,7 +52,7 @@ from torchtitan.logging import configure, logger
 from torchtitan.metrics import MONITORS, Monitor
 from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
-from torchtitan.provenance import to_toml, write_provenance
+from torchtitan.provenance import RECIPE_FILE, to_toml, write_provenance
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.stop import (
     DIVERGED,
@@ -321,8 +321,19 @@ def read(
     recipe.refuse(problems_of_memory(recipe.config, least, local_ranks, device_type))
     recipe.refuse(problems_of_task(recipe.config))
     recipe.refuse(problems_of_files(recipe.config))
-    recipe.refuse(problems_of_stream(recipe.config, least, is_new=False))
+    is_new = isinstance(ranks, int) and not may_continue(recipe.config)
+    recipe.refuse(problems_of_stream(recipe.config, least, is_new=is_new))
     return recipe
+
+
+def may_continue(job: JobConfig) -> bool:
+    """Whether a run may start at a position in its data: that of a run before it, say.
+
+    It looks at no checkpoint, which may take long.
+    """
+    start = job.checkpoint
+    loads_all = start.initial_load_path is not None and not start.initial_load_model_only
+    return loads_all or (local_path(job.job.dump_folder) / RECIPE_FILE).exists()
 
 
 def choose(job: JobConfig) -> ResumePoint:

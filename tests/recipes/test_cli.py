@@ -595,7 +595,9 @@ def resolved(schema, part):
 
 def test_schema_describes_every_key(capsys):
     assert main(["check", "--json-schema"]) == 0
-    schema = json.loads(capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert "the flavor's" not in text
+    schema = json.loads(text)
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert set(schema["properties"]) == {"extends", *JobConfig.model_fields}
     for name, part in schema["properties"].items():
@@ -606,6 +608,12 @@ def test_schema_describes_every_key(capsys):
             assert name == "extends" or choice["additionalProperties"] is False
             for key, value in choice.get("properties", {}).items():
                 assert resolved(schema, value)["description"], f"{name}.{key}"
+    keys = {
+        choice["properties"]["name"]["const"]: choice
+        for choice in schema["properties"]["model"]["oneOf"]
+    }
+    for name, dim in (("llama3", "256 in debugmodel; 2048 in 1B"), ("qwen3", "debugmodel")):
+        assert dim in keys[name]["properties"]["dim"]["description"]
 
 
 def test_schema_tells_choices_apart_and_refers_to_nothing_that_is_missing():

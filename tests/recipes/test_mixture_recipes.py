@@ -6,11 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.token_shards import drawn_documents, write_shards
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.data.tokens.index import ShardTable, write_index
 from torchtitan.data.tokens.token_stream import TokenStream
-from torchtitan.inputs import open_stream, open_task
+from torchtitan.inputs import open_stream, open_task, problems_of_stream
+from torchtitan.provenance import RECIPE_FILE
+from torchtitan.trainer import read
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 OLMO = FOLDER / "mixtures/olmo2_8b.toml"
@@ -63,3 +66,56 @@ def test_the_mixture_of_olmo_reads_each_source_about_once(tmp_path, monkeypatch)
     assert weights == BILLIONS
     tokens = job.training.steps * job.global_batch(job.degrees(8)) * job.training.seq_len
     assert 0.95 < tokens / (1e9 * sum(BILLIONS.values())) < 1
+
+
+TEXT_AND_TOKENS = """
+[data]
+cache = "cache"
+
+[[data.sources]]
+path = "prose"
+{}
+
+[[data.sources]]
+path = "stored"
+{}
+
+[training]
+steps = 100
+seq_len = 16
+global_batch_size = 4
+
+[job]
+dump_folder = "run"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "stored", "message"),
+    [
+        ("weight = 1", "weight = 1", '1: "stored" has 3,018 tokens, and the run takes 3,200'),
+        ("epochs = 1", "tokens = 9000", "have at least 8,992 tokens, and the run trains on 6,400"),
+        ("tokens = 9000", "epochs = 1", "have 12,000 tokens, and the run trains on 6,400"),
+        ("tokens = 9", "weight = 1", '"prose" has fewer tokens than a sample of 16'),
+        ("weight = 1", 'weight = 1\nformat.name = "mds"', "stored"),
+    ],
+)
+def test_amounts_are_refused_before_text_is_tokenized(text, stored, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_shards(tmp_path / "stored", drawn_documents(100))
+    (tmp_path / "prose").mkdir()
+    (tmp_path / "prose/a.txt").write_text("words " * 1000)
+    Path("recipe.toml").write_text(TEXT_AND_TOKENS.format(text, stored))
+    with pytest.raises(ConfigError) as raised:
+        read(["recipe.toml"], 1, "cpu", local_ranks=1)
+    assert message in str(raised.value)
+    job = load_job("recipe.toml", [], 1, "cpu").config
+    found = problems_of_stream(job, 1, is_new=True, tokenizes=False)
+    assert message in "".join(f"{problem.path}: {problem.message}" for problem in found)
+    assert not list(tmp_path.rglob("tokens-*"))
+    # A run before it may have read its part.
+    Path("run").mkdir()
+    Path("run", RECIPE_FILE).touch()
+    if message != "stored":
+        read(["recipe.toml"], 1, "cpu", local_ranks=1)
+        assert list(tmp_path.rglob("tokens-*"))

@@ -1,5 +1,6 @@
 """The section `[data]`, and the data sets known by name."""
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,6 +126,11 @@ class SourceConfig(Config):
     def label(self) -> str:
         """Name of the source."""
         return self.name or self.dataset or (self.path or "").rstrip("/").rpartition("/")[2]
+
+    @property
+    def most_epochs(self) -> int | None:
+        """Number of times that the source may be read; None: any."""
+        return None if self.repeat else math.ceil(self.epochs or 1)
 
     def with_weight(self) -> Self:
         """Return the source with a weight of 1 instead of an amount that a whole run reads."""

@@ -144,6 +144,27 @@ def separators(
     return bos, eos
 
 
+def separator_note(tokenizer: Tokenizer, add_bos: bool | None, add_eos: bool | None) -> str | None:
+    """Describe what separates documents, where it is not what one expects; see `separators`.
+
+    Returns:
+        None if both BOS and EOS do, or the recipe asks for one of them.
+    """
+    has_bos, has_eos = separators(tokenizer, add_bos, add_eos)
+    has_bos_token = has_bos and tokenizer.bos is not None
+    if not (has_bos_token or has_eos):
+        return (
+            "documents follow one another without a separator, as neither BOS nor EOS is added to "
+            "them; set data.add_eos = true to end each with EOS"
+        )
+    if (has_bos and has_eos) or (add_bos, add_eos) != (None, None):
+        return None
+    return (
+        f"of BOS and EOS each document has {'BOS' if has_bos else 'EOS'}, as its tokenizer says or "
+        "both are the same token; data.add_bos and data.add_eos change that"
+    )
+
+
 def leading_tokens(tokenizer: Tokenizer, add_bos: bool | None, add_eos: bool | None) -> list[int]:
     """Return the tokens before each document: BOS, or none; see `separators`.
 

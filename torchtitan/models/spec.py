@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torchtitan.config import show
 from torchtitan.models.settings import ModelConfig, TextConfig
 from torchtitan.torch_private.dtensor import is_dtensor, local_extent
 from torchtitan.torch_private.runtime import generator_of
@@ -293,6 +294,16 @@ class ModelSpec(Generic[Args]):
     def args(self, config: ModelConfig) -> Args:
         """Return the arguments in effect: the flavor's, with the sizes set in the recipe."""
         return config.over(self.flavors[config.flavor])
+
+    def with_sizes(self, key: str, description: str) -> str:
+        """Name the values of a size in the description of its key: `default: 256 in debugmodel`."""
+        flavors: dict[str, list[str]] = {}
+        for flavor, args in self.flavors.items():
+            value = self.settings.sizes_of(args)[key]
+            flavors.setdefault("none" if value is None else show(value), []).append(flavor)
+        named = "; ".join(f"{value} in {', '.join(names)}" for value, names in flavors.items())
+        values = next(iter(flavors)) if len(flavors) == 1 else named
+        return description.replace("default: the flavor's", f"default: {values}")
 
     def with_flavor(self, name: str, args: Args) -> Self:
         """Return the family with an additional or replaced flavor."""

@@ -136,6 +136,19 @@ class Task:
         """
         return []
 
+    def notes(self, config: DataConfig) -> Iterator[str]:
+        """Yield what `check` and the log say about a section of data that can be read."""
+        yield from ()
+
+    def check_amounts(
+        self, config: DataConfig, *, seq_len: int, steps: int, global_batch: int
+    ) -> None:
+        """Check what a new run takes from each source, before any is converted to tokens.
+
+        Raises:
+            ConfigError: if a source cannot be read, or has too little.
+        """
+
     @classmethod
     def left_out(cls, config: DataConfig) -> str | None:
         """Return the metric that counts skipped documents; None if none are ever skipped."""

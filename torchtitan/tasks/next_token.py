@@ -34,10 +34,13 @@ from torchtitan.data import (
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import ENDED, Lane, Sample, SampleStart, tokenized
 from torchtitan.data.order import Document, Identity, Source
-from torchtitan.data.tokenizer import BytesUnknown, NoTokenizer
+from torchtitan.data.tokenizer import BytesUnknown, NoTokenizer, separator_note
+from torchtitan.data.tokens.amounts import Amounts
 from torchtitan.data.tokens.mixed_sources import (
     check_text_or_tokens,
+    has_no_separator,
     lacks_tokenizer,
+    open_stored,
     open_token_sources,
     shards_of,
     untokenized,
@@ -253,32 +256,34 @@ class NextToken(Task):
         check_text_or_tokens(config)
         sources = open_token_sources(config, self.tokenizer, self.vocab_size)
         if sources is None:
-            if part["rank"] == 0 and not config.is_held_out:
-                self._tell_separators(config)
             return super().open_stream(config, seed=seed, seq_len=seq_len, once=once, **part)
         packing = self.packing(config, seq_len, seed)
         run = partial(TokenStream, seq_len=seq_len, seed=seed, steps=steps, once=once)
         return run(config, sources, packing, **part)
 
-    def _tell_separators(self, config: DataConfig) -> None:
-        """Log that the tokenizer leaves out BOS or EOS, unless the recipe decides."""
-        found = separators(self.tokenizer, config.add_bos, config.add_eos)
-        if not all(found) and config.add_bos is config.add_eos is None:
-            added = " and ".join(
-                name for name, has in zip(("BOS", "EOS"), found, strict=True) if has
-            )
-            tell = logger.info if any(found) else logger.warning
-            tell(
-                "data: of BOS and EOS each document has %s, as its tokenizer says or both are "
-                "the same token; data.add_bos and data.add_eos change that",
-                added or "neither",
-            )
+    def notes(self, config: DataConfig) -> Iterator[str]:
+        for _, section in config.sections():
+            if (shards := shards_of(section)) is None:
+                if note := separator_note(self.tokenizer, config.add_bos, config.add_eos):
+                    yield f"data: {note}"
+            elif has_no_separator(*shards):
+                yield (
+                    f"data: the documents of {shards[0]} follow one another without a separator, "
+                    "as they were tokenized with neither BOS nor EOS; tokenize them with --eos"
+                )
 
     def is_tokenized(self, config: DataConfig) -> bool:
         return bool(config.sources) or shards_of(config) is not None
 
     def unprepared(self, config: DataConfig) -> list[str]:
         return untokenized(config, self.tokenizer)
+
+    def check_amounts(self, config: DataConfig, **run: int) -> None:
+        if not config.sources:
+            return
+        found = open_stored(config, self.tokenizer, self.vocab_size)
+        tokens = [None if documents is None else documents.tokens for documents in found]
+        Amounts(config, config.sources, tokens, **run).check_new()
 
     def open_source(self, config: DataConfig, seed: int) -> Source:
         return open_source(config, self.tokenizer, seed=seed)

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import typer
 
@@ -101,7 +101,7 @@ def check(
     ] = False,
 ) -> int:
     if schema:
-        print(json.dumps(json_schema(JobConfig), indent=1))
+        print(json.dumps(schema_of_recipes(), indent=1))
         return 0
     path, flags = config.split_recipe([*([recipe] if recipe else []), *context.args])
     require_recipe(path, flags, "check")
@@ -130,10 +130,11 @@ def check(
     # The facts are printed even so, since downloading a tokenizer may need a permission.
     wrong = [found.line(problem) for problem in (*missing, *problems_of_files(job))]
     wrong += map(found.line, [] if wrong else problems_of_task(job))
-    untokenized = [] if wrong else open_task(job).unprepared(job.data)
-    wrong += map(
-        found.line, [] if wrong or untokenized else problems_of_stream(job, ranks, is_new=True)
-    )
+    task = None if wrong else open_task(job)
+    untokenized = task.unprepared(job.data) if task else []
+    if not wrong:
+        short = problems_of_stream(job, ranks, is_new=True, tokenizes=not untokenized)
+        wrong += map(found.line, short)
     planned, held = None, f"planned memory: unknown, as {needs_wing('plan')}" * is_planned
     if is_planned and "plan" in FACTS:
         with progress(f"planning {ranks:,} ranks") as count:
@@ -143,12 +144,12 @@ def check(
     if device_memory:
         reason = planned.refusal(elsewhere) if planned else needs_wing("plan")
         wrong += [f"--device-memory: got {device_memory:g}; {reason}"] * bool(reason)
-    notices = found.notices
+    notices = [*found.notices, *dict.fromkeys(task.notes(job.data) if task else ())]
     if untokenized:
         named = ", ".join(f'"{name}"' for name in untokenized)
-        notices += (
+        notices.append(
             f"data.sources: the run tokenizes {named} first; until then the amounts of "
-            "tokens are not checked",
+            "their tokens are not checked"
         )
     is_on_cpu = here and device == pick().type == "cpu"  # no CUDA device is this process's own
     if planned and is_on_cpu:
@@ -162,6 +163,18 @@ def check(
     for notice in notices:
         print_message("note", notice)
     return 2 if wrong else 0
+
+
+def schema_of_recipes() -> dict[str, Any]:
+    """Return the JSON Schema of a recipe, with the sizes of each model's flavors in words."""
+    schema = json_schema(JobConfig)
+    for choice in schema["properties"]["model"]["oneOf"]:
+        keys = choice["properties"]
+        spec = MODELS[keys["name"]["const"]]
+        for key in spec.settings.sizes():
+            description = spec.with_sizes(key, keys[key]["description"])
+            keys[key] = keys[key] | {"description": description}
+    return schema
 
 
 def summary(

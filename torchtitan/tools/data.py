@@ -13,10 +13,10 @@ import numpy as np
 import typer
 from pydantic import ValidationError
 
-from torchtitan.config import ConfigError, allowed_names
+from torchtitan.config import ConfigError, allowed_names, print_message
 from torchtitan.data import DataConfig, check_local, load_tokenizer
 from torchtitan.data.file_cache import reading
-from torchtitan.data.tokenizer import Tokenizer
+from torchtitan.data.tokenizer import Tokenizer, separator_note
 from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
 from torchtitan.data.tokens.index import (
     ARRAYS,
@@ -266,10 +266,13 @@ def tokenize_text(
         settings["document_bytes"] = document_bytes
     config = DataConfig.model_validate(settings)
     check_local(config)
+    loaded = load_tokenizer(tokenizer)
+    if note := separator_note(loaded, add_bos, add_eos):
+        print_message("note", note)
     try:
         about = tokenize(
             config,
-            load_tokenizer(tokenizer),
+            loaded,
             output,
             processes=processes or all_cores(),
             max_tokens=max_tokens,

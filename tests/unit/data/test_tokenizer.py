@@ -22,8 +22,14 @@ from torchtitan.data import (
 )
 from torchtitan.data.lanes import tokenized
 from torchtitan.data.order import Document
-from torchtitan.data.tokenizer import BytesUnknown, TiktokenTokenizer, _digestible_pieces, alphabet
-from torchtitan.inputs import problems_of_task
+from torchtitan.data.tokenizer import (
+    BytesUnknown,
+    TiktokenTokenizer,
+    _digestible_pieces,
+    alphabet,
+    separator_note,
+)
+from torchtitan.inputs import open_task, problems_of_task
 from torchtitan.models.settings import TextConfig
 from torchtitan.tasks.next_token import NextToken
 from torchtitan.tools import cli
@@ -249,6 +255,37 @@ def test_one_token_that_starts_and_ends_documents_is_once_between_them(declared,
     assert separators(tokenizer, True, True) == (True, True)
     assert separators(tokenizer, True, None)[0]
     assert separators(tokenizer, False, False) == (False, False)
+    assert "a separator" in separator_note(tokenizer, False, False)
+
+
+@pytest.mark.parametrize(
+    ("declared", "recipe", "told"),
+    [
+        ({}, {}, None),
+        ({"add_bos_token": True, "add_eos_token": False}, {}, "each document has BOS"),
+        ({"add_bos_token": False, "add_eos_token": False}, {}, "without a separator"),
+        ({"add_bos_token": False, "add_eos_token": False}, {"add_eos": True}, None),
+        ({}, {"add_bos": False, "add_eos": False}, "without a separator"),
+        ({"bos_token": None, "add_eos_token": False}, {}, "without a separator"),
+    ],
+)
+def test_documents_without_a_separator_are_told_of(declared, recipe, told, tmp_path, capsys):
+    special = {"bos_token": "b", "eos_token": "e"}
+    path = hugging_face(tmp_path, ["?", "b", "e"], **special | declared)
+    (tmp_path / "text.txt").write_text("? ?")
+    text, tokens = str(tmp_path / "text.txt"), str(tmp_path / "tokens")
+    flags = [f"--{'' if on else 'no-'}{key.removeprefix('add_')}" for key, on in recipe.items()]
+    words = ["--dataset", text, "--tokenizer", str(path), "--output", tokens, "--processes", "1"]
+    assert cli.main(["data", "tokenize", *words, *flags]) == 0
+    assert ("note: " in (said := capsys.readouterr().err)) == bool(told)
+    assert (told or "") in said
+    model = {"tokenizer_path": str(path)}
+    job = tiny.job(model=model, data={"dataset": text, **recipe})
+    assert (told or "") in "".join(said := list(open_task(job).notes(job.data)))
+    assert len(said) == bool(told)
+    job = tiny.job(model=model, data={"dataset": tokens})
+    is_recorded = told == "without a separator" and "bos_token" not in declared
+    assert len(list(open_task(job).notes(job.data))) == is_recorded
 
 
 def test_special_tokens_of_qwen_are_text_and_its_other_added_tokens_are_not(tmp_path):

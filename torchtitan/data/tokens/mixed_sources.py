@@ -51,11 +51,6 @@ class TokenSource:
             "shuffle_window": f"{window:g} GiB" if window else "all documents",
         }
 
-    @property
-    def epochs(self) -> int | None:
-        """Number of times that the source may be read; None: any."""
-        return None if self.config.repeat else math.ceil(self.config.epochs or 1)
-
 
 @reading()
 def open_token_sources(
@@ -72,13 +67,34 @@ def open_token_sources(
             name="data", weight=1, repeat=True, accept_changes=config.accept_changes
         )
         return None if documents is None else [TokenSource(alone, documents)]
-    sources = [
-        TokenSource(source, open_tokenized(config.section_for(source), tokenizer, vocab_size))
-        for source in config.sources
-    ]
+    # Mistakes in those that are stored are met before any text is tokenized.
+    stored = open_stored(config, tokenizer, vocab_size)
+    sources = []
+    for source, documents in zip(config.sources, stored, strict=True):
+        if documents is None:
+            documents = open_tokenized(config.section_for(source), tokenizer, vocab_size)
+        sources.append(TokenSource(source, documents))
     needed = sum(source.documents.cache_bytes for source in sources)
     check_limit(int(config.cache_limit * GIB), needed, "two windows of the shards of each source")
     return sources
+
+
+@reading()
+def open_stored(
+    config: DataConfig, tokenizer: Tokenizer, vocab_size: int
+) -> list[TokenDocuments | None]:
+    """Open the sources of a mixture; None for each of text that has yet to be tokenized.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
+    found = []
+    for section in map(config.section_for, config.sources):
+        documents = _open_shards(section, tokenizer, vocab_size)
+        if documents is None and is_complete(folder := folder_of_tokens(section, tokenizer)):
+            documents = TokenDocuments(folder, folder, vocab_size)
+        found.append(documents)
+    return found
 
 
 def shards_of(config: DataConfig) -> tuple[Path, TokenFormat] | None:
@@ -98,6 +114,12 @@ def lacks_tokenizer(config: DataConfig) -> bool:
         return all(shards and not _made_by(*shards) for shards in found)
     except ConfigError:
         return False  # reported when they are opened
+
+
+def has_no_separator(path: Path, format: TokenFormat) -> bool:
+    """Whether shards say that their documents have neither BOS nor EOS."""
+    about = read_description(path) if isinstance(format, OwnFormat) else None
+    return about is not None and about.add_bos is about.add_eos is False
 
 
 def _made_by(path: Path, format: TokenFormat) -> str | None:
@@ -156,9 +178,9 @@ def open_tokenized(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) ->
     if documents is not None:
         return documents
     folder = folder_of_tokens(config, tokenizer)
-    if not (folder / INDEX).is_file():
+    if not is_complete(folder):
         logger.info(
-            "data: tokenizing %s once, into %s; the amounts of tokens are checked after it",
+            "data: tokenizing %s once, into %s; the amount of its tokens is checked after it",
             config.dataset_path or config.dataset,
             folder,
         )
@@ -191,9 +213,14 @@ def folder_of_tokens(config: DataConfig, tokenizer: Tokenizer) -> Path:
     found, content = stamps(config), made_of.pop("content", None)
     earlier = _folder(config, [made_of, [stamp[:3] for stamp in found]])  # without digests
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        if (earlier / INDEX).is_file() and recorded_content(earlier, content) == content:
+        if is_complete(earlier) and recorded_content(earlier, content) == content:
             return earlier
     return _folder(config, [made_of | {"content": content}, found])
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder has all tokens of its text."""
+    return (folder / INDEX).is_file()
 
 
 def _folder(config: DataConfig, made_of: Any) -> Path:
@@ -211,8 +238,7 @@ def untokenized(config: DataConfig, tokenizer: Tokenizer) -> list[str]:
     return [
         name
         for name, section in sections
-        if shards_of(section) is None
-        and not (folder_of_tokens(section, tokenizer) / INDEX).is_file()
+        if shards_of(section) is None and not is_complete(folder_of_tokens(section, tokenizer))
     ]
 
 

@@ -10,7 +10,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,40 +22,13 @@ from torchtitan.data.order import COMPUTED, ORDER, Identity, hash_text
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.stream import BatchStream, Packing, SampleWorker, State, refuse_other
 from torchtitan.data.tokenizer import NoTokenizer
-from torchtitan.data.tokens.mixed_sources import MixtureSchedule, TokenSource, whole_weights
+from torchtitan.data.tokens.amounts import Amounts, Consumed, PlannedStage, Progress, active
+from torchtitan.data.tokens.mixed_sources import MixtureSchedule, TokenSource
 from torchtitan.data.tokens.sample_reader import Cursor, RowReader, SourcePosition, TokenReader
 from torchtitan.logging import logger
 
 READERS = {"join": TokenReader, "best_fit": RowReader}
 """Readers of a source by `data.packing`."""
-
-
-class Progress(NamedTuple):
-    """Progress of a run."""
-
-    samples: int = 0
-    """Samples that the run has consumed."""
-    next: int = 0
-    """Number of the first sample that no rank was given; lost replica groups leave some behind."""
-    steps: int = 0
-    tokens: int = 0
-
-
-class Consumed(NamedTuple):
-    """Samples and tokens that a run has taken from a source."""
-
-    samples: int = 0
-    tokens: int = 0
-
-
-class PlannedStage(NamedTuple):
-    """Stage of the recipe."""
-
-    start: int
-    """Number of the run's samples before it."""
-    weights: Sequence[int]
-    spec: Mapping[str, Any]
-    """Amount of each source, by its name, as the recipe has it."""
 
 
 class Stage:
@@ -121,6 +94,14 @@ class TokenStream(BatchStream):
         super().__init__(config, packing, **part)
         self._sources, self._seq_len, self._seed, self._steps = sources, seq_len, seed, steps
         self._once = once
+        self._amounts = Amounts(
+            config,
+            [source.config for source in sources],
+            [source.documents.tokens for source in sources],
+            seq_len=seq_len,
+            global_batch=self._global_batch,
+            steps=steps,
+        )
         self._open_readers(ORDER)
         self._lock = threading.Lock()
         self._reported_epochs: dict[str, int] = {}  # by source
@@ -135,7 +116,7 @@ class TokenStream(BatchStream):
                 seq_len=self._seq_len,
                 seed=self._seed,
                 shuffle=self._config.shuffle,
-                epochs=1 if self._once else source.epochs,
+                epochs=1 if self._once else source.config.most_epochs,
                 is_padded=self._once,
                 order=order,
             )
@@ -189,141 +170,20 @@ class TokenStream(BatchStream):
         Raises:
             ConfigError: if a source has fewer tokens than the run takes from it.
         """
-        plan = self._plan(progress, totals, schedule)
+        plan = self._amounts.plan(progress, totals, schedule)
         first = self._first
-        now = _active(plan, first)
+        now = active(plan, first)
         cursors = [r.cursor(p) for r, p in zip(self._readers, positions, strict=True)]
         weights = plan[now].weights
         starts_now = plan[now].start == first
         if schedule is None or schedule.weights != tuple(weights) or starts_now:
             schedule = MixtureSchedule(weights)
-        self._check_amounts(plan[now + 1 :], schedule, progress, totals)
+        if self._steps is not None:
+            left = (self._steps - progress.steps) * self._global_batch
+            end = progress.next + max(0, left - len(self._pending))
+            self._amounts.check(schedule, plan[now + 1 :], range(first, end), totals)
         self._stages = [Stage(first, schedule, cursors, totals, plan[now].spec)]
         self._later = plan[now + 1 :]
-
-    def _plan(
-        self,
-        progress: Progress,
-        totals: Sequence[Consumed],
-        schedule: MixtureSchedule | None = None,
-    ) -> list[PlannedStage]:
-        """Return the stages of the recipe, for a run that has made `progress`.
-
-        Args:
-            schedule: the mixture so far, for sources with numbers of tokens.
-        """
-        sources = [source.config for source in self._sources]
-        if all(source.weight is not None for source in sources):
-            plan = [self._planned(-1, [source.weight or 0 for source in sources])]
-        else:
-            spec = {source.label: source.spec for source in sources}
-            weights = schedule.weights if schedule else self._shares(progress, totals)
-            plan = [PlannedStage(-1, weights, spec)]
-        for number, stage in enumerate(self._config.stages):
-            if stage.from_step is not None:
-                later = (stage.from_step - progress.steps) * self._global_batch
-            else:
-                assert stage.from_tokens is not None, "the recipe was checked"
-                later = -((progress.tokens - stage.from_tokens) // self._seq_len)
-            start = progress.next + later
-            if start <= plan[-1].start:
-                raise RecipeError([f"data.stages.{number}: it starts before the stage above it"])
-            plan.append(self._planned(start, stage.weights))
-        return plan
-
-    def _planned(self, start: int, weights: Sequence[float]) -> PlannedStage:
-        whole = whole_weights(weights)
-        named = zip(self._sources, whole, strict=True)
-        return PlannedStage(start, whole, {source.name: w for source, w in named if w})
-
-    def _shares(self, progress: Progress, totals: Sequence[Consumed]) -> list[int]:
-        """Return weights that give each source its number of tokens or epochs in the run."""
-        assert self._steps is not None, "only training has sources with numbers of tokens"
-        left = (self._steps - progress.steps) * self._global_batch
-        fixed: list[int | None] = []
-        for source, total in zip(self._sources, totals, strict=True):
-            config, samples = source.config, None
-            if config.tokens is not None:
-                samples = max(0, config.tokens - total.tokens) // self._seq_len
-            elif config.epochs is not None:
-                samples = self._samples(int(config.epochs * source.documents.tokens), total)
-            if samples == total.samples == 0:
-                raise RecipeError(
-                    [
-                        f'data.sources: "{source.name}" has fewer tokens than a sample of '
-                        f"{self._seq_len:,} (training.seq_len); raise its amount, or remove it"
-                    ]
-                )
-            fixed.append(samples)
-        weights = whole_weights([source.config.weight or 0 for source in self._sources])
-        rest = left - sum(number or 0 for number in fixed)
-        has_weights = sum(weights) > 0
-        if (rest < 0) if has_weights else (abs(rest) >= self._global_batch):
-            known = (sum(number or 0 for number in fixed)) * self._seq_len
-            steps = progress.steps + (left - rest) // self._global_batch
-            raise RecipeError(
-                [
-                    f"data.sources: the sources with tokens or epochs have {known:,} tokens, and "
-                    f"the run trains on {left * self._seq_len:,}; set training.steps = {steps}"
-                    + ("" if has_weights or rest < 0 else ", or give one of them a weight instead")
-                ]
-            )
-        if not has_weights:
-            return [number or 0 for number in fixed]
-        unit = sum(weights)
-        return [
-            rest * weight if number is None else number * unit
-            for number, weight in zip(fixed, weights, strict=True)
-        ]
-
-    def _samples(self, tokens: int, total: Consumed) -> int:
-        """Return the number of samples of `tokens` of a source that are left after `total`.
-
-        With best-fit packing it is a lower bound, as the exact number takes packing all of them.
-        """
-        left = tokens - total.tokens
-        if self._config.packing == "best_fit":
-            # Rows do not overlap, so each holds one more token.
-            return max(0, left - total.samples) // (self._seq_len + 1)
-        return max(0, left - 1) // self._seq_len
-
-    def _check_amounts(
-        self,
-        later: Sequence[PlannedStage],
-        schedule: MixtureSchedule,
-        progress: Progress,
-        totals: Sequence[Consumed],
-    ) -> None:
-        """Refuse a run that takes more from a source than it has.
-
-        Args:
-            later: stages after that of `schedule`.
-        """
-        if self._steps is None:
-            return
-        rest = (self._steps - progress.steps) * self._global_batch
-        end = progress.next + max(0, rest - len(self._pending))
-        bounds = [min(n, end) for n in (self._first, *(stage.start for stage in later), end)]
-        schedules = [schedule, *(MixtureSchedule(stage.weights) for stage in later)]
-        sizes = [b - a for a, b in itertools.pairwise(bounds)]
-        parts = list(zip(schedules, sizes, strict=True))
-        mistakes = []
-        for number, source in enumerate(self._sources):
-            if source.epochs is None:
-                continue
-            most = self._samples(source.documents.tokens * source.epochs, totals[number])
-            needed = sum(each.least(number, size) for each, size in parts)
-            if needed <= most < needed + len(parts):
-                needed = sum(each.counts(size)[number] for each, size in parts)
-            if needed > most:
-                mistakes.append(
-                    f'data.sources.{number}: "{source.name}" has '
-                    f"{source.documents.tokens:,} tokens, and the run takes "
-                    f"{totals[number].tokens + needed * self._seq_len:,} from it; set repeat = "
-                    "true, or give it a smaller share"
-                )
-        if mistakes:
-            raise RecipeError(mistakes)
 
     def check(self) -> None:
         """Check the amounts of data that the rest of the run takes.
@@ -530,9 +390,9 @@ class TokenStream(BatchStream):
         self, mixture: Mapping[str, Any], progress: Progress, totals: Sequence[Consumed]
     ) -> None:
         """Refuse another mixture than the run's until now; a stage may change it from here on."""
-        plan = self._plan(progress, totals)
+        plan = self._amounts.plan(progress, totals)
         # A run that was saved before its first step in a stage has trained with the one before.
-        last = [plan[_active(plan, n)].spec for n in (progress.next - 1, progress.next)]
+        last = [plan[active(plan, n)].spec for n in (progress.next - 1, progress.next)]
         if progress.samples and mixture["spec"] not in last:
             raise RecipeError(
                 [
@@ -618,11 +478,6 @@ class TokenStream(BatchStream):
         if self._config.shuffle and not self.earlier:
             own["order"] = ORDER
         return own | self._packing.identity
-
-
-def _active(plan: Sequence[PlannedStage], number: int) -> int:
-    """Return the index of the stage of a sample."""
-    return max(0, bisect_right([stage.start for stage in plan], number) - 1)
 
 
 def shares(spec: Mapping[str, Any]) -> str:
