@@ -45,6 +45,7 @@ def pages() -> dict[str, str]:
 
 def index() -> Iterator[str]:
     """Yield the tables of sections, models and data sets that end the page of recipes."""
+    yield "- [Families of models](config/families.md)"
     yield "- [Keys of TorchTitan v0.1 and v0.2](config/torchtitan_keys.md)"
     yield "- [Names in other frameworks](config/other_names.md)\n"
     yield "## Sections\n\n| section | contents |\n|---|---|"

@@ -19,6 +19,7 @@ from torchtitan.device import collect_garbage, set_determinism
 from torchtitan.expert_loads import ExpertLoads, routers
 from torchtitan.inputs import open_stream, open_task, validation_streams
 from torchtitan.job import JobConfig
+from torchtitan.logging import logger
 from torchtitan.metrics import (
     EVENTS_FOLDER,
     EventLog,
