@@ -96,7 +96,7 @@ class PlacedTensor(NamedTuple):
 
 
 class PlacedBlock(NamedTuple):
-    """PlacedBlock of a tensor and the rank whose file has it."""
+    """Block of a tensor, and the rank whose file has it."""
 
     offsets: Sizes
     sizes: Sizes
@@ -275,7 +275,7 @@ def agree_on_groups(world: World, own: Mapping[str, PlacedTensor]) -> list[RankG
 
 
 class PlannedPiece(NamedTuple):
-    """PlacedBlock that this rank writes."""
+    """Block that this rank writes."""
 
     key: str
     """Name of its item."""

@@ -55,7 +55,7 @@ def flavor(dim: int, n_layers: int, ffn_dim: int, vocab_size: int, **own: Any) -
 
 
 FLAVORS = {
-    "debugmodel": flavor(256, 6, 768, 2048, n_heads=8, n_kv_heads=4, sliding_window=64),
+    "debugmodel": flavor(256, 6, 640, 2048, n_heads=8, n_kv_heads=4, sliding_window=64),
     "7B": flavor(4096, 32, 14_336, 32_768),
     "7B-v0.1": flavor(4096, 32, 14_336, 32_000, rope_theta=1e4, sliding_window=4096),
     "Nemo-12B": flavor(5120, 40, 14_336, 131_072, head_dim=128),
