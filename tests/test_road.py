@@ -18,7 +18,10 @@ PACKAGE = ROOT / "torchtitan"
 
 ASIDE = {
     "the model and its loss": ("models/", "tasks/", "losses.py", "parallel/loss.py"),
-    "settings and checks": ("config/", "checks/", "torchtitan_keys.py", "validate.py"),
+    "settings and checks": (
+        *("config/", "checks/", "torchtitan_keys.py", "validate.py"),
+        "plan/hardware/",  # what a recipe says of it
+    ),
     "data": ("data/", "inputs.py"),
     "optimizers": ("optim/",),
     "services of a run": (

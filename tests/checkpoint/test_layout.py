@@ -144,3 +144,15 @@ def test_a_row_of_a_manifest_for_a_file_that_is_not_there(halves):
         SavedTensors(halves).read("a")
     content = json.loads((halves / "manifest.json").read_text())
     assert content["placements"] == [[0, [[0, 2, 1]], []]]
+
+
+def test_copies_in_different_groups_leave_no_block_without_a_writer():
+    """Replicas that differ name their copies apart, and ranks of a tensor may have other states."""
+    item = PlacedTensor(torch.float32, (4, 2), Placement(0, ((0, 2, 1),), ((2, 2),)))
+    whole = (range(4), range(2))
+    first, other = RankGroup([0, 1], {"a": item}), RankGroup([2, 3], {"copy.1.a": item})
+    assert [block.rank for block in first.find("a", whole, None, [first, other])] == [0, 1]
+    assert [block.rank for block in other.find("copy.1.a", whole, None, [first, other])] == [2, 3]
+    even, odd = RankGroup([0, 2], {"a": item}), RankGroup([1, 3], {"a": item, "more": item})
+    assert [block.rank for block in even.find("a", whole, None, [even, odd])] == [0, 1]
+    assert even.find("a", whole, None, [even]) is None

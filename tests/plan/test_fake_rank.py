@@ -8,7 +8,7 @@ import torch
 from tests import layouts
 from tests.parallel.test_parity import is_the_run_of_one_rank
 from tests.ranks import run_ranks
-from torchtitan.optim import Muon, Optimizers
+from torchtitan.optim import GradientNorm, Muon, Optimizers
 from torchtitan.plan.fake_rank import ASSUMED, record
 
 
@@ -49,7 +49,8 @@ def test_reads_of_values_are_answered_with_a_note(monkeypatch):
     assert ASSUMED not in recorded(name).notes
 
     def norm(optimizers):
-        return torch.ones(()) * float(next(iter(optimizers.names)).detach().sum())
+        square = torch.ones(1) * float(next(iter(optimizers.names)).detach().sum())
+        return GradientNorm(square, is_split=False)
 
     monkeypatch.setattr(Optimizers, "norm", norm)
     assert ASSUMED in recorded("DDP 2").notes

@@ -123,23 +123,41 @@ class RankGroup:
             loads[turns[name]] += size
         return turns
 
-    def writer(self, name: str, first: int, here: Collection[int] | None) -> int | None:
-        """Return the rank that writes a block; None if no rank among `here` holds it."""
+    def holders(self, name: str, first: int) -> Sequence[int]:
+        """Return the ranks of this group that hold a block, given that of its first copy."""
         placement = self.items[name].placement
-        holders: Sequence[int] = self.ranks if placement is None else placement.holders(first)
+        if placement is None:
+            return self.ranks
+        return [rank for rank in placement.holders(first) if rank in self._members]
+
+    @cached_property
+    def _members(self) -> frozenset[int]:
+        return frozenset(self.ranks)
+
+    def writer(self, name: str, first: int, here: Collection[int] | None) -> int | None:
+        """Return the rank that writes a block; None if no rank of it among `here` holds it."""
+        holders = self.holders(name, first)
         if here is not None:
             holders = [rank for rank in holders if rank in here]
         return holders[self.turns[name] % len(holders)] if holders else None
 
     def find(
-        self, name: str, wanted: Ranges, here: Collection[int] | None
+        self,
+        name: str,
+        wanted: Ranges,
+        here: Collection[int] | None,
+        others: Sequence["RankGroup"] = (),
     ) -> list[PlacedBlock] | None:
-        """Return the blocks that overlap `wanted`; None if files of `here` lack any of it."""
+        """Return the blocks that overlap `wanted`; None if files of `here` lack any of it.
+
+        Args:
+            others: all groups, which may have parts of the same tensor.
+        """
+        groups, found = sharing(others, name, self.items[name]) or [self], []
         _, shape, placement = self.items[name]
-        found = []
         whole = placement or Placement(self.ranks[0])
         for block, first in whole.blocks(shape, wanted):
-            writer = self.writer(name, first, here)
+            writer = writer_among(groups, name, first, here)
             if writer is None:
                 return None
             offsets, sizes = tuple(r.start for r in block), tuple(map(len, block))
@@ -163,6 +181,19 @@ class RankGroup:
             kind = str(dtype).removeprefix("torch.")
             items[name] = [kind, shape, numbers[placement], digest]
         return {"ranks": ranges_of(self.ranks), "items": items}
+
+
+def sharing(groups: Sequence[RankGroup], name: str, item: PlacedTensor) -> list[RankGroup]:
+    """Return the groups that hold the same tensor in the same way."""
+    return [group for group in groups if group.items.get(name) == item]
+
+
+def writer_among(
+    groups: Sequence[RankGroup], name: str, first: int, here: Collection[int] | None
+) -> int | None:
+    """Return the rank that writes a block: in the first of these groups that holds it `here`."""
+    writers = (group.writer(name, first, here) for group in groups)
+    return next((rank for rank in writers if rank is not None), None)
 
 
 def ranges_of(ranks: Sequence[int]) -> list[list[int]]:
@@ -316,14 +347,15 @@ class WritePlan:
         if key != name:
             return PlannedPiece(key, piece, True)
         is_empty = math.prod(shape) > 0 == math.prod(sizes)
-        if is_empty or (self.here is None and owner != self.mine):
+        item = self.mine.items[key]
+        is_owned = owner.items[key] == item
+        if is_empty or (self.here is None and not is_owned):
             return None
-        first = self._first_copy(tensor)
-        if self.mine.writer(key, first, self.here) != self.rank:
+        first, groups = self._first_copy(tensor), sharing(self.groups, key, item)
+        if writer_among(groups, key, first, self.here) != self.rank:
             return None
-        return PlannedPiece(
-            key, piece, owner == self.mine and (self.here is None or first in self.here)
-        )
+        counted = next(rank for group in groups for rank in group.holders(key, first))
+        return PlannedPiece(key, piece, is_owned and (self.here is None or counted in self.here))
 
     def _first_copy(self, tensor: Tensor) -> int:
         """Return the first rank that holds the same block."""

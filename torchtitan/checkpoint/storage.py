@@ -355,7 +355,8 @@ class Placed:
                 shape = self.shapes[name][1]
                 found: list[PlacedBlock] | None = [PlacedBlock((0,) * len(shape), shape, rank)]
             else:
-                found = group.find(name, wanted, self._here)
+                others = [each for each, _ in self._groups[name]]
+                found = group.find(name, wanted, self._here, others)
             if found is not None:
                 return [self._stored(name, block) for block in found]
         raise Damaged(f"{self.checkpoint}: {name}: the files of other nodes have it")

@@ -16,10 +16,10 @@ from torchtitan.optim.parameters import (
     Layout,
     NamedParameter,
     combined,
-    global_norm,
     layout_of,
     local,
     local_norms,
+    norm_of,
     redistribute_grads,
 )
 from torchtitan.optim.settings import PEAK, OptimizerConfig, UpdateRule
@@ -77,7 +77,7 @@ class Optimizers:
     def norm(self) -> GradientNorm:
         """Return the global 2-norm of the gradients."""
         gradients = [p.grad for p in self.names if p.grad is not None]
-        return global_norm(gradients, self.stages)
+        return norm_of(gradients, self.stages)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradients, whose global 2-norm is `norm`, to a 2-norm of at most `max_norm`."""

@@ -36,9 +36,12 @@ class GradientNorm:
         return squares.sum().sqrt()
 
 
-def global_norm(
-    gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = None
-) -> GradientNorm:
+def global_norm(gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the 2-norm (0-d), in float32, of all gradients on all ranks; see `combined`."""
+    return norm_of(gradients, stages).complete()
+
+
+def norm_of(gradients: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> GradientNorm:
     """Return the norm of all gradients on all ranks; see `combined`."""
     by_layout: dict[Layout, list[Tensor]] = {}
     for gradient in gradients:
