@@ -180,7 +180,8 @@ def make_short(draft: Draft, steps: int | None, default: int) -> None:
 
 def _make_layout_small(draft: Draft) -> None:
     """Two ranks on each axis that has more."""
-    axes = ["data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel"]
+    axes = ["data_parallel_replicate", "data_parallel_shard", "tensor_parallel"]
+    axes += ["context_parallel", "expert_parallel"]
     if not draft.job.parallelism.pipeline_parallel_schedule_csv:
         axes.append("pipeline_parallel")
     for axis in axes:
