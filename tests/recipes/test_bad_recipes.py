@@ -14,6 +14,7 @@ from torchtitan.checks.services import restarts
 from torchtitan.config import PlannedWorld, RecipeError, listed
 from torchtitan.convert import CONVERTERS
 from torchtitan.data import DATASETS
+from torchtitan.data.settings import DATA
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.optim import OPTIMIZERS, SCHEDULES
@@ -27,6 +28,7 @@ ALLOWED = {
     "{SECTIONS}": listed(JobConfig.model_fields, HELP),
     "{DATASETS}": ", ".join(DATASETS),
     "{TRAINING}": listed(type(DEFAULTS.training).model_fields, f"{HELP} training"),
+    "{DATA}": listed([*type(DEFAULTS.data).model_fields, *DATA], f"{HELP} data"),
     "{CHECKPOINT}": listed(type(DEFAULTS.checkpoint).model_fields, f"{HELP} checkpoint"),
     "{OPTIMIZERS}": ", ".join(OPTIMIZERS),
     "{ADAMW}": listed(OPTIMIZERS["AdamW"].model_fields, f"{HELP} optimizer"),

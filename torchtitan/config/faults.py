@@ -70,9 +70,9 @@ def validate_all(
                 if path not in faults:
                     # Part of a value, or missing in a section, or of a value that is a list
                     # elsewhere.
-                    while path not in settings or _is_in_list(path, settings):
+                    while path and (path not in settings or _is_in_list(path, settings)):
                         path = path[:-1]
-                    if path not in faults:
+                    if path and path not in faults:
                         faults[path] = _message(schema, path, details, settings)
                         faults |= _inside_misnamed(schema, path, details["type"], settings)
         else:
@@ -133,10 +133,11 @@ def _whole(path: KeyPath, what: str, settings: Settings) -> KeyPath:
     """Return the path to drop after an error: the section, if it needs the missing key."""
     if what == "missing" or (what == BAD_CHOICE and path[-1] == "name"):
         path = path[:-1]
-    while path not in settings:
-        path = path[:-1]
     assert path, "the whole recipe needs nothing"
-    return path
+    whole = path
+    while whole and whole not in settings:
+        whole = whole[:-1]
+    return whole or path  # that of a section of which only keys are there
 
 
 def _gaps(schema: type[Config], settings: Settings) -> Iterator[tuple[KeyPath, str]]:
