@@ -259,12 +259,15 @@ class Agreement:
         # The norm of offloaded gradients is in host memory.
         squares = list(norm.terms(self.world.rank).to(loss.device))
         votes = [torch.full_like(loss, float(vote.local())) for vote in self.votes]
+        has_copies = not (norm.is_split or self.norms_differ or self.world.size == 1)
+        of_copies = [norm.squares.sum().to(loss.device)] * has_copies
         with self.timeline.phase("sync"):
             # Gloo adds up the first two as if each were alone.
-            all_terms = torch.stack([terms[0], *squares, *terms[1:], *votes])
+            all_terms = torch.stack([terms[0], *squares, *terms[1:], *votes, *of_copies])
             summed = list(self.world.sum(all_terms, over="all"))
+            of_copies = [summed.pop() for _ in of_copies]
             losses = [summed[0], *summed[1 + len(squares) :]]
-            own_norm, grad_norm = self._norms(norm, summed[1 : 1 + len(squares)])
+            own_norm, grad_norm = self._norms(norm, summed[1 : 1 + len(squares)], of_copies)
             told = (losses[0], grad_norm, count, *losses[len(names) :])
             numbers = torch.stack([each.double() for each in told])
             finite = numbers.nan_to_num(torch.inf, posinf=torch.inf, neginf=torch.inf)
@@ -274,13 +277,27 @@ class Agreement:
         means = dict(zip(names, losses, strict=False))
         return StepStatus(means, grad_norm, highest_loss, highest_norm, int(counted), own_norm)
 
-    def _norms(self, norm: GradientNorm, squares: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the norm of this rank's replica, and the highest of all ranks (0-d)."""
-        if not self.norms_differ:
-            own = torch.stack(squares).sum().sqrt()
-            if self.norm_of_all is None:
-                return own, own
-            own = self.norm_of_all(own)
-        else:
+    def _norms(
+        self, norm: GradientNorm, squares: list[Tensor], of_copies: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norm of this rank's replica, and the highest of all ranks (0-d).
+
+        Args:
+            squares: terms of the square, summed over all ranks.
+            of_copies: where each rank has the whole square, the sum of all of these.
+        """
+        if self.norms_differ:
             own = norm.complete().to(squares[0].device)
-        return own, self.world.max(own.nan_to_num(torch.inf))
+            return own, self.world.max(own.nan_to_num(torch.inf))
+        square = torch.stack(squares).sum()
+        own = highest = square.sqrt()
+        for total in of_copies:
+            # More than rounding: another rank computed a higher norm than the first.
+            ranks = self.world.size
+            excess = total - ranks * square
+            is_higher = excess > ranks**2 * torch.finfo(square.dtype).eps * square
+            highest = torch.where(is_higher, square + excess, square).sqrt()
+        if self.norm_of_all is not None:
+            own = self.norm_of_all(highest)
+            highest = self.world.max(own.nan_to_num(torch.inf))
+        return own, highest

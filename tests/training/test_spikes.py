@@ -85,8 +85,8 @@ def train(job, bad, kill_after=0, sees=-1, at_step=lambda step: None):
 
     Args:
         kill_after: how many steps are taken before the run is killed; 0: it is not.
-        sees: the one rank that measures another gradient norm in these steps, of good data; of
-            copies of a model the first decides; -1: data is bad.
+        sees: the one rank that measures another gradient norm in these steps, of good data; -1:
+            data is bad.
     """
     with world_of(job) as world:
         start = world.broadcast_object(choose(job) if world.rank == 0 else None)
@@ -218,7 +218,7 @@ def test_all_ranks_skip_a_spike_and_are_as_without_the_step(names, tmp_path, wit
 
 def test_a_spike_that_one_rank_alone_sees_is_skipped_by_all(tmp_path):
     job = recipe(tmp_path, "DDP 2", training={"steps": 7})
-    one, other = run_ranks(train, 2, job, {6}, 0, 0)
+    one, other = run_ranks(train, 2, job, {6}, 0, 1)
     assert one.moved == other.moved == [True] * 5 + [False, True]
     assert one.state == other.state
 

@@ -44,7 +44,7 @@ def status(loss=5.0, norm=1.0, **fields):
 class TwoRanks:
     """A world of which this is rank 1 of two, and the other rank has these values."""
 
-    rank = 1
+    rank, size = 1, 2
 
     def __init__(self, *others, highest=0.0):
         self.others, self.highest = torch.tensor(others), torch.tensor(highest)
@@ -80,9 +80,11 @@ def test_one_sum_tells_all_ranks_of_a_step(timeline):
     assert set(timeline.take()) == {"other", "sync"}
 
 
-def test_a_norm_that_is_complete_is_that_of_the_first_rank(timeline):
-    agreed = agreement(timeline, TwoRanks(1.0, 1.44, 0.25), is_split=False)
-    assert agreed.highest_norm == agreed.own_norm == pytest.approx(1.2)
+@pytest.mark.parametrize(("norm", "highest"), [(1.2, 1.2), (0.5, 1.2), (12.0, 12.0)])
+def test_a_norm_that_is_complete_is_that_of_the_first_rank_or_a_higher_one(timeline, norm, highest):
+    agreed = agreement(timeline, TwoRanks(1.0, 1.44, 0.25, 1.44), norm=norm, is_split=False)
+    assert agreed.own_norm == pytest.approx(1.2)
+    assert agreed.highest_norm == pytest.approx(highest)
 
 
 def test_replicas_that_run_apart_learn_the_highest_norm_and_keep_their_own(timeline):
@@ -94,7 +96,8 @@ def test_replicas_that_run_apart_learn_the_highest_norm_and_keep_their_own(timel
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("is_split", [True, False])
 def test_what_is_not_finite_on_one_rank_is_infinite_on_all(timeline, is_split, bad):
-    agreed = agreement(timeline, TwoRanks(bad, 0.25, 0.0), norm=bad, is_split=is_split)
+    world = TwoRanks(bad, 0.25, 0.0, *[0.25] * (not is_split))
+    agreed = agreement(timeline, world, norm=bad, is_split=is_split)
     assert (agreed.highest_loss, agreed.highest_norm) == (math.inf, math.inf)
 
 

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -80,10 +80,10 @@ class Placement(NamedTuple):
 
         return cut(tuple(map(range, shape)), self.first, 0)
 
-    def holders(self, first: int) -> list[int]:
-        """Return the ranks of all copies of a block, given that of its first."""
-        steps = [[distance * n for n in range(count)] for count, distance in self.copies]
-        return [first + sum(each) for each in product(*steps)]
+    def holders(self, first: int) -> Iterator[int]:
+        """Yield the ranks of all copies of a block, given that of its first."""
+        steps = [range(0, count * distance, distance) for count, distance in self.copies]
+        return (first + sum(each) for each in product(*steps))
 
 
 class PlacedTensor(NamedTuple):
@@ -123,12 +123,12 @@ class RankGroup:
             loads[turns[name]] += size
         return turns
 
-    def holders(self, name: str, first: int) -> Sequence[int]:
-        """Return the ranks of this group that hold a block, given that of its first copy."""
+    def holders(self, name: str, first: int) -> Iterator[int]:
+        """Yield the ranks of this group that hold a block, given that of its first copy."""
         placement = self.items[name].placement
         if placement is None:
-            return self.ranks
-        return [rank for rank in placement.holders(first) if rank in self._members]
+            return iter(self.ranks)
+        return (rank for rank in placement.holders(first) if rank in self._members)
 
     @cached_property
     def _members(self) -> frozenset[int]:
@@ -136,9 +136,8 @@ class RankGroup:
 
     def writer(self, name: str, first: int, here: Collection[int] | None) -> int | None:
         """Return the rank that writes a block; None if no rank of it among `here` holds it."""
-        holders = self.holders(name, first)
-        if here is not None:
-            holders = [rank for rank in holders if rank in here]
+        found = (rank for rank in self.holders(name, first) if here is None or rank in here)
+        holders = list(islice(found, WRITERS))  # of thousands of copies
         return holders[self.turns[name] % len(holders)] if holders else None
 
     def find(

@@ -9,11 +9,11 @@ The network is Llama's, with biases of the projections to queries, keys and valu
 from collections.abc import Mapping
 from typing import Any
 
+from torchtitan.models import qwen3
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.decoder_settings import DecoderConfig
 from torchtitan.models.decoder_spec import decoder_spec
-from torchtitan.models.hugging_face import args_in, config_of, decoder_format, with_usual_heads
-from torchtitan.models.qwen3 import CONTEXT, layer_types
+from torchtitan.models.hugging_face import decoder_format, with_usual_heads
 
 
 class Qwen2Config(DecoderConfig):
@@ -33,29 +33,17 @@ NEAR = {
 
 
 def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
-    """Return the model's part of config.json; blocks from `max_window_layers` on have windows."""
-    about = config_of(args, seq_len or CONTEXT)
+    """Return the model's part of config.json."""
+    about = qwen3.to_config(args, seq_len)
     del about["attention_bias"]  # which the architecture has, without a key
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        **about,
-        "use_sliding_window": args.sliding_window > 0,
-        "sliding_window": args.sliding_window or None,
-        "max_window_layers": 0 if args.sliding_window else args.n_layers,
-    }
+    return about | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 
 
 def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
-    kinds = layer_types(config)
-    windowed = config.get("use_sliding_window") and "sliding_attention" in kinds
-    window = config.get("sliding_window", 4096) if windowed else None
-    key = "layer_types" if config.get("layer_types") else "max_window_layers"
     own = {"head_dim": config.get("head_dim"), "qkv_bias": True}
-    config = {"num_key_value_heads": 32, **config, "layer_types": kinds}
-    args = args_in(config, Qwen2Config, {}, window=window, layers_key=key, **own)
-    return with_usual_heads(args)
+    config = {"num_key_value_heads": 32, **config}
+    return with_usual_heads(qwen3.args_with_window(config, Qwen2Config, **own))
 
 
 def flavor(

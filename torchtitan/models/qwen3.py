@@ -40,13 +40,20 @@ def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
 
 def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
+    own = {"head_dim": config.get("head_dim", 128), "head_norms": True}
+    return args_with_window(config, Qwen3Config, **own)
+
+
+def args_with_window(
+    config: Mapping[str, Any], settings: type[DecoderConfig], **own: Any
+) -> DecoderArgs:
+    """Read arguments from config.json, whose window is that of all blocks or of none."""
     kinds = layer_types(config)
     windowed = config.get("use_sliding_window") and "sliding_attention" in kinds
     window = config.get("sliding_window", 4096) if windowed else None
     key = "layer_types" if config.get("layer_types") else "max_window_layers"
-    own = {"head_dim": config.get("head_dim", 128), "head_norms": True}
     config = {**config, "layer_types": kinds}
-    return args_in(config, Qwen3Config, {}, window=window, layers_key=key, **own)
+    return args_in(config, settings, {}, window=window, layers_key=key, **own)
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
