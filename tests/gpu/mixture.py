@@ -8,7 +8,14 @@ import torch
 
 from tests.gpu.timing import in_turns, relative
 from torchtitan.convert.rounded_experts import RoundedProducts
-from torchtitan.models.experts import MixtureOfExperts, Routing, expert_products
+from torchtitan.models.experts import (
+    MixtureOfExperts,
+    Routing,
+    add_up,
+    expert_products,
+    inverse,
+    select,
+)
 from torchtitan.models.layers import FeedForward
 
 
@@ -114,27 +121,23 @@ def _parts(mixture, x):
     experts, top_k = mixture.experts, mixture.router.routing.top_k
     with torch.no_grad():
         scores, chosen = mixture.router(x)
-        ends = torch.searchsorted(
-            chosen.flatten().sort().values,
-            torch.arange(len(experts.w1), device=x.device),
-            right=True,
-            out_int32=True,
-        )
+        expert, order = chosen.flatten().int().sort(stable=True)
+        where = order // top_k, inverse(order).view(-1, top_k)
+        numbers = torch.arange(len(experts.w1), device=x.device, dtype=expert.dtype)
+        ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
         rows = x.detach().repeat_interleave(top_k, dim=1)[0].requires_grad_()
-    weights = scores.clone().requires_grad_()
     w1 = experts.w1
 
     def route():
         mixture.router(x)[0].backward(scores)
 
     def combine():
-        out = (rows.unflatten(0, (-1, top_k)).to(weights.dtype) * weights[0, ..., None]).sum(1)
-        out.backward(out.detach())
+        add_up(rows, *where).backward(x.detach()[0])
 
     def dispatch():
-        order = chosen.flatten().sort(stable=True).indices
-        repeated = x[..., None, :].expand(*chosen.shape, -1).flatten(0, -2)
-        repeated.index_select(0, order).backward(rows.detach())
+        order = chosen.flatten().int().sort(stable=True).indices
+        place = inverse(order).view(-1, top_k)
+        select(x[0], order // top_k, place).backward(rows.detach())
 
     def one_product():
         expert_products(rows, w1, ends).sum().backward()

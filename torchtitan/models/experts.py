@@ -11,9 +11,11 @@ expert, which every token uses, is added if there is one. As in DeepSeek-V3 (202
 section 2.1.2), a router may have a bias that affects the choice but not the scores, and may choose
 groups of experts first.
 
-Each token is repeated k times, and the rows are sorted by expert. An expert then multiplies
-consecutive rows, whose number is known on the device alone, and the number of all rows is constant.
-The modules are written for one device; distribution is applied from outside.
+Each token has k rows, sorted by expert. An expert multiplies consecutive rows, whose number is
+known on the device alone, while the number of all rows is constant: the host waits for nothing. A
+score multiplies the hidden features, usually fewer than those of the model, so the results of a
+token are only added up. The modules are written for one device; distribution is applied from
+outside.
 
 Shapes: B batch, S sequence, D model dim, E experts, K experts of a token, N = B S K rows,
 F hidden dim of an expert.
@@ -21,7 +23,7 @@ F hidden dim of an expert.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
@@ -30,14 +32,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from torchtitan.logging import logger
 from torchtitan.models.layers import FeedForward
 from torchtitan.models.output import AuxiliaryLoss
 
 Scores = Literal["softmax", "sigmoid"]
-Exchange = Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor]
-"""Function of rows sorted by expert, these experts, and how to compute rows of the experts here,
-that lets all rows be computed where their experts are."""
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Function like `Experts.compute` of rows, their scores, and their experts."""
+Exchange = Callable[[Tensor, Tensor, Tensor, Compute], Tensor]
+"""Function of rows sorted by expert, their scores, these experts, and how to compute rows of the
+experts here, that lets all rows be computed where their experts are."""
 Multiply = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """Function like `expert_products` of rows, matrices, `ends`, and the dim of F of the matrices."""
 
@@ -199,11 +202,16 @@ def _(values: Tensor, bias: Tensor | None, top_k: int, groups: int, top_groups: 
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """Return the indices of the `k` largest values in the last dim; of equal ones, the first.
+    """Return the indices of the `k` values that are largest in float32; of equal ones, the first.
 
-    By a stable sort, since `topk` returns any of equal values, and others on each device.
+    `topk` returns any of equal values, so it gets integers in which the index follows the value.
     """
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+    bits = (values.float() + 0.0).view(torch.int32)  # 0 is added to -0
+    ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)  # as integers, in the order of the values
+    last = values.shape[-1] - 1
+    from_last = torch.arange(last, -1, -1, device=values.device)
+    best = ((ordered.long() << 32) + from_last).topk(k).values
+    return last - (best & 0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -252,7 +260,7 @@ class Experts(nn.Module):
         return self.mix(x, scores, chosen, *self.weights)
 
     def mix(self, x: Tensor, scores: Tensor, chosen: Tensor, *weights: Tensor) -> Tensor:
-        """Add up the results of the chosen experts, weighted in float32.
+        """Add up the results of the chosen experts, weighted by their scores.
 
         Args:
             x: (B, S, D).
@@ -263,22 +271,23 @@ class Experts(nn.Module):
         Returns:
             (B, S, D).
         """
-        top_k, (expert, order) = chosen.shape[-1], chosen.flatten().sort(stable=True)
-        # Repeated before they are sorted: gradients of rows that are selected once are added up in
-        # an order that is always the same.
-        rows = x[..., None, :].expand(*chosen.shape, -1).flatten(0, -2).index_select(0, order)
+        top_k, (expert, order) = chosen.shape[-1], chosen.flatten().int().sort(stable=True)
+        token, place = order // top_k, inverse(order).view(-1, top_k)
+        rows, score = select(x.flatten(0, -2), token, place), permute(scores.flatten(), order)
         compute = partial(self.compute, weights=weights)
-        out = self.exchange(rows, expert, compute) if self.exchange else compute(rows, expert)
-        out = out.index_select(0, order.argsort())
-        by_token: Tensor = torch.unflatten(out, 0, (-1, top_k)).to(scores.dtype)  # (B S, K, D)
-        return (by_token * scores.view(-1, top_k, 1)).sum(1).to(x.dtype).view_as(x)
+        exchange = self.exchange
+        out = exchange(rows, score, expert, compute) if exchange else compute(rows, score, expert)
+        return add_up(out, token, place).view_as(x)
 
-    def compute(self, rows: Tensor, expert: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    def compute(
+        self, rows: Tensor, score: Tensor, expert: Tensor, weights: Sequence[Tensor]
+    ) -> Tensor:
         """Compute rows of experts.
 
         Args:
             rows: (N, D), sorted by expert.
-            expert: (N,) int64, the index of the expert of each row in its weights.
+            score: (N,) factor of each row's result, in float32 or wider.
+            expert: (N,) int, the index of the expert of each row in its weights.
             weights: w1 (E, F, D), w2 (E, D, F) and w3 (E, F, D), and b1 (E, F), b2 (E, D) and
                 b3 (E, F) if there are biases; or some of the hidden features, for a part of the sum
                 over them.
@@ -288,17 +297,79 @@ class Experts(nn.Module):
         """
         w1, w2, w3, *biases = weights
         b1, b2, b3 = biases or (None, None, None)
-        numbers = torch.arange(len(w1), device=rows.device)
+        numbers = torch.arange(len(w1), device=rows.device, dtype=expert.dtype)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)  # (E,)
-        multiply = self.multiply or _multiply
+        multiply, score = self.multiply or _multiply, score[:, None]
 
         def linear(x: Tensor, weight: Tensor, hidden_dim: int, bias: Tensor | None) -> Tensor:
             out = multiply(x, weight, ends, hidden_dim)
-            return out if bias is None else _add_bias(out, bias, expert)
+            if bias is None:
+                return out
+            added = _by_row(bias, expert)
+            return (out + (added if hidden_dim == 1 else added * score)).to(out.dtype)
 
         gate, up = linear(rows, w1, 1, b1), linear(rows, w3, 1, b3)  # (N, F)
         hidden = clamped_swiglu(gate, up, self.limit) if self.limit else F.silu(gate) * up
-        return linear(hidden, w2, 2, b2)
+        return linear((hidden * score).to(hidden.dtype), w2, 2, b2)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return where each row is after rows were put into `order` (N,)."""
+    rows = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter(0, order, rows)
+
+
+def permute(x: Tensor, order: Tensor) -> Tensor:
+    """Return `x` (N, ...) in the given order (N,)."""
+    return select(x, order, inverse(order)[:, None])
+
+
+def select(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    """Select rows of `x` (T, ...), each equally often.
+
+    Args:
+        index: (N,) int64.
+        places: (T, K) int64, where the result has each row of `x`.
+
+    Returns:
+        (N, ...). The gradient is `add_up`: in an order that is always the same, and without atomic
+        additions.
+    """
+    out: Tensor = _Select.apply(x, index, places)  # type: ignore[no-untyped-call]
+    return out
+
+
+def add_up(x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+    """Add up the rows of `x` (N, ...) at each token's places; the transpose of `select`."""
+    out: Tensor = _AddUp.apply(x, index, places)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _add_up(x: Tensor, places: Tensor) -> Tensor:
+    picked = x.index_select(0, places.flatten())
+    return picked if len(places) == len(x) else picked.view(*places.shape, *x.shape[1:]).sum(1)
+
+
+class _Select(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(index, places)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _add_up(grad, ctx.saved_tensors[1]), None, None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(index, places)
+        return _add_up(x, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
 def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, hidden_dim: int) -> Tensor:
@@ -314,14 +385,13 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
-def _add_bias(out: Tensor, bias: Tensor, expert: Tensor) -> Tensor:
-    """Add the bias of its expert to each row.
+def _by_row(bias: Tensor, expert: Tensor) -> Tensor:
+    """Return the bias of the expert of each row.
 
     The gradient of a look-up is added up in an order that is always the same, and in float32,
     since an expert has many rows.
     """
-    wide = torch.promote_types(bias.dtype, torch.float32)
-    return (out + F.embedding(expert, bias.to(wide))).to(out.dtype)
+    return F.embedding(expert, bias.to(torch.promote_types(bias.dtype, torch.float32)))
 
 
 class MixtureOfExperts(nn.Module):
@@ -368,8 +438,9 @@ def parameters_in_words(model: nn.Module) -> str:
 def expert_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows of each expert with its matrix, like a linear layer.
 
-    It is an operator because the number of rows of an expert is unknown to fake tensors, and
-    because torch's own grouped product has no fake kernel for float32.
+    It is an operator because torch's own grouped product has no fake kernel for float32, no kernel
+    for float64 (here a loop, which no recipe needs), and wants rows aligned to 16 bytes (seen with
+    torch 2.11 to 2.13), so others are padded with zeros.
 
     Args:
         x: (N, I), the rows of the first expert first.
@@ -379,13 +450,12 @@ def expert_products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Returns:
         (N, O).
     """
-    by_inputs = weight.transpose(1, 2)  # (E, I, O)
-    if _is_grouped(x, *weight.shape[1:]):
-        return F.grouped_mm(x.contiguous(), by_inputs, offs=ends)
-    out = x.new_empty(len(x), weight.shape[1])
-    for number, rows in enumerate(_spans(ends)):
-        torch.mm(x[rows], by_inputs[number], out=out[rows])
-    return out
+    if x.dtype == torch.float64:
+        parts = [x[rows] @ each.t() for rows, each in zip(_spans(ends), weight, strict=True)]
+        return torch.cat(parts)
+    by_inputs = _aligned(_aligned(weight, 1), 2).transpose(1, 2)  # (E, I, O)
+    out = F.grouped_mm(_aligned(x, 1).contiguous(), by_inputs, offs=ends)
+    return out if out.shape[1] == weight.shape[1] else out[:, : weight.shape[1]].contiguous()
 
 
 @expert_products.register_fake
@@ -404,9 +474,12 @@ def expert_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     Returns:
         (E, O, I).
     """
-    if _is_grouped(x, grad.shape[1], x.shape[1]):
-        return F.grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends)
-    return torch.stack([grad[rows].t() @ x[rows] for rows in _spans(ends)])
+    if x.dtype == torch.float64:
+        return torch.stack([grad[rows].t() @ x[rows] for rows in _spans(ends)])
+    by_outputs = _aligned(grad, 1).contiguous().t()
+    out = F.grouped_mm(by_outputs, _aligned(x, 1).contiguous(), offs=ends)
+    shape = (len(ends), grad.shape[1], x.shape[1])
+    return out if out.shape == shape else out[:, : shape[1], : shape[2]].contiguous()
 
 
 @expert_gradients.register_fake
@@ -442,24 +515,7 @@ def _spans(ends: Tensor) -> Iterator[slice]:
     return (slice(*bounds) for bounds in pairwise([0, *ends.tolist()]))
 
 
-def _is_grouped(x: Tensor, *sizes: int) -> bool:
-    """Whether torch's grouped product can be used.
-
-    It needs rows that are aligned to 16 bytes, and has no float64 (seen with torch 2.11 to 2.13).
-    """
-    is_aligned = all(size * x.itemsize % 16 == 0 for size in sizes)
-    if is_aligned and x.dtype != torch.float64 and hasattr(F, "grouped_mm"):
-        return True
-    _warn_looped_once(x.dtype, sizes)
-    return False
-
-
-@cache
-def _warn_looped_once(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    logger.info(
-        "experts: torch %s has no grouped product for %s matrices in %s, so experts are computed "
-        "one after the other",
-        torch.__version__,
-        " x ".join(map(str, sizes)),
-        str(dtype).removeprefix("torch."),
-    )
+def _aligned(x: Tensor, dim: int) -> Tensor:
+    """Return `x` with zeros after `dim`, if needed for its rows to be multiples of 16 bytes."""
+    missing = -x.shape[dim] % (16 // x.itemsize)
+    return F.pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x

@@ -5,8 +5,8 @@ Of the ranks that share parameters, the axis `fsdp`, each `ep` neighbors have al
 an equal number each, and share everything else as before. The rows of a microbatch, K for each
 token, are sent to the ranks of their experts, computed there, and sent back:
 
-    counts   rows for each expert, by all-to-all; the host waits for them
-    there    rows, by an all-to-all of unequal sizes
+    counts   rows for each expert, by all-to-all; the host waits for them, once in a step
+    there    rows and their scores, by all-to-alls of unequal sizes
     here     the results, by the opposite one
 
 Every row is computed, however uneven the choice: memory and time follow the busiest rank. The
@@ -14,7 +14,6 @@ matrices of an expert have the gradient of all rows of the `ep` ranks, so it rem
 axis `efsdp`, whose ranks have the same experts, and which FSDP shards further.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.models.experts import Experts
+from torchtitan.models.experts import Compute, Experts, inverse, permute
 from torchtitan.optim.parameters import local
 from torchtitan.parallel.activation_checkpoint import ALWAYS_KEPT_OPERATORS
 from torchtitan.parallel.tensor import SplitExperts
@@ -61,17 +60,18 @@ class _RowExchange:
         """`own`: number of experts of each rank."""
         self.group_name, self.ranks, self.own = group.group_name, group.size(), own
 
-    def __call__(
-        self, rows: Tensor, expert: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def __call__(self, rows: Tensor, score: Tensor, expert: Tensor, compute: Compute) -> Tensor:
         by_expert, sent, received = exchange_counts(expert, self.own, self.group_name)
         arriving = rows_arriving(received, rows)
-        arrived = exchange_rows(rows, sent, received, arriving, self.group_name)  # (M, D)
+        there = (sent, received, arriving, self.group_name)
+        arrived = exchange_rows(rows, *there)  # (M, D)
+        scores = exchange_rows(score[:, None], *there)[:, 0]
         # By rank, then by expert; a stable sort makes it by expert, then by rank.
-        numbers = torch.arange(self.own, device=rows.device).repeat(self.ranks)
+        numbers = torch.arange(self.own, device=rows.device, dtype=expert.dtype).repeat(self.ranks)
         numbers = numbers.repeat_interleave(by_expert, output_size=arriving)
         mine, order = numbers.sort(stable=True)
-        out = compute(arrived.index_select(0, order), mine).index_select(0, order.argsort())
+        out = compute(permute(arrived, order), permute(scores, order), mine)
+        out = permute(out, inverse(order))
         result: Tensor = exchange_rows(out, received, sent, len(rows), self.group_name)
         return result
 
@@ -89,7 +89,7 @@ def exchange_counts(expert: Tensor, own: int, group_name: str) -> tuple[Tensor, 
     """Tell each rank how many rows it gets for each of its experts; waits for the device.
 
     Args:
-        expert: (N,) int64, sorted, the expert of each row.
+        expert: (N,) int, sorted, the expert of each row.
         own: number of experts of each of the n ranks.
 
     Returns:
@@ -97,7 +97,7 @@ def exchange_counts(expert: Tensor, own: int, group_name: str) -> tuple[Tensor, 
         CPU the rows that are sent to each rank, and received from each (n,) int64.
     """
     group = process_group(group_name)
-    numbers = torch.arange(own * group.size(), device=expert.device)
+    numbers = torch.arange(own * group.size(), device=expert.device, dtype=expert.dtype)
     ends = torch.searchsorted(expert, numbers, right=True)
     leaving = ends.diff(prepend=ends.new_zeros(1))
     arriving = torch.empty_like(leaving)
@@ -110,7 +110,7 @@ def exchange_counts(expert: Tensor, own: int, group_name: str) -> tuple[Tensor, 
 def _(expert: Tensor, own: int, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
     ranks = process_group(group_name).size()
     sent, received = (torch.empty(ranks, dtype=torch.int64, device="cpu") for _ in range(2))
-    return expert.new_empty(ranks * own), sent, received
+    return expert.new_empty(ranks * own, dtype=torch.int64), sent, received
 
 
 @torch.library.custom_op("torchtitan::exchange_rows", mutates_args=())

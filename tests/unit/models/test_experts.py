@@ -1,11 +1,16 @@
 """The mixture of experts against its formula, token by token, and products of experts."""
 
+import math
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.models import experts
 from torchtitan.models.experts import (
     MixtureOfExperts,
     Router,
@@ -13,6 +18,9 @@ from torchtitan.models.experts import (
     expert_gradients,
     expert_products,
 )
+from torchtitan.parallel import expert_parallel
+from torchtitan.parallel.expert_parallel import exchange_counts
+from torchtitan.torch_private.fake_ranks import fake_process_group
 
 SIZES = (16, 6, 24)  # D, E, F: all different
 # Torch has no grouped product in float64.
@@ -50,7 +58,7 @@ def best(rule, values):
 
 def by_formula(made, x):
     """The module's formula, one token and one expert at a time."""
-    router, experts, rule = made.router, made.experts, made.router.routing
+    router, own, rule = made.router, made.experts, made.router.routing
     rows = []
     for token in x.flatten(0, 1):
         logits = router.weight @ token
@@ -58,10 +66,7 @@ def by_formula(made, x):
         chosen = best(rule, all_scores if router.bias is None else all_scores + router.bias)
         scores = all_scores[chosen]
         scores = rule.scale * (scores / scores.sum() if rule.renormalizes else scores)
-        parts = [
-            experts.w2[e] @ (F.silu(experts.w1[e] @ token) * (experts.w3[e] @ token))
-            for e in chosen
-        ]
+        parts = [own.w2[e] @ (F.silu(own.w1[e] @ token) * (own.w3[e] @ token)) for e in chosen]
         rows.append(sum(score * part for score, part in zip(scores, parts, strict=True)))
     out = torch.stack(rows).view_as(x)
     return out if made.shared is None else out + made.shared(x)
@@ -122,16 +127,67 @@ def test_operators_keep_the_contract_of_the_compiler(dtype):
     torch.library.opcheck(expert_gradients, (torch.randn(10, 12, dtype=dtype), x.detach(), ends))
 
 
-def test_gradients_in_float64_and_a_size_that_is_not_aligned_are_looped(caplog):
-    caplog.set_level("INFO")
+def test_gradients_in_float64_and_sizes_that_are_not_aligned():
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(expert_products, (x, weight, ends))
-    assert "no grouped product for 2 x 3 matrices in float64, so experts are" in caplog.text
-    narrow = expert_products(x.float(), weight.float(), ends)
-    torch.testing.assert_close(narrow.double(), expert_products(x, weight, ends))
-    assert "matrices in float32" in caplog.text
+    found = []
+    for dtype in torch.float64, torch.float32:
+        given = [each.detach().to(dtype).requires_grad_() for each in (x, weight)]
+        out = expert_products(*given, ends)
+        gradients = torch.autograd.grad(out.square().sum(), given)
+        found.append([each.double() for each in (out, *gradients)])
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+class Opened(TorchDispatchMode):
+    """Notes what a device computes in our operators, too, and how often the host waits for it.
+
+    On meta tensors, which have no values, whatever else would wait for one fails.
+    """
+
+    INNER = (experts.choose_experts, expert_products, expert_gradients, exchange_counts)
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.outputs, self.waits = list[str](), list[torch.Tensor](), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, function._schema.name
+        if inner := [each for each in self.INNER if each._qualname == name]:
+            with self:
+                return inner[0]._init_fn(*args, **kwargs)
+        if kwargs.get("device") == torch.device("cpu"):
+            self.waits += 1
+            return torch.zeros(args[0].shape, dtype=kwargs["dtype"])
+        out = function(*args, **kwargs)
+        self.names.append(name)
+        self.outputs += [each for each in pytree.tree_leaves(out) if torch.is_tensor(each)]
+        return out
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_host_waits_for_no_choice_but_that_of_other_ranks(ranks, monkeypatch):
+    """Nor are there K x tokens x D numbers in float32, or a sort of all scores."""
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *args, **settings: None)
+    monkeypatch.setattr(expert_parallel, "rows_arriving", lambda received, rows: 30)
+    how, (dim, count, hidden) = Routing(top_k=3, has_bias=True, groups=4, top_groups=2), (64, 8, 16)
+    with torch.device("meta"), fake_process_group(0, ranks):
+        made = MixtureOfExperts(dim, count // ranks, hidden, how)
+        made.router = Router(dim, count, how)
+        for parameter in made.parameters():
+            parameter.data = parameter.bfloat16()
+        if ranks > 1:
+            group = dist.group.WORLD
+            made.experts.exchange = expert_parallel._RowExchange(group, count // ranks)
+        x = torch.empty(2, 8, dim, dtype=torch.bfloat16, requires_grad=True)
+        with Opened() as seen:
+            made(x).sum().backward()
+    assert seen.waits == ranks - 1
+    assert seen.names.count("aten::sort") == ranks  # of the rows, by expert
+    wide = [each.shape for each in seen.outputs if each.itemsize > 2 and each.is_floating_point()]
+    assert max(map(math.prod, wide)) < 3 * 16 * dim
 
 
 def test_of_equal_logits_the_first_experts_are_chosen():
@@ -141,6 +197,15 @@ def test_of_equal_logits_the_first_experts_are_chosen():
     scores, chosen = router(torch.tensor([[[1.0, 0, 0, 0], [0, 0, 0, 0], [-1.0, 0, 0, 0]]]))
     assert chosen.tolist() == [[[5, 0, 1], [0, 1, 2], [0, 1, 2]]]
     torch.testing.assert_close(scores.sum(-1), torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_choice_is_that_of_a_stable_sort(dtype):
+    values = torch.randint(-3, 4, (500, 9)) / torch.tensor(7.0)
+    values[:9] = torch.tensor([-0.0, 0, 1e-40, -1e-40, 3e38, -3e38, *[torch.inf] * 2, -torch.inf])
+    values = values.to(dtype)
+    wanted = values.float().sort(dim=-1, descending=True, stable=True).indices[:, :5]
+    assert experts.choose_experts(values, None, 5, 1, 1).equal(wanted)
 
 
 def test_scores_are_computed_and_applied_in_float32():
