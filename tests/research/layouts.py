@@ -124,7 +124,7 @@ LOCO = {"gradients": few_bits("loco")}
 TWO_HOPS = LOCO | {"replicas": few_bits("loco")}
 QSDP = {"weights": few_bits("qsdp"), "gradients": few_bits("qsdp")}
 LEARNED = {"bits": 4, "levels": "learned", "learn_steps": 1}
-QSDP_LEARNED = {"weights": few_bits("qsdp", **LEARNED), "gradients": few_bits("qsdp", **LEARNED)}
+QSDP_LEARNED = QSDP | {"gradients": few_bits("qsdp", **LEARNED)}
 LOCAL_STEPS = {"replicas": {"name": "all_reduce", "every": 2}}
 COMPRESSED = installed(
     {

@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.comm import Unit
+from torchtitan.research.common import codec as codecs
 from torchtitan.research.common.codec import Codec, WireFormat
 
 FORMS = ["symmetric", "minmax"]
@@ -106,15 +108,45 @@ def test_rounding_is_right_in_the_mean(shift):
     assert (nearest / unit_of(codec, rows)).abs().max() > 0.3
 
 
-@pytest.mark.parametrize("shift", [True, False], ids=["shifted", "random"])
-def test_levels_at_unequal_distances_are_right_in_the_mean(shift):
+def test_levels_at_unequal_distances_are_right_in_the_mean():
     rows, codec = torch.linspace(-1, 1, 64)[None] ** 3, Codec(3, 64, "minmax")
     # Off by two neighbours' distance at most: 0.2 of the range, which is 2.
-    error = mean_error(codec, rows, shift, LEVELS)
+    error = mean_error(codec, rows, is_shifted=False, levels=LEVELS)
     assert error.abs().max() < 5 * 0.5 * 0.4 / math.sqrt(2000)
     nearest = codec.decode(codec.encode(rows, levels=LEVELS), 64, levels=LEVELS)
     expected = (LEVELS[0] * 2 - 1)[(rows[0, :, None] - (LEVELS * 2 - 1)).abs().argmin(1)]
     assert torch.allclose(nearest[0], expected, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor of numbers, not of bytes, that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if torch.is_tensor(out) and out.is_floating_point():
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@pytest.mark.parametrize("form", [*FORMS, "levels"])
+def test_slices_are_the_bytes_of_the_whole_in_less_memory(form, scales, monkeypatch):
+    codec = Codec(3, 32, "minmax" if form == "levels" else form, scales)
+    rows = torch.randn(4, 1001, generator=torch.Generator().manual_seed(0))
+    levels = LEVELS.expand(32, -1) if form == "levels" else None
+    whole = codec.encode(rows, levels=levels)
+    decoded = codec.decode(whole, 1001, levels=levels)
+    monkeypatch.setattr(codecs, "SLICE", 700)
+    assert [each.stop for each in codec.slices(4, 1001)] == [*range(160, 1001, 160), 1001]
+    with Largest() as seen:
+        assert torch.equal(codec.encode(rows, levels=levels), whole)
+        total = codec.sum(whole, 1001, levels)
+    assert 1001 <= seen.elements < 700 * (8 if form == "levels" else 1) + 1001
+    torch.testing.assert_close(total, decoded.sum(0, keepdim=True), rtol=0, atol=0)
+    assert torch.equal(codec.decode(whole, 1001, levels=levels), decoded)
+    assert codec.decode(whole, 1001, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is():

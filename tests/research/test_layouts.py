@@ -28,7 +28,7 @@ SLICES = {"replicas": {"name": "slicing", "sign": False, "verify_steps": 0}}
 HOP = {"replicas": {"name": "loco", "bucket": 64}}
 TWO_HOPS = {**LOCO, "replicas": HOP["replicas"] | {"verify_steps": 0}}
 QSDP = {way: {"name": "qsdp", "bits": 5, "bucket": 64} for way in ("weights", "gradients")}
-LEARNED = {way: each | {"bits": 4, "levels": "learned"} for way, each in QSDP.items()}
+LEARNED = QSDP | {"gradients": QSDP["gradients"] | {"bits": 4, "levels": "learned"}}
 
 
 @pytest.mark.parametrize("name", tiers(layouts.LAYOUTS, DAILY, gate=GATE))

@@ -34,7 +34,7 @@ def sent(weights="plain", gradients="plain", replicas="all_reduce", **more):
 DDP = "data_parallel_shard_degree = 1\ndata_parallel_replicate_degree = 2\n"
 HSDP = "data_parallel_shard_degree = 2\ndata_parallel_replicate_degree = 2\n"
 FEW = {"weights_bucket": 64, "gradients_bucket": 64}
-LEARNED = {**FEW, "weights_levels": "learned", "gradients_levels": "learned"}
+LEARNED = {**FEW, "gradients_levels": "learned"}
 FOUR_BITS = {"weights_bits": 4, "gradients_bits": 4, "gradients_learn_steps": 1}
 LOCO = sent(gradients="loco", gradients_bucket=64)
 MODELLED = {

@@ -35,7 +35,7 @@ ALL = {
     "LoCo in two hops": LOCO | {"replicas": {"name": "loco", "bucket": 64, "verify_steps": 1}},
     "LoCo, replicas that never agree": LOCO | {"replicas": {"name": "none"}},
     "QSDP": QSDP,
-    "QSDP, learned levels": {way: each | LEVELS for way, each in QSDP.items()},
+    "QSDP, learned levels": QSDP | {"gradients": QSDP["gradients"] | LEVELS},
     "slices": {"replicas": {"name": "slicing", "sign": False}},
     "DeMo": {"replicas": {"name": "demo", "sign": False}},
     "DeMo of two steps": {"replicas": {"name": "demo", "sign": False, "every": 2, "decay": 0.9}},

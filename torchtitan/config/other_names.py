@@ -76,6 +76,15 @@ OLD_KEYS: Mapping[str, Moved | Gone] = {
         "checkpoint.folder",
         falsy,
     ),
+    "communication.weights.levels": Gone(
+        "at equal distances, as they are now, less of the weights is lost; levels of "
+        "communication.gradients may be learned",
+        just("uniform"),
+    ),
+    **{
+        f"communication.weights.{key}": Gone("levels of weights are not learned", always)
+        for key in ("learn_steps", "learn_rate")
+    },
     "model.expert_products": Gone("products of experts are always grouped", just(None, "grouped")),
 }
 """Keys that this project once had."""

@@ -66,14 +66,19 @@ class Compensation:
         """Encode rows (R, n) as codes (R, bytes)."""
         if not self.config.compensate:
             return self.codec.encode(rows)
-        length = rows.shape[1]
-        error = self.stored.decode(self.error, length) if self.stored else self.error
-        wanted = rows.float() + error
-        sent = self.codec.encode(wanted)
-        missed = wanted - self.codec.decode(sent, length)
-        # A step that is not finite is skipped, and must not enter the errors.
-        error = torch.lerp(missed, error, self.config.beta).nan_to_num(0.0, 0.0, 0.0)
-        self.error.copy_(self.stored.encode(error) if self.stored else error)
+        sent, length = self.codec.empty(rows), rows.shape[1]
+        for where in self.codec.slices(*rows.shape):
+            kept = self.error[:, where]
+            error = self.stored.decode_slice(self.error, length, where) if self.stored else kept
+            wanted = rows[:, where].float() + error
+            self.codec.encode_slice(sent, wanted, length, where)
+            missed = wanted - self.codec.decode_slice(sent, length, where)
+            # A step that is not finite is skipped, and must not enter the errors.
+            error = torch.lerp(missed, error, self.config.beta).nan_to_num(0.0, 0.0, 0.0)
+            if self.stored:
+                self.stored.encode_slice(self.error, error, length, where)
+            else:
+                kept.copy_(error)
         return sent
 
     def end_step(self, step: int) -> None:
@@ -168,7 +173,7 @@ class LoCoReducer(ReplicaReducer):
         sent = self.parts.encode(rows)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        own = self.codec.decode(received, self.length).sum(0, keepdim=True)
+        own = self.codec.sum(received, self.length)
         everyones = all_gather(self.sums.encode(own)[0], self.group)
         return self.codec.decode(everyones, self.length).flatten()[: len(numbers)]
 

@@ -4,13 +4,15 @@
 Weights are rounded to a lattice after a random shift that all ranks share and that changes with
 each step, so that the mean over shifts is the weight itself; gradients are rounded stochastically.
 Both use buckets, from the smallest to the largest number of each. The owner of a weight keeps its
-full precision, but computes with the rounded one, as all ranks do. For very few bits, levels are
-learned from the sent numbers.
+full precision, but computes with the rounded one, as all ranks do. For very few bits, levels of
+gradients are learned from the sent numbers.
 
 Numbers of a bucket, scaled to between 0 and 1, are not uniformly distributed. So each number moves
 the closest level by a fraction of their distance, a step of gradient descent on its square. The
 first and the last level stay at 0 and 1: every number is then between two levels, and stochastic
-rounding to one of the two is unbiased.
+rounding to one of the two is unbiased. Weights have no such levels: what a shared shift adds is
+subtracted again, which leaves half of the squared error that stochastic rounding has, and levels
+at other distances gain less than that.
 """
 
 import random
@@ -98,33 +100,7 @@ MOST_BITS = 5
 """Maximum bits for which levels are learned."""
 
 
-class WithLevels(Quantized):
-    """Settings of levels that may be learned."""
-
-    levels: Literal["uniform", "learned"] = "uniform"
-    """Quantization levels: equally spaced, or learned from the distribution of the numbers; for
-    fewer than 6 bits."""
-    learn_steps: int = Field(1000, ge=1)
-    """Steps between updates of the learned levels (the first at step 1)."""
-    learn_rate: float = Field(0.01, gt=0, lt=1)
-    """Learning rate of the levels: fraction by which a value moves its nearest level."""
-
-    def open_levels(self, wire_format: WireFormat, group: ProcessGroup) -> Levels | None:
-        """Return the learned levels; None if levels are at equal distances."""
-        if self.levels == "uniform" or not wire_format.coarse:
-            return None
-        return Levels(wire_format, group, self.learn_steps, self.learn_rate)
-
-    def problems(self, context: Context) -> Iterator[Problem]:
-        if self.levels == "learned" and self.bits > MOST_BITS:
-            message = (
-                f"2^{self.bits} levels are too many to be learned from the numbers of a bucket; "
-                f'use "uniform", or at most bits = {MOST_BITS}'
-            )
-            yield Problem("levels", message, ("bits",))
-
-
-class QSDPWeights(WithLevels, WeightsConfig):
+class QSDPWeights(Quantized, WeightsConfig):
     """Weights rounded to a lattice with a random shift, the same on all ranks."""
 
     reads_numbers: ClassVar[bool] = True
@@ -133,21 +109,15 @@ class QSDPWeights(WithLevels, WeightsConfig):
     """Method of gathering."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> "QSDPGather":
-        wire_format = self.wire_format(unit, "minmax")
-        return QSDPGather(wire_format, group, self.open_levels(wire_format, group))
+        return QSDPGather(self.wire_format(unit, "minmax"), group)
 
 
 class QSDPGather(Clock, Gather):
     """Gather with one shift per step, so that the backward has the weights of the forward."""
 
-    def __init__(
-        self, wire_format: WireFormat, group: ProcessGroup, levels: Levels | None = None
-    ) -> None:
+    def __init__(self, wire_format: WireFormat, group: ProcessGroup) -> None:
         super().__init__(wire_format.unit, group)
-        self.wire_format, self.codec, self.levels = wire_format, wire_format.codec, levels
-
-    def state(self) -> dict[str, Tensor]:
-        return super().state() | (self.levels.state() if self.levels else {})
+        self.wire_format, self.codec = wire_format, wire_format.codec
 
     @property
     def shift(self) -> float:
@@ -157,24 +127,40 @@ class QSDPGather(Clock, Gather):
     def __call__(self, whole: Tensor, part: Tensor) -> None:
         coarse, exact = self.wire_format.split(part[None])
         shift = self.shift
-        levels = self.levels(coarse, int(self.step)) if self.levels else None
-        sent = self.wire_format.pack(self.codec.encode(coarse, shift, levels=levels), exact)
+        sent = self.wire_format.pack(self.codec.encode(coarse, shift), exact)
         received = sent.new_empty(self.group.size(), sent.shape[1])
         all_gather_into(received.flatten(), sent.flatten(), self.group)
         codes, rest = self.wire_format.unpack(received, part.dtype)
-        found = self.codec.decode(codes, self.wire_format.coarse, shift, levels)
-        whole.copy_(self.wire_format.join(found.to(whole.dtype), rest).flatten())
+        found = self.codec.decode(codes, self.wire_format.coarse, shift, dtype=whole.dtype)
+        whole.copy_(self.wire_format.join(found, rest).flatten())
 
 
-class QSDPGradients(WithLevels, GradientsConfig):
+class QSDPGradients(Quantized, GradientsConfig):
     """Gradients rounded stochastically, so that the mean is the gradient itself."""
 
     name: Literal["qsdp"] = "qsdp"
     """Method of reduction."""
+    levels: Literal["uniform", "learned"] = "uniform"
+    """Quantization levels: equally spaced, or learned from the distribution of the numbers; for
+    fewer than 6 bits."""
+    learn_steps: int = Field(1000, ge=1)
+    """Steps between updates of the learned levels (the first at step 1)."""
+    learn_rate: float = Field(0.01, gt=0, lt=1)
+    """Learning rate of the levels: fraction by which a value moves its nearest level."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> "QSDPReduce":
-        wire_format = self.wire_format(unit, "minmax")
-        return QSDPReduce(wire_format, group, self.open_levels(wire_format, group))
+        wire_format, levels = self.wire_format(unit, "minmax"), None
+        if self.levels == "learned" and wire_format.coarse:
+            levels = Levels(wire_format, group, self.learn_steps, self.learn_rate)
+        return QSDPReduce(wire_format, group, levels)
+
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if self.levels == "learned" and self.bits > MOST_BITS:
+            message = (
+                f"2^{self.bits} levels are too many to be learned from the numbers of a bucket; "
+                f'use "uniform", or at most bits = {MOST_BITS}'
+            )
+            yield Problem("levels", message, ("bits",))
 
 
 class QSDPReduce(QuantizedReduce):

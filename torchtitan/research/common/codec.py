@@ -8,8 +8,10 @@ A row of numbers is cut into buckets, and each number becomes a code of 2 to 8 b
 Rounding to the nearest has an error of at most s / 2. Rounding after a shift that sender and
 receiver share, `round(t + shift) - shift` with a uniform shift, is unbiased, and so is stochastic
 rounding, `floor(t + u)`. Codes can also represent levels at unequal distances from lo to hi; then t
-is the position between two adjacent levels, and a shared shift decides between them. A bucket with
-a NaN or an infinity is decoded as numbers that are not finite: nothing is hidden.
+is the position between two adjacent levels, and stochastic rounding decides between them. A bucket
+with a NaN or an infinity is decoded as numbers that are not finite: nothing is hidden.
+
+Rows are encoded and decoded in slices of columns, so temporary memory does not grow with a unit.
 """
 
 import math
@@ -24,6 +26,8 @@ from torch import Tensor
 from torchtitan.comm import Unit
 
 Form = Literal["symmetric", "minmax"]
+SLICE = 2**24
+"""Maximum numbers of a slice: 64 MiB in float32."""
 GROUP = 8
 """Number of codes that are packed together, into as many bytes as each has bits."""
 
@@ -46,6 +50,12 @@ class Codec:
         codes = -(-elements // GROUP) * self.bits
         return codes + buckets * fields * self.scales.itemsize
 
+    def slices(self, rows: int, length: int) -> list[slice]:
+        """Return consecutive columns of (`rows`, `length`) numbers, each of at most `SLICE`; a row
+        of a slice consists of whole buckets."""
+        columns = max(SLICE // max(rows, 1) // self.bucket, 1) * self.bucket
+        return [slice(a, min(a + columns, length)) for a in range(0, length, columns)]
+
     def encode(
         self,
         rows: Tensor,
@@ -61,14 +71,32 @@ class Codec:
             levels: levels of each bucket, ascending from 0 to 1 (buckets, 2^bits), for the form
                 `minmax`; None: at equal distances. `decode` needs the same.
         """
-        length = rows.shape[1]
-        if not length:
-            return rows.new_empty(len(rows), 0, dtype=torch.uint8)
+        message = self.empty(rows)
+        for where in self.slices(*rows.shape):
+            self.encode_slice(message, rows[:, where], rows.shape[1], where, shift, noise, levels)
+        return message
+
+    def empty(self, rows: Tensor) -> Tensor:
+        """Return memory for the bytes of `rows` (R, n)."""
+        size = self.bytes_of(rows.shape[1])
+        return torch.empty(len(rows), size, dtype=torch.uint8, device=rows.device)
+
+    def encode_slice(
+        self,
+        message: Tensor,
+        rows: Tensor,
+        length: int,
+        where: slice,
+        shift: float = 0.0,
+        noise: torch.Generator | None = None,
+        levels: Tensor | None = None,
+    ) -> None:
+        """Write one of the `slices` of rows with `length` columns to their `message`."""
         buckets = self._buckets(rows.float())
         low, scale = self._ranges(buckets)
         position = (buckets - low) / scale
         if levels is not None:
-            position = _between(position / self._codes[1], levels)
+            position = _between(position / self._codes[1], levels[self._of_slice(where)])
         if noise is None:
             position = (position + shift).round()
         else:
@@ -76,10 +104,11 @@ class Codec:
             position = (position + drawn).floor()
         # If a scale is zero or not finite, the codes are ignored.
         codes = position.nan_to_num(0.0).clamp(*self._codes) - self._codes[0]
-        packed = _pack(codes.flatten(1)[:, :length].to(torch.uint8), self.bits)
-        fields = [scale] if self.form == "symmetric" else [scale, low]
-        stored = torch.cat([field.squeeze(2).to(self.scales) for field in fields], 1)
-        return torch.cat([packed, stored.view(torch.uint8)], 1)
+        packed = _pack(codes.flatten(1)[:, : rows.shape[1]].to(torch.uint8), self.bits)
+        begin = where.start // GROUP * self.bits
+        message[:, begin : begin + packed.shape[1]] = packed
+        for columns, field in zip(self._fields(length, where), (scale, low), strict=False):
+            message[:, columns] = field.squeeze(2).to(self.scales).view(torch.uint8)
 
     def normalized(self, rows: Tensor) -> Tensor:
         """Scale the numbers of `rows` (R, n) from the smallest (0) to the largest (1) of each
@@ -89,24 +118,65 @@ class Codec:
         return (buckets - low) / (scale * self._codes[1])
 
     def decode(
-        self, message: Tensor, length: int, shift: float = 0.0, levels: Tensor | None = None
+        self,
+        message: Tensor,
+        length: int,
+        shift: float = 0.0,
+        levels: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Decode the result of `encode` to rows (R, length) in float32; zeros decode to zero."""
-        if not length:
-            return message.new_empty(len(message), 0, dtype=torch.float32)
-        packed = -(-length // GROUP) * self.bits
-        codes = self._buckets(_unpack(message[:, :packed], self.bits)[:, :length].float())
-        stored = _as(message[:, packed:], self.scales).float()
-        buckets = codes.shape[1]
+        """Decode the result of `encode` to rows (R, length); zeros decode to zero."""
+        rows = message.new_empty(len(message), length, dtype=dtype)
+        for where in self.slices(len(message), length):
+            rows[:, where] = self.decode_slice(message, length, where, shift, levels)
+        return rows
+
+    def sum(self, message: Tensor, length: int, levels: Tensor | None = None) -> Tensor:
+        """Decode the result of `encode`, and add up its rows: (1, length) in float32."""
+        total = message.new_empty(1, length, dtype=torch.float32)
+        for where in self.slices(len(message), length):
+            rows = self.decode_slice(message, length, where, levels=levels)
+            total[:, where] = rows.sum(0, keepdim=True)
+        return total
+
+    def decode_slice(
+        self,
+        message: Tensor,
+        length: int,
+        where: slice,
+        shift: float = 0.0,
+        levels: Tensor | None = None,
+    ) -> Tensor:
+        """Decode one of the `slices` of rows with `length` columns: in float32."""
+        columns = where.stop - where.start
+        begin = where.start // GROUP * self.bits
+        packed = message[:, begin : begin + -(-columns // GROUP) * self.bits]
+        codes = self._buckets(_unpack(packed, self.bits)[:, :columns].float())
         if levels is None:
             codes = codes + self._codes[0] - shift
         else:
-            every = levels.expand(len(codes), -1, -1)
+            every = levels[self._of_slice(where)].expand(len(codes), -1, -1)
             codes = every.gather(2, codes.long()) * self._codes[1]
-        rows: Tensor = codes * stored[:, :buckets, None]
-        if self.form == "minmax":
-            rows = rows + stored[:, buckets:, None]
-        return rows.flatten(1)[:, :length]
+        scale, *low = (
+            _as(message[:, field], self.scales).float()[..., None]
+            for field in self._fields(length, where)
+        )
+        rows: Tensor = codes * scale
+        return (rows + low[0] if low else rows).flatten(1)[:, :columns]
+
+    def _of_slice(self, where: slice) -> slice:
+        """Return the buckets of a slice."""
+        return slice(where.start // self.bucket, -(-where.stop // self.bucket))
+
+    def _fields(self, length: int, where: slice) -> list[slice]:
+        """Return the bytes of a slice's scales, and of its lower ends if they are sent."""
+        size, buckets = self.scales.itemsize, self._of_slice(where)
+        first = -(-length // GROUP) * self.bits
+        begins = [first, first + -(-length // self.bucket) * size]
+        return [
+            slice(begin + buckets.start * size, begin + buckets.stop * size)
+            for begin in begins[: 1 if self.form == "symmetric" else 2]
+        ]
 
     @property
     def _codes(self) -> tuple[int, int]:
