@@ -1,4 +1,4 @@
-"""The parts of the build that `pyproject.toml` cannot express: recipes and the long description."""
+"""The parts of the build that `pyproject.toml` cannot express: recipes, pages, and the README."""
 
 import re
 import tomllib
@@ -29,10 +29,11 @@ if __name__ == "__main__":
     setup(
         packages=[
             *find_namespace_packages(include=["torchtitan*"], exclude=["*__pycache__*"]),
+            "torchtitan.pages",
             "torchtitan.recipes",
             *(f"torchtitan.recipes.{name}" for name in find_namespace_packages("train_configs")),
         ],
-        package_dir={"torchtitan.recipes": "train_configs"},
+        package_dir={"torchtitan.pages": "docs", "torchtitan.recipes": "train_configs"},
         long_description=long_description((ROOT / "README.md").read_text("utf-8"), home),
         long_description_content_type="text/markdown",
         project_urls={"Repository": home} if home else {},

@@ -10,6 +10,7 @@ import ast
 import posixpath
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -36,8 +37,9 @@ def added() -> dict[str, str]:
 
 
 ADDED = added()
-NOT_SEARCHED = ("benchmarks/results/", "api")
-LESS_SEARCHED = ("benchmarks/", "changelog", "contributing")
+KEYWORDS = tomllib.loads((ROOT / "docs/keywords.toml").read_text(encoding="utf-8"))
+NOT_SEARCHED = "benchmarks/results/"
+LESS_SEARCHED = ("benchmarks/", "changelog", "contributing", "api")
 MORE_SEARCHED = ("quickstart", "layouts", "checkpoint", "precision", "data.md")
 FILE = re.compile(r"<!-- file: (\S+) -->\n```(\w+)")
 """The name of a file, above the block with its text."""
@@ -77,6 +79,8 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     elif page.file.src_uri.startswith(LESS_SEARCHED + MORE_SEARCHED):
         boost = 0.2 if page.file.src_uri.startswith(LESS_SEARCHED) else 2
         page.meta["search"] = {"boost": boost}
+    if page.file.src_uri in (f"{name}.md" for name in KEYWORDS):
+        page.meta["tags"] = KEYWORDS[page.file.src_uri.removesuffix(".md")].split(", ")
     source = page.file.abs_src_path or ROOT / "docs" / page.file.src_uri
     here = Path(source).relative_to(ROOT).as_posix()
 

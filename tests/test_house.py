@@ -22,7 +22,7 @@ LAYERS = [
     ["__main__", "train", "launch"],
     ["tools.cli"],
     ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
-    ["tools.recipes", "tools.doctor", "tools.plot", "tools.profile", "tools.trace"],
+    ["tools.recipes", "tools.help", "tools.doctor", "tools.plot", "tools.profile", "tools.trace"],
     ["tools.generate", "tools.checkpoint", "tools.tokenizer", "tools.data"],
     ["tools.evaluate", "tools.inspect", "tools.ledger"],
     ["tools.inference"],

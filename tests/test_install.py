@@ -101,6 +101,7 @@ for words in (
     "check llama3_8b.toml --model.tokenizer_path none",
     "compare studies/fsdp_debug.toml --check",
     "recipes copy research/loco",
+    "help quickstart",
     "check research/loco.toml --world-size 2",
     "train debug_model --training.steps 2 --validation.steps 1",
 ):
@@ -126,7 +127,9 @@ def test_a_wheel_trains_outside_the_clone(build, tmp_path):
     wheel = build("wheel")
     with zipfile.ZipFile(wheel) as archive:
         others = [name for name in archive.namelist() if not name.endswith((".py", ".toml"))]
-    ours = r"torchtitan/(py\.typed|tools/(reference\.json|page\.css)|cluster/manifests/\w+\.\w+)"
+    kept = ("py.typed", "tools/reference.json", "tools/page.css")
+    several = (r"cluster/manifests/\w+\.\w+", r"(pages|research)/\w+\.md")
+    ours = f"torchtitan/({'|'.join((*map(re.escape, kept), *several))})"
     expected = rf"{ours}|torchtitan_pretrain.*dist-info/.*"
     assert [name for name in others if not re.fullmatch(expected, name)] == []
     manifests = (ROOT / "torchtitan/cluster/manifests").iterdir()

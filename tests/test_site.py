@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import threading
+import tomllib
 from collections import Counter
 from html.parser import HTMLParser
 from importlib import import_module
@@ -102,6 +103,26 @@ def test_text_can_be_read_and_search_finds_a_page(scheme, site):
     }
 
 
+@pytest.mark.gate
+def test_search_answers_questions_of_users(site):
+    """The worker of the site is asked, with its own index, in the Node.js that playwright has."""
+    from playwright._impl._driver import compute_driver_executable
+
+    folder = ROOT / "tests/docs"
+    questions = tomllib.loads((folder / "questions.toml").read_text(encoding="utf-8"))
+    command = [compute_driver_executable()[0], folder / "search.js", site]
+    asked = json.dumps([*questions])
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=True)
+    found = dict(zip(questions, json.loads(done.stdout), strict=True))
+    missed = {
+        question: found[question][:5]
+        for question, pages in questions.items()
+        if not {f"{page}/" for page in pages} & {*found[question][:5]}
+    }
+    assert len(questions) >= 40
+    assert missed == {}, "say it on the page, or in docs/keywords.toml"
+
+
 def test_navigation_has_every_page():
     """A build of the site would refuse a missing page too, but only in the gate."""
     added = runpy.run_path(str(ROOT / "scripts/site_hooks.py"))["ADDED"].values()
@@ -113,6 +134,8 @@ def test_navigation_has_every_page():
         r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert (sorted(pages - set(named)), len(named)) == ([], len(pages))
+    keywords = tomllib.loads((ROOT / "docs/keywords.toml").read_text(encoding="utf-8"))
+    assert [page for page in keywords if f"{page}.md" not in pages] == []
 
 
 def test_exit_codes_are_those_of_the_code():

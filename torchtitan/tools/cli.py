@@ -63,6 +63,7 @@ VERBS: Final = {
         "generate": "generate",
         "evaluate": "evaluate",
     },
+    "Documentation": {"help": "help"},
 }
 """The module of each verb of the core, in the groups that `torchtitan --help` shows."""
 ABSENT: Final = {
