@@ -1,6 +1,7 @@
 """Replicas that agree on a part of their momentum."""
 
 import itertools
+import math
 import shutil
 from typing import NamedTuple
 from unittest.mock import patch
@@ -20,7 +21,8 @@ from tests.tiers import tiers
 from torchtitan.comm import Unit
 from torchtitan.logging import logger
 from torchtitan.parallel.replication import open_replicas
-from torchtitan.research.demo import Demo, Random, Slicing, Striding, Tiles, _mixed
+from torchtitan.research.common.draws import mixed, normal
+from torchtitan.research.demo import Demo, Random, Slicing, Striding, Tiles
 
 SHAPES = {"w": torch.Size([12, 40]), "b": torch.Size([30]), "none": torch.Size([0, 8])}
 UNIT = Unit("", SHAPES, torch.device("cpu"))
@@ -34,14 +36,24 @@ def test_the_transform_is_that_of_scipy_and_is_undone(shape):
     found = tiles.transform(tensor)
     assert found.shape == (tiles.count, tiles.size)
     assert torch.allclose(tiles.invert(found), tensor, atol=1e-5)
-    flat = tensor.reshape(tiles.rows, tiles.columns)[: tiles.height, : tiles.width]
+    flat = tensor.reshape(tiles.rows, tiles.columns)
+    if shape == (7, 11):  # 11 in two tiles of 6
+        assert (tiles.height, tiles.width, tiles.padding) == (7, 6, (0, 1))
+    flat = flat[: tiles.height, : tiles.width]
     expected = scipy.fft.dctn(flat.double().numpy(), norm="ortho")
     assert np.allclose(found[0].numpy(), expected.ravel(), atol=1e-5)
 
 
-@pytest.mark.parametrize(("size", "side"), [(40, 10), (64, 8), (7, 7), (11, 1), (12, 6)])
-def test_a_tile_is_the_largest_divisor(size, side):
+@pytest.mark.parametrize(("size", "side"), [(40, 10), (64, 8), (7, 7), (11, 6), (12, 6)])
+def test_a_tile_is_the_largest_divisor_or_nearly(size, side):
     assert Tiles(torch.Size([size, size]), {64: 8}.get(size, 10)).height == side
+
+
+@pytest.mark.parametrize("shape", [(4097, 4099), (151, 4096), (32_003, 4096), (4097, 9), (67, 67)])
+def test_of_prime_dims_no_more_than_a_fourth_is_sent(shape):
+    tiles, config = Tiles(torch.Size(shape), 64), Demo()
+    sent = tiles.count * min(config.top_k, tiles.size) * 6
+    assert sent <= math.prod(shape) * 4 / 4
 
 
 class Agreed(NamedTuple):
@@ -141,10 +153,21 @@ def test_random_numbers_are_drawn_alike_of_all_parts():
 
 def test_random_integers_are_those_of_splitmix():
     """The first of the generator's authors, of seed 1234567, without their two highest bits."""
-    found = _mixed(torch.arange(3), 1234567).tolist()
+    found = mixed(torch.arange(3), 1234567).tolist()
     published = (6457827717110365317, 3203168211198807973, 9817491932198370423)
     assert found == [number % 2**62 for number in published]
-    assert _mixed(torch.arange(10**5), 2**64 - 1).min() >= 0
+    assert mixed(torch.arange(10**5), 2**64 - 1).min() >= 0
+
+
+def test_normal_numbers_are_normal_and_of_their_name():
+    cpu = torch.device("cpu")
+    drawn = normal(300, 200, "w/0", cpu)
+    assert abs(drawn.mean()) < 5 / 60_000**0.5
+    assert abs(drawn.square().mean() - 1) < 5 * (2 / 60_000) ** 0.5
+    assert abs(drawn.pow(4).mean() - 3) < 5 * (96 / 60_000) ** 0.5
+    assert drawn.equal(normal(300, 200, "w/0", cpu))
+    assert abs((drawn * normal(300, 200, "w/1", cpu)).mean()) < 5 / 60_000**0.5
+    assert abs((drawn[:, 1:] * drawn[:, :-1]).mean()) < 5 / 60_000**0.5
 
 
 def spoiled(setting):

@@ -26,7 +26,7 @@ from torchtitan.parallel.compile import CompileConfig
 from torchtitan.parallel.settings import Precision
 from torchtitan.parallel.sharding import ShardingTarget
 from torchtitan.research.rtp.ring import Neighbours
-from torchtitan.research.rtp.rotated import Ring
+from torchtitan.research.rtp.rotated import PIECES, Ring
 
 WIDTH, VOCABULARY = 24, 13
 PIECE = 1024
@@ -256,7 +256,7 @@ def test_a_run_resumes_to_the_bit_and_as_fsdp2(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_what_is_replaced_in_place_is_sent_in_pieces(monkeypatch):
-    monkeypatch.setattr("torchtitan.research.rtp.rotated.PIECE", 3000)
+    monkeypatch.setitem(PIECES, "cpu", 3000)
     monkeypatch.setattr(recorded, "RECORDINGS", {})  # those of other pieces
     layout = case(shard=2, chunk=100, sharding=IN_PLACE)
     sends_what_is_planned(layout, monkeypatch)

@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -31,6 +32,7 @@ from torch.distributed import ProcessGroup
 from torchtitan.comm import AgreementConfig, ReplicaReducer, Unit
 from torchtitan.config import Context, Problem, between
 from torchtitan.research.common.codec import seed_of
+from torchtitan.research.common.draws import mixed
 from torchtitan.torch_private.distributed import all_gather
 
 CPU = torch.device("cpu")
@@ -97,7 +99,7 @@ class Demo(DecoupledConfig):
     """Method of synchronizing replicas."""
     chunk: int = Field(64, ge=2, le=128)
     """Maximum side of the tiles that are transformed: the side is the largest divisor of each dim
-    up to it."""
+    up to it, or a dim is padded if that is less than half of it."""
     top_k: int = Field(32, ge=1)
     """Number of coefficients sent per tile."""
 
@@ -111,7 +113,8 @@ class Tiles:
     def __init__(self, shape: torch.Size, chunk: int, device: torch.device = CPU) -> None:
         rows, columns = (shape[0], shape[1:].numel()) if len(shape) > 1 else (1, shape.numel())
         self.shape, self.rows, self.columns = shape, rows, columns
-        self.height, self.width = _divisor(rows, chunk), _divisor(columns, chunk)
+        self.height, self.width = _side(rows, chunk), _side(columns, chunk)
+        self.padding = (-rows % self.height, -columns % self.width)
         self.device = device
 
     @cached_property
@@ -126,23 +129,31 @@ class Tiles:
 
     @property
     def count(self) -> int:
-        return self.shape.numel() // self.size
+        return self._padded[0] * self._padded[1] // self.size
+
+    @property
+    def _padded(self) -> tuple[int, int]:
+        return self.rows + self.padding[0], self.columns + self.padding[1]
 
     def transform(self, tensor: Tensor) -> Tensor:
         """Return the coefficients (tiles, elements of a tile)."""
-        h, w = self.height, self.width
-        tiles = tensor.reshape(self.rows // h, h, self.columns // w, w).transpose(1, 2)
+        h, w, (rows, columns) = self.height, self.width, self._padded
+        matrix = F.pad(
+            tensor.reshape(self.rows, self.columns), (0, self.padding[1], 0, self.padding[0])
+        )
+        tiles = matrix.view(rows // h, h, columns // w, w).transpose(1, 2)
         of_columns, of_rows = self.cosines
         found = of_columns @ tiles @ of_rows.T
         return found.reshape(-1, self.size)
 
     def invert(self, coefficients: Tensor) -> Tensor:
         """Return the tensor with these coefficients."""
-        h, w = self.height, self.width
-        grid = coefficients.reshape(self.rows // h, self.columns // w, h, w)
+        h, w, (rows, columns) = self.height, self.width, self._padded
+        grid = coefficients.reshape(rows // h, columns // w, h, w)
         of_columns, of_rows = self.cosines
         tiles = of_columns.T @ grid @ of_rows
-        return tiles.transpose(1, 2).reshape(self.shape)
+        matrix = tiles.transpose(1, 2).reshape(rows, columns)
+        return matrix[: self.rows, : self.columns].reshape(self.shape)
 
 
 class DemoAgree(Decoupled):
@@ -220,7 +231,7 @@ class Random(Chosen):
     def places(self, elements: int, step: int, name: str, device: torch.device) -> Tensor:
         count = self.count(elements)
         bounds = torch.arange(count + 1, device=device) * elements // max(count, 1)
-        drawn = _mixed(torch.arange(count, device=device), seed_of(f"{name}/{step}"))
+        drawn = mixed(torch.arange(count, device=device), seed_of(f"{name}/{step}"))
         return bounds[:-1] + drawn % bounds.diff()
 
 
@@ -272,23 +283,11 @@ class ChosenAgree(Decoupled):
         }
 
 
-def _mixed(counters: Tensor, seed: int) -> Tensor:
-    """Return random integers from 0 to 2**62 - 1 by counter: SplitMix64 (Steele et al., 2014)."""
-    mixed = (counters + 1) * _signed(0x9E3779B97F4A7C15) + _signed(seed)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        # Torch shifts signed integers with sign extension.
-        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
-    return (mixed ^ (mixed >> 31 & (1 << 33) - 1)) & (1 << 62) - 1
-
-
-def _signed(number: int) -> int:
-    """Return the signed 64-bit number with the bits of an unsigned one."""
-    return number - (number >> 63 << 64)
-
-
-def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number that is at most `most`."""
-    return max(d for d in range(1, most + 1) if number % d == 0) if number else 1
+def _side(dim: int, most: int) -> int:
+    """Return the side of tiles: the largest divisor of a dim up to `most`. If it is short, the dim
+    is padded, since thin tiles would send most of a tensor: by as little as equal sides allow."""
+    divisor = max(d for d in range(1, most + 1) if dim % d == 0) if dim else 1
+    return divisor if 2 * divisor > min(most, dim) else -(-dim // -(-dim // most))
 
 
 def _cosines(size: int, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Size, Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan.optim.parameters import NamedParameter, local
-from torchtitan.research.common.codec import seed_of
+from torchtitan.research.common.draws import normal
 from torchtitan.torch_private.distributed import all_gather, columns_to_rows, reduce_scatter
 from torchtitan.torch_private.dtensor import (
     is_dtensor,
@@ -285,9 +285,7 @@ def _reduced(projection: Projection, seed: str, method: Method) -> Reduced:
         rows = columns_to_rows(rows, split.group, split.widths)
     if is_exact:
         return Reduced(_summed(rows.T @ rows, projection))
-    generator = torch.Generator().manual_seed(seed_of(seed))
-    start = torch.randn(size, columns, generator=generator, dtype=torch.float64)
-    some = start.to(rows)
+    some = normal(size, columns, seed, rows.device).to(rows)
     for _ in range(method.power_iterations):
         some = torch.linalg.qr(_summed(rows.T @ (rows @ some), projection)).Q
     seen = rows @ some

@@ -36,8 +36,9 @@ from torchtitan.research.rtp.ring import Neighbours, RingHop, rotate
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-PIECE = 2**20
-"""Bytes replaced at a time when parts are replaced in place."""
+PIECES = {"cpu": 2**20, "cuda": 2**25}
+"""Bytes replaced at a time when parts are replaced in place, by device: each piece is an exchange,
+of which a large model would have tens of thousands in a step if they were small."""
 
 
 class Rotated(ShardingConfig):
@@ -48,8 +49,8 @@ class Rotated(ShardingConfig):
     name: Literal["rotated"] = "rotated"
     """Method of sharding."""
     in_place: bool = False
-    """Replace the shards that were sent with those that arrive, a megabyte at a time: this saves
-    memory, but does not overlap communication with computation."""
+    """Replace the shards that were sent with those that arrive, piece by piece (32 MiB on CUDA):
+    this saves memory, but does not overlap communication with computation."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from between(self._conflicts(context))
@@ -90,7 +91,7 @@ class Rotated(ShardingConfig):
 
     def open(self, target: ShardingTarget) -> "Ring":
         group = target.mesh.get_group(target.mesh.ndim - 1)
-        return Ring(target, Neighbours(group, self.in_place, PIECE))
+        return Ring(target, Neighbours(group, self.in_place, PIECES[target.device_type]))
 
 
 class RotatedMatrix(NamedTuple):
