@@ -7,6 +7,7 @@ block may have a marker above it, an HTML comment that readers do not see:
     not run: WHY     the block is left out
     refused          the recipe has mistakes
     answer of: NAME  the block is what `torchtitan check NAME` says
+    killed           the run is killed after its first save
     ends with: 1     the exit status of the commands
 
 How each kind of block is played:
@@ -35,6 +36,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +66,7 @@ FOLDERS = ("torchtitan", "tests", "benchmarks", "scripts", "train_configs", "doc
 ABOUT_PLANS = (ROOT / "README.md", ROOT / "docs/plan.md")
 LONG = (
     *("checkpoint.md", "compare.md", "data.md", "evaluation.md", "precision.md", "profiling.md"),
-    *("quickstart.md", "verify.md", "vision.md", "weights.md"),
+    *("quickstart.md", "tutorial.md", "verify.md", "vision.md", "weights.md"),
 )
 IN_GATE = [*ABOUT_PLANS, *(ROOT / "docs" / name for name in LONG)]
 DEBUG_RECIPE = "train_configs/debug_model.toml"
@@ -73,6 +75,8 @@ DEBUG_RECIPE = "train_configs/debug_model.toml"
 MOST_STEPS = 4
 SMALL = {"--training.steps": "2", "--training.seq_len": "32", "--validation.steps": "1"}
 SHORT = {"--training.seq_len": "32"}
+SAVED = SMALL | {"--training.steps": "4", "--checkpoint.interval": "2"}
+"""Of runs that are killed, and go on."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,14 @@ def play(page, folder, *, starts_torchrun=False):
     for block in found:
         if block.is_played:
             for played in plays(block, folder, starts_torchrun):
-                done = forked.run(played.action, folder)
-                expected = int(block.marks.get("ends with", 0))
+                started = forked.start(played.action, folder)
+                if "killed" in block.marks:
+                    while not any(folder.glob("outputs/*/checkpoint/step-[0-9]")):
+                        assert started.process.is_alive(), started.wait()
+                        time.sleep(0.01)
+                    started.process.kill()
+                done = started.wait()
+                expected = int(block.marks.get("ends with", -9 if "killed" in block.marks else 0))
                 output = done.stdout + done.stderr
                 assert done.status == expected, f"{block}: {played.what}\n{output}"
 
@@ -175,7 +185,7 @@ class Play(NamedTuple):
 def plays(block, folder, starts_torchrun):
     if block.language == "bash":
         for command in block.commands:
-            yield Play(command, functools.partial(run, command, starts_torchrun))
+            yield Play(command, functools.partial(run, command, block, starts_torchrun))
     elif block.language == "python":
         yield Play("compile", lambda: ast.parse(block.text) is None)
         if "file" not in block.marks:
@@ -214,7 +224,7 @@ def compare(found, expected):
     return found != expected
 
 
-def run(command, starts_torchrun):
+def run(command, block, starts_torchrun):
     """Run a command of the documentation as the module's docstring says."""
     words = shlex.split(command)
     environment = {}
@@ -241,10 +251,12 @@ def run(command, starts_torchrun):
         case ["./scripts/test", *arguments]:
             return collect(*arguments)
         case ["torchtitan", "train", *flags] | ["python", "-m", "torchtitan.train", *flags]:
+            if block.page.name == "tutorial.md":
+                return cli.main(["train", *small(flags, SAVED)])
             launcher.start = only_check
             return cli.main(["train", *(flags if "--processes" in flags else small(flags))])
         case ["torchtitan", "compare" | "verify-parallelism" | "verify-resume", *arguments]:
-            is_run = "--check" not in arguments
+            is_run = "--check" not in arguments and not Path(arguments[0]).is_dir()
             return cli.main([words[1], *(small(arguments, SHORT) if is_run else arguments)])
         case ["torchtitan", *arguments]:
             return cli.main(arguments)
