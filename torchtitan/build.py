@@ -5,7 +5,7 @@ A feature that is off is not in the list, so no step knows of it.
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -299,6 +299,8 @@ def features(run: Run) -> Iterator[Hooks]:
     replicas = job.communication.replicas
     if model.replicas and (replicas.runs_apart or replicas.steps_verified):
         yield Hooks(after_update=model.replicas.after_update)
+    if average := run.optimizers.inner.average:
+        yield Hooks(after_update=average.step)
     # A lost replica group leaves lanes behind the samples that others have consumed.
     if (metric := run.task.left_out(job.data)) and not job.fault_tolerance.enable:
         yield Hooks(before_forward=partial(count_left_out, run, metric))
@@ -376,7 +378,17 @@ def open_validator(run: Run) -> Validator:
     job, world = run.job, run.world
     accumulation, streams = validation_streams(job, run.task, run.data, world)
     draws = job.validation.picture and run.task.has_picture and job.parallelism.has_outputs
-    return Validator(job.validation, streams, accumulation, run.task, run.model, world, draws=draws)
+    average = run.optimizers.inner.average if job.validation.average else None
+    return Validator(
+        job.validation,
+        streams,
+        accumulation,
+        run.task,
+        run.model,
+        world,
+        draws=draws,
+        weights=average.in_use if average else nullcontext,
+    )
 
 
 def resume_policy(job: JobConfig) -> ResumePolicy:

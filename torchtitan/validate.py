@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ class ValidationConfig(Config):
             for name in self.datasets
         }
 
+    average: bool = False
+    """Validate the average of the weights that optimizer.average keeps, in their place."""
     picture: bool = True
     """Write a picture of the first held-out samples and of the model's output for them to pictures/
     in job.dump_folder, if the task draws one."""
@@ -64,6 +67,9 @@ class ValidationConfig(Config):
     def problems(self, context: Context) -> Iterator[Problem]:
         if not self.enable:
             return
+        if self.average and context.recipe.optimizer.average is None:
+            message = "there is no average of the weights; set its decay, such as 0.999"
+            yield Problem("average", message, ("optimizer.average",))
         if self.steps == 0:
             yield Problem("steps", "wanted -1 or an integer >= 1")
         if self.local_batch_size and self.unit == "global":
@@ -129,13 +135,15 @@ class Validator:
         world: World,
         *,
         draws: bool = False,
+        weights: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """
         Args:
             open_streams: functions that open the held-out data sets, by name.
+            weights: puts other weights in place while it measures.
             draws: whether a validation has a picture, too.
         """
-        self.draws = draws
+        self.draws, self.weights = draws, weights
         self.config, self.open_streams, self.accumulation = config, open_streams, accumulation
         self.task, self.model, self.world = task, model, world
         self.streams: dict[str, BatchStream] = {}
@@ -149,7 +157,7 @@ class Validator:
 
         def validate(step: int) -> None:
             if self.is_due(step, last) and not is_stopping():
-                with timeline.pause("validation"):
+                with timeline.pause("validation"), self.weights():
                     found = self.run()
                     picture = self.picture() if self.draws else None
                 meter.log(step, **found)

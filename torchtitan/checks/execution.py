@@ -73,6 +73,9 @@ def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             'differ; use "all_reduce" with every = 1, or false there'
         )
         yield Problem("communication.replicas.name", message, ("fault_tolerance.enable",))
+    if way.runs_apart and job.optimizer.average is not None:
+        message = "replicas run apart between exchanges, so there is no one average; leave it out"
+        yield Problem("optimizer.average", message, ("communication.replicas",))
 
 
 def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

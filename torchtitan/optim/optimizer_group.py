@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan.optim.average import AverageRule, WeightAverage
 from torchtitan.optim.grouping import Assignment, assign, build_all, groups_of
 from torchtitan.optim.parameters import (
     GradientNorm,
@@ -44,6 +45,11 @@ class Optimizers:
         self.assignments = assign(parameters, config)
         self.rules = self._build(self.assignments)
         """Update rule of each torch optimizer."""
+        self.average: WeightAverage | None = None
+        """Average of the weights; call its `step` after everything that changes them."""
+        if config.average is not None:
+            self.average_rule = AverageRule(decay=config.average)
+            self.average = self.average_rule.build(groups_of(self.assignments))
 
     def _build(self, assignments: Sequence[Assignment]) -> dict[torch.optim.Optimizer, UpdateRule]:
         """Build one optimizer for each rule."""
@@ -96,7 +102,7 @@ class Optimizers:
         The tensors are live, except states that are saved in another form. Call `load_state_dict`
         after loading.
         """
-        for optimizer, rule in self.rules.items():
+        for optimizer, rule in self._keepers():
             if not optimizer.state:
                 rule.allocate(optimizer)
         return {name: rule.saved(state) for name, rule, state in self._states()}
@@ -115,8 +121,14 @@ class Optimizers:
         """Return the bytes of all states on this rank, as stored."""
         return sum(rule.size(state) for _, rule, state in self._states())
 
+    def _keepers(self) -> Iterator[tuple[torch.optim.Optimizer, UpdateRule]]:
+        """Yield all that has states."""
+        yield from self.rules.items()
+        if self.average is not None:
+            yield self.average, self.average_rule
+
     def _states(self) -> Iterator[tuple[str, UpdateRule, Tensor]]:
-        for optimizer, rule in self.rules.items():
+        for optimizer, rule in self._keepers():
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     if isinstance(value, Tensor):

@@ -165,6 +165,9 @@ class OptimizerConfig(UpdateRule):
     """Parameters that are not decayed: norms (1-D parameters), embeddings."""
     groups: tuple[GroupConfig, ...] = ()
     """Settings that differ for some parameters."""
+    average: float | None = Field(None, gt=0, lt=1)
+    """Decay, such as 0.999, of an exponential average of the weights, in float32: for
+    validation.average and `torchtitan checkpoint convert --average` (default: none)."""
     early_step_in_backward: bool = False
     """Update each parameter during the backward, as soon as its gradient is complete, and free the
     gradient; without clipping, accumulation and skipped steps."""

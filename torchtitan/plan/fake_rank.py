@@ -193,6 +193,8 @@ def record(
             if job.training.max_norm:
                 optimizers.clip(job.training.max_norm, norm)
             optimizers.step()
+            if optimizers.average:
+                optimizers.average.step()
             recorder.mark("end")
             del loss
         groups = group_members()

@@ -1,5 +1,6 @@
 """Look at checkpoints, and convert weights from one format to another."""
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from torchtitan.checkpoint.folder import read_state, read_verified_manifest
 from torchtitan.checkpoint.manifest import Damaged, Manifest, problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.checkpoint.weights import conversion as weights
+from torchtitan.checkpoint.weights import merging
 from torchtitan.checkpoint.weights.opening import find
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
@@ -33,7 +35,10 @@ from torchtitan.tools.options import (
     Model,
     Text,
     Verb,
+    count,
     import_modules,
+    number,
+    separated,
     verb,
 )
 
@@ -138,6 +143,9 @@ def convert(
             ),
         ),
     ] = False,
+    average: Annotated[
+        bool, Flag("--average", "Convert the average of the weights that optimizer.average keeps.")
+    ] = False,
     imports: Imports = None,
 ) -> None:
     """Convert weights, or a run, to our format, Hugging Face's, Meta's or TorchTitan's.
@@ -155,10 +163,41 @@ def convert(
         dtype=dtype,
         max_shard_size=max_shard_size,
         with_optimizer=with_optimizer,
+        average=average,
     )
     section = weights.convert(source, destination, options, {"versions": versions()})
     if section is not None:
         print(section, end="")
+
+
+@app.command(cls=Verb)
+def merge(
+    sources: Annotated[
+        list[Path],
+        Place("Runs, folders of checkpoints, checkpoints, or folders of weights: paths or URLs."),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", parser=location, metavar="<Path>", help="Folder to create.")
+    ],
+    steps: Annotated[
+        Any, Text("N,N,...", "Steps of each source (default: the newest).", parser=separated(count))
+    ] = None,
+    shares: Annotated[
+        Any,
+        Text(
+            *("W,W,...", "Weight of each checkpoint (default: all alike).", "--weights"),
+            parser=separated(number("a number", math.isfinite)),
+        ),
+    ] = None,
+    imports: Imports = None,
+) -> None:
+    """Write the weighted mean of the weights of checkpoints, for `checkpoint.initial_load_path`.
+
+    They may be of one run or of several, in any format, but must be of one network.
+    """
+    import_modules(imports or (), "--imports")
+    found = merging.chosen(sources, steps or ())
+    merging.merge(found, shares or [1.0] * len(found), output, {"versions": versions()})
 
 
 def _effective_settings(recipe: str) -> dict[str, Any]:
@@ -267,11 +306,11 @@ def _doubled_experts(source: TensorSource, checkpoint: Path) -> Iterator[str]:
         if not (_is_weight(name) and ".experts." in name and len(shape) == 3):
             continue
         first: dict[int, int] = {}
-        for number, expert in enumerate(weight := source.read(name)):
-            same = first.setdefault(int(digest(expert)), number)
-            if same != number and torch.equal(weight[same], expert):
+        for index, expert in enumerate(weight := source.read(name)):
+            same = first.setdefault(int(digest(expert)), index)
+            if same != index and torch.equal(weight[same], expert):
                 yield (
-                    f"{checkpoint}: {name} has expert {same} again as expert {number}, so another "
+                    f"{checkpoint}: {name} has expert {same} again as expert {index}, so another "
                     "is missing"
                 )
                 break

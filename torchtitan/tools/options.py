@@ -110,6 +110,11 @@ def number(what: str, is_allowed: Callable[[float], bool]) -> Callable[[object],
     return read
 
 
+def separated(read: Callable[[object], Any]) -> Callable[[object], list[Any]]:
+    """A reader of values with commas between them; `read` reads one."""
+    return lambda words: [read(word.strip()) for word in str(words).split(",")]
+
+
 def one_of(names: Collection[str]) -> Callable[[str], str]:
     """A reader of one of `names`."""
 

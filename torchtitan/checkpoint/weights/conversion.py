@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torchtitan.checkpoint.dcp.export import write_torchtitan
-from torchtitan.checkpoint.storage import TensorSource, write_tensors
+from torchtitan.checkpoint.storage import Renamed, TensorSource, write_tensors
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import cast, weights_of
@@ -27,6 +27,7 @@ from torchtitan.checkpoint.weights.network import Network, not_expressed
 from torchtitan.checkpoint.weights.opening import FOREIGN, OPEN, Opened, find_format, open_dcp_of
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
+from torchtitan.optim.average import AVERAGE
 from torchtitan.remote import PART, RemotePath
 
 FORMATS = ("ours", "hf", "meta", "dcp")
@@ -51,6 +52,8 @@ class ConvertOptions:
     dtype: str | None = None
     max_shard_size: str | None = None
     with_optimizer: bool = False
+    average: bool = False
+    """Whether to write the average of the weights that the run kept, in their place."""
 
 
 def convert(
@@ -79,6 +82,8 @@ def convert(
         opened = OPEN[kind](source, options.model, options.flavor)
     else:
         opened = open_dcp_of(source, options.recipe)
+    if options.average:
+        opened = averaged(opened, source)
     tensors, network, extras, _ = opened
     lost = not_expressed(network, target) if target in ("hf", "meta") else []
     section = model_section(network, extras) if kind in FOREIGN and target == "ours" else None
@@ -133,6 +138,10 @@ def _misuse(options: ConvertOptions, kind: str, target: str) -> str | None:
             "--with-optimizer: not supported with --dtype, as another dtype would change the "
             "run; leave one out"
         )
+    if options.average and kind != "ours":
+        return f"--average: not supported from {kind}; a run of ours can keep an average"
+    if options.average and options.with_optimizer:
+        return "--average: not supported with --with-optimizer, whose states are of the weights"
     if options.recipe is not None and kind != "dcp":
         return f"--recipe: not supported from {kind}, which records its sizes; leave it out"
     if options.recipe is not None and (options.model or options.flavor):
@@ -151,6 +160,26 @@ def _state_of_run(source: Path, destination: Path, opened: Opened) -> Mapping[st
             f"{destination}: wanted the name step-{step}, as the run has taken {step} steps"
         )
     return state
+
+
+def averaged(opened: Opened, path: Path) -> Opened:
+    """Return the average of its weights that a run kept (`optimizer.average`) as its weights.
+
+    Raises:
+        ConfigError: if it kept none.
+    """
+    names = {name: name for name in opened.source.shapes() if name.startswith("model.")}
+    found = {
+        f"model.{name.removeprefix('optimizer.').removesuffix(f'.{AVERAGE}')}": name
+        for name in opened.source.shapes()
+        if name.startswith("optimizer.") and name.endswith(f".{AVERAGE}")
+    }
+    if not found:
+        raise ConfigError(
+            f"--average: {path} has no average of its weights; a run with optimizer.average keeps "
+            "one"
+        )
+    return opened._replace(source=Renamed(opened.source, names | found), state=None)
 
 
 def write_ours(
