@@ -67,9 +67,6 @@ class ValidationConfig(Config):
     def problems(self, context: Context) -> Iterator[Problem]:
         if not self.enable:
             return
-        if self.average and context.recipe.optimizer.average is None:
-            message = "there is no average of the weights; set its decay, such as 0.999"
-            yield Problem("average", message, ("optimizer.average",))
         if self.steps == 0:
             yield Problem("steps", "wanted -1 or an integer >= 1")
         if self.local_batch_size and self.unit == "global":

@@ -137,6 +137,16 @@ def test_a_checkpoint_without_it_is_refused(tmp_path):
         train(recipe(tmp_path))
 
 
+def test_recipes_that_lack_it_are_refused():
+    job = recipe("unused", decay=None, validation={"enable": True, "average": True})
+    (problem,) = tiny.problems(job)
+    assert problem.path == "validation.average"
+    apart = {"replicas": {"every": 4}}
+    job = recipe("unused", communication=apart, parallelism={"data_parallel_replicate_degree": 2})
+    (problem,) = tiny.problems(job, ranks=2)
+    assert problem.path == "optimizer.average"
+
+
 # --- checkpoint merge ---
 
 

@@ -144,6 +144,9 @@ EMBEDDED = "python_stdlib"
 def shapes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the model, built for training, takes the batches of a validation."""
     v, t, p = job.validation, job.training, job.parallelism
+    if v.enable and v.average and job.optimizer.average is None:
+        message = "the run keeps no average of its weights; give optimizer.average, such as 0.999"
+        yield Problem("validation.average", message, ("optimizer.average",))
     if not v.enable:
         return
     length, batch = v.seq_len or t.seq_len, v.local_batch_size or 0

@@ -1,4 +1,4 @@
-"""An exponential average of the weights, kept beside them: `optimizer.average`."""
+"""An exponential average of the weights, for each a state of the optimizer: `optimizer.average`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ class WeightAverage(torch.optim.Optimizer):
             self.state[parameter][AVERAGE] = average
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take the weights into the average, after every other change of a step."""
         if not self.state:
             self.begin()

@@ -185,7 +185,9 @@ def merge(
     shares: Annotated[
         Any,
         Text(
-            *("W,W,...", "Weight of each checkpoint (default: all alike).", "--weights"),
+            "W,W,...",
+            "Weight of each checkpoint (default: all alike).",
+            "--weights",
             parser=separated(number("a number", math.isfinite)),
         ),
     ] = None,

@@ -123,9 +123,11 @@ def write_torchtitan(
         lines = (f"  {line}" for line in found)
         raise RecipeError(["--with-optimizer: TorchTitan cannot continue this run:", *lines])
     write_dcp(folder, _run(source, network, state), max_file_bytes)
+    average = ", the average of the weights" * bool(state["recipe"].get("optimizer.average"))
     logger.warning(
-        "not converted: the position of the data and the random states; continue the run in "
-        'TorchTitan with checkpoint.exclude_from_loading = ["dataloader"]'
+        "not converted: the position of the data, the random states%s; continue the run in "
+        'TorchTitan with checkpoint.exclude_from_loading = ["dataloader"]',
+        average,
     )
 
 
