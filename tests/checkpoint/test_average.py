@@ -99,6 +99,7 @@ def validations(folder):
     return [row["validation_loss"] for row in rows(folder) if "validation_loss" in row]
 
 
+@pytest.mark.costs("runs on six layouts")
 @pytest.mark.parametrize("name", [*LAYOUTS, "resumed"])
 def test_it_is_that_of_one_rank_on_every_layout(name, alone):
     expected = averages(alone / "alone", STEPS)
