@@ -1,6 +1,7 @@
 """Stage 3: how fast one device trains, beside the shortest loop that one would write by hand."""
 
 import importlib.util
+import itertools
 import statistics
 import tempfile
 import time
@@ -398,6 +399,14 @@ def codec(bits, device, backend):
     }
 
 
+def each_alone(q, k, v, documents, window):
+    """The causal kernel, called for each document: where it is faster than packing them."""
+    bounds = [0, *(documents[0].diff().nonzero()[:, 0] + 1).tolist(), q.shape[2]]
+    parts = (slice(*span) for span in itertools.pairwise(bounds))
+    alone = (causal_attention(*(x[:, :, part] for x in (q, k, v)), None) for part in parts)
+    return torch.cat(list(alone), 2)
+
+
 def document_attention(length, device):
     """Milliseconds of attention forward and backward by mask, and ratios to causal attention."""
     on_cuda = device.type == "cuda"
@@ -416,6 +425,8 @@ def document_attention(length, device):
     for name, (size, window) in MASKS.items():
         documents = torch.arange(length)[None] // max(size // scale, 1) if size else None
         ways[name] = partial(forward_backward, causal_attention, documents, window // scale)
+        if size:
+            ways[f"{name}, a call each"] = partial(forward_backward, each_alone, documents, 0)
     dense = torch.arange(length, device=device.torch_device)[None] // max(1000 // scale, 1)
     ways[DENSE] = partial(forward_backward, dense_attention, dense, 0)
     taken, first = in_turns(ways, device, rounds)

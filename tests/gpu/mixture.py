@@ -90,6 +90,7 @@ def timed(layer, device, dtype, rounds, in_eight_bits=False):
             figures[f"MFU, {name}"] = layer.flops / statistics.median(found[name]) / peak
     if device.type == "cuda":
         figures["waits"] = {name: _waits(ways[name]) for name in by_products}
+        assert not figures["waits"]["grouped"], "the host waits for the device"
         figures["GiB"] = device.memory_peak()
     if in_eight_bits:
         figures["off"] = _off(mixture, x, rounded)

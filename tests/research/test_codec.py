@@ -149,6 +149,19 @@ def test_slices_are_the_bytes_of_the_whole_in_less_memory(form, scales, monkeypa
     assert codec.decode(whole, 1001, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_compiled_codec_makes_the_same_bits(form):
+    """By the compiler of CPUs; that of CUDA contracts products and sums, so none is compiled."""
+    codec, rows = Codec(4, 256, form), torch.randn(8, 256 * 40)
+    [where] = codec.slices(*rows.shape)
+    sent, other = codec.encode(rows), codec.empty(rows)
+    torch.compile(codec.encode_slice, dynamic=False)(other, rows, rows.shape[1], where)
+    assert torch.equal(sent, other)
+    decode = torch.compile(codec.decode_slice, dynamic=False)
+    assert torch.equal(decode(sent, rows.shape[1], where), codec.decode(sent, rows.shape[1]))
+
+
 def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is():
     shapes = {"norm": (24,), "w": (4, 16), "tiny": (2, 3), "w2": (80, 2)}
     unit = Unit("", {n: torch.Size(s) for n, s in shapes.items()}, torch.device("cpu"))
