@@ -13,6 +13,7 @@ from tests.tables import table
 from torchtitan.checkpoint.weights.foreign import ForeignWeights
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.checkpoint.weights.meta_files import MetaWeights
+from torchtitan.checkpoint.weights.network import read_config
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
 
@@ -190,6 +191,15 @@ def test_a_fact_with_two_values_is_refused_with_both(row, tmp_path):
     change, *values = row
     told = "\n".join(open_hugging_face(with_config(tmp_path, change), None))
     assert all(value in told for value in values), told
+    assert "without a rope_type" not in told
+
+
+def test_a_key_that_is_there_twice_is_refused_unless_its_values_are_equal(tmp_path):
+    (tmp_path / "config.json").write_text('{"rms_norm_eps": 1e-5, "a": 1, "a": 1}')
+    assert read_config(tmp_path / "config.json") == {"rms_norm_eps": 1e-5, "a": 1}
+    (tmp_path / "config.json").write_text('{"rope": {"factor": 8, "factor": 4}}')
+    with pytest.raises(ConfigError, match="factor 8 and factor 4 are one fact with two values"):
+        read_config(tmp_path / "config.json")
 
 
 def test_a_fact_that_is_in_two_places_may_be_equal(tmp_path):

@@ -156,8 +156,7 @@ def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{checkpoint / name}: {error.strerror}"
             continue
         if size != file.bytes:
-            damage = f"damaged: it has {size:,} bytes; {file.bytes:,} were saved"
-            yield pointer_at(checkpoint / name) or f"{checkpoint / name}: {damage}"
+            yield _other_size(checkpoint / name, size, file)
 
 
 def problems_of_files(
@@ -178,9 +177,14 @@ def problems_of_files(
             yield f"{path}: {error.strerror}"
             continue
         if size != file.bytes:
-            yield f"{path}: damaged: it has {size:,} bytes; {file.bytes:,} were saved"
+            yield _other_size(path, size, file)
         elif found != file.xxh3_128:
             yield f"{path}: damaged: its bytes differ from those saved"
+
+
+def _other_size(path: Path, size: int, file: File) -> str:
+    damage = f"{path}: damaged: it has {size:,} bytes; {file.bytes:,} were saved"
+    return pointer_at(path) or damage
 
 
 def hash_file(path: Path, cached: bool = True) -> tuple[int, str]:

@@ -9,7 +9,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.config import ConfigError, Context, RecipeError, Registry, local_path
+from torchtitan.config import ConfigError, Context, RecipeError, Registry, flat, local_path
+from torchtitan.config.words import told
 from torchtitan.data.discovery import find_files, fingerprint_files
 from torchtitan.data.documents import (
     FORMATS,
@@ -230,8 +231,9 @@ def open_source(config: DataConfig, tokenizer: Tokenizer | None, *, seed: int) -
     Args:
         tokenizer: the model's, if it reads text.
     """
-    if found := [p.within("data") for p in config.problems(Context())]:
-        raise RecipeError(f"{p.path}: {p.message}" for p in found)
+    values = {".".join(key): told(value) for key, value in flat(config).items()}
+    if found := [(values.get(p.path, ""), p.within("data")) for p in config.problems(Context())]:
+        raise RecipeError(f"{p.path}: {got}{p.message}" for got, p in found)
     if (path := path_of(config)) is not None:
         source = _open_local(_on_disk(path, config), config, seed)
     else:

@@ -325,7 +325,9 @@ def agreed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             problems.append(f"{got} are one fact with two values; make them equal, or remove one")
     if len(parts) < 2:
         return dict(config), problems
-    whole = {**parts["rope_scaling"], **parts["rope_parameters"]}
+    # Of two kinds, the one that needs the other keys: without it, they would be a mistake too.
+    scaled_last = sorted(parts.values(), key=lambda rope: rope.get("rope_type") != "default")
+    whole = {key: value for rope in scaled_last for key, value in rope.items()}
     return {**config, "rope_parameters": whole}, problems
 
 

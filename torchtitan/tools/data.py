@@ -13,7 +13,7 @@ import numpy as np
 import typer
 from pydantic import ValidationError
 
-from torchtitan.config import ConfigError, allowed_names, print_message
+from torchtitan.config import ConfigError, allowed_names, counted, print_message
 from torchtitan.data import DataConfig, check_local, load_tokenizer
 from torchtitan.data.file_cache import reading
 from torchtitan.data.tokenizer import Tokenizer, separator_note
@@ -21,6 +21,7 @@ from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
 from torchtitan.data.tokens.index import (
     ARRAYS,
     INDEX,
+    IndexDescription,
     ShardTable,
     TokenDocuments,
     read_tables,
@@ -75,6 +76,10 @@ Cache = Annotated[
 ]
 
 
+def _amounts(about: IndexDescription) -> str:
+    return f"{counted(about.documents, 'document')}, {counted(about.tokens, 'token')}"
+
+
 @reading()
 def index(
     path: ShardsAnywhere,
@@ -100,7 +105,7 @@ def index(
         about = open_tokens(
             path, found, loaded, loaded.vocab_size, cache, record=record
         ).description
-    print(f"{path}: {about.documents:,} documents, {about.tokens:,} tokens, with checksums")
+    print(f"{path}: {_amounts(about)}, with checksums")
 
 
 @reading()
@@ -134,7 +139,7 @@ def verify(
     for line in lines:
         print(line)
     if not lines:
-        print(f"{path}: {about.documents:,} documents, {about.tokens:,} tokens: as recorded")
+        print(f"{path}: {_amounts(about)}: as recorded")
     return 1 if lines else 0
 
 
@@ -282,11 +287,7 @@ def tokenize_text(
     except KeyboardInterrupt:
         tell(f"stopped; the same command continues ({output})")
         return 130
-    shards = len(about.shards)
-    print(
-        f"{output}: {about.documents:,} documents, {about.tokens:,} tokens, "
-        f"{shards} shard{'s' * (shards > 1)}"
-    )
+    print(f"{output}: {_amounts(about)}, {counted(len(about.shards), 'shard')}")
     return 0
 
 

@@ -239,7 +239,8 @@ def test_check_accepts_what_works():
 def test_opening_reports_the_same_mistakes():
     config = DataConfig(dataset="fineweb", dataset_path="no/such")
     with pytest.raises(
-        ConfigError, match=r"data\.dataset_path: .*\ndata\.dataset: not a data set name"
+        ConfigError,
+        match=r'data\.dataset_path: .*\ndata\.dataset: got "fineweb"; not a data set name',
     ):
         open_source(config, load_tokenizer(None), seed=0)
 

@@ -11,7 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from tests.token_shards import drawn_documents, write_format, write_texts
+from torchtitan.checkpoint.manifest import File, Manifest, problems_of_files
 from torchtitan.checkpoint.ranges import files_in, read_header
+from torchtitan.checkpoint.weights import opening
 from torchtitan.checkpoint.weights.meta_files import _load
 from torchtitan.checkpoint.weights.network import read_config
 from torchtitan.config import ConfigError, Context
@@ -445,6 +447,11 @@ def test_the_advice_for_a_table_works(tmp_path, monkeypatch):
     assert epoch(tmp_path / "saved.parquet", 9) == ["some words"] * 9
 
 
+def verify(path):
+    saved = Manifest(1, False, 1, {}, "", {path.name: File(12345678, "")})
+    raise ConfigError(next(problems_of_files(path.parent, saved)))
+
+
 READERS = {
     "a.txt": lambda path: epoch(path, 1),
     "a.jsonl": lambda path: epoch(path, 1),
@@ -458,6 +465,8 @@ READERS = {
     "model.safetensors": lambda path: read_header(path, files_in(path.parent)),
     "config.json": read_config,
     "consolidated.00.pth": _load,
+    "pytorch_model.bin": lambda path: opening.find_format(path.parent),
+    "rank-0.safetensors": verify,
 }
 
 
@@ -507,7 +516,9 @@ def test_a_null_is_an_error_of_the_check_or_skipped_and_counted(kind, tmp_path, 
     command = ["data", "tokenize", "--dataset", str(path), "--output", str(tmp_path / "out")]
     assert main([*command, "--processes", "1"]) == 2
     assert main([*command, "--processes", "2", "--null-text", "skip"]) == 0
-    assert "3 documents" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "3 documents" in printed.out
+    assert "data: 2 documents skipped, as the text is null" in printed.err
 
 
 def test_skipped_nulls_are_a_metric(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,7 +191,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
         refuse_pointer(path, data)
-        content = json.loads(data.decode())
+        content = json.loads(data.decode(), object_pairs_hook=partial(_without_doubts, path))
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(dangling(path) or f"{path}: there is no such file") from None
     except (StoreError, ConfigError):
@@ -200,6 +201,15 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a JSON object")
     return content
+
+
+def _without_doubts(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    for key, value in pairs:
+        if value != found[key]:
+            got = f"{key} {show(value)} and {key} {show(found[key])}"
+            raise ConfigError(f"{path}: {got} are one fact with two values; remove one")
+    return found
 
 
 def not_expressed(network: Network, kind: str) -> list[str]:

@@ -23,7 +23,7 @@ from torchtitan.config import ConfigError, RecipeError, allowed_names, show
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.spec import ModelSpec
-from torchtitan.remote import RemotePath
+from torchtitan.remote import RemotePath, refuse_pointer
 
 SIGNS = {
     "ours": (MANIFEST, INDEX, STATE_FILE, "step-*", "*/step-*"),
@@ -107,6 +107,7 @@ def find_format(folder: Path) -> str:
         raise ConfigError(f"{folder}: it contains {' and '.join(found)}; choose one with --from")
     if not found:
         if pickled := next(folder.glob("*.bin"), None):
+            refuse_pointer(pickled)
             raise ConfigError(
                 f"{pickled}: pickled weights are not read; write them as safetensors with "
                 "transformers: from_pretrained(...), then save_pretrained(...)"

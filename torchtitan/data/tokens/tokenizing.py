@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, counted
 from torchtitan.data.documents import NullTexts
 from torchtitan.data.file_cache import locked
 from torchtitan.data.lanes import tokenized
@@ -192,7 +192,7 @@ class _Tokenization:
         self.progress.close()
         self._finish(following)
         if nulls:
-            logger.warning("data: %s documents whose text is null were skipped", f"{nulls:,}")
+            logger.warning("data: %s skipped, as the text is null", counted(nulls, "document"))
 
     def _completed(self, processes: int) -> Generator[_Part, None, None]:
         """Yield the parts as they are completed."""
@@ -423,8 +423,9 @@ class _Progress:
         if self._bar:
             self._bar.update(self._task, completed=documents, about=about, refresh=True)
         else:
-            out_of = f" of {self._documents:,}" if self._documents else ""
-            logger.info("tokenized %s%s documents: %s", f"{documents:,}", out_of, about)
+            done = f"{documents:,} of " if self._documents else ""
+            found = counted(self._documents or documents, "document")
+            logger.info("tokenized %s%s: %s", done, found, about)
 
     def close(self) -> None:
         self.show(is_last=True)
