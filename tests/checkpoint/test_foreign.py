@@ -195,8 +195,8 @@ def test_a_fact_with_two_values_is_refused_with_both(row, tmp_path):
 
 
 def test_a_key_that_is_there_twice_is_refused_unless_its_values_are_equal(tmp_path):
-    (tmp_path / "config.json").write_text('{"rms_norm_eps": 1e-5, "a": 1, "a": 1}')
-    assert read_config(tmp_path / "config.json") == {"rms_norm_eps": 1e-5, "a": 1}
+    (tmp_path / "config.json").write_text('{"rms_norm_eps": NaN, "a": 1, "a": 1}')
+    assert read_config(tmp_path / "config.json").keys() == {"rms_norm_eps", "a"}
     (tmp_path / "config.json").write_text('{"rope": {"factor": 8, "factor": 4}}')
     with pytest.raises(ConfigError, match="factor 8 and factor 4 are one fact with two values"):
         read_config(tmp_path / "config.json")

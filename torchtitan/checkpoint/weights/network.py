@@ -206,7 +206,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def _without_doubts(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     for key, value in pairs:
-        if value != found[key]:
+        if value is not found[key] and value != found[key]:  # a NaN differs from itself
             got = f"{key} {show(value)} and {key} {show(found[key])}"
             raise ConfigError(f"{path}: {got} are one fact with two values; remove one")
     return found
