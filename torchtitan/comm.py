@@ -88,6 +88,23 @@ class PlainReduce(Reduce):
         reduce_scatter_into(part, whole, self.group)
 
 
+class NarrowReduce(Reduce):
+    """Reducer that sends rows in bfloat16 to their owners, which add them up in float32.
+
+    A reduce-scatter in bfloat16 rounds the sum at every rank. Here each summand is rounded once,
+    for the same bytes.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, part: Tensor, whole: Tensor) -> None:
+        sent = whole.to(torch.bfloat16)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        torch.sum(received.view(self.group.size(), -1), 0, dtype=torch.float32, out=part)
+
+
 class GradientsConfig(Config):
     """Settings of a reducer; `name` picks the subclass."""
 
@@ -112,9 +129,15 @@ class PlainGradients(GradientsConfig):
 
     name: Literal["plain"] = "plain"
     """Method of reduction."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which gradients are sent; bfloat16 halves the bytes of a sum in float32. Replicas
+    exchange the sums of their ranks in training.mixed_precision_reduce."""
+    sum: Literal["float32"] = "float32"
+    """Dtype in which gradients that were sent in bfloat16 are summed; to sum in bfloat16, too, set
+    training.mixed_precision_reduce instead."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
-        return PlainReduce(group)
+        return NarrowReduce(group) if self.dtype == "bfloat16" else PlainReduce(group)
 
 
 class ReplicaReducer(Communicator):

@@ -5,15 +5,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests import layouts
+from tests import layouts, tiny
 from tests.layouts import AFTERWARDS, LAYOUTS, case
 from tests.ranks import run_ranks
 from tests.runs import trace, train
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
-from torchtitan.comm import GRADIENTS, WEIGHTS
+from torchtitan.comm import GRADIENTS, WEIGHTS, NarrowReduce
 from torchtitan.config import RecipeError
+from torchtitan.torch_private.distributed import reduce_scatter_into
 
 STEPS = 3
 HALF = {"weights": {"name": "half"}, "gradients": {"name": "half"}}
@@ -150,6 +152,47 @@ def test_a_sharding_from_outside_trains_the_run_of_fsdp():
     assert found.norms == pytest.approx(expected.norms, rel=1e-6)
 
 
+def errors_of_sums():
+    """What a sum of normal numbers is off, sent in bfloat16 and summed in float32 or bfloat16."""
+    group = dist.group.WORLD
+    rank, ranks = group.rank(), group.size()
+    rows = [torch.randn(ranks, 4096, generator=torch.manual_seed(n)) for n in range(ranks)]
+    whole, exact = rows[rank].flatten(), sum(row[rank].double() for row in rows)
+    part, rounded = torch.empty(4096), torch.empty(4096, dtype=torch.bfloat16)
+    NarrowReduce(group)(part, whole)
+    reduce_scatter_into(rounded, whole.bfloat16(), group)
+    expected = torch.stack([row[rank].bfloat16().float() for row in rows]).sum(0)
+    assert torch.equal(part, expected)
+    return [((found - exact).norm() / exact.norm()).item() for found in (part, rounded)]
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_sum_in_float32_of_bfloat16_is_nearer(ranks):
+    for narrow, rounded in run_ranks(errors_of_sums, ranks):
+        assert narrow < 2**-9 < rounded < 2**-6
+
+
+@pytest.mark.parametrize(
+    "layout", [case(shard=2), case(replicate=2, shard=2)], ids=["FSDP", "HSDP"]
+)
+def test_gradients_are_sent_in_bfloat16(layout):
+    narrow = {"gradients": {"dtype": "bfloat16", "sum": "float32"}}
+    plain, found = (run_ranks(used, layout.ranks, job(layout, way)) for way in ({}, narrow))
+    for ours, expected in zip(found, plain, strict=True):
+        assert ours.losses == pytest.approx(expected.losses, rel=1e-3)
+        assert ours.norms == pytest.approx(expected.norms, rel=1e-2)
+        assert ours.norms != expected.norms
+
+
+def test_bfloat16_needs_a_sum_in_float32():
+    narrow = {"gradients": {"dtype": "bfloat16"}}
+    training = {"mixed_precision_reduce": "bfloat16"}
+    (problem,) = tiny.problems(tiny.job(communication=narrow, training=training), ranks=2)
+    assert problem.path == "communication.gradients.dtype"
+    (note,) = tiny.problems(tiny.job(communication=narrow), severity="note", ranks=1)
+    assert note.message == "no two ranks share gradients, so this has no effect"
+
+
 def having_bits():
     """The ways that have `bits`, in words."""
     names = [name for name, way in GRADIENTS.items() if "bits" in way.model_fields]
@@ -163,8 +206,8 @@ def test_settings_belong_to_the_way_that_has_them(tmp_path):
     with pytest.raises(RecipeError) as error:
         load_job(recipe, [], 2, "cpu")
     assert error.value.lines == [
-        f"{recipe}:4: communication.gradients.bits: unknown key of plain; allowed: name; "
-        f"{having_bits()}"
+        f"{recipe}:4: communication.gradients.bits: unknown key of plain; allowed: name, dtype, "
+        f"sum; {having_bits()}"
     ]
     flags = ["--communication.gradients.name", "half"]
     gradients = load_job(recipe, flags, 2, "cpu").config.communication.gradients

@@ -6,6 +6,7 @@ from typing import Any
 
 from torchtitan.checks.divisibility import DEGREES
 from torchtitan.checks.model import model_of
+from torchtitan.comm import PlainGradients, PlainWeights
 from torchtitan.config import PlannedWorld, Problem, show
 from torchtitan.job import JobConfig
 from torchtitan.optim import group_problems, name_parameters
@@ -32,18 +33,23 @@ def in_hooks(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the sharding supports `[communication]`, and that it has an effect."""
-    for what in ("weights", "gradients"):
-        key = f"communication.{what}.name"
-        if getattr(job.communication, what).name == "plain":
+    for what, plain in {"weights": PlainWeights(), "gradients": PlainGradients()}.items():
+        way = getattr(job.communication, what)
+        if way == plain:
             continue
+        changed, usual = ("name", "plain") if way.name != "plain" else ("dtype", "float32")
+        key = f"communication.{what}.{changed}"
         if what not in job.sharding.follows:
             name = f'sharding.name = "{job.sharding.name}"'
-            message = f'{name} has its own communication of {what}; use "plain", or "fsdp2" there'
+            message = f'{name} has its own communication of {what}; use "{usual}", or "fsdp2" there'
             yield Problem(key, message, ("sharding.name",))
         elif job.degrees(world.ranks).fsdp == 1:
             # On more ranks the same recipe may have some to send.
             message = f"no two ranks share {what}, so this has no effect"
             yield Problem(key, message, ("parallelism",), "note")
+        elif changed == "dtype" and job.training.mixed_precision_reduce != "float32":
+            message = "gradients are sent in training.mixed_precision_reduce; use float32 there"
+            yield Problem(key, message, ("training.mixed_precision_reduce",))
     yield from _replicas(job, world)
     ways = job.communication
     packing = [each.packs_weights for each in job.convert if each.packs_weights]

@@ -132,6 +132,9 @@ def make_ready(draft: Draft, world_size: int | None, shrink: bool, other: Parall
 def _make_exact(draft: Draft) -> None:
     for name in ("dtype", "mixed_precision_param", "mixed_precision_reduce"):
         draft.set(f"training.{name}", "float32", "rounding in bfloat16 would hide errors")
+    if "dtype" in draft.tree["communication"]["gradients"]:
+        why = "rounding in bfloat16 would hide errors"
+        draft.set("communication.gradients.dtype", "float32", why)
     if "ns_dtype" in draft.tree["optimizer"]:
         draft.set("optimizer.ns_dtype", "float32", "rounding in bfloat16 would hide errors")
     draft.set("compile.enable", False, "compilation takes long and rounds differently")
