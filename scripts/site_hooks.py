@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -98,8 +99,10 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     return re.sub(r"\[([^\[\]]*)\]\(([\w./-]+)(#[^)]*|)\)", linked, markdown)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Let paths in tables break after a slash."""
+def on_page_content(html: str, *, page: Page, **_: Any) -> str:
+    """Refuse a picture without a text alternative, and let paths in tables break after a slash."""
+    if picture := re.search(r'<img (?![^>]*\balt="[^"])[^>]*>', html):
+        raise PluginError(f"{page.file.src_uri}: {picture[0]} has no text alternative")
     return re.sub(
         r"<code>[^<]+/[^<]+</code>", lambda m: m[0][:-7].replace("/", "/<wbr>") + "</code>", html
     )

@@ -1,12 +1,41 @@
 """An SVG written by hand, so that no drawing library becomes a dependency.
 
-It has a light ground of its own, for pages that are light or dark.
+It is light or dark as the reader's system is, on a ground of its own.
 """
 
 from collections.abc import Iterable
 from html import escape
 
 INK, MUTED, LINE, EMPTY, GROUND = "#24292f", "#57606a", "#8c959f", "#eff2f5", "#ffffff"
+
+DARK = {
+    INK: "#e6edf3",
+    MUTED: "#9da7b3",
+    LINE: "#6e7781",
+    EMPTY: "#2d333b",
+    GROUND: "#161b22",
+    "#5b8ff9": "#2f5fc4",
+    "#f6a04d": "#a85a10",
+    "#5fbf77": "#2f7d46",
+    "#b68ad6": "#7a4fa0",
+    "#cfdffd": "#22365f",
+    "#fde3c8": "#5a3a17",
+    "#cfecd7": "#1e4a2b",
+    "#e7d9f2": "#43305a",
+    "#8fb8f5": "#3b6fc0",
+    "#f5b071": "#b3621a",
+    "#8ccf9d": "#3a8250",
+    "#4f83d6": "#2a4f8f",
+    "#d97f2b": "#8a4b12",
+    "#4a9d61": "#2c6b3e",
+    "#953800": "#f0883e",
+    "#0550ae": "#6cb6ff",
+}
+"""What the colors of pictures are where the reader's system is dark."""
+STYLE = "".join(
+    f'[fill="{light}"]{{fill:{dark}}}[stroke="{light}"]{{stroke:{dark}}}'
+    for light, dark in DARK.items()
+)
 
 Box = tuple[float, float, float, float]
 """Left, top, width and height."""
@@ -22,6 +51,7 @@ class Picture:
             'aria-labelledby="title about" font-family="sans-serif" font-size="12">',
             f'<title id="title">{escape(title)}</title>',
             f'<desc id="about">{escape(about)}</desc>',
+            f"<style>@media (prefers-color-scheme:dark){{{STYLE}}}</style>",
             '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
             f'markerHeight="7" orient="auto-start-reverse"><path d="M0 0L8 4L0 8z" fill="{INK}"/>'
             "</marker></defs>",

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan.config import HelpEntry, HelpSection, all_sections, sections, show
+from torchtitan.config import HelpEntry, HelpSection, all_sections, packaged_recipes, sections, show
 from torchtitan.config.other_names import SYNONYMS, Moved
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
@@ -26,6 +26,7 @@ from torchtitan.models.spec import ModelSpec, build_empty, count_parameters
 from torchtitan.tasks import TASKS
 from torchtitan.tools.cli import command, verbs
 from torchtitan.tools.commands import REFERENCE, as_json
+from torchtitan.tools.recipes import BASES, described
 from torchtitan.torchtitan_keys import DEFAULTS, OF_CONVERTER, OUR_SECTIONS, TABLE
 
 
@@ -37,6 +38,7 @@ def pages() -> dict[str, str]:
         )
         for name, parts in sections_by_page().items()
     }
+    written["config/recipes.md"] = "\n".join(recipes())
     written["config/families.md"] = "\n".join(families())
     written["config/torchtitan_keys.md"] = "\n".join(old_keys())
     written["config/other_names.md"] = "\n".join(other_names())
@@ -45,6 +47,7 @@ def pages() -> dict[str, str]:
 
 def index() -> Iterator[str]:
     """Yield the tables of sections, models and data sets that end the page of recipes."""
+    yield "- [Shipped recipes and studies](config/recipes.md)"
     yield "- [Families of models](config/families.md)"
     yield "- [Keys of TorchTitan v0.1 and v0.2](config/torchtitan_keys.md)"
     yield "- [Names in other frameworks](config/other_names.md)\n"
@@ -55,6 +58,18 @@ def index() -> Iterator[str]:
     yield "\n## Data sets\n\n| `data.dataset` | |\n|---|---|"
     for name, dataset in DATASETS.items():
         yield f"| `{name}` | {cell(dataset.about)} |"
+
+
+def recipes() -> Iterator[str]:
+    """The table of the recipes and studies that come with the package."""
+    yield "# Shipped recipes and studies\n"
+    yield "Start a recipe with `torchtitan train NAME`, a study with `torchtitan compare NAME`.\n"
+    yield "| name | model | ranks | about |\n|---|---|---|---|"
+    for name, path in sorted(packaged_recipes().items(), key=lambda each: "studies/" in each[0]):
+        if not name.startswith(BASES):
+            model, ranks, about = described(path)
+            yield f"| `{name}` | {model} | {ranks} | {cell(about)} |"
+    yield ""
 
 
 def families() -> Iterator[str]:

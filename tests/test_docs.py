@@ -408,14 +408,16 @@ def test_picture_of_the_architecture_shows_the_imports(script):
     assert drawn == kept, "run python scripts/draw_architecture.py"
 
 
-def test_pictures_are_as_their_script_draws_them(script, tmp_path):
-    script("scripts/draw_parallelism.py").main(tmp_path)
+def test_pictures_are_as_their_scripts_draw_them(script, tmp_path):
+    for name in ("draw_parallelism", "draw_pages"):
+        script(f"scripts/{name}.py").main(tmp_path)
     drawn = {path.name: path for path in tmp_path.iterdir()}
-    kept = {path.name: path for path in (ROOT / "docs/images").glob("parallel_*.svg")}
-    page = (ROOT / "docs/parallelism.md").read_text()
-    assert drawn.keys() == kept.keys() == set(re.findall(r"\(images/(parallel_\w+\.svg)\)", page))
+    others = ("architecture", "debug_loss", "favicon")
+    kept = {path.name: path for path in (ROOT / "docs/images").iterdir() if path.stem not in others}
+    shown = "".join(map(text, PAGES))
+    assert drawn.keys() == kept.keys() <= {*re.findall(r"\((?:docs/)?images/(\w+\.svg)\)", shown)}
     for name, path in drawn.items():
-        assert path.read_text() == kept[name].read_text(), "run python scripts/draw_parallelism.py"
+        assert path.read_text() == kept[name].read_text(), "run python scripts/draw_*.py"
         top = ElementTree.parse(path).getroot()
         assert [child.tag.rpartition("}")[2] for child in top[:2]] == ["title", "desc"]
         assert all(child.text for child in top[:2])

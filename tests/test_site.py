@@ -14,6 +14,7 @@ from collections import Counter
 from html.parser import HTMLParser
 from importlib import import_module
 from signal import SIGHUP, SIGTERM, SIGUSR1
+from types import SimpleNamespace
 
 import pytest
 
@@ -136,6 +137,18 @@ def test_navigation_has_every_page():
     assert (sorted(pages - set(named)), len(named)) == ([], len(pages))
     keywords = tomllib.loads((ROOT / "docs/keywords.toml").read_text(encoding="utf-8"))
     assert [page for page in keywords if f"{page}.md" not in pages] == []
+
+
+def test_a_picture_without_a_text_alternative_fails_the_build():
+    from mkdocs.exceptions import PluginError
+
+    shown = runpy.run_path(str(ROOT / "scripts/site_hooks.py"))["on_page_content"]
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
+    text = '<p><img alt="two curves" src="a.svg" /></p>'
+    assert shown(text, page=page) == text
+    for alternative in ("", 'alt="" '):
+        with pytest.raises(PluginError, match=r"a\.md: "):
+            shown(text.replace('alt="two curves" ', alternative), page=page)
 
 
 def test_exit_codes_are_those_of_the_code():
