@@ -40,7 +40,7 @@ def added() -> dict[str, str]:
 ADDED = added()
 KEYWORDS = tomllib.loads((ROOT / "docs/keywords.toml").read_text(encoding="utf-8"))
 NOT_SEARCHED = "benchmarks/results/"
-LESS_SEARCHED = ("benchmarks/", "changelog", "contributing", "api")
+LESS_SEARCHED = ("benchmarks/", "changelog", "api")
 MORE_SEARCHED = ("quickstart", "layouts", "checkpoint", "precision", "data.md")
 FILE = re.compile(r"<!-- file: (\S+) -->\n```(\w+)")
 """The name of a file, above the block with its text."""
