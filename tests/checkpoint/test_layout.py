@@ -146,6 +146,26 @@ def test_a_row_of_a_manifest_for_a_file_that_is_not_there(halves):
     assert content["placements"] == [[0, [[0, 2, 1]], []]]
 
 
+@pytest.mark.parametrize("name", ["rank-1.safetensors", "a"])
+def test_a_row_of_a_manifest_that_is_there_twice(name, halves):
+    """The last one would count, and so the manifest have its own hash."""
+    path = halves / "manifest.json"
+    content = path.read_text()
+    assert f'"{name}": ' in content
+    path.write_text(content.replace(f'"{name}": ', f'"{name}": 0, "{name}": ', 1))
+    with pytest.raises(Damaged, match=rf"{path}: damaged: {name} is in it twice"):
+        SavedTensors(halves)
+
+
+def test_a_file_that_is_not_in_the_manifest_is_not_read(halves):
+    """It may be of another save."""
+    manifest = read_manifest(halves)
+    files = {name: file for name, file in manifest.files.items() if name != "rank-1.safetensors"}
+    write_manifest(halves, replace(manifest, files=files))
+    with pytest.raises(Damaged, match=r"manifest.json: damaged: it has no rank-1.safetensors"):
+        SavedTensors(halves).read("a")
+
+
 def test_copies_in_different_groups_leave_no_block_without_a_writer():
     """Replicas that differ name their copies apart, and ranks of a tensor may have other states."""
     item = PlacedTensor(torch.float32, (4, 2), Placement(0, ((0, 2, 1),), ((2, 2),)))

@@ -95,7 +95,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     path = checkpoint / MANIFEST
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(path.read_bytes(), object_pairs_hook=_rows)
         found = content.pop(HASH)
     except FileNotFoundError:
         if (checkpoint / ".metadata").exists():
@@ -195,6 +195,16 @@ def hash_file(path: Path, cached: bool = True) -> tuple[int, str]:
             state.update(memoryview(block)[:count])
             size += count
     return size, state.hexdigest()
+
+
+def _rows(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of the manifest, which has each name once."""
+    rows = dict(pairs)
+    if len(rows) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice} is in it twice")
+    return rows
 
 
 def _hash_of(content: Mapping[str, Any]) -> str:

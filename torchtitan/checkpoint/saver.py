@@ -20,8 +20,9 @@ takes it: pinning memory takes longer than copying into it.
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -217,11 +218,10 @@ class Saver:
         self.seconds: float | None = None
         """Seconds that the last save took, while training waited or not; None: there was none."""
         self._thread: SaveThread[None] | None = None
-        group = world.slow_group
+        self._is_apart = False
+        """Whether all ranks of `_apart` respond, as far as this one knows."""
         if config.saves:
-            group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="save")
-        self._apart = Nodes(replace(world, slow_group=group), self.nodes.ranks, self.nodes.names)
-        """The same ranks, whose collectives do not meet those of training."""
+            self._set_apart()
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], model_only: bool
@@ -229,6 +229,8 @@ class Saver:
         """Save a step; on return every byte is on disk, unless it is asynchronous."""
         began = time.perf_counter()
         self.wait_until_idle()
+        if self.world.any([not self._is_apart])[0]:
+            self._set_apart()
         waited, called = self.staging.waited, 0.0
         kind = "weights" if model_only else "all"
         if kind not in self.layouts:
@@ -252,6 +254,16 @@ class Saver:
                 self.wait_until_idle()  # and raise what the thread has raised
         called = time.perf_counter() - began
 
+    def _set_apart(self) -> None:
+        """Give saves a group, so that their collectives do not meet those of training.
+
+        After a timeout a group of gloo cannot be used any more.
+        """
+        group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="save")
+        world = SavingWorld(**vars(self.world) | {"slow_group": group})
+        self._apart = Nodes(world, self.nodes.ranks, self.nodes.names)
+        self._is_apart = True
+
     def wait_until_idle(self) -> None:
         """Wait until no save is in any stage."""
         self.staging.wait()
@@ -269,6 +281,7 @@ class Saver:
                 save.committed.set()
                 self._read_back(save)
         except RankLost as error:
+            self._is_apart = False
             if not save.is_saved:
                 self.failed_step = save.step
             logger.error("step %d: %s. The last checkpoint is %s", save.step, error, self._last)
@@ -331,7 +344,8 @@ class Saver:
         digests = mine.digests if mine else {}
         row = mine and FileRow(mine.name, mine.file, save.layout.own_digests(digests))
         rows, sums = world.gather_object(row) or (), save.layout.sum_digests(digests)
-        dist.all_reduce(sums, group=world.slow_group)
+        with responding():
+            dist.all_reduce(sums, group=world.slow_group)
         rows, state = nodes.share((rows, save.state))
         done = nodes.lead(lambda: self._complete(save, rows, sums, state))
         if problems := [found for found in done if isinstance(found, str)]:
@@ -429,18 +443,41 @@ class RankLost(RuntimeError):
     """Error that a rank did not take part in a save."""
 
 
-def meet(world: World) -> None:
-    """Wait for all ranks, which may still write.
-
-    Raises:
-        RankLost: if one does not come.
-    """
+@contextmanager
+def responding() -> Iterator[None]:
+    """Raise `RankLost` if a collective fails."""
     try:
-        dist.monitored_barrier(world.slow_group, PATIENCE)
+        yield
     except RuntimeError as error:
         found = re.search(r"Rank (\d+) failed to pass", str(error))
-        who = f"rank {found[1]} does" if found else "one of the ranks, which rank 0 names, does"
-        raise RankLost(f"the save is given up, as {who} not respond") from error
+        who = f"rank {found[1]} does not respond" if found else f"a rank does not respond: {error}"
+        raise RankLost(f"the save is given up, as {who}") from error
+
+
+def meet(world: World) -> None:
+    """Wait for all ranks, which may still write."""
+    with responding():
+        dist.monitored_barrier(world.slow_group, PATIENCE)
+
+
+class SavingWorld(World):
+    """Ranks of a save, whose collectives raise `RankLost`."""
+
+    @responding()
+    def any(self, flags: Sequence[bool]) -> list[bool]:
+        return super().any(flags)
+
+    @responding()
+    def gather(self, value: Any) -> list[Any]:
+        return super().gather(value)
+
+    @responding()
+    def gather_object(self, value: Any) -> list[Any] | None:
+        return super().gather_object(value)
+
+    @responding()
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return super().broadcast_object(value, source)
 
 
 def _read_back(path: Path, names: Sequence[str]) -> tuple[list[str], str | None]:

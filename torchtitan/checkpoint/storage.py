@@ -330,7 +330,7 @@ class Placed:
     """Places of the blocks of a checkpoint, by its manifest and the headers of its files."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest, files: Files) -> None:
-        self.checkpoint, self._files = checkpoint, files
+        self.checkpoint, self._files, self._rows = checkpoint, files, manifest.files
         try:
             groups, self.digests = read_groups(manifest.groups, manifest.placements)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -364,6 +364,8 @@ class Placed:
     def _stored(self, name: str, block: PlacedBlock) -> StoredBlock[tuple[str, int]]:
         file = f"{self._prefix}-{block.rank}.safetensors"
         path = self.checkpoint / file
+        if file not in self._rows:
+            raise Damaged(f"{self.checkpoint / MANIFEST}: damaged: it has no {file}")
         if file not in self._headers:
             self._headers[file] = read_header(path, self._files)
         header = self._headers[file]
