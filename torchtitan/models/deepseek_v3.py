@@ -34,6 +34,7 @@ from torchtitan.models.spec import MinShape, TensorRole, TensorSplits
 class DeepSeekV3Config(YarnConfig, SparseConfig):
     """DeepSeek-V3: latent attention, and mixtures of experts after the first blocks."""
 
+    hub: ClassVar[Mapping[str, str]] = {"deepseek_v3": "deepseek-ai/DeepSeek-V3-Base"}
     args_type: ClassVar[type[DecoderArgs]] = LatentArgs
     unscaled: ClassVar[Scaling] = Yarn(factor=1.0, mscale_all_dim=1.0)
     theirs: ClassVar[Mapping[str, str]] = {
@@ -84,10 +85,6 @@ class DeepSeekV3Config(YarnConfig, SparseConfig):
                 f"{args.head_size} (plain_dim + rotated_dim), and kernels need equal widths"
             )
             yield Problem(key, message)
-
-    @property
-    def repository(self) -> str | None:
-        return "deepseek-ai/DeepSeek-V3-Base" if self.name == "deepseek_v3" else None
 
 
 CONTEXT = 8192

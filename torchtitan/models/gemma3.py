@@ -3,8 +3,9 @@
 Of six blocks, five attend to a window, with rotary frequencies of another base than those that
 attend to all tokens (https://arxiv.org/abs/2503.19786, section 2). Attention and feed-forward have
 a norm before and one after them, and factors of norms are 1 + weight. Embeddings are multiplied by
-sqrt(dim), and the feed-forward is GeGLU. The flavors are as published (table 1, and 270M); those
-from 4B on are without the vision tower. `debugmodel` still has every part.
+sqrt(dim), and the feed-forward is GeGLU (https://arxiv.org/abs/2002.05202). The flavors are as
+published (table 1, and 270M); those from 4B on are without the vision tower. `debugmodel` still has
+every part.
 """
 
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from torchtitan.models.layers import Linear
 class Gemma3Config(LinearRopeConfig):
     """Gemma 3 (text): attention to a window in most blocks, and norms around all its parts."""
 
+    hub: ClassVar[Mapping[str, str]] = {"gemma3": "google/gemma-3-1b-pt"}
     theirs: ClassVar[Mapping[str, str]] = {
         "full_every": "sliding_window_pattern",
         "local_rope_theta": "rope_local_base_freq",
@@ -35,10 +37,6 @@ class Gemma3Config(LinearRopeConfig):
     """Period of the blocks without a window, 6 for every sixth; 0: none (default: the flavor's)."""
     query_scalar: int | None = Field(None, gt=0)
     """Number by whose root logits of attention are divided (default: the flavor's)."""
-
-    @property
-    def repository(self) -> str | None:
-        return "google/gemma-3-1b-pt" if self.name == "gemma3" else None
 
 
 NEAR = {
@@ -95,12 +93,12 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
     config = DEFAULTS | hugging_face.with_local_rope(config)
     config["hidden_act"] = config.pop("hidden_activation", None) or config.get("hidden_act")
-    full_every, is_windowed = hugging_face.windows(config, config["sliding_window_pattern"])
+    full_every, window = hugging_face.windows(config, config["sliding_window_pattern"])
     return args_in(
         {key: value for key, value in config.items() if key != "layer_types"},
         Gemma3Config,
         FIXED,
-        window=config["sliding_window"] if is_windowed else None,
+        window=window,
         full_every=full_every,
         local_rope_theta=config["rope_local_base_freq"],
         query_scalar=config["query_pre_attn_scalar"],

@@ -36,6 +36,7 @@ from torchtitan.models.hugging_face import (
     decoder_format,
     inexpressible,
     layer_types,
+    window_of,
 )
 from torchtitan.models.layers import Attention, RotaryEmbedding, Scaling, Yarn
 from torchtitan.models.sparse_decoder import (
@@ -91,6 +92,7 @@ class GptOssArgs(SparseArgs):
 class GptOssConfig(YarnConfig, AllSparseConfig):
     """GPT-OSS: attention with sinks, in every second block to a window, and experts with biases."""
 
+    hub: ClassVar[Mapping[str, str]] = {"gpt_oss": "openai/gpt-oss-20b"}
     args_type: ClassVar[type[DecoderArgs]] = GptOssArgs
     unscaled: ClassVar[Scaling] = Yarn(factor=1.0, truncate=False)
     theirs: ClassVar[Mapping[str, str]] = {
@@ -106,10 +108,6 @@ class GptOssConfig(YarnConfig, AllSparseConfig):
     swiglu_limit: float | None = Field(None, gt=0)
     """Limit of the two factors in an expert, the first of which is limited above only (default:
     the flavor's)."""
-
-    @property
-    def repository(self) -> str | None:
-        return "openai/gpt-oss-20b" if self.name == "gpt_oss" else None
 
 
 WINDOW = 128
@@ -207,7 +205,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
         config,
         GptOssConfig,
         FIXED,
-        window=config["sliding_window"] if "sliding_attention" in found else None,
+        window=window_of(config, found),
         head_dim=config["head_dim"],
         expert_dim=config["intermediate_size"],
         n_experts=n_experts,

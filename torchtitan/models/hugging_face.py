@@ -181,8 +181,17 @@ def with_local_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **own, "rope_parameters": ropes.get("full_attention")}
 
 
-def windows(config: Mapping[str, Any], usual: Any) -> tuple[int, bool]:
-    """Return which blocks have no window, as in `DecoderArgs.full_every`, and whether others do.
+def window_of(config: Mapping[str, Any], kinds: Sequence[str]) -> Any:
+    """Return the window of the blocks that have one by their kinds; None: none has."""
+    if "sliding_attention" not in kinds:
+        return None
+    if config["sliding_window"] is None:
+        raise RecipeError(["sliding_window: got nothing; blocks of sliding_attention need one"])
+    return config["sliding_window"]
+
+
+def windows(config: Mapping[str, Any], usual: Any) -> tuple[int, Any]:
+    """Return which blocks have no window, as in `DecoderArgs.full_every`, and that of the others.
 
     Args:
         usual: the former, unless `layer_types` says otherwise.
@@ -196,12 +205,12 @@ def windows(config: Mapping[str, Any], usual: Any) -> tuple[int, bool]:
         message = f"num_hidden_layers {n_layers} and layer_types of {got}; make them equal"
         raise RecipeError([message])
     if kinds in (layer_types(n_layers, usual), layer_types(n_layers, 1)):
-        return usual, "sliding_attention" in kinds
+        return usual, window_of(config, kinds)
     full_every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
     if kinds != layer_types(n_layers, full_every):
         wanted = "sliding_attention, with full_attention in every n-th block"
         raise RecipeError([f"layer_types: got {show(kinds)}; wanted {wanted}"])
-    return full_every, True
+    return full_every, window_of(config, kinds)
 
 
 def config_of(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ not a flavor of ours gets Meta's constants.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torchtitan.config import RecipeError, show
 from torchtitan.models import mistral
@@ -34,13 +34,10 @@ from torchtitan.models.spec import WeightFormat
 class Llama3Config(DecoderConfig):
     """Llama 3, 3.1 and 3.2: a decoder with rotary positions, grouped queries and SwiGLU."""
 
+    hub: ClassVar[Mapping[str, str]] = {"llama3": "meta-llama/Llama-3.1-8B"}
     norm: Literal["rms", "none"] | None = None
     """Norms of the residual stream, before attention, feed-forward and output. none: no norms
     (default: the flavor's)."""
-
-    @property
-    def repository(self) -> str | None:
-        return "meta-llama/Llama-3.1-8B" if self.name == "llama3" else None
 
 
 LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"

@@ -7,7 +7,7 @@ every part.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.decoder_settings import DecoderConfig
@@ -18,9 +18,7 @@ from torchtitan.models.hugging_face import args_in, config_of, decoder_format, w
 class MistralConfig(DecoderConfig):
     """Mistral: a decoder of Llama's kind whose tokens may attend to a window."""
 
-    @property
-    def repository(self) -> str | None:
-        return "mistralai/Mistral-7B-v0.3" if self.name == "mistral" else None
+    hub: ClassVar[Mapping[str, str]] = {"mistral": "mistralai/Mistral-7B-v0.3"}
 
 
 NEAR = {

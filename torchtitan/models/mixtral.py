@@ -30,15 +30,12 @@ from torchtitan.models.sparse_decoder import (
 class MixtralConfig(AllSparseConfig):
     """Mixtral: Mistral with mixtures of experts in place of the feed-forward."""
 
+    hub: ClassVar[Mapping[str, str]] = {"mixtral": "mistralai/Mixtral-8x7B-v0.1"}
     theirs: ClassVar[Mapping[str, str]] = {
         "n_experts": "num_local_experts",
         "top_k": "num_experts_per_tok",
         "expert_dim": "intermediate_size",
     }
-
-    @property
-    def repository(self) -> str | None:
-        return "mistralai/Mixtral-8x7B-v0.1" if self.name == "mixtral" else None
 
 
 NEAR = {"PhimoeForCausalLM": "its router chooses experts by another rule, and norms have biases"}

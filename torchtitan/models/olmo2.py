@@ -8,7 +8,7 @@ every part.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.config import RecipeError
 from torchtitan.models import hugging_face
@@ -27,9 +27,7 @@ from torchtitan.models.hugging_face import (
 class Olmo2Config(DecoderConfig):
     """OLMo 2: a decoder with norms after attention and feed-forward, and of all queries or keys."""
 
-    @property
-    def repository(self) -> str | None:
-        return "allenai/OLMo-2-1124-7B" if self.name == "olmo2" else None
+    hub: ClassVar[Mapping[str, str]] = {"olmo2": "allenai/OLMo-2-1124-7B"}
 
 
 NEAR = {

@@ -7,7 +7,7 @@ The network is Llama's, with biases of the projections to queries, keys and valu
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.models import qwen3
 from torchtitan.models.decoder import DecoderArgs
@@ -19,9 +19,7 @@ from torchtitan.models.hugging_face import decoder_format, with_usual_heads
 class Qwen2Config(DecoderConfig):
     """Qwen2.5 (dense): a decoder of Llama's kind with biases of queries, keys and values."""
 
-    @property
-    def repository(self) -> str | None:
-        return "Qwen/Qwen2.5-7B" if self.name == "qwen2" else None
+    hub: ClassVar[Mapping[str, str]] = {"qwen2": "Qwen/Qwen2.5-7B"}
 
 
 VISION = "it has a vision tower, and rotary positions in three dimensions"

@@ -6,7 +6,7 @@ output to the embedding. `debugmodel` is small enough for a laptop and still has
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.decoder_settings import DecoderConfig
@@ -17,9 +17,7 @@ from torchtitan.models.hugging_face import args_in, config_of, decoder_format
 class Qwen3Config(DecoderConfig):
     """Qwen3 (dense): a decoder of Llama's kind with a norm on each head's queries and keys."""
 
-    @property
-    def repository(self) -> str | None:
-        return "Qwen/Qwen3-8B-Base" if self.name == "qwen3" else None
+    hub: ClassVar[Mapping[str, str]] = {"qwen3": "Qwen/Qwen3-8B-Base"}
 
 
 CONTEXT = 32_768

@@ -19,6 +19,7 @@ from torchtitan.models.sparse_decoder import SparseArgs, SparseConfig, sparse_de
 class Qwen3MoeConfig(SparseConfig):
     """Qwen3 with mixtures of experts in place of the feed-forward."""
 
+    hub: ClassVar[Mapping[str, str]] = {"qwen3_moe": "Qwen/Qwen3-30B-A3B-Base"}
     theirs: ClassVar[Mapping[str, str]] = {
         "n_experts": "num_experts",
         "top_k": "num_experts_per_tok",
@@ -26,10 +27,6 @@ class Qwen3MoeConfig(SparseConfig):
         "renormalize": "norm_topk_prob",
         "dense_layers": "mlp_only_layers",
     }
-
-    @property
-    def repository(self) -> str | None:
-        return "Qwen/Qwen3-30B-A3B-Base" if self.name == "qwen3_moe" else None
 
 
 FIXED = {"decoder_sparse_step": 1, "shared_expert_intermediate_size": None}

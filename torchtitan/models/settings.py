@@ -6,7 +6,7 @@ absent size is the flavor's, so a recipe writes only what it changes.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import ValidationError
 
@@ -112,6 +112,8 @@ class ModelConfig(Config):
 class TextConfig(ModelConfig):
     """Settings shared by all models of text."""
 
+    hub: ClassVar[Mapping[str, str]] = {}
+    """Repositories on the Hugging Face hub that have the tokenizers, by name of the model."""
     tokenizer_path: str | None = None
     """Path of a tokenizer.json or tokenizer.model (tiktoken), or of a folder with one (default:
     bytes; none for stored tokens that do not say which tokenizer made them)."""
@@ -126,11 +128,6 @@ class TextConfig(ModelConfig):
             yield Problem("tokenizer_path", message)
 
     @property
-    def repository(self) -> str | None:
-        """Repository on the Hugging Face hub that has the tokenizer of this family."""
-        return None
-
-    @property
     def separates_documents(self) -> bool:
         return self.attn_mask_type == "block_causal"
 
@@ -140,14 +137,15 @@ class TextConfig(ModelConfig):
         is_file = name.endswith((".json", ".model"))
         wanted = "tokenizer.json or tokenizer.model"
         put = f"; put the model's {name if is_file else wanted} there"
-        if self.repository is None or "://" in path:
+        repository = self.hub.get(self.name)
+        if repository is None or "://" in path:
             return put
         file = "tokenizer.json"
         if name.endswith(".model"):
             file = f"original/{name}"
             above = above[:-1] if above[-1:] == ["original"] else above
         folder = "/".join(above) or "." if is_file else path
-        command = f"hf download {self.repository} {file} --local-dir {shorten(folder)}"
+        command = f"hf download {repository} {file} --local-dir {shorten(folder)}"
         if is_file and f"{folder}/{file}" not in (path, f"./{path}"):
             return f"{put} ({command}, and {folder}/{file} is the path to write)"
         return f"{put} ({command})"

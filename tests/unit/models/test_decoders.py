@@ -217,8 +217,10 @@ def test_windows_of_transformers_are_read():
     from transformers import Gemma3TextConfig
 
     for change in ({}, TWICE, {"sliding_window": 0}, {"n_layers": 12}):
-        args, written = small("gemma3", **change), MODELS["gemma3"].formats["hf"]
+        args = small("gemma3", **change, local_rope_theta=100.0)
+        written = MODELS["gemma3"].formats["hf"]
         config = Gemma3TextConfig(**written.config(args, 64)).to_dict()
+        config.pop("rope_local_base_freq", None)  # rope_parameters have it, too
         assert written.args(config | {"architectures": ["Gemma3ForCausalLM"]}) == args
     config = written.config(small("gemma3", n_layers=12), 64)
     del config["layer_types"]

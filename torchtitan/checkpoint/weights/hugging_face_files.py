@@ -64,7 +64,8 @@ class HuggingFaceWeights(ForeignWeights):
         try:
             super().__init__(folder, network, "hf", kinds)
         except RecipeError as error:
-            contradictions = _contradictions(self.config, self._places)
+            shapes = {name: stored.shape for name, (_, stored) in self._places.items()}
+            contradictions = _contradictions(self.config, shapes)
             raise RecipeError([*error.lines, *contradictions]) from None
 
     def extras(self) -> Extras:
@@ -105,15 +106,41 @@ class HuggingFaceShards(ForeignWeights):
         return self.saved.read(self._theirs[theirs], offsets, sizes)
 
 
-def _contradictions(config: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:
-    """Explain weights that do not fit by facts that two places give: blocks, and sizes of heads."""
-    blocks = {found[1] for name in names if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+SIZES = {
+    "vocab_size": (r"\.embed_tokens\.weight", 0),
+    "hidden_size": (r"\.embed_tokens\.weight", 1),
+    "intermediate_size": (r"\.(mlp\.gate_proj|block_sparse_moe\.experts\.\d+\.w1)\.weight", 0),
+    "num_experts": (r"\.mlp\.gate\.weight", 0),
+    "num_local_experts": (r"\.block_sparse_moe\.gate\.weight", 0),
+    "num_attention_heads": (r"\.q_proj\.weight", 0),  # times the size of a head, as of the next
+    "num_key_value_heads": (r"\.k_proj\.weight", 0),
+}
+"""Tensors, and the dim of them, that have the sizes in `config.json`."""
+
+
+def _contradictions(config: Mapping[str, Any], shapes: Mapping[str, Sizes]) -> Iterator[str]:
+    """Explain weights that do not fit by the sizes in which they and `config.json` differ."""
+    blocks = {found[1] for name in shapes if (found := re.match(r"model\.layers\.(\d+)\.", name))}
     if blocks and len(blocks) != (layers := config.get("num_hidden_layers")):
         yield f"  {CONFIG}: num_hidden_layers {layers}, and the weights have {len(blocks)} blocks"
-    dim, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    usual = dim / heads if isinstance(dim, int) and isinstance(heads, int) and heads else None
-    if None not in (usual, size := config.get("head_dim")) and size != usual:
-        yield f"  {CONFIG}: head_dim {size}, and hidden_size / num_attention_heads {usual:g}"
+    sizes: dict[str, float] = {
+        key: shape[dim]
+        for name, shape in shapes.items()
+        for key, (pattern, dim) in SIZES.items()
+        if re.search(f"{pattern}$", name) and dim < len(shape)
+    }
+    queries, heads = sizes.pop("num_attention_heads", 0), config.get("num_attention_heads")
+    if "kv_lora_rank" in config or not (queries and isinstance(heads, int) and heads):
+        sizes.pop("num_key_value_heads", None)
+    else:
+        sizes["head_dim"] = queries / heads
+        if keys := sizes.get("num_key_value_heads"):
+            sizes["num_key_value_heads"] = keys / sizes["head_dim"]
+        usual = sizes.get("hidden_size", 0) / heads
+        config = {**config, "head_dim": config.get("head_dim") or usual}
+    for key, size in sizes.items():
+        if (got := config.get(key)) not in (None, size):
+            yield f"  {CONFIG}: {key} {got:.9g}, and the weights have {size:.9g}"
 
 
 def _wanted(network: Network) -> set[str]:

@@ -248,7 +248,9 @@ def _families(
     if not isinstance(said, str) or said not in known:
         if isinstance(said, str) and (known_as := _of_other_family(said, kind)):
             raise ConfigError(f"{path}: architectures: got {show(said)}, {known_as}")
-        near = "".join(f"; the nearest is {name}" for name in near_names(said, known))
+        stems = {name.partition("For")[0]: name for name in known}
+        stem = said.partition("For")[0] if isinstance(said, str) else None
+        near = "".join(f"; the nearest is {stems[each]}" for each in near_names(stem, stems))
         raise ConfigError(
             f"{path}: architectures: got {show(said)}{near}; allowed: {', '.join(known)}; "
             "add a model for the weights of another network, see docs/extending.md"
