@@ -22,14 +22,15 @@ def parallel(keys, **degrees):
     return Case(**degrees, sections={"parallelism": keys})
 
 
-DENSE = ("Llama", "Llama, window", "Qwen3", "Qwen3, tied")
+DENSE = ("Qwen2", "OLMo 2", "Gemma 3", "Mistral, tied")
 FACTORS = {
+    # Llama is Qwen2 without biases, and norms in heads are also those of Gemma 3 and Qwen3-MoE.
     "family": {
-        "Llama": PLAIN,
-        "Llama, window": PLAIN.of(**layouts.WINDOW),
-        "Qwen3": PLAIN.of(**layouts.QWEN3),
-        "Qwen3, tied": PLAIN.of(**layouts.QWEN3, tied=True),
-        "Qwen3-MoE": PLAIN.of(**layouts.SPARSE),
+        "Qwen2": PLAIN.of(**layouts.QWEN2),
+        "OLMo 2": PLAIN.of(**layouts.OLMO),
+        "Gemma 3": PLAIN.of(**layouts.GEMMA),
+        "Mistral, tied": PLAIN.of(**layouts.WINDOW, tied=True),
+        "Mixtral": PLAIN.of(**layouts.MIXTRAL),
         "Qwen3-MoE, balanced": Case(auxiliary=layouts.OF_ROUTERS).of(
             **layouts.SPARSE, router_bias=True
         ),
@@ -141,7 +142,7 @@ def completed(names):
             for choice in (choice for choice in needed if FACTOR_OF[choice] not in factors):
                 yield from completed(names | {choice})
             return
-    yield names if names & {*FACTORS["family"]} else names | {"Llama"}
+    yield names if names & {*FACTORS["family"]} else names | {"Qwen2"}
 
 
 def possible(names):
@@ -184,14 +185,14 @@ def cover():
     return {"; ".join(names): merged(names) for names in json.loads(FILE.read_text())}
 
 
-COVER = cover()
+COVER = {} if __name__ == "__main__" else cover()  # which a new setting lacks
 
 
 @pytest.mark.gate
 @pytest.mark.costs("ranks")
 @pytest.mark.parametrize("name", COVER)
 def test_layout_trains_the_same_run_as_one_rank(name):
-    test_parity.is_the_run_of_one_rank(COVER[name], "cpu", steps=2)
+    test_parity.is_the_run_of_one_rank(COVER[name], "cpu")
 
 
 def test_no_pair_of_settings_is_missing():
