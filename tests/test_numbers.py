@@ -1,5 +1,6 @@
 """Each number in the README and in docs/plan.md is what the code, a result or a command says."""
 
+import json
 import re
 import runpy
 import tomllib
@@ -37,6 +38,9 @@ def stated(page):
         yield f"default, {JobConfig().training.global_batch_size}, makes"
         # Those of TorchTitan's families and of the systems from papers.
         yield f"compare {len(LAYOUTS) + len(research.LAYOUTS)} layouts with a single rank"
+        curves = json.loads((ROOT / "benchmarks/results/one_curve.json").read_text())["runs"]
+        *ranks, last = (each["layout"].partition(" ")[0] for each in curves)
+        yield f"on {', '.join(ranks)} and {last} ranks, which"
         for major, minor in re.findall(r"whl/cu(\d\d)(\d)", PAGES[page].read_text()):
             yield f"CUDA {major}.{minor}"
         steps = load_job(
