@@ -59,7 +59,7 @@ class ValidationConfig(Config):
         }
 
     average: bool = False
-    """Validate the average of the weights that optimizer.average keeps, in their place."""
+    """Validate the average of the weights (optimizer.average) instead of the weights."""
     picture: bool = True
     """Write a picture of the first held-out samples and of the model's output for them to pictures/
     in job.dump_folder, if the task draws one."""
@@ -137,8 +137,8 @@ class Validator:
         """
         Args:
             open_streams: functions that open the held-out data sets, by name.
-            weights: puts other weights in place while it measures.
             draws: whether a validation has a picture, too.
+            weights: context in which the weights to validate are in place.
         """
         self.draws, self.weights = draws, weights
         self.config, self.open_streams, self.accumulation = config, open_streams, accumulation

@@ -151,7 +151,7 @@ def test_recipes_that_lack_it_are_refused():
 # --- checkpoint merge ---
 
 
-def test_the_mean_of_checkpoints_is_one_to_train_from(alone, tmp_path):
+def test_the_mean_of_checkpoints_is_one_to_train_from(alone, tmp_path, capsys):
     folder, merged = alone / "alone", tmp_path / "merged"
     assert (
         command("merge", folder, "--steps", "1,2,4", "--weights", "1,2,5", "--output", merged) == 0
@@ -161,6 +161,8 @@ def test_the_mean_of_checkpoints_is_one_to_train_from(alone, tmp_path):
     assert_close(weights_in(merged), expected)
     start = {"enable": True, "initial_load_path": str(merged)}
     train(tiny.job(tmp_path / "run", checkpoint=start, training={"steps": 1}))
+    assert command("merge", merged, "--steps", "1", "--output", tmp_path / "no") == 2
+    assert "has no step 1; it has none" in capsys.readouterr().err
 
 
 def test_of_several_runs_the_newest_are_merged(alone, tmp_path):
@@ -171,6 +173,7 @@ def test_of_several_runs_the_newest_are_merged(alone, tmp_path):
 
 BAD = [
     ("--steps 1,7,9", "has no step 7, 9; it has 1, 2, 3, 4"),
+    ("--steps 1", "got one checkpoint wanted several"),
     ("--steps 1,x", "wanted an integer >= 1"),
     ("--steps 1,2 --weights 1", "got 1 for 2 checkpoints"),
     ("--steps 1,2 --weights 1,-1", "they add up to 0"),

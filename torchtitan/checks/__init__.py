@@ -82,6 +82,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     services.rollbacks,
     services.spikes,
     services.shapes,
+    services.averages,
     services.whole,
     services.held_out,
     services.picture,

@@ -48,7 +48,7 @@ def communication(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             message = f"no two ranks share {what}, so this has no effect"
             yield Problem(key, message, ("parallelism",), "note")
         elif changed == "dtype" and job.training.mixed_precision_reduce != "float32":
-            message = "gradients are sent in training.mixed_precision_reduce; use float32 there"
+            message = "sums have training.mixed_precision_reduce; use float32 there or here"
             yield Problem(key, message, ("training.mixed_precision_reduce",))
     yield from _replicas(job, world)
     ways = job.communication
@@ -79,9 +79,6 @@ def _replicas(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             'differ; use "all_reduce" with every = 1, or false there'
         )
         yield Problem("communication.replicas.name", message, ("fault_tolerance.enable",))
-    if way.runs_apart and job.optimizer.average is not None:
-        message = "replicas run apart between exchanges, so there is no one average; leave it out"
-        yield Problem("optimizer.average", message, ("communication.replicas",))
 
 
 def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

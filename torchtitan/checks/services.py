@@ -144,9 +144,6 @@ EMBEDDED = "python_stdlib"
 def shapes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the model, built for training, takes the batches of a validation."""
     v, t, p = job.validation, job.training, job.parallelism
-    if v.enable and v.average and job.optimizer.average is None:
-        message = "the run keeps no average of its weights; give optimizer.average, such as 0.999"
-        yield Problem("validation.average", message, ("optimizer.average",))
     if not v.enable:
         return
     length, batch = v.seq_len or t.seq_len, v.local_batch_size or 0
@@ -165,6 +162,16 @@ def shapes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             f"parallelism.pipeline_parallel_microbatch_size = {each}"
         )
         yield Problem("validation.local_batch_size", message, ("parallelism",))
+
+
+def averages(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
+    """Check that the weights have an average where it is used, and only one."""
+    if job.validation.enable and job.validation.average and job.optimizer.average is None:
+        message = "the run keeps no average of its weights; set optimizer.average, such as to 0.999"
+        yield Problem("validation.average", message, ("optimizer.average",))
+    if job.communication.replicas.runs_apart and job.optimizer.average is not None:
+        message = "replicas have different weights between exchanges; leave it out"
+        yield Problem("optimizer.average", message, ("communication.replicas",))
 
 
 def whole(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""An exponential average of the weights, for each a state of the optimizer: `optimizer.average`."""
+"""An exponential moving average of the weights: `optimizer.average`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +15,9 @@ AVERAGE = "average"
 
 
 class AverageRule(UpdateRule):
-    """Average of weights, in float32 whatever their dtype: average += (1 - decay) (w - average).
+    """Average of the weights w in float32, whatever their dtype: a += (1 - decay) (w - a).
 
-    It starts from the weights after the first step, or from those of a checkpoint.
+    It starts from the weights after the first step.
     """
 
     decay: float
@@ -40,13 +40,14 @@ class WeightAverage(torch.optim.Optimizer):
 
     def begin(self) -> None:
         """Start from the weights as they are."""
-        for parameter in self._parameters():
-            average = parameter.detach().to(torch.float32, copy=True)
-            self.state[parameter][AVERAGE] = average
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                average = parameter.detach().to(torch.float32, copy=True)
+                self.state[parameter][AVERAGE] = average
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take the weights into the average, after every other change of a step."""
+        """Update the average; call it after everything that changes the weights in a step."""
         if not self.state:
             self.begin()
             return
@@ -60,7 +61,7 @@ class WeightAverage(torch.optim.Optimizer):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Put the averages in the place of the weights; it takes the memory of one copy of them."""
+        """Replace the weights, of which it keeps a copy, with their averages within the context."""
         kept = [(weight, weight.clone()) for weight, _ in self._pairs()]
         with torch.no_grad():
             for weight, average in self._pairs():
@@ -71,10 +72,7 @@ class WeightAverage(torch.optim.Optimizer):
                 for weight, before in kept:
                     weight.copy_(before)
 
-    def _parameters(self) -> Iterator[Tensor]:
-        return (parameter for group in self.param_groups for parameter in group["params"])
-
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's part of each weight and of its average."""
+        """Yield this rank's parts of each weight and its average."""
         for parameter, state in self.state.items():
             yield local(parameter.detach()), local(state[AVERAGE])

@@ -46,10 +46,13 @@ class Optimizers:
         self.rules = self._build(self.assignments)
         """Update rule of each torch optimizer."""
         self.average: WeightAverage | None = None
-        """Average of the weights; call its `step` after everything that changes them."""
+        """Average of the weights, which `step` does not update."""
+        self.stateful = dict(self.rules)
+        """Rule of each torch optimizer, and of the average."""
         if config.average is not None:
-            self.average_rule = AverageRule(decay=config.average)
-            self.average = self.average_rule.build(groups_of(self.assignments))
+            rule = AverageRule(decay=config.average)
+            self.average = rule.build(groups_of(self.assignments))
+            self.stateful[self.average] = rule
 
     def _build(self, assignments: Sequence[Assignment]) -> dict[torch.optim.Optimizer, UpdateRule]:
         """Build one optimizer for each rule."""
@@ -102,7 +105,7 @@ class Optimizers:
         The tensors are live, except states that are saved in another form. Call `load_state_dict`
         after loading.
         """
-        for optimizer, rule in self._keepers():
+        for optimizer, rule in self.stateful.items():
             if not optimizer.state:
                 rule.allocate(optimizer)
         return {name: rule.saved(state) for name, rule, state in self._states()}
@@ -121,14 +124,8 @@ class Optimizers:
         """Return the bytes of all states on this rank, as stored."""
         return sum(rule.size(state) for _, rule, state in self._states())
 
-    def _keepers(self) -> Iterator[tuple[torch.optim.Optimizer, UpdateRule]]:
-        """Yield all that has states."""
-        yield from self.rules.items()
-        if self.average is not None:
-            yield self.average, self.average_rule
-
     def _states(self) -> Iterator[tuple[str, UpdateRule, Tensor]]:
-        for optimizer, rule in self._keepers():
+        for optimizer, rule in self.stateful.items():
             for parameter, state in optimizer.state.items():
                 for key, value in state.items():
                     if isinstance(value, Tensor):

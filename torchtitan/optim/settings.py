@@ -166,8 +166,8 @@ class OptimizerConfig(UpdateRule):
     groups: tuple[GroupConfig, ...] = ()
     """Settings that differ for some parameters."""
     average: float | None = Field(None, gt=0, lt=1)
-    """Decay, such as 0.999, of an exponential average of the weights, in float32: for
-    validation.average and `torchtitan checkpoint convert --average` (default: none)."""
+    """Decay of an exponential moving average of the weights in float32, such as 0.999, for
+    validation.average and `torchtitan checkpoint convert --average` (default: no average)."""
     early_step_in_backward: bool = False
     """Update each parameter during the backward, as soon as its gradient is complete, and free the
     gradient; without clipping, accumulation and skipped steps."""

@@ -5,7 +5,7 @@ Of the ranks that share parameters, the axis `fsdp`, each `ep` neighbors have al
 an equal number each, and share everything else as before. The rows of a microbatch, K for each
 token, are sent to the ranks of their experts, computed there, and sent back:
 
-    counts   rows for each expert, by all-to-all; the host waits for them, once in a step
+    counts   rows for each expert, by all-to-all; the host waits for them, once in a layer
     there    rows and their scores, by all-to-alls of unequal sizes
     here     the results, by the opposite one
 

@@ -284,8 +284,8 @@ class ChosenAgree(Decoupled):
 
 
 def _side(dim: int, most: int) -> int:
-    """Return the side of tiles: the largest divisor of a dim up to `most`. If it is short, the dim
-    is padded, since thin tiles would send most of a tensor: by as little as equal sides allow."""
+    """Return the side of tiles: the largest divisor of `dim` up to `most`. If that is short, thin
+    tiles would send most of the tensor, so the dim is padded to equal tiles instead."""
     divisor = max(d for d in range(1, most + 1) if dim % d == 0) if dim else 1
     return divisor if 2 * divisor > min(most, dim) else -(-dim // -(-dim // most))
 

@@ -112,8 +112,8 @@ SIZES = {
     "intermediate_size": (r"\.(mlp\.gate_proj|block_sparse_moe\.experts\.\d+\.w1)\.weight", 0),
     "num_experts": (r"\.mlp\.gate\.weight", 0),
     "num_local_experts": (r"\.block_sparse_moe\.gate\.weight", 0),
-    "num_attention_heads": (r"\.q_proj\.weight", 0),  # times the size of a head, as of the next
-    "num_key_value_heads": (r"\.k_proj\.weight", 0),
+    "num_attention_heads": (r"\.q_proj\.weight", 0),  # times the head size
+    "num_key_value_heads": (r"\.k_proj\.weight", 0),  # likewise
 }
 """Tensors, and the dim of them, that have the sizes in `config.json`."""
 

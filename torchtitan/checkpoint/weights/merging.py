@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.storage import TensorSource
+from torchtitan.checkpoint.store import NAME
 from torchtitan.checkpoint.weights.conversion import (
     MAX_SHARD_SIZE,
     complete_or_absent,
@@ -37,13 +38,12 @@ class Mean:
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """Read the tensors of this name, or a block of each, and return their mean."""
-        dtype, _ = self.shapes()[name]
-        parts = (source.read(name, offsets, sizes).double() for source in self.sources)
-        products = (part * weight for part, weight in zip(parts, self.weights, strict=True))
-        total = next(products).clone()
-        for product in products:
-            total += product
-        return total.to(dtype)
+        parts = (source.read(name, offsets, sizes) for source in self.sources)
+        first = next(parts)
+        total = first.double() * self.weights[0]
+        for part, weight in zip(parts, self.weights[1:], strict=True):
+            total.add_(part.double(), alpha=weight)
+        return total.to(first.dtype)
 
 
 def merge(
@@ -66,6 +66,8 @@ def merge(
     """
     if destination.exists():
         raise ConfigError(f"--output: {destination} exists already; nothing was written")
+    if len(checkpoints) < 2:
+        raise ConfigError(f"{checkpoints[0]}: got one checkpoint; wanted several, as by --steps")
     if len(weights) != len(checkpoints):
         raise ConfigError(
             f"--weights: got {len(weights)} for {len(checkpoints)} checkpoints; wanted one for each"
@@ -100,9 +102,10 @@ def chosen(folders: Sequence[Path], steps: Sequence[int]) -> list[Path]:
         if not steps:
             found.append(find(folder)[-1] if find_format(folder) == "ours" else folder)
             continue
-        there = {int(path.name.removeprefix("step-")): path for path in find(folder)}
+        named = ((NAME.fullmatch(path.name), path) for path in find(folder))
+        there = {int(name[1]): path for name, path in named if name}
         if missing := [step for step in steps if step not in there]:
-            lacks, has = (", ".join(map(str, each)) for each in (missing, there))
+            lacks, has = (", ".join(map(str, each)) or "none" for each in (missing, there))
             raise ConfigError(f"--steps: {folder} has no step {lacks}; it has {has}")
         found += [there[step] for step in steps]
     return found

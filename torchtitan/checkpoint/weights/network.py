@@ -191,7 +191,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
         refuse_pointer(path, data)
-        content = json.loads(data.decode(), object_pairs_hook=partial(_without_doubts, path))
+        content = json.loads(data.decode(), object_pairs_hook=partial(_unambiguous, path))
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(dangling(path) or f"{path}: there is no such file") from None
     except (StoreError, ConfigError):
@@ -203,7 +203,8 @@ def read_config(path: Path) -> dict[str, Any]:
     return content
 
 
-def _without_doubts(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unambiguous(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a config file, none of whose keys has two values."""
     found = dict(pairs)
     for key, value in pairs:
         if value is not found[key] and value != found[key]:  # a NaN differs from itself

@@ -1,4 +1,4 @@
-"""Random numbers drawn on a device, the same on every device and layout."""
+"""Random numbers drawn on a device by counter, the same on every layout."""
 
 import math
 
@@ -11,7 +11,7 @@ from torchtitan.research.common.codec import seed_of
 def normal(rows: int, columns: int, name: str, device: torch.device) -> Tensor:
     """Draw normal numbers (rows, columns) in float64, for `name`: by pairs (Box and Muller, 1958).
 
-    Devices differ by the rounding of a logarithm and a cosine.
+    Devices may round the logarithm and the cosine differently.
     """
     counters = torch.arange(rows * columns, device=device)
     # 53 of 62 bits, and never 0, of which there is no logarithm.
