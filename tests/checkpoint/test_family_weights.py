@@ -1,6 +1,7 @@
 """Weights of each family to Hugging Face's format and back, with transformers in between."""
 
 import json
+import re
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,6 +166,27 @@ def test_there_and_back_and_with_transformers_in_between(name, made, tmp_path):
         others.append(changed(folder, tmp_path / "fused", fused))
     for other in others:
         assert same(content(run(other, tmp_path / f"{other.name}-back")), content(source))
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_text_of_a_gemma_3_that_sees_is_copied_as_the_page_says(tmp_path, monkeypatch):
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    own = {"vocab_size": 320, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16}
+    tower = {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=sizes | own, vision_config=sizes | tower)
+    seeing = transformers.Gemma3ForConditionalGeneration(config)
+    seeing.save_pretrained("gemma-3-4b-pt")
+    with pytest.raises(ConfigError, match=r"a vision tower; docs/weights\.md"):
+        run(Path("gemma-3-4b-pt"), tmp_path / "new")
+    page = (Path(__file__).parents[2] / "docs/weights.md").read_text()
+    (lines,) = re.findall(r"```text\n(whole = .*?)```", page, re.DOTALL)
+    exec(lines, {"transformers": transformers})
+    saved = SavedTensors(run(Path("gemma-3-4b-text"), tmp_path / "ours"))
+    expected = seeing.model.language_model.layers[1].mlp.up_proj.weight
+    assert torch.equal(saved.read("model.layers.1.feed_forward.w3.weight"), expected)
 
 
 def both(tensors):

@@ -39,9 +39,11 @@ class Gemma3Config(LinearRopeConfig):
     """Number by whose root logits of attention are divided (default: the flavor's)."""
 
 
+EXTENDED = "its blocks have embeddings of their own, and share keys and values"
 NEAR = {
-    "Gemma3ForConditionalGeneration": "it has a vision tower; write a copy of the text alone with "
-    "transformers: Gemma3ForCausalLM.from_pretrained(...), then save_pretrained(...)",
+    **dict.fromkeys(("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), EXTENDED),
+    "Gemma3ForConditionalGeneration": "it has a vision tower; docs/weights.md shows how to write a "
+    "copy of the text alone",
     "GemmaForCausalLM": "it has no windows and no norms after attention and feed-forward",
     "Gemma2ForCausalLM": "it has soft caps of logits (attn_logit_softcapping)",
 }
@@ -56,7 +58,6 @@ DEFAULTS: dict[str, Any] = {
     "sliding_window_pattern": 6,
     "tie_word_embeddings": True,
 }
-"""Values of absent keys."""
 HAS: dict[str, Any] = {
     "head_norms": True,
     "norm": "offset",
@@ -91,16 +92,17 @@ def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
 
 def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
-    config = DEFAULTS | hugging_face.with_local_rope(config)
+    config = {**DEFAULTS, **config}
     config["hidden_act"] = config.pop("hidden_activation", None) or config.get("hidden_act")
     full_every, window = hugging_face.windows(config, config["sliding_window_pattern"])
+    config["layer_types"] = None  # which `windows` has read
     return args_in(
-        {key: value for key, value in config.items() if key != "layer_types"},
+        config,
         Gemma3Config,
         FIXED,
         window=window,
         full_every=full_every,
-        local_rope_theta=config["rope_local_base_freq"],
+        local_rope_theta=config.pop(hugging_face.LOCAL_BASE),
         query_scalar=config["query_pre_attn_scalar"],
         head_dim=config["head_dim"],
         **HAS,

@@ -60,7 +60,13 @@ FUSED = {
 }
 """Names of the matrices of all experts in one tensor, as transformers 5 has them in memory."""
 
-FIXED = {"hidden_act": "silu", "attention_bias": False, "partial_rotary_factor": 1.0}
+LOCAL_BASE = "rope_local_base_freq"
+FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "partial_rotary_factor": 1.0,
+    "mlp_bias": False,
+}
 """Options with the only values that decoders here have."""
 UNSUPPORTED = (
     "num_experts",
@@ -69,6 +75,7 @@ UNSUPPORTED = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "rope_interleaved",
+    LOCAL_BASE,
     "qkv_bias",
 )
 """Options that no decoder here has."""
@@ -106,6 +113,8 @@ NOT_OF_SCALING = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
 """Keys next to the fields of a scaling."""
 ROPES = ("rope_scaling", "rope_parameters")
 """Descriptions of RoPE: in the older form, and since transformers 5."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of blocks, for each of which transformers 5 may describe RoPE."""
 SAME = (
     ("torch_dtype", "dtype"),
     ("num_experts", "num_local_experts", "n_routed_experts"),
@@ -159,31 +168,14 @@ def rows(args: DecoderArgs, ours: str) -> Tensor | None:
 def layer_types(n_layers: int, full_every: int) -> list[str]:
     """Return the kind of attention of each block; see `DecoderArgs.full_every`."""
     return [
-        "full_attention" if full_every and number % full_every == 0 else "sliding_attention"
+        FULL if full_every and number % full_every == 0 else SLIDING
         for number in range(1, n_layers + 1)
     ]
 
 
-def with_local_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json in the older form, with the base of blocks with a window by itself.
-
-    Since transformers 5, RoPE is described for each kind of attention.
-    """
-    ropes = config.get("rope_parameters")
-    local = ropes.get("sliding_attention") if isinstance(ropes, Mapping) else None
-    if not isinstance(ropes, Mapping) or not isinstance(local, Mapping):
-        return dict(config)
-    if (kind := local.get("rope_type", "default")) != "default":
-        place = "rope_parameters.sliding_attention.rope_type"
-        raise RecipeError([f'{place}: got {show(kind)}; supported: "default"'])
-    base = local.get("rope_theta", config.get("rope_local_base_freq"))
-    own = {} if base is None else {"rope_local_base_freq": base}
-    return {**config, **own, "rope_parameters": ropes.get("full_attention")}
-
-
 def window_of(config: Mapping[str, Any], kinds: Sequence[str]) -> Any:
     """Return the window of the blocks that have one by their kinds; None: none has."""
-    if "sliding_attention" not in kinds:
+    if SLIDING not in kinds:
         return None
     if config["sliding_window"] is None:
         raise RecipeError(["sliding_window: got nothing; blocks of sliding_attention need one"])
@@ -310,8 +302,18 @@ def agreed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """
     problems = list(_malformed(config))
     parts = {key: config[key] for key in ROPES if isinstance(config.get(key), Mapping)}
-    parts = {key: rope for key, rope in parts.items() if rope}
     named = [{key: config.get(key) for key in keys} for keys in SAME]
+    if parts.get("rope_parameters", {}).keys() & {FULL, SLIDING}:
+        ropes = parts.pop("rope_parameters")
+        problems += _unlike_kinds(ropes)
+        full, local = (
+            rope if isinstance(rope := ropes.get(kind), Mapping) else {} for kind in (FULL, SLIDING)
+        )
+        place, theta = f"rope_parameters.{SLIDING}.rope_theta", local.get("rope_theta")
+        named.append({LOCAL_BASE: config.get(LOCAL_BASE), place: theta})
+        config = {**config, **({} if theta is None else {LOCAL_BASE: theta})}
+        config["rope_parameters"] = parts[f"rope_parameters.{FULL}"] = full
+    parts = {key: rope for key, rope in parts.items() if rope}
     for key, rope in parts.items():
         named.append({f"{key}.{kind}": rope.get(kind) for kind in ("rope_type", "type")})
         for inner, outer in IN_ROPE:
@@ -338,6 +340,17 @@ def agreed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     scaled_last = sorted(parts.values(), key=lambda rope: rope.get("rope_type") != "default")
     whole = {key: value for rope in scaled_last for key, value in rope.items()}
     return {**config, "rope_parameters": whole}, problems
+
+
+def _unlike_kinds(ropes: Mapping[str, Any]) -> Iterator[str]:
+    """Find what descriptions of RoPE for each kind of blocks cannot have."""
+    for kind, rope in ropes.items():
+        if kind not in (FULL, SLIDING) or not isinstance(rope, Mapping | None):
+            wanted = f"an object for {FULL}, and one for {SLIDING}"
+            yield f"rope_parameters.{kind}: got {show(rope)}; wanted {wanted}"
+        elif kind == SLIDING and rope and rope.get("rope_type", "default") != "default":
+            got = show(rope["rope_type"])
+            yield f'rope_parameters.{kind}.rope_type: got {got}; supported: "default"'
 
 
 def _malformed(config: Mapping[str, Any]) -> Iterator[str]:

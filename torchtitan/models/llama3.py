@@ -41,8 +41,6 @@ class Llama3Config(DecoderConfig):
 
 
 LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
-FIXED: dict[str, Any] = {"mlp_bias": False}
-"""Options of the architecture with the only values supported here."""
 
 
 def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
@@ -55,18 +53,20 @@ def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
         raise RecipeError(problems)
     if args.sliding_window:
         return mistral.to_config(args, seq_len)
-    return {"architectures": [LLAMA], "model_type": "llama", **config_of(args, seq_len), **FIXED}
+    about = config_of(args, seq_len)
+    return {"architectures": [LLAMA], "model_type": "llama", **about, "mlp_bias": False}
 
 
 def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
     if config.get("architectures") in (MISTRAL, [MISTRAL]):
         return mistral.from_config(config)
-    fixed = FIXED | {"sliding_window": None}
+    fixed = {"sliding_window": None}
     return with_usual_heads(args_in(config, Llama3Config, fixed, head_dim=config.get("head_dim")))
 
 
 NEAR = {
+    "SmolLM3ForCausalLM": "every fourth of its blocks has no positions",
     "Llama4ForCausalLM": "it has mixtures of experts, and blocks without positions",
     "Llama4ForConditionalGeneration": "it has a vision tower, mixtures of experts, and blocks "
     "without positions",

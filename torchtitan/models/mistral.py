@@ -22,6 +22,9 @@ class MistralConfig(DecoderConfig):
 
 
 NEAR = {
+    "MinistralForCausalLM": "only some of its blocks attend to a window",
+    "Ministral3ForCausalLM": "its queries grow with their position, and frequencies are scaled by "
+    "YaRN",
     "Mistral3ForConditionalGeneration": "it has a vision tower",
     "Phi3ForCausalLM": "its queries, keys and values are one matrix, as are the two inner ones of "
     "the feed-forward",

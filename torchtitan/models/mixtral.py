@@ -38,7 +38,8 @@ class MixtralConfig(AllSparseConfig):
     }
 
 
-NEAR = {"PhimoeForCausalLM": "its router chooses experts by another rule, and norms have biases"}
+OTHER_RULE = "its router chooses experts by another rule, and norms have biases"
+NEAR = {"PhimoeForCausalLM": OTHER_RULE, "PhiMoEForCausalLM": OTHER_RULE}
 EXPERTS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.decoder_settings import DecoderConfig
 from torchtitan.models.decoder_spec import decoder_spec
-from torchtitan.models.hugging_face import args_in, config_of, decoder_format
+from torchtitan.models.hugging_face import args_in, config_of, decoder_format, window_of
 
 
 class Qwen3Config(DecoderConfig):
@@ -47,8 +47,8 @@ def args_with_window(
 ) -> DecoderArgs:
     """Read arguments from config.json, whose window is that of all blocks or of none."""
     kinds = layer_types(config)
-    windowed = config.get("use_sliding_window") and "sliding_attention" in kinds
-    window = config.get("sliding_window", 4096) if windowed else None
+    usual = {"sliding_window": 4096, **config}
+    window = window_of(usual, kinds) if config.get("use_sliding_window") else None
     key = "layer_types" if config.get("layer_types") else "max_window_layers"
     config = {**config, "layer_types": kinds}
     return args_in(config, settings, {}, window=window, layers_key=key, **own)

@@ -72,7 +72,7 @@ class ModelConfig(Config):
         config: ModelConfig | None = None
         for key, value in sizes.items():
             # Absent from a recipe, a size follows the flavor; there is none to follow here.
-            if value is None and getattr(type(args), key, 0) is not None:
+            if value is None and (key in (keys or {}) or getattr(type(args), key, 0) is not None):
                 wrong[key] = f"got {show(None)}; wanted a value"
             elif isinstance(value, int) and value > (most := most_of(key)):
                 wrong[key] = f"got {show(value)}; wanted at most {most:,}"

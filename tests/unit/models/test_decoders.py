@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tests.tables import table
 from tests.unit.models.families import (
@@ -26,6 +27,8 @@ from torchtitan.tools.generate import cached
 SIZES = {"dim": 48, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 128}
 WINDOW = {"sliding_window": 9}
 TWICE = {**WINDOW, "full_every": 2, "rope_scaling": Linear(factor=4.0), "query_scalar": 20}
+SWITCHED = {"gemma3": TWICE, "mistral": WINDOW, "mixtral": WINDOW}
+"""Families with blocks that attend to a window."""
 pytestmark = pytest.mark.filterwarnings("default")  # what transformers deprecates is its concern
 
 
@@ -44,14 +47,50 @@ SWITCHES = [
 ]
 
 
+def twin(name, args, model):
+    """The network of transformers with the weights of ours."""
+    spec = MODELS[name]
+    theirs = of_transformers(spec.formats["hf"].config(args, None)).float().eval()
+    weights = to_transformers(spec, args, model.state_dict().items())
+    theirs.load_state_dict(weights, strict=False)
+    return theirs
+
+
+# Gemma's many norms, of factors 1 + weight, keep the stream large, and so roundings.
+SPREAD = {"gemma3": {"std": 0.04, "of_norms": 0.5}}
+
+
 @pytest.mark.parametrize(("name", "change"), SWITCHES)
 def test_logits_and_gradients_equal_those_of_transformers(name, change):
     args = small(name, **change)
-    # Gemma's many norms, of factors 1 + weight, keep the stream large, and so roundings.
-    spread = {"std": 0.04, "of_norms": 0.5} if name == "gemma3" else {}
-    equals_transformers(MODELS[name], args, drawn(MODELS[name], args, **spread))
+    model = drawn(MODELS[name], args, **SPREAD.get(name, {}))
+    equals_transformers(MODELS[name], args, model)
     written = MODELS[name].formats["hf"]
     assert written.args(written.config(args, None)) == args
+
+
+class AllInFloat64(TorchFunctionMode):
+    """Lets transformers compute norms in float64, which it casts to float32."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        is_wide = function is torch.Tensor.float and args[0].dtype == torch.float64
+        return args[0] if is_wide else function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("change", [change for name, change in SWITCHES if name == "gemma3"])
+def test_gemma_3_with_large_factors_differs_by_roundings_alone(change):
+    """In float32 logits differ by up to 3e-5, from those of float64 as well, here and there."""
+    args = small("gemma3", **change)
+    ours = drawn(MODELS["gemma3"], args).double()
+    theirs = twin("gemma3", args, ours)
+    theirs.set_attn_implementation("sdpa")  # the other casts scores
+    for parameter in theirs.parameters():
+        parameter.data = parameter.data.double()
+    tokens = torch.arange(64)[None]
+    with AllInFloat64(), torch.no_grad():
+        expected = theirs(tokens, use_cache=False).logits
+    assert expected.dtype == torch.float64
+    torch.testing.assert_close(ours(tokens), expected, atol=1e-6, rtol=0)
 
 
 PARTS = {
@@ -69,7 +108,7 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_the_comparison_sees_each_part(name):
     """Without any of them the logits are others."""
-    args = small(name, **{"gemma3": TWICE, "mistral": WINDOW}.get(name, {}))
+    args = small(name, **SWITCHED.get(name, {}))
     model, tokens = drawn(MODELS[name], args), torch.arange(64)[None]
     for part in PARTS[name]:
         other = MODELS[name].build(dataclasses.replace(args, **part), 64)
@@ -88,23 +127,22 @@ def test_a_text_is_continued_with_blocks_of_both_kinds():
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=1e-5, rtol=0)
 
 
-def test_packed_documents_do_not_see_each_other():
-    model, tokens = drawn(MODELS["gemma3"], small("gemma3", **TWICE)), torch.arange(64)[None]
+@pytest.mark.parametrize("name", PARTS)
+def test_packed_documents_are_those_of_transformers(name):
+    """To which positions that start again tell where a document does."""
+    args, tokens = small(name, **SWITCHED.get(name, {})), torch.arange(64)[None]
+    model = drawn(MODELS[name], args, **SPREAD.get(name, {}))
     documents = (torch.arange(64)[None] >= 30).long()
     positions = torch.arange(64)[None] - 30 * documents
-    packed = model(tokens, positions, documents)
-    alone = torch.cat((model(tokens[:, :30]), model(tokens[:, 30:])), dim=1)
-    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+    expected = twin(name, args, model)(tokens, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(model(tokens, positions, documents), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_greedy_text_is_that_of_transformers(name):
-    args = small(name, **{"gemma3": TWICE, "mistral": WINDOW}.get(name, {}))
-    model, written = drawn(MODELS[name], args), MODELS[name].formats["hf"]
-    theirs = of_transformers(written.config(args, None)).float().eval()
-    weights = to_transformers(MODELS[name], args, model.state_dict().items())
-    theirs.load_state_dict(weights, strict=False)
-    tokens = torch.arange(5)[None]
+    args, tokens = small(name, **SWITCHED.get(name, {})), torch.arange(5)[None]
+    model = drawn(MODELS[name], args)
+    theirs = twin(name, args, model)
     expected = theirs.generate(tokens, min_new_tokens=16, max_new_tokens=16, do_sample=False)
     with torch.no_grad():
         for _ in range(16):
@@ -189,6 +227,9 @@ def test_a_network_of_another_kind_is_refused_in_words(name):
         ("Qwen3NextForCausalLM", "qwen3_moe", "linear attention"),
         ("Gemma2ForCausalLM", "gemma3", "soft caps"),
         ("Gemma3ForConditionalGeneration", "gemma3", "vision tower"),
+        ("Gemma3nForConditionalGeneration", "gemma3", "embeddings of their own"),
+        ("MinistralForCausalLM", "mistral", "some of its blocks"),
+        ("SmolLM3ForCausalLM", "llama3", "no positions"),
         ("Phi3ForCausalLM", "mistral", "are one matrix"),
         ("Llama4ForConditionalGeneration", "llama3", "without positions"),
     ],
@@ -222,6 +263,9 @@ def test_windows_of_transformers_are_read():
         config = Gemma3TextConfig(**written.config(args, 64)).to_dict()
         config.pop("rope_local_base_freq", None)  # rope_parameters have it, too
         assert written.args(config | {"architectures": ["Gemma3ForCausalLM"]}) == args
+    # A kind that is not described has the usual frequencies.
+    only = {"rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 5e5}}}
+    assert written.args(config | only).rope_theta == 5e5
     config = written.config(small("gemma3", n_layers=12), 64)
     del config["layer_types"]
     assert written.args(config).full_every == 6

@@ -90,21 +90,24 @@ def test_a_model_is_built_started_and_trained_from_its_spec_alone(name, flavor):
     ("name", "facts"),
     [
         *[("llama3", {}), ("llama3", {"norm": "none"}), ("qwen3", {}), ("qwen2", {})],
-        *[("olmo2", {}), ("mixtral", {}), ("gemma3", {"sliding_window": 0})],
+        *[("olmo2", {}), ("mixtral", {}), ("mistral", {}), ("gemma3", {})],
     ],
 )
 def test_operations_are_those_that_torch_counts(name, facts):
     """But for norms, which it does not count; a window has as many keys as it is long."""
     spec, seq_len = MODELS[name], 16
-    args = dataclasses.replace(spec.flavors["debugmodel"], n_layers=2, **facts)
-    model = spec.build(args, seq_len)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(torch.zeros(2, seq_len, dtype=torch.int64)).sum().backward()
-    of_norms = 6 * sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    found = spec.flops_per_unit(args, seq_len)
-    assert found - of_norms == counter.get_total_flops() / (2 * seq_len)
-    windowed = spec.flops_per_unit(dataclasses.replace(args, sliding_window=4), seq_len)
-    assert found - windowed == 12 * args.n_layers * args.n_heads * args.head_size * (seq_len - 4)
+    for flavor in spec.flavors.values():
+        args = dataclasses.replace(flavor, n_layers=1, **{"sliding_window": 0} | facts)
+        model = build_empty(spec.build, args, seq_len)
+        tokens = torch.zeros(2, seq_len, dtype=torch.int64, device="meta")
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            model(tokens).sum().backward()
+        of_norms = 6 * sum(p.numel() for p in model.parameters() if p.ndim == 1)
+        found = spec.flops_per_unit(args, seq_len)
+        assert found - of_norms == counter.get_total_flops() / (2 * seq_len)
+        windowed = spec.flops_per_unit(dataclasses.replace(args, sliding_window=4), seq_len)
+        of_keys = 12 * args.n_layers * args.n_heads * args.head_size * (seq_len - 4)
+        assert found - windowed == of_keys
 
 
 @pytest.mark.parametrize(("name", "ndim", "role"), table(__file__, "roles.txt"))

@@ -98,7 +98,8 @@ class ForeignWeights(ABC):
         for theirs, ours in self.format.repeated(network.args).items():
             original = self.format.name(ours)
             if theirs in known and not torch.equal(self._whole(theirs), self._whole(original)):
-                raise ConfigError(f"{folder}: {theirs} must equal {original} in {network}")
+                why = f"must equal {original} in {network}, whose output is tied to its embedding"
+                raise ConfigError(f"{folder}: {theirs} {why}")
         for theirs, constant in constants.items():
             if theirs in found and not self._holds(theirs, found[theirs], constant):
                 raise ConfigError(f"{folder}: {theirs} differs from the fixed values of {network}")

@@ -65,7 +65,11 @@ class HuggingFaceWeights(ForeignWeights):
             super().__init__(folder, network, "hf", kinds)
         except RecipeError as error:
             shapes = {name: stored.shape for name, (_, stored) in self._places.items()}
-            contradictions = _contradictions(self.config, shapes)
+            contradictions = [*_contradictions(self.config, shapes)]
+            head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+            if embedding in shapes and head in network.tensors("hf")[0].keys() - shapes.keys():
+                tied = f"{CONFIG}: tie_word_embeddings false, and the weights have no {head}"
+                contradictions.append(f"  {tied}")
             raise RecipeError([*error.lines, *contradictions]) from None
 
     def extras(self) -> Extras:

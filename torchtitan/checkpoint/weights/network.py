@@ -23,7 +23,8 @@ class Network(NamedTuple):
     """Name of these arguments in a recipe; None if no flavor has them."""
 
     def __str__(self) -> str:
-        return f"{self.spec.name} {self.flavor}" if self.flavor else f"a {self.spec.name}"
+        name = self.spec.name
+        return f"{name} {self.flavor}" if self.flavor else f"a{'n' * (name[0] in 'aeio')} {name}"
 
     def recipe(self) -> dict[str, Any]:
         """Return the network's recipe by dotted keys: all sizes, over the most similar flavor.
