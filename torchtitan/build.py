@@ -18,7 +18,7 @@ from torchtitan.data import Batch
 from torchtitan.device import collect_garbage, set_determinism
 from torchtitan.expert_loads import ExpertLoads, routers
 from torchtitan.inputs import open_stream, open_task, validation_streams
-from torchtitan.job import JobConfig
+from torchtitan.job import JobConfig, StagesOfTraining
 from torchtitan.logging import logger
 from torchtitan.metrics import (
     EVENTS_FOLDER,
@@ -37,7 +37,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import Launch, World, async_tensor, build_model, build_optimizers, compile
 from torchtitan.profiling import Evidence, Profiler
-from torchtitan.provenance import about_run, record_data, sink_context
+from torchtitan.provenance import about_run, record_data, record_start, sink_context
 from torchtitan.resilience.divergence import Divergence
 from torchtitan.resilience.replica_groups import InMemoryState, ReplicaGroup
 from torchtitan.resilience.replica_groups.replica_step import GroupGuard, add_up, meet
@@ -136,6 +136,10 @@ class Run:
         )
         change = "made already" if optimizers.in_backward else "skipped"
         self.guard: UpdateGuard = Guard(job.spikes, self.state, change)
+        self.stages = StagesOfTraining(job.stages(degrees))
+        if job.training.stages:
+            self.resize(self.stages.job)
+            self.contents.before_data = self.follow_stage
         self.calls_after_step: Sequence[Callable[[int], object]] = ()
         self.sessions: Sequence[AbstractContextManager[object]] = ()
 
@@ -156,6 +160,22 @@ class Run:
     def schedule(self, step: int) -> float:
         """Return the multiplier of the peak learning rate in a step."""
         return self.job.learning_rate_factor(step - self.state.schedule_start)
+
+    def follow_stage(self) -> None:
+        """Take the sizes of the next step; the state of the data must be loaded next."""
+        if self.stages.move(self.state.step):
+            self.resize(self.stages.job)
+
+    def resize(self, job: JobConfig) -> None:
+        """Take the sizes of the steps of a stage."""
+        degrees, t = self.world.degrees, job.training
+        local, accumulation = job.local_batch(degrees), job.accumulation(degrees)
+        self.meter.resize(*job.work(degrees))
+        packing = self.task.packing(job.data, t.seq_len, job.debug.seed)
+        self.data.resize(packing, t.seq_len, local_batch_size=local, accumulation=accumulation)
+        self.batches.accumulation = accumulation
+        if pipeline := self.model.pipeline:
+            pipeline.resize(t.seq_len, job.parallelism.microbatches(local))
 
     def after_step(self) -> None:
         """Make the calls after a step, until one marks it as void."""
@@ -212,15 +232,15 @@ class Run:
     def open_meter(self, context: SinkContext) -> Meter:
         """Open the meter of the run."""
         job, task, world, metrics = self.job, self.task, self.world, self.job.metrics
-        seq_len, folder = job.training.seq_len, context.folder / EVENTS_FOLDER
+        folder, (units, flops) = context.folder / EVENTS_FOLDER, job.work(world.degrees)
         return Meter(
             self.sinks(context),
             log_freq=metrics.log_freq,
             total_steps=job.training.steps,
             unit=task.unit,
             rate=task.rate,
-            units_per_step=job.global_batch(world.degrees) * task.units(seq_len),
-            flops_per_unit=MODELS[job.model.name].flops_per_unit(job.model_args(), seq_len),
+            units_per_step=units,
+            flops_per_unit=flops,
             peak_flops=world.device.peak_flops(getattr(torch, job.training.mixed_precision_param)),
             devices=world.size * job.fault_tolerance.groups,
             device=world.device,
@@ -285,9 +305,11 @@ def features(run: Run) -> Iterator[Hooks]:
     if job.fault_tolerance.enable:
         yield replica_groups(run)
     yield Hooks(before_step=run.startup.before_step)
+    if job.training.stages:
+        yield Hooks(before_step=partial(begin_stage, run))
     yield run.observer.hooks(run.state)
     if run.has_ledger:
-        yield Hooks(session=record_data(job, run.world, run.ledger, run.data, run.contents))
+        yield Hooks(session=record_data(run.stages, run.world, run.ledger, run.data, run.contents))
     if job.auxiliary_losses:
         yield Hooks(before_forward=lambda: model.auxiliary.begin(run.state.step + 1))
     if routers_of_all := routers(build_empty(spec.build, job.model_args(), 1)):
@@ -335,6 +357,24 @@ def features(run: Run) -> Iterator[Hooks]:
             session=compilers_spared(handled()),
         )
     yield Hooks(after_step=run.startup.after_step)
+
+
+def begin_stage(run: Run) -> None:
+    """Begin the stage of training of the next step, if it is another.
+
+    The data is what it would be if the run was resumed here with other sizes.
+    """
+    stages, step = run.stages, run.state.step
+    if stages.at(step) != stages.now:
+        position = run.world.broadcast_object(run.contents.position())
+        run.follow_stage()
+        run.data.load_state_dict(position["data"])
+        if run.world.rank == 0:
+            logger.info("training.stages: %s", stages.job.described(run.world.degrees, step))
+    if stages.recorded != stages.now:
+        stages.recorded = stages.now
+        if run.has_ledger:
+            record_start(stages.job, run.world, run.ledger, run.contents.position())
 
 
 def save_outlook(run: Run) -> Callable[[], tuple[int, str]]:

@@ -44,6 +44,7 @@ def open_stream(
         ranks=job.data_ranks(degrees),
         groups=job.fault_tolerance.groups,
         device=device,
+        sizes=job.step_sizes(degrees),
     )
 
 
@@ -107,9 +108,8 @@ def problems_of_stream(
         return
     try:
         if is_new:
-            seq_len, steps = job.training.seq_len, job.training.steps
-            batch = job.global_batch(degrees)
-            task.check_amounts(job.data, seq_len=seq_len, steps=steps, global_batch=batch)
+            sizes = job.step_sizes(degrees)
+            task.check_amounts(job.data, steps=job.training.steps, sizes=sizes)
         if tokenizes:
             stream = open_stream(job, task, degrees, rank=0)
             if is_new:

@@ -1,8 +1,9 @@
 """The whole recipe as one tree, with each section imported from its owner."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
@@ -26,6 +27,7 @@ from torchtitan.config import (
 from torchtitan.config.other_names import SYNONYMS
 from torchtitan.convert import CONVERTERS, ConverterConfig
 from torchtitan.data import DATA, DataConfig, data_class, without_idle_sections
+from torchtitan.data.sizes import StepSizes
 from torchtitan.device import DebugConfig
 from torchtitan.expert_loads import ExpertsConfig
 from torchtitan.losses import AUXILIARY_LOSSES, AuxiliaryLossConfig, LossConfig
@@ -59,6 +61,7 @@ from torchtitan.profiling import ProfilingConfig
 from torchtitan.resilience.replica_groups import FaultToleranceConfig
 from torchtitan.resilience.spikes import SpikesConfig
 from torchtitan.step import TrainingConfig
+from torchtitan.tasks import TASKS
 from torchtitan.torchtitan_keys import ADVICE, PRESENT_NAMES
 from torchtitan.validate import ValidationConfig
 
@@ -146,6 +149,48 @@ class JobSection(Config):
             yield Problem("dump_folder", message)
 
 
+class Stage(NamedTuple):
+    """Steps of a run whose sizes are equal."""
+
+    start: int
+    """Number of steps before it."""
+    tokens: int
+    """Number of tokens before it."""
+    job: "JobConfig"
+    """The recipe with the sizes of these steps, and no other stages."""
+
+
+def sizes_of(stages: Iterable[Stage], degrees: Degrees) -> list[StepSizes]:
+    """Return the sizes of the steps of all stages."""
+    return [
+        StepSizes(start, job.global_batch(degrees), job.training.seq_len)
+        for start, _, job in stages
+    ]
+
+
+class StagesOfTraining:
+    """The stages of a run, and the current one."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.all = stages
+        self.now = self.recorded = 0
+        """Number of the current stage, and of that which the ledger has last."""
+
+    @property
+    def job(self) -> "JobConfig":
+        """The recipe of the current stage."""
+        return self.all[self.now].job
+
+    def at(self, step: int) -> int:
+        """Return the number of the stage after `step` steps."""
+        return bisect_right([stage.start for stage in self.all], step) - 1
+
+    def move(self, step: int) -> bool:
+        """Move to the stage after `step` steps; return whether it is another."""
+        before, self.now = self.now, self.at(step)
+        return self.now != before
+
+
 class JobConfig(Config):
     """A recipe."""
 
@@ -210,6 +255,55 @@ class JobConfig(Config):
         once = self.local_batch(degrees) * max(self.data_ranks(degrees), 1)
         return self.global_batch(degrees) // once
 
+    def stages(self, degrees: Degrees) -> list["Stage"]:
+        """Return the stages of training, in order: one, if the recipe has no others.
+
+        Numbers of tokens are converted to steps, so that all that depends on a stage is a function
+        of the step.
+        """
+        found: list[Stage] = []
+        training = self.training.model_copy(update={"stages": ()})
+        start = tokens = 0
+        for stage in (None, *self.training.stages):
+            if stage is not None:
+                before = found[-1].job
+                each = before.global_batch(degrees) * before.training.seq_len
+                if stage.from_step is None:
+                    start = found[-1].start - (tokens - (stage.from_tokens or 0)) // each
+                else:
+                    start = stage.from_step
+                tokens += (start - found[-1].start) * each
+                training = training.model_copy(update=stage.sizes)
+            found.append(Stage(start, tokens, self.model_copy(update={"training": training})))
+        return found
+
+    def largest_stage(self, degrees: Degrees) -> Stage:
+        """Return the stage whose microbatches take the most memory."""
+
+        def size(stage: Stage) -> tuple[int, int]:
+            length = stage.job.training.seq_len
+            return stage.job.local_batch(degrees) * length, length
+
+        return max(self.stages(degrees), key=size)
+
+    def step_sizes(self, degrees: Degrees) -> list[StepSizes]:
+        """Return the sizes of all steps."""
+        return sizes_of(self.stages(degrees), degrees)
+
+    def work(self, degrees: Degrees) -> tuple[int, int]:
+        """Return the units of the task in a step, and the FLOPs of each."""
+        spec, length = MODELS[self.model.name], self.training.seq_len
+        units = self.global_batch(degrees) * TASKS[spec.task].units(length)
+        return units, spec.flops_per_unit(self.model_args(), length)
+
+    def described(self, degrees: Degrees, step: int) -> str:
+        """Describe the sizes of the steps after `step`, which are those of the recipe."""
+        return (
+            f"from step {step + 1:,} on {counted(self.global_batch(degrees), 'sequence')} of "
+            f"{self.training.seq_len:,}: {self.local_batch(degrees)} at a time x "
+            f"{self.accumulation(degrees)} accumulated x {self.data_ranks(degrees)} data-parallel"
+        )
+
     def batch_note(self, degrees: Degrees) -> str | None:
         """Explain a batch whose size may surprise, if it does."""
         batch, local = self.global_batch(degrees), self.training.local_batch_size
@@ -263,7 +357,7 @@ class JobConfig(Config):
             activation_checkpoint=self.activation_checkpoint,
             compile=self.compile,
             loss=self.loss,
-            seq_len=self.training.seq_len,
+            seq_len=self.training.longest,
             local_batch_size=self.local_batch(degrees),
             convert=self.convert,
             auxiliary_losses=self.auxiliary_losses,

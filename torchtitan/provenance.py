@@ -19,7 +19,7 @@ from torchtitan.checkpoint import Checkpointable
 from torchtitan.config import local_path, show
 from torchtitan.data import BatchStream
 from torchtitan.device import Device
-from torchtitan.job import JobConfig
+from torchtitan.job import JobConfig, StagesOfTraining
 from torchtitan.logging import logger
 from torchtitan.metrics import SinkContext
 from torchtitan.metrics.data_ledger import DataLedger
@@ -131,13 +131,26 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def record_data(
-    job: JobConfig, world: World, ledger: DataLedger, data: BatchStream, contents: Checkpointable
+    stages: StagesOfTraining,
+    world: World,
+    ledger: DataLedger,
+    data: BatchStream,
+    contents: Checkpointable,
 ) -> Iterator[None]:
     """Record the position in the data at the start and, unless training fails, at the end."""
-    degrees = world.degrees
     if not world.rank and (mixture := data.describe()):
         logger.info("data: %s", mixture)
-    position = contents.position()
+    stages.recorded = stages.now
+    record_start(stages.job, world, ledger, contents.position())
+    yield
+    ledger.record("end", contents.position())
+
+
+def record_start(
+    job: JobConfig, world: World, ledger: DataLedger, position: Mapping[str, Any]
+) -> None:
+    """Record the start of a process or of a stage of training."""
+    degrees = world.degrees
     ledger.record(
         "start",
         position,
@@ -150,8 +163,6 @@ def record_data(
         identity=position["data"]["identity"] if position else {},
         order=data_order(job, degrees, position) if position else "",
     )
-    yield
-    ledger.record("end", contents.position())
 
 
 def data_order(job: JobConfig, degrees: Degrees, position: Mapping[str, Any]) -> str:

@@ -31,6 +31,33 @@ def _is_not_float16(value: Any) -> Any:
 DTYPES = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_is_not_float16)]
 
 
+class TrainingStage(Config):
+    """Sizes of steps from a step or a number of tokens on; those left out stay."""
+
+    from_step: int | None = Field(None, ge=1)
+    """Number of steps before this stage."""
+    from_tokens: int | None = Field(None, ge=1)
+    """Number of tokens before this stage, instead; it begins with a whole step."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Sequences per optimizer step."""
+    local_batch_size: int | None = Field(None, ge=1)
+    """Sequences per data-parallel rank in a microbatch, at most."""
+    seq_len: int | None = Field(None, ge=1)
+    """Tokens in a sequence."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The keys of `[training]` that it changes."""
+        return self.model_dump(exclude={"from_step", "from_tokens"}, exclude_none=True)
+
+    def problems(self, context: Context) -> Iterator[Problem]:
+        if (self.from_step is None) == (self.from_tokens is None):
+            yield Problem("from_step", "a stage has either from_step or from_tokens")
+        if not self.sizes:
+            message = "nothing changes; set global_batch_size, local_batch_size or seq_len"
+            yield Problem("global_batch_size", message)
+
+
 class TrainingConfig(Config):
     """Batches, steps and precision."""
 
@@ -45,6 +72,8 @@ class TrainingConfig(Config):
     """Tokens in a sequence."""
     steps: int = Field(10000, ge=1)
     """Optimizer steps."""
+    stages: tuple[TrainingStage, ...] = ()
+    """Later sizes of steps, in their order."""
     max_norm: float = Field(1.0, ge=0)
     """Limit of the global gradient norm; 0: no limit."""
     max_skipped_steps: int = Field(10, ge=1)
@@ -61,9 +90,17 @@ class TrainingConfig(Config):
     gc_freq: int = Field(50, ge=1)
     """Steps between runs of Python's garbage collector, and of the C library's."""
 
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest sequence of all stages, for which the model has positions."""
+        return max(self.seq_len, *(stage.seq_len or 0 for stage in self.stages), 0)
+
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.global_batch_size == 0:
             yield Problem("global_batch_size", "wanted -1 or an integer >= 1")
+        if self.stages and self.global_batch_size == -1:
+            message = "with self.stages, the batch must not follow the number of ranks; set it"
+            yield Problem("global_batch_size", message, ("stages",))
         if self.dtype == "bfloat16" and self.mixed_precision_param == "float32":
             message = (
                 "parameters stored in bfloat16 (self.dtype) gain nothing from it; use bfloat16 "

@@ -9,7 +9,7 @@ except that low-bit states give the values they represent and take them back in 
 after loading.
 """
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +76,8 @@ class Checkpointable:
         self, model: ParallelModel, optimizers: Optimizers, state: TrainState, data: BatchStream
     ) -> None:
         self.model, self.optimizers, self.state, self.data = model, optimizers, state, data
+        self.before_data: Callable[[], None] = lambda: None
+        """Called before the position in the data is loaded, when the counters are."""
         self.world = world = model.world
         self.copies = world.degrees.dp_replicate if model.runs_apart else 1
         """Number of replicas of the model whose weights may differ."""
@@ -134,11 +136,12 @@ class Checkpointable:
         if has_rng:
             prefix = f"rng.{self.world.rank}."
             self.world.device.set_rng_state({k.removeprefix(prefix): v for k, v in rng.items()})
-        if "data" not in skip and saved.data is not None:
-            self.data.load_state_dict(dict(saved.data))
         if "train_state" not in skip:
             for name, value in saved.counters.items():
                 setattr(self.state, name, value)
+        if "data" not in skip and saved.data is not None:
+            self.before_data()
+            self.data.load_state_dict(dict(saved.data))
         if "lr_scheduler" in skip:
             self.state.schedule_start = self.state.step
 

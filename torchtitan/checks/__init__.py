@@ -21,6 +21,7 @@ from torchtitan.checks import (
     model,
     pipelining,
     services,
+    stages,
 )
 from torchtitan.checks.model import follow_tokenizer
 from torchtitan.config import (
@@ -64,6 +65,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     execution.in_hooks,
     divisibility.sequences,
     divisibility.batches,
+    stages.order,
     converting.sent,
     converting.converters,
     converting.loss,
@@ -167,8 +169,9 @@ def problems(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield from too_large
         return
     yield from section_problems(job, job, world)
-    for rule in RULES:
-        yield from rule(job, world)
+    found = [problem for rule in RULES for problem in rule(job, world)]
+    yield from found
+    yield from stages.of_each(job, world, RULES, found)
 
 
 def section_problems(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from torchtitan.config import PlannedWorld, Problem, counted
+from torchtitan.data.sizes import least_lanes
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
 from torchtitan.tasks import TASKS
@@ -107,7 +108,8 @@ def batches(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             )
         yield Problem(BATCH, f"{why}; use {_nearest(batch, ranks, local)}", rests_on)
         return
-    for problem in job.data.batch_problems(batch, ranks):
+    lanes = least_lanes(job.step_sizes(degrees)) if t.stages else batch
+    for problem in job.data.batch_problems(lanes, ranks):
         yield problem.within("data")._replace(also=("data", *rests_on))
 
 

@@ -146,11 +146,11 @@ def shapes(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     v, t, p = job.validation, job.training, job.parallelism
     if not v.enable:
         return
-    length, batch = v.seq_len or t.seq_len, v.local_batch_size or 0
+    length, batch, longest = v.seq_len or t.seq_len, v.local_batch_size or 0, t.longest
     pipelined = p.pipeline_parallel_degree > 1
     rests_on = ("training.seq_len", "parallelism.pipeline_parallel_degree")
-    if length > t.seq_len:
-        message = f"the model has positions for training.seq_len = {t.seq_len} tokens; use that"
+    if length > longest:
+        message = f"the model has positions for training.seq_len = {longest} tokens; use that"
         yield Problem("validation.seq_len", message, rests_on)
     elif length < t.seq_len and pipelined:
         message = f"stages of a pipeline exchange sequences of training.seq_len = {t.seq_len}"

@@ -41,6 +41,7 @@ from torchtitan.data.order import (
     sample_hash,
 )
 from torchtitan.data.settings import DataConfig
+from torchtitan.data.sizes import StepSizes, least_lanes
 from torchtitan.data.sources import ShuffledDocuments
 from torchtitan.device import Device
 from torchtitan.logging import logger
@@ -179,9 +180,12 @@ class BatchStream:
         ranks: int,
         groups: int = 1,
         device: Device | None = None,
+        sizes: Sequence[StepSizes] = (),
     ) -> None:
         """
         Args:
+            sizes: those of all steps of the run, if they change; the other arguments are of the
+                first.
             ranks: may include the ranks of several replica groups, one group after the other.
             device: device of the batches, which are pinned for it by the thread that prepares them.
         """
@@ -189,17 +193,26 @@ class BatchStream:
         self._batches: list[BaseNode[Served | ConfigError | Unreachable]] = []
         # Torch ends the process if a thread still runs in it when the interpreter exits.
         weakref.finalize(self, self._batches.clear)
-        self._packing = packing
-        self._local_batch_size = local_batch_size
-        self._per_step = local_batch_size * accumulation
-        self._global_batch = self._per_step * ranks
-        self._rank, self._ranks, self._groups = rank, ranks, groups
+        self._rank, self._ranks, self._groups, self._sizes = rank, ranks, groups, sizes
+        self._set_sizes(packing, local_batch_size, accumulation)
         self._samples_before = 0
         self._served = 0
         self._inputs = self._padding = self._cut = 0
         self.earlier: Identity | None = None
         """Identity of the data of the run, if an earlier version drew its order."""
         self._set_hash(hash_text(0))
+
+    def _set_sizes(self, packing: Packing, local_batch_size: int, accumulation: int) -> None:
+        self._packing, self._local_batch_size = packing, local_batch_size
+        self._per_step = local_batch_size * accumulation
+        self._global_batch = self._per_step * self._ranks
+
+    def resize(
+        self, packing: Packing, seq_len: int, *, local_batch_size: int, accumulation: int
+    ) -> None:
+        """Serve steps of other sizes; the state of the run must be loaded next."""
+        self.close()
+        self._set_sizes(packing, local_batch_size, accumulation)
 
     def follow(self, saved: Identity) -> None:
         """Draw the order as the run whose data has this identity."""
@@ -343,7 +356,8 @@ class DataStream(BatchStream):
         # positions of their lanes.
         each = self._ranks // self._groups
         self._peers = range(self._rank % each, self._ranks, each)
-        self._lanes = self._global_batch if config.lanes == -1 else config.lanes
+        least = least_lanes(self._sizes) if self._sizes else self._global_batch
+        self._lanes = least if config.lanes == -1 else config.lanes
         advice = getattr(source, "advice", lambda lanes: None)(self._lanes)
         if advice is not None:
             logger.warning("data: %s", advice)
@@ -465,10 +479,11 @@ class DataStream(BatchStream):
                 f"data.lanes: the run to resume has {len(records)} lanes, not "
                 f"{self._config.lanes}; set data.lanes to -1 or {len(records)}"
             )
-        if len(records) % self._global_batch:
+        batches = [self._global_batch, *(each.global_batch for each in self._sizes)]
+        if misfits := [batch for batch in batches if len(records) % batch]:
             allowed = [n for n in range(1, len(records) + 1) if len(records) % n == 0]
             raise ConfigError(
-                f"training.global_batch_size: {self._global_batch} does not divide the "
+                f"training.global_batch_size: {misfits[0]} does not divide the "
                 f"{len(records)} lanes of the run to resume; use one of "
                 f"{', '.join(map(str, allowed))}"
             )
@@ -563,6 +578,7 @@ def merge_states(states: Sequence[State]) -> State:
 def build_stream(config: DataConfig, source: Source, packing: Packing, **part: Any) -> DataStream:
     """Build the stream of a data-parallel rank; `part` is for `BatchStream`."""
     batch = part["local_batch_size"] * part["accumulation"] * part["ranks"]
+    batch = least_lanes(part["sizes"]) if part.get("sizes") else batch
     if found := [p.within("data") for p in config.batch_problems(batch, part["ranks"])]:
         raise RecipeError(f"{p.path}: {p.message}" for p in found)
     return DataStream(config, source, packing, **part)

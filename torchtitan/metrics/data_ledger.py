@@ -4,8 +4,9 @@
 all have `event`, `step`, `time`, `samples` (read so far) and `hash` (of these samples, see
 `torchtitan.data.order`):
 
-    start        a process starts or resumes training; also `layout`, `seq_len`, `global_batch`,
-                 `identity` of the data, and `launch`, the number of its recipe in the folder
+    start        a process starts or resumes training, or a stage starts; also `layout`,
+                 `seq_len`, `global_batch`, `identity` of the data, and `launch`, the number of its
+                 recipe in the folder
     steps        metrics are reported
     checkpoint   a checkpoint is about to be saved
     rollback     training returns to a checkpoint of `step`, but not to its position in the data

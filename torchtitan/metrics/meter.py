@@ -129,6 +129,13 @@ class Meter:
         self.start_step = self._step = self._row_step = step
         self.start_units = self._units = units
 
+    def resize(self, units_per_step: int, flops_per_unit: float) -> None:
+        """Continue with steps of other sizes; those before are written as a row."""
+        if self._step > self._row_step:
+            self._write_row()
+        self.units_per_step, self.flops_per_unit = units_per_step, flops_per_unit
+        self._rows = 0
+
     def __enter__(self) -> Self:
         if self.rank == 0:
             logger.info("%s", self._describe())
@@ -402,7 +409,7 @@ class Meter:
         return rate * self.flops_per_unit / self.peak_flops
 
     def _eta(self, step_seconds: float) -> float:
-        # The first step warms up and compiles; from the second row on it is forgotten.
+        # The first step of a size warms up and compiles; from the second row on it is forgotten.
         weight = 1.0 if self._rows < 2 else SMOOTHING
         self._step_seconds += weight * (step_seconds - self._step_seconds)
         return self._step_seconds * max(self.total_steps - self._step, 0)

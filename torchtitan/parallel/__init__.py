@@ -312,8 +312,14 @@ def _model(
             world.groups["pp"],
             chosen,
             microbatches=chosen.microbatches(layout.local_batch_size),
-            shapes=Shapes.of(
-                chosen, sample, plan, layout.precision.compute, world, has_outputs=not computes_loss
+            seq_len=layout.seq_len,
+            shapes=lambda seq_len: Shapes.of(
+                chosen,
+                spec.shapes(args, seq_len),
+                plan,
+                layout.precision.compute,
+                world,
+                has_outputs=not computes_loss,
             ),
             loss=loss_of_outputs,
             device=world.device.torch_device,

@@ -4,7 +4,7 @@ Torch runs the schedules, `schedules` describes them, and `stages` cuts the mode
 fills and drains once for each batch of `training.local_batch_size` sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -92,7 +92,8 @@ class Pipeline:
         config: ParallelismConfig,
         *,
         microbatches: int,
-        shapes: Shapes,
+        seq_len: int,
+        shapes: Callable[[int], Shapes],
         loss: LossFunction | None,
         device: torch.device,
         timeline: Timeline,
@@ -102,6 +103,8 @@ class Pipeline:
             parts: this rank's stages, in order, with all techniques applied.
             group: the ranks of the pipeline.
             microbatches: number of microbatches in a batch.
+            seq_len: length of a sequence.
+            shapes: returns the shapes of a microbatch of sequences of a length.
             loss: maps logits and targets of a microbatch to the sum over its targets; None: the
                 last stage returns it.
         """
@@ -109,16 +112,21 @@ class Pipeline:
         self.parts = dict(zip(stages.of(self.rank), parts, strict=True))
         self.stages = stages
         self.group = group
-        self.microbatches = microbatches
-        self.shapes = shapes
+        self.shapes_of = shapes
+        self.config = config
         self.loss = loss
         self.device = device
         self.timeline = timeline
         self.count = torch.ones((), device=device)  # units in the current global batch
-        self.schedule = self._make_schedule(config)
+        self.resize(seq_len, microbatches)
         # NCCL creates a group's communicator in its first collective, which all ranks must join;
         # a schedule sends only between pairs.
         dist.all_reduce(torch.zeros((), device=device), group=group)
+
+    def resize(self, seq_len: int, microbatches: int) -> None:
+        """Take batches of another number of microbatches, of sequences of another length."""
+        self.microbatches, self.shapes = microbatches, self.shapes_of(seq_len)
+        self.schedule = self._make_schedule(self.config)
 
     def _make_schedule(self, config: ParallelismConfig) -> Any:
         from torch.distributed.pipelining import PipelineStage

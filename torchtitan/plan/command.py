@@ -165,6 +165,10 @@ def plan_recipe(
         mistakes.append("--search: it needs a recipe; name one")
     elif search and not (hardware or devices or (mistakes and _states_hardware(path, flags))):
         mistakes.append("--search: it needs the hardware; add --hardware")
+    if search and not mistakes and found.config.training.stages:
+        mistakes.append(
+            "--search: the recipe has training.stages; name one with the sizes of one stage"
+        )
     if mistakes:
         raise RecipeError(mistakes)
     for notice in found.notices:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torchtitan.config import RecipeError
 from torchtitan.convert.settings import LinearConverterConfig
 from torchtitan.device import GIB, DeviceType
-from torchtitan.job import JobConfig
+from torchtitan.job import JobConfig, Stage
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.optim.settings import OptimizerConfig
@@ -31,6 +31,7 @@ RANKS_PER_NODE = 8
 """Ranks of a node of unknown hardware."""
 MEMORY_LIMITS = 0.9, 1.2
 """Limits of the memory, as multiples of the prediction: see docs/plan.md."""
+STAGES_ALIKE = "the time of the run is that of all its tokens in steps of the planned stage"
 UNTIMED = "not in the time of a step"
 LAUNCHES = 33.7, 37.3
 """GiB that an H100 reserved for one compiled recipe, from launch to launch."""
@@ -124,6 +125,8 @@ class Plan:
     """Memory of a device; None: unknown."""
     notes: Sequence[str] = ()
     """Sentences about parts that are not modeled, and left out of the sums."""
+    stages: Sequence[Stage] = ()
+    """Stages of training; `job` has the sizes of the largest."""
 
     @property
     def fullest(self) -> RankPlan:
@@ -186,7 +189,7 @@ def plan(
     graphs: SharedGraphs | None = None,
     count: Callable[[int], None] = lambda _: None,
 ) -> Plan:
-    """Plan a step of a valid recipe.
+    """Plan a step of a valid recipe, of the stage of training that takes the most memory.
 
     Args:
         hardware: the devices; None: they are unknown, and so is the time of a step.
@@ -200,6 +203,7 @@ def plan(
         RecipeError: if a step cannot run on tensors without values, or the plan cannot be right.
     """
     degrees = job.degrees(ranks)
+    stages, job = job.stages(degrees), job.largest_stage(degrees).job
     device_type = hardware.device_type if hardware else device_type or "cuda"
     capacity_gib = capacity_gib or (hardware.memory_gib if hardware else None)
     held = workspaces(hardware) if device_type == "cuda" else []
@@ -243,7 +247,9 @@ def plan(
         [
             *plan_notes(job, ranks, hardware, max(kind.saved for kind in kinds) / GIB),
             *sorted({note for step in steps.values() for note in step.source.notes}),
+            *[f"training.stages: {STAGES_ALIKE}"] * (len(stages) > 1),
         ],
+        stages,
     )
     if len(kinds) == len(alike) and (doubts := [*_doubts(made)]):
         raise RecipeError([f"this recipe cannot be planned yet: {doubt}" for doubt in doubts])

@@ -5,7 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from torchtitan.config import amount
+from torchtitan.data.sizes import tokens_before
 from torchtitan.device import GIB
+from torchtitan.job import sizes_of
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty, count_parameters
 from torchtitan.parallel import stages
@@ -42,7 +44,9 @@ def plan_json(
     task, samples = TASKS[spec.task], job.global_batch(degrees)
     units = samples * task.units(job.training.seq_len)
     per_unit = spec.flops_per_unit(args, job.training.seq_len)
-    budget = tokens or units * job.training.steps
+    steps, has_stages = job.training.steps, len(plan.stages) > 1
+    of_run = tokens_before(steps, sizes_of(plan.stages, degrees)) if has_stages else units * steps
+    budget = tokens or of_run
     network = build_empty(spec.build, args, job.training.seq_len)
     return {
         "world_size": plan.ranks,
@@ -62,6 +66,7 @@ def plan_json(
             "unit": task.unit,
             "tokens": units,
         },
+        "stages": [*_stages(plan)] if has_stages else [],
         "memory": _memory_json(plan),
         "flops": {
             "per_token": per_unit,
@@ -76,6 +81,21 @@ def plan_json(
         "changes": [_change_json(change, plan, budget) for change in changes],
         "notes": [*plan.notes],
     }
+
+
+def _stages(plan: Plan) -> Iterator[Json]:
+    """Describe each stage of training."""
+    degrees = plan.job.degrees(plan.ranks)
+    for start, tokens, job in plan.stages:
+        yield {
+            "start": start,
+            "tokens": tokens,
+            "samples": job.global_batch(degrees),
+            "seq_len": job.training.seq_len,
+            "local": job.local_batch(degrees),
+            "accumulated": job.accumulation(degrees),
+            "is_planned": job.training == plan.job.training,
+        }
 
 
 def _memory_json(plan: Plan) -> Json:
@@ -198,6 +218,9 @@ def _change_json(change: FittingChange, before: Plan, tokens: float) -> Json:
 def plan_text(found: Json) -> Iterator[str]:
     """Yield the lines of a plan, given its JSON object: its answer first."""
     yield from _head(found)
+    if found["stages"]:
+        yield from ("", "stages of training; the plan is of the one with a star")
+        yield from _indented(_table_of_stages(found["stages"]))
     yield from ("", "memory of a rank at its peak, GiB")
     yield from _indented(_memory(found["memory"]))
     yield from ("", "computation and communication per step")
@@ -208,6 +231,16 @@ def plan_text(found: Json) -> Iterator[str]:
     if found["changes"]:
         yield from ("", "changes after which it fits, the cheapest first")
         yield from _indented(map(_change, found["changes"]))
+
+
+def _table_of_stages(stages: Sequence[Json]) -> Iterator[str]:
+    """Yield a table of the stages of training."""
+    rows = [["after step", "tokens before", "sequences", "length", "at a time", "accumulated"]]
+    for each in stages:
+        first = f"{each['start']:,}{' *' * each['is_planned']}"
+        names = ("tokens", "samples", "seq_len", "local", "accumulated")
+        rows.append([first, *(f"{each[name]:,}" for name in names)])
+    yield from table(rows)
 
 
 def kinds_of_memory(ranks: Sequence[Json]) -> list[str]:

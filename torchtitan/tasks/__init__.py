@@ -13,6 +13,7 @@ from torchtitan.config import Registry
 from torchtitan.data import BatchStream, DataConfig, build_stream, open_source
 from torchtitan.data.batch import Batch
 from torchtitan.data.order import SinglePass, Source
+from torchtitan.data.sizes import StepSizes
 from torchtitan.data.stream import Packing
 from torchtitan.logging import logger
 from torchtitan.models.settings import ModelConfig
@@ -140,9 +141,7 @@ class Task:
         """Yield what `check` and the log say about a section of data that can be read."""
         yield from ()
 
-    def check_amounts(
-        self, config: DataConfig, *, seq_len: int, steps: int, global_batch: int
-    ) -> None:
+    def check_amounts(self, config: DataConfig, *, steps: int, sizes: Sequence[StepSizes]) -> None:
         """Check what a new run takes from each source, before any is converted to tokens.
 
         Raises:

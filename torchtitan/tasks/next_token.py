@@ -34,6 +34,7 @@ from torchtitan.data import (
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import ENDED, Lane, Sample, SampleStart, tokenized
 from torchtitan.data.order import Document, Identity, Source
+from torchtitan.data.sizes import StepSizes
 from torchtitan.data.tokenizer import BytesUnknown, NoTokenizer, separator_note
 from torchtitan.data.tokens.amounts import Amounts
 from torchtitan.data.tokens.mixed_sources import (
@@ -278,12 +279,15 @@ class NextToken(Task):
     def unprepared(self, config: DataConfig) -> list[str]:
         return untokenized(config, self.tokenizer)
 
-    def check_amounts(self, config: DataConfig, **run: int) -> None:
+    def check_amounts(self, config: DataConfig, *, steps: int, sizes: Sequence[StepSizes]) -> None:
         if not config.sources:
             return
         found = open_stored(config, self.tokenizer, self.vocab_size)
         tokens = [None if documents is None else documents.tokens for documents in found]
-        Amounts(config, config.sources, tokens, **run).check_new()
+        length = sizes[0].seq_len
+        Amounts(
+            config, config.sources, tokens, seq_len=length, steps=steps, sizes=sizes
+        ).check_new()
 
     def open_source(self, config: DataConfig, seed: int) -> Source:
         return open_source(config, self.tokenizer, seed=seed)

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Protocol
 
 import typer
@@ -25,6 +26,7 @@ from torchtitan.config import (
     print_error,
     print_message,
 )
+from torchtitan.data.sizes import tokens_before
 from torchtitan.device import pick
 from torchtitan.inputs import (
     open_task,
@@ -38,7 +40,7 @@ from torchtitan.models import MODELS
 from torchtitan.models.experts import parameters_in_words
 from torchtitan.models.spec import build_empty
 from torchtitan.optim import describe_rules, name_parameters
-from torchtitan.parallel import stages
+from torchtitan.parallel import Degrees, stages
 from torchtitan.provenance import to_toml
 from torchtitan.tasks import TASKS
 from torchtitan.tools.options import (
@@ -203,7 +205,9 @@ def summary(
         f"{job.data_ranks(degrees)} data-parallel"
     )
     count = samples * task.units(t.seq_len)
-    yield f"{count:,} {task.unit} per step, {count * t.steps:,} in {counted(t.steps, 'step')}"
+    total = tokens_before(t.steps, job.step_sizes(degrees)) if t.stages else count * t.steps
+    yield f"{count:,} {task.unit} per step, {total:,} in {counted(t.steps, 'step')}"
+    yield from stages_in_words(job, degrees)
     if note := job.batch_note(degrees):
         yield note
     if not job.checkpoint.saves:
@@ -216,6 +220,20 @@ def summary(
     for auxiliary in job.auxiliary_losses:
         yield f"auxiliary loss {auxiliary.described()}"
     yield from describe_rules(job.optimizer, name_parameters([network], spec.role))
+
+
+def stages_in_words(job: JobConfig, degrees: Degrees) -> Iterator[str]:
+    """Describe each later stage of training, and what changes with it."""
+    for before, after in pairwise(job.stages(degrees)):
+        held, holds = (
+            each.job.local_batch(degrees) * each.job.training.seq_len for each in (before, after)
+        )
+        activations = f"; a rank has activations of {holds:,} tokens, not of {held:,}"
+        again = "; the model is compiled again" * job.compile.compiles("model")
+        yield (
+            f"{after.job.described(degrees, after.start)}, {after.tokens:,} tokens before"
+            f"{(activations + again) * (held != holds)}"
+        )
 
 
 def starting_point(found: config.Recipe[JobConfig], here: bool) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torchtitan.checkpoint.folder import read_state, read_verified_manifest
 from torchtitan.checkpoint.placement import differences
 from torchtitan.checkpoint.storage import TensorSource
-from torchtitan.checkpoint.weights.extras import BYTES
+from torchtitan.checkpoint.weights.extras import BYTES, longest_in_recipe
 from torchtitan.checkpoint.weights.foreign import weights_of
 from torchtitan.checkpoint.weights.network import Network, of_recipe
 from torchtitan.checkpoint.weights.opening import OPEN, Verified, find, find_format
@@ -146,7 +146,7 @@ def _find_ours(place: ModelLocation) -> StoredModel:
         tokenizer,
         tuple(leading_tokens(tokenizer, recipe.get("data.add_bos"), recipe.get("data.add_eos"))),
         frozenset({tokenizer.eos}),
-        recipe.get("training.seq_len"),
+        longest_in_recipe(recipe),
         getattr(torch, computed) if computed in DTYPES else _dtype_of(source),
         converters_of_recipe(recipe, str(path)) if place.convert is None else (),
     )

@@ -17,6 +17,7 @@ from torchtitan.config import ConfigError, split_recipe
 from torchtitan.data import Tokenizer, build_stream
 from torchtitan.data.batch import Batch
 from torchtitan.data.lanes import ENDED, Sample
+from torchtitan.data.sizes import StepSizes, tokens_before
 from torchtitan.data.stream import BatchStream
 from torchtitan.data.tokens.mixed_sources import open_token_sources
 from torchtitan.data.tokens.token_stream import TokenStream
@@ -132,7 +133,17 @@ def inspect(job: JobConfig, global_batch: int, first: int, count: int) -> Inspec
     found = Inspection(iter(()), task.tokenizer, job.training.seq_len)
     sources = open_token_sources(config, task.tokenizer, task.vocab_size)
     numbers = range(first, first + count)
+    sizes = [StepSizes(0, global_batch, found.seq_len)]
+    sizes = job.step_sizes(job.degrees(None)) if job.training.stages else sizes
     one_rank: Any = {"local_batch_size": 1, "accumulation": global_batch, "rank": 0, "ranks": 1}
+    one_rank["sizes"] = sizes
+    other = (each.start for each in sizes if each.seq_len != sizes[0].seq_len)
+    same = tokens_before(next(other, job.training.steps), sizes) // sizes[0].seq_len
+    if len(sizes) > 1 and numbers.stop > same:
+        raise ConfigError(
+            f"--from: got {first}; the samples of one length are those below {same:,} "
+            "(training.stages); show these"
+        )
     if sources is None:
         source, name = task.open_source(config, job.debug.seed), config.dataset
         found.fingerprints[name] = str(source.identity.get("files", source.identity["dataset"]))
@@ -148,7 +159,7 @@ def inspect(job: JobConfig, global_batch: int, first: int, count: int) -> Inspec
         steps=job.training.steps,
         **one_rank,
     )
-    end = job.training.steps * global_batch
+    end = tokens_before(job.training.steps, sizes) // found.seq_len
     totals = stream.stage(end - 1).totals(end, found.seq_len)
     for token_source, total in zip(sources, totals, strict=True):
         name, documents = token_source.name, token_source.documents

@@ -273,6 +273,7 @@ def open_alone(job: JobConfig, start: Mapping[str, Any]) -> BatchStream:
         accumulation=start["global_batch"],
         rank=0,
         ranks=1,
+        sizes=job.step_sizes(job.degrees(start["ranks"])),
     )
     stream.follow(start["identity"])
     return stream

@@ -1,6 +1,7 @@
 """Data that accompanies weights in other formats: tokenizer, special tokens, context length."""
 
 import json
+import re
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -26,6 +27,13 @@ TEMPLATES = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 TOKENIZER_FILES = (*TOKENIZERS, *OF_TOKENIZER)
 
 
+def longest_in_recipe(recipe: Mapping[str, Any]) -> int | None:
+    """Return the length of the longest sequence of a run, by its recipe; None: unknown."""
+    own = re.compile(r"training\.(stages\.\d+\.)?seq_len")
+    lengths = [value for key, value in recipe.items() if own.fullmatch(key) and value is not None]
+    return max(lengths, default=None)
+
+
 class Extras(NamedTuple):
     """Data that accompanies weights, as far as it is known."""
 
@@ -45,7 +53,7 @@ class Extras(NamedTuple):
     @classmethod
     def of_recipe(cls, recipe: Mapping[str, Any]) -> "Extras":
         """Read the extras from the recipe of a run, by dotted keys."""
-        seq_len, key = recipe.get("training.seq_len"), "model.tokenizer_path"
+        seq_len, key = longest_in_recipe(recipe), "model.tokenizer_path"
         if key not in recipe:
             return cls(seq_len)
         try:

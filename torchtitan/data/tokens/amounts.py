@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.config import RecipeError
 from torchtitan.data.settings import DataConfig, SourceConfig
+from torchtitan.data.sizes import StepSizes, tokens_before
 from torchtitan.data.tokens.mixed_sources import MixtureSchedule, whole_weights
 
 
@@ -52,17 +53,24 @@ class Amounts:
         tokens: Sequence[int | None],
         *,
         seq_len: int,
-        global_batch: int,
         steps: int | None,
+        sizes: Sequence[StepSizes],
     ) -> None:
         """
         Args:
+            seq_len: length of the samples that amounts are counted in.
+            sizes: those of the run's steps.
             tokens: number of tokens that each source has; None for text that has yet to be
                 tokenized.
             steps: length of the run; None if unknown, as in validation.
         """
         self._config, self._sources, self._tokens = config, sources, tokens
-        self._seq_len, self._global_batch, self._steps = seq_len, global_batch, steps
+        self._seq_len, self._steps, self._sizes = seq_len, steps, sizes
+
+    def samples(self, first: int, end: int) -> int:
+        """Return the number of samples in the steps of the run after `first` until `end`."""
+        tokens = tokens_before(end, self._sizes) - tokens_before(first, self._sizes)
+        return tokens // self._seq_len
 
     def plan(
         self,
@@ -87,7 +95,7 @@ class Amounts:
             plan = [PlannedStage(-1, weights, spec)]
         for number, stage in enumerate(self._config.stages):
             if stage.from_step is not None:
-                later = (stage.from_step - progress.steps) * self._global_batch
+                later = self.samples(progress.steps, stage.from_step)
             else:
                 assert stage.from_tokens is not None, "the recipe was checked"
                 later = -((progress.tokens - stage.from_tokens) // self._seq_len)
@@ -105,7 +113,8 @@ class Amounts:
     def _shares(self, progress: Progress, totals: Sequence[Consumed]) -> list[int]:
         """Return weights that give each source its number of tokens or epochs in the run."""
         assert self._steps is not None, "only training has sources with numbers of tokens"
-        left = (self._steps - progress.steps) * self._global_batch
+        left = self.samples(progress.steps, self._steps)
+        each = self.samples(self._steps - 1, self._steps)  # of the last step
         fixed = self._fixed(totals)
         weights = whole_weights([source.weight or 0 for source in self._sources])
         rest = left - sum(number or 0 for number in fixed)
@@ -118,9 +127,9 @@ class Amounts:
             fixed[open_ended[0]], weights = max(0, rest), [0] * len(weights)
             rest = min(0, rest)
         has_weights = sum(weights) > 0
-        if (rest < 0) if has_weights else (abs(rest) >= self._global_batch):
+        if (rest < 0) if has_weights else (abs(rest) >= each):
             known = (left - rest) * self._seq_len
-            steps = progress.steps + (left - rest) // self._global_batch
+            steps = self._steps + -rest // each
             least = "at least " if open_ended else ""
             raise RecipeError(
                 [
@@ -180,7 +189,7 @@ class Amounts:
         totals = [Consumed()] * len(self._sources)
         plan = self.plan(Progress(), totals)
         first = active(plan, 0)
-        samples = range(self._steps * self._global_batch)
+        samples = range(self.samples(0, self._steps))
         self.check(MixtureSchedule(plan[first].weights), plan[first + 1 :], samples, totals)
 
     def check(

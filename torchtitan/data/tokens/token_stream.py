@@ -20,6 +20,7 @@ from torchtitan.config import ConfigError, RecipeError
 from torchtitan.data.lanes import Sample
 from torchtitan.data.order import COMPUTED, ORDER, Identity, hash_text
 from torchtitan.data.settings import DataConfig
+from torchtitan.data.sizes import StepSizes
 from torchtitan.data.stream import BatchStream, Packing, SampleWorker, State, refuse_other
 from torchtitan.data.tokenizer import NoTokenizer
 from torchtitan.data.tokens.amounts import Amounts, Consumed, PlannedStage, Progress, active
@@ -92,20 +93,31 @@ class TokenStream(BatchStream):
             part: arguments of `BatchStream`.
         """
         super().__init__(config, packing, **part)
-        self._sources, self._seq_len, self._seed, self._steps = sources, seq_len, seed, steps
+        self._sources, self._seed, self._steps = sources, seed, steps
         self._once = once
-        self._amounts = Amounts(
-            config,
-            [source.config for source in sources],
-            [source.documents.tokens for source in sources],
-            seq_len=seq_len,
-            global_batch=self._global_batch,
-            steps=steps,
-        )
-        self._open_readers(ORDER)
+        self._set_length(seq_len)
         self._lock = threading.Lock()
         self._reported_epochs: dict[str, int] = {}  # by source
         self.rewind()
+
+    def _set_length(self, seq_len: int) -> None:
+        self._seq_len = seq_len
+        self._amounts = Amounts(
+            self._config,
+            [source.config for source in self._sources],
+            [source.documents.tokens for source in self._sources],
+            seq_len=seq_len,
+            steps=self._steps,
+            sizes=self._sizes or [StepSizes(0, self._global_batch, seq_len)],
+        )
+        self._open_readers(COMPUTED if self.earlier else ORDER)
+
+    def resize(
+        self, packing: Packing, seq_len: int, *, local_batch_size: int, accumulation: int
+    ) -> None:
+        sizes = {"local_batch_size": local_batch_size, "accumulation": accumulation}
+        super().resize(packing, seq_len, **sizes)
+        self._set_length(seq_len)
 
     def _open_readers(self, order: int | str) -> None:
         """Open the sources, whose documents have an order of this version."""
@@ -179,7 +191,7 @@ class TokenStream(BatchStream):
         if schedule is None or schedule.weights != tuple(weights) or starts_now:
             schedule = MixtureSchedule(weights)
         if self._steps is not None:
-            left = (self._steps - progress.steps) * self._global_batch
+            left = self._amounts.samples(progress.steps, self._steps)
             end = progress.next + max(0, left - len(self._pending))
             self._amounts.check(schedule, plan[now + 1 :], range(first, end), totals)
         self._stages = [Stage(first, schedule, cursors, totals, plan[now].spec)]

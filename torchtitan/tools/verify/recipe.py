@@ -164,6 +164,7 @@ def make_short(draft: Draft, steps: int | None, default: int) -> None:
         draft.from_flags.discard("training.steps")
     draft.set("training.steps", steps or default, "set by --steps")
     draft.set("lr_scheduler.total_steps", None, "the number of steps")
+    draft.set("training.stages", [], "the run is short")
     for number, source in enumerate(draft.job.data.sources):
         if source.weight is None:
             own = f"{source.label}: {source.spec}"
