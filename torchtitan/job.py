@@ -149,7 +149,7 @@ class JobSection(Config):
             yield Problem("dump_folder", message)
 
 
-class Stage(NamedTuple):
+class StageRecipe(NamedTuple):
     """Steps of a run whose sizes are equal."""
 
     start: int
@@ -160,7 +160,7 @@ class Stage(NamedTuple):
     """The recipe with the sizes of these steps, and no other stages."""
 
 
-def sizes_of(stages: Iterable[Stage], degrees: Degrees) -> list[StepSizes]:
+def sizes_of(stages: Iterable[StageRecipe], degrees: Degrees) -> list[StepSizes]:
     """Return the sizes of the steps of all stages."""
     return [
         StepSizes(start, job.global_batch(degrees), job.training.seq_len)
@@ -171,7 +171,7 @@ def sizes_of(stages: Iterable[Stage], degrees: Degrees) -> list[StepSizes]:
 class StagesOfTraining:
     """The stages of a run, and the current one."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[StageRecipe]) -> None:
         self.all = stages
         self.now = self.recorded = 0
         """Number of the current stage, and of that which the ledger has last."""
@@ -255,13 +255,13 @@ class JobConfig(Config):
         once = self.local_batch(degrees) * max(self.data_ranks(degrees), 1)
         return self.global_batch(degrees) // once
 
-    def stages(self, degrees: Degrees) -> list["Stage"]:
+    def stages(self, degrees: Degrees) -> list["StageRecipe"]:
         """Return the stages of training, in order: one, if the recipe has no others.
 
         Numbers of tokens are converted to steps, so that all that depends on a stage is a function
         of the step.
         """
-        found: list[Stage] = []
+        found: list[StageRecipe] = []
         training = self.training.model_copy(update={"stages": ()})
         start = tokens = 0
         for stage in (None, *self.training.stages):
@@ -274,13 +274,13 @@ class JobConfig(Config):
                     start = stage.from_step
                 tokens += (start - found[-1].start) * each
                 training = training.model_copy(update=stage.sizes)
-            found.append(Stage(start, tokens, self.model_copy(update={"training": training})))
+            found.append(StageRecipe(start, tokens, self.model_copy(update={"training": training})))
         return found
 
-    def largest_stage(self, degrees: Degrees) -> Stage:
+    def largest_stage(self, degrees: Degrees) -> StageRecipe:
         """Return the stage whose microbatches take the most memory."""
 
-        def size(stage: Stage) -> tuple[int, int]:
+        def size(stage: StageRecipe) -> tuple[int, int]:
             length = stage.job.training.seq_len
             return stage.job.local_batch(degrees) * length, length
 

@@ -21,7 +21,7 @@ from torchtitan.checks import (
     model,
     pipelining,
     services,
-    stages,
+    training_stages,
 )
 from torchtitan.checks.model import follow_tokenizer
 from torchtitan.config import (
@@ -65,7 +65,7 @@ RULES: tuple[Callable[[JobConfig, PlannedWorld], Iterator[Problem]], ...] = (
     execution.in_hooks,
     divisibility.sequences,
     divisibility.batches,
-    stages.order,
+    training_stages.order,
     converting.sent,
     converting.converters,
     converting.loss,
@@ -171,7 +171,7 @@ def problems(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     yield from section_problems(job, job, world)
     found = [problem for rule in RULES for problem in rule(job, world)]
     yield from found
-    yield from stages.of_each(job, world, RULES, found)
+    yield from training_stages.of_each(job, world, RULES, found)
 
 
 def section_problems(

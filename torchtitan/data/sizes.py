@@ -24,5 +24,5 @@ def tokens_before(step: int, sizes: Sequence[StepSizes]) -> int:
 
 
 def least_lanes(sizes: Sequence[StepSizes]) -> int:
-    """Return the least number of lanes that every global batch divides."""
+    """Return the smallest number of lanes that every global batch divides."""
     return math.lcm(*(each.global_batch for each in sizes))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torchtitan.config import RecipeError
 from torchtitan.convert.settings import LinearConverterConfig
 from torchtitan.device import GIB, DeviceType
-from torchtitan.job import JobConfig, Stage
+from torchtitan.job import JobConfig, StageRecipe
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
 from torchtitan.optim.settings import OptimizerConfig
@@ -125,7 +125,7 @@ class Plan:
     """Memory of a device; None: unknown."""
     notes: Sequence[str] = ()
     """Sentences about parts that are not modeled, and left out of the sums."""
-    stages: Sequence[Stage] = ()
+    stages: Sequence[StageRecipe] = ()
     """Stages of training; `job` has the sizes of the largest."""
 
     @property
