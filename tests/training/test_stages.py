@@ -121,9 +121,8 @@ def test_check_and_plan_name_the_stages(tmp_path, capsys):
     found = plan_json(planned)
     assert [each["is_planned"] for each in found["stages"]] == [False, False, True]
     assert found["budget"]["tokens"] == 2560
-    assert "  4 *                1,536          8      64          4            1" in [
-        *plan_text(found)
-    ]
+    rows_of_plan = [line.split() for line in plan_text(found)]
+    assert ["4", "*", "1,536", "8", "64", "4", "1"] in rows_of_plan
 
 
 def state_of(folder, step=STEPS):
