@@ -31,7 +31,8 @@ def write_texts(file, texts, group=None):
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if file.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=group)
+        table = pyarrow.table({"text": pyarrow.array(texts, "string")})
+        pyarrow.parquet.write_table(table, file, row_group_size=group)
     elif file.suffix == ".txt":
         file.write_text("".join(texts))
     else:

@@ -19,6 +19,7 @@ from pathlib import Path, PosixPath, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.config import ConfigError, local_path, shorten
+from torchtitan.config.node_files import ONLY_POINTER, POINTER
 from torchtitan.config.words import nearest
 from torchtitan.packages import install
 
@@ -35,10 +36,6 @@ AT_ONCE = 8
 """Number of concurrent requests, if the filesystem supports them."""
 HOPELESS = (FileExistsError, PermissionError, ImportError, ValueError, NotImplementedError)
 """Errors that a retry would raise again."""
-
-
-POINTER = b"version https://git-lfs.github.com/spec/"
-"""Start of the small file that Git LFS leaves in place of a large one (its specification)."""
 
 
 class StoreError(ConfigError, OSError):
@@ -100,10 +97,7 @@ def pointer_at(path: Path, content: bytes | memoryview | None = None) -> str | N
             content = file.read(len(POINTER))
     if bytes(content[: len(POINTER)]) != POINTER:
         return None
-    return (
-        f"{path}: it is only the pointer of a file that Git LFS stores; run `git lfs pull` in its "
-        "repository, or download the file itself"
-    )
+    return f"{path}: {ONLY_POINTER}"
 
 
 def dangling(path: Path | str) -> str | None:

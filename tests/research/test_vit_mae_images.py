@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from torchtitan.config import ConfigError, Context
+from torchtitan.config.node_files import POINTER
 from torchtitan.data import DataConfig
 from torchtitan.data.order import Position
 from torchtitan.data.stream import DataStream, merge_states
-from torchtitan.remote import POINTER
 from torchtitan.research.vit_mae.images import decoding
 from torchtitan.research.vit_mae.images.decoding import CorruptImage, decode
 from torchtitan.research.vit_mae.images.open_images import Scenes, open_images, open_view

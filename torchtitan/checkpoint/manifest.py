@@ -110,7 +110,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{path}: damaged: {error}") from None
+        raise Damaged(pointer_at(path) or f"{path}: damaged: {error}") from None
     if found != _hash_of(content):
         raise Damaged(f"{path}: damaged: its content does not match its own hash")
     if content["format"] not in (FORMAT, INDEX_FORMAT, XOR_FORMAT):

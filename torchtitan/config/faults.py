@@ -111,8 +111,7 @@ def _inside_misnamed(
         other = (*section[:-1], "0")
         moved[section[:-1]] = Setting([{}], "")
     for inner, setting in settings.items():
-        # Words of a flag were converted without knowing their type.
-        if inner[: len(section)] == section and not setting.origin.startswith("--"):
+        if inner[: len(section)] == section:
             moved[*other, *inner[len(section) :]] = setting
     if choice:
         moved[*other, "name"] = Setting(choice, "")

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import tomli
 
-from torchtitan.config.node_files import read_for_node
+from torchtitan.config.node_files import ONLY_POINTER, POINTER, read_for_node
 from torchtitan.config.registry import PACKAGE
 from torchtitan.config.settings import KeyPath, Setting
 from torchtitan.config.words import MAX_NESTED, SECTION_AND_KEY, nearest, shorten, show, told
@@ -78,6 +78,9 @@ def read_file(path: Path, problems: list[str]) -> dict[KeyPath, Setting]:
         return {}
     try:
         text = read_text(path)
+        if text.startswith(POINTER.decode()):
+            problems.append(f"{path}: {ONLY_POINTER}")
+            return {}
         table = tomli.loads(text)
     except OSError as error:
         problems.append(f"{path}: cannot be read: {error.strerror}")

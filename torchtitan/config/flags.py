@@ -23,6 +23,7 @@ from torchtitan.config.other_names import OLD_KEYS, Moved
 from torchtitan.config.schema import (
     NOUNS,
     Kind,
+    class_at,
     describe,
     descriptions,
     field_schema,
@@ -32,8 +33,8 @@ from torchtitan.config.schema import (
     names,
     places,
 )
-from torchtitan.config.settings import Config, ConfigError, KeyPath, Setting
-from torchtitan.config.words import allowed_names, docstring, dotted, shorten, show
+from torchtitan.config.settings import Config, ConfigError, KeyPath, OneOf, Setting
+from torchtitan.config.words import allowed_names, docstring, dotted, near_names, shorten, show
 
 ANYTHING = {"boolean", "integer", "number", "string"}
 _SETTING = re.compile(r"\w+\.[\w.]+=")
@@ -88,20 +89,22 @@ def read_flags(
     """Return the settings that flags make, their sections included, and the errors in the flags.
 
     `below` are the settings that the flags override; they choose the class of a section unless a
-    flag does. A key of an earlier version has the type of its present one.
+    flag does. A key of an earlier version has the type of its present one, and a key of a misspelt
+    section or choice that of the nearest.
     """
     settings: dict[KeyPath, Setting] = {}
     wrong: dict[KeyPath, str] = {}
     before, *groups = _split(words)
     flags = [_key_and_values(group) for group in groups]
-    renamed = [(_present(path), values) for path, values in flags]
+    renamed = [(_meant(path, schema), values) for path, values in flags]
     settled = {**below, **dict(_choosing(renamed))}
+    settled |= dict(_nearest_choices(schema, settled))
 
     for path, values in flags:
-        kind, is_off = find(schema, _present(path), settled), False
+        kind, is_off = find(schema, _meant(path, schema), settled), False
         if kind is None and (positive := _strip_no(path)):
             path, is_off = positive, True
-            kind = find(schema, _present(path), settled)
+            kind = find(schema, _meant(path, schema), settled)
         origin = f"--{dotted(path)}"
         wrong.pop(path, None)
         try:
@@ -116,10 +119,24 @@ def read_flags(
     return settings, [*map(_not_a_flag, before), *wrong.values()]
 
 
-def _present(path: KeyPath) -> KeyPath:
-    """Return the present path of a key."""
+def _meant(path: KeyPath, schema: type[Config]) -> KeyPath:
+    """Return the present path of a key, in the nearest section if its own is unknown."""
     row = OLD_KEYS.get(dotted(path))
-    return tuple(row.to.split(".")) if isinstance(row, Moved) else path
+    section, *rest = row.to.split(".") if isinstance(row, Moved) else path
+    if section not in schema.model_fields and not section.startswith("no_"):
+        section = next(iter(near_names(section, schema.model_fields)), section)
+    return (section, *rest)
+
+
+def _nearest_choices(
+    schema: type[Config], settings: Mapping[KeyPath, Setting]
+) -> Iterator[tuple[KeyPath, Setting]]:
+    """Yield the nearest name, or else the default, for each name of no choice."""
+    for (*above, last), name in settings.items():
+        kind = find(schema, tuple(above), settings) if last == "name" else None
+        if isinstance(kind, OneOf) and class_at(kind, tuple(above), settings) is None:
+            likely = next(iter([*near_names(name.value, kind.registry), kind.default]))
+            yield (*above, last), Setting(likely, "")
 
 
 def _split(words: Iterable[str]) -> list[list[str]]:

@@ -14,6 +14,13 @@ from pathlib import Path
 VARIABLE = "TORCHTITAN_NODE_FILES"
 """Environment variable with the launcher's file for each path that it has read."""
 
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""Start of the small file that Git LFS leaves in place of a large one (its specification)."""
+ONLY_POINTER = (
+    "it is only the pointer of a file that Git LFS stores; run `git lfs pull` in its repository, "
+    "or download the file itself"
+)
+
 KEPT = ContextVar[ExitStack | None]("KEPT", default=None)
 """Files of this process, if it is a launcher."""
 

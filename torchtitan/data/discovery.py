@@ -132,7 +132,7 @@ def _readable(files: list[Path], kind: str) -> tuple[list[Path], str]:
         suffix = _kind_of(file)
         if suffix in TABLES and kind in (suffix, "text", ""):
             # A folder of `save_to_disk` is a table in several files.
-            table = file.parent / "*.arrow" if suffix == ".arrow" else file
+            table = file.parent / f"*{file.suffix}" if suffix == ".arrow" else file
             name = (table.parent if suffix == ".arrow" else file).stem
             raise ConfigError(
                 f"{file}: {suffix} files are not read; write the data as Parquet: python -c '"

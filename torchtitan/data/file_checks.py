@@ -83,6 +83,8 @@ def _check(path: Path, files: Sequence[Path], kind: str, config: DataConfig) -> 
         if (nulls := getattr(documents, "nulls", 0)) and config.null_text == "error":
             row = {text_key: None}
             raise wrong_text(row, text_key, f"{path}: {nulls:,} of {len(documents):,} documents: ")
+        if nulls == len(documents):
+            raise ConfigError(f"{path} holds no text: every {text_key!r} is null")
         return
     unpacked, is_empty = MAX_UNPACKED, len(files) <= MAX_FILES
     for file in files[:MAX_FILES]:
@@ -95,7 +97,7 @@ def _check(path: Path, files: Sequence[Path], kind: str, config: DataConfig) -> 
         elif file.stat().st_size:
             is_empty = False
     if is_empty:
-        raise ConfigError(f"{path} holds no documents: its {kind} files are empty")
+        raise ConfigError(f"{path} holds no text: its {kind} files are empty, or every document is")
     if kind in ("text", "jsonl"):
         left = MAX_BYTES
         for file in files:
@@ -105,29 +107,30 @@ def _check(path: Path, files: Sequence[Path], kind: str, config: DataConfig) -> 
                 break
 
 
-def _check_line(file: Path, number: int, line: bytes, config: DataConfig) -> None:
+def _check_line(file: Path, number: int, line: bytes, config: DataConfig) -> bool:
+    """Check a line, and return whether it has text."""
     try:
-        text_of(line, config.text_key)
+        return bool(text_of(line, config.text_key))
     except ConfigError as error:
         if not isinstance(error, NullText) or config.null_text == "error":
             raise ConfigError(f"{file}:{number}: {error}") from None
+        return False
 
 
 def _check_lines(file: Path, found: Iterable[bytes], most: int, config: DataConfig) -> int:
-    """Check the first line that is not blank, and nulls in `most` bytes.
+    """Check the lines up to the first one with text, and nulls in `most` bytes.
 
     Returns:
-        the bytes that were read; 0 if all lines are blank.
+        the bytes that were read; 0 if no line has text.
     """
-    read, is_first = 0, True
+    read, has_text = 0, False
     for number, line in enumerate(found, 1):
         read += len(line)
-        if (is_first or b"null" in line) and line.strip():
-            _check_line(file, number, line, config)
-            is_first = False
-        if read >= most and not is_first:
-            break
-    return 0 if is_first else read
+        if (not has_text or b"null" in line) and line.strip():
+            has_text |= _check_line(file, number, line, config)
+        if read >= most and (has_text or read >= MAX_UNPACKED):
+            return read
+    return read if has_text else 0
 
 
 def _check_encoding(file: Path, most: int, kind: str, config: DataConfig) -> int:

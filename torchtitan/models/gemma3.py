@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from torchtitan.config import RecipeError
 from torchtitan.models import hugging_face
 from torchtitan.models.decoder import DecoderArgs, SandwichBlock
 from torchtitan.models.decoder_settings import LinearRopeConfig
@@ -92,10 +93,13 @@ def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
 
 def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
-    config = {**DEFAULTS, **config}
+    pattern, config = config.get("sliding_window_pattern"), {**DEFAULTS, **config}
     config["hidden_act"] = config.pop("hidden_activation", None) or config.get("hidden_act")
     full_every, window = hugging_face.windows(config, config["sliding_window_pattern"])
     config["layer_types"] = None  # which `windows` has read
+    if pattern not in (None, full_every):
+        got = f"sliding_window_pattern {pattern} and layer_types of every {full_every}"
+        raise RecipeError([f"{got} are one fact with two values; make them equal, or remove one"])
     return args_in(
         config,
         Gemma3Config,

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 from torchtitan.config import ConfigError, local_path, show
+from torchtitan.remote import refuse_pointer
 from torchtitan.torch_private.pipeline_stages import pipeline_order
 
 Kind = Literal["F", "B", "I", "W"]
@@ -235,9 +236,11 @@ def read(path: str | Path) -> Orders:
     Raises:
         ConfigError: if it cannot be read, or a cell is not an action.
     """
+    file = local_path(str(path))
     try:
-        with open(local_path(str(path)), encoding="utf-8", newline="") as file:
-            rows = list(csv.reader(file))
+        refuse_pointer(file)
+        with file.open(encoding="utf-8", newline="") as lines:
+            rows = list(csv.reader(lines))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"it cannot be read: {error}") from None
     orders: Orders = {}

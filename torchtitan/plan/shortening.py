@@ -50,8 +50,8 @@ def _settings(module: nn.Module) -> tuple[Any, ...]:
 class Shortened:
     """Blocks of a kind in a stage that are recorded, and one that stands for those that are not.
 
-    Blocks repeat with a period. The first two periods and the last two are recorded, and one period
-    between, which is repeated `times`.
+    Blocks repeat with a period. The periods of the first two blocks and of the last two are kept,
+    and one period between, which is repeated `times`.
     """
 
     kept: tuple[str, ...]
@@ -76,8 +76,9 @@ class Shortened:
         return found
 
     @classmethod
-    def of(cls, blocks: Sequence[str], period: int, ends: int = 2) -> "Shortened":
+    def of(cls, blocks: Sequence[str], period: int) -> "Shortened":
         """Choose among `blocks` that repeat with a period."""
+        ends = 2 if period == 1 else 1
         rest = len(blocks) - (2 * ends + 1) * period
         if rest < period:
             return cls(tuple(blocks), ())

@@ -19,6 +19,7 @@ from torchtitan.config import ConfigError
 from torchtitan.data import Tokenizer
 from torchtitan.logging import on_terminal, tell
 from torchtitan.models.attention import SelfAttention, masked_attention
+from torchtitan.remote import refuse_pointer
 from torchtitan.tools.inference import (
     BatchSize,
     ConvertVerb,
@@ -121,7 +122,8 @@ def prompts(given: list[str], path: Path | None) -> Iterator[str]:
         return
     if not path.is_file():
         raise ConfigError(f"--prompts-file: got {path}; there is no such file")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    refuse_pointer(path)
+    lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     if not lines:
         raise ConfigError(f"--prompts-file: got {path}; it is empty; write one prompt per line")
     yield from lines

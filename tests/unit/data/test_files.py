@@ -11,12 +11,14 @@ import pyarrow.parquet
 import pytest
 
 from tests.token_shards import drawn_documents, write_format, write_texts
-from torchtitan.checkpoint.manifest import File, Manifest, problems_of_files
+from torchtitan.checkpoint.manifest import File, Manifest, problems_of_files, read_manifest
 from torchtitan.checkpoint.ranges import files_in, read_header
 from torchtitan.checkpoint.weights import opening
 from torchtitan.checkpoint.weights.meta_files import _load
 from torchtitan.checkpoint.weights.network import read_config
+from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, Context
+from torchtitan.config.node_files import POINTER
 from torchtitan.data import (
     DATASETS,
     DataConfig,
@@ -40,8 +42,11 @@ from torchtitan.data.tokens import mixed_sources
 from torchtitan.data.tokens.formats import TOKEN_FORMATS
 from torchtitan.data.tokens.index_cache import find_format, open_tokens
 from torchtitan.data.tokens.tokenizing import tokenize
-from torchtitan.remote import POINTER
+from torchtitan.parallel import schedules
+from torchtitan.plan.hardware import find_hardware
 from torchtitan.tools.cli import main
+from torchtitan.tools.compare.study import is_study
+from torchtitan.tools.generate import prompts
 
 LINES = "".join(json.dumps({"text": f"document {n} é"}) + "\n" for n in range(20)).encode()
 
@@ -136,9 +141,10 @@ def twice():
         ({"a.txt": "é".encode()[:1]}, None, r"a\.txt:1: not UTF-8 text \(unexpected end"),
         ({"a.txt": "text".encode("utf-16")}, None, r"a\.txt:1: .*; is it UTF-16"),
         ({"a.jsonl": LINES + b'{"text": "\xe9"}\n'}, None, r"a\.jsonl:21: not UTF-8 text"),
-        ({"a.jsonl": b""}, None, "holds no documents"),
-        ({"a.jsonl": b"\n \n\t\r\n"}, None, "holds no documents"),
-        ({"a.jsonl.gz": gzip.compress(b"\n \n")}, None, "holds no documents"),
+        ({"a.jsonl": b""}, None, "holds no text"),
+        ({"a.jsonl": b"\n \n\t\r\n"}, None, "holds no text"),
+        ({"a.jsonl.gz": gzip.compress(b"\n \n")}, None, "holds no text"),
+        ({"a.jsonl": 2 * b'{"text": ""}\n'}, None, "holds no text"),
         ({"a.jsonl": b"{}\n"}, None, r"a\.jsonl:1: no key 'text' \(data\.text_key\); it has none"),
         ({"a.jsonl.bz2": LINES}, "jsonl", rf"{PACKED}|no compressed files"),
         ({"a.jsonl.zstd": LINES}, None, PACKED),
@@ -467,6 +473,12 @@ READERS = {
     "consolidated.00.pth": _load,
     "pytorch_model.bin": lambda path: opening.find_format(path.parent),
     "rank-0.safetensors": verify,
+    "manifest.json": lambda path: read_manifest(path.parent),
+    "recipe.toml": lambda path: load_job(path, (), 1, "cpu"),
+    "study.toml": is_study,
+    "hardware.toml": lambda path: find_hardware(str(path)),
+    "schedule.csv": schedules.read,
+    "prompts.txt": lambda path: list(prompts([], path)),
 }
 
 
@@ -519,6 +531,9 @@ def test_a_null_is_an_error_of_the_check_or_skipped_and_counted(kind, tmp_path, 
     printed = capsys.readouterr()
     assert "3 documents" in printed.out
     assert "data: 2 documents skipped, as the text is null" in printed.err
+    empty = write_texts(tmp_path / "empty" / f"a.{kind}", [None, None])
+    with pytest.raises(ConfigError, match="holds no text"):
+        check_local(DataConfig(dataset=str(empty), null_text="skip"))
 
 
 def test_skipped_nulls_are_a_metric(tmp_path):

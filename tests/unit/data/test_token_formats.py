@@ -18,6 +18,7 @@ from tests.foreign_shards import CASES, LIBRARIES, SAVED, SAVED_DOCUMENTS, docum
 from tests.tables import table
 from tests.token_shards import write_format
 from torchtitan.config import ConfigError
+from torchtitan.config.node_files import POINTER
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.tokenizer import ByteTokenizer
 from torchtitan.data.tokens import index_cache
@@ -25,7 +26,7 @@ from torchtitan.data.tokens.formats import TOKEN_FORMATS, TokenFormat, root_of
 from torchtitan.data.tokens.index import TokenDocuments
 from torchtitan.data.tokens.index_cache import find_format, index_folder, open_tokens
 from torchtitan.data.tokens.mixed_sources import open_token_sources
-from torchtitan.remote import POINTER, location
+from torchtitan.remote import location
 from torchtitan.tools.cli import main
 from torchtitan.tools.data import differences
 

@@ -272,3 +272,6 @@ def test_windows_of_transformers_are_read():
     assert lines(written.args, config | {"layer_types": ["full_attention"]}) == [
         "num_hidden_layers 12 and layer_types of 1 blocks; make them equal"
     ]
+    two = {"sliding_window_pattern": 6, "layer_types": ["sliding_attention", "full_attention"] * 6}
+    (told,) = lines(written.args, config | two)
+    assert told.startswith("sliding_window_pattern 6 and layer_types of every 2 are one fact")

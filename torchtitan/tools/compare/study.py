@@ -125,8 +125,16 @@ class Study:
 
 
 def is_study(path: Path) -> bool:
-    """Whether a file is a study, which has variants, and not a recipe."""
-    return path.is_file() and ("variants",) in read_file(path, [])
+    """Whether a file is a study, which has variants, and not a recipe.
+
+    Raises:
+        RecipeError: if it cannot be read.
+    """
+    problems: list[str] = []
+    found = path.is_file() and ("variants",) in read_file(path, problems)
+    if problems:
+        raise RecipeError(problems)
+    return found
 
 
 def read_study(path: Path, flags: Sequence[str] = (), **changes: Any) -> Study:
