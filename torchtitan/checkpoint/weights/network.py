@@ -263,14 +263,16 @@ def _families(
 
 def _of_other_family(architecture: str, kind: str) -> str | None:
     """Say which family an architecture belongs to, or how it differs from the nearest."""
-    for spec in MODELS.values():
-        if kind not in spec.formats:
-            continue
-        written = spec.formats[kind]
-        if architecture in written.architectures:
-            return f'which model.name = "{spec.name}" has'
+    formats = {name: spec.formats[kind] for name, spec in MODELS.items() if kind in spec.formats}
+    if places := {
+        name: written.architectures.index(architecture)
+        for name, written in formats.items()
+        if architecture in written.architectures
+    }:
+        return f'which model.name = "{min(places, key=places.__getitem__)}" has'
+    for name, written in formats.items():
         if architecture in written.near:
-            return f"which differs from {spec.name}, the nearest: {written.near[architecture]}"
+            return f"which differs from {name}, the nearest: {written.near[architecture]}"
     return None
 
 
