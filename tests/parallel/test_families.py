@@ -164,8 +164,10 @@ def test_steps_in_the_backward():
     test_optimizers.is_updated_in_the_backward(case(tp=2, batch=8).of(**QWEN3), 2e-5)
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize("family", ["tiny_qwen3", "tiny_olmo2", "tiny_gemma3"])
+COMPILED = ("tiny_qwen3", "tiny_qwen2", "tiny_olmo2", "tiny_gemma3", "tiny_mixtral")
+
+
+@pytest.mark.parametrize("family", tiers(COMPILED, [], ["tiny_qwen2", "tiny_mixtral"]))
 def test_it_is_the_same_run_compiled(family):
     layout, graphs = test_compile.CASES["TP 2, loss in chunks"]
     has_two_kinds = family == "tiny_gemma3"  # blocks with a window are another graph
