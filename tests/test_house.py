@@ -55,6 +55,7 @@ SLOW_TORCH = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch.distr
 # what the client libraries of object stores raise. And what one rank meets, all ranks raise.
 OUTER_CODE = (
     *("metrics/__init__.py", "metrics/meter.py", "remote.py", "data/streaming.py"),
+    "config/hub.py",
     "checkpoint/placement.py",
 )
 

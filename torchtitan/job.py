@@ -86,6 +86,10 @@ SHARED_SECTIONS = (
 )
 
 
+RECIPE_FILE = "recipe.toml"
+"""Name of the resolved recipe in the folder of a run."""
+
+
 class ManifestSection(Config):
     """Requests of `torchtitan manifest` to a scheduler; they have no effect on a run."""
 

@@ -19,7 +19,7 @@ from torchtitan.checkpoint import Checkpointable
 from torchtitan.config import local_path, show
 from torchtitan.data import BatchStream
 from torchtitan.device import Device
-from torchtitan.job import JobConfig, StagesOfTraining
+from torchtitan.job import RECIPE_FILE, JobConfig, StagesOfTraining
 from torchtitan.logging import logger
 from torchtitan.metrics import SinkContext
 from torchtitan.metrics.data_ledger import DataLedger
@@ -27,7 +27,6 @@ from torchtitan.models import MODELS
 from torchtitan.parallel import Degrees, World
 from torchtitan.tasks import Task
 
-RECIPE_FILE = "recipe.toml"
 ENVIRONMENT_FILE = "environment.json"
 
 

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from torchtitan.config import ConfigError, local_path, shorten
+from torchtitan.config import ConfigError, hub, is_hub_id, local_path, shorten
 from torchtitan.config.node_files import ONLY_POINTER, POINTER
 from torchtitan.config.words import nearest
 from torchtitan.packages import install
@@ -54,6 +54,18 @@ def location(text: str) -> Path:
         return local_path(text)
     protocol, root, rest = match.groups()
     return RemotePath(f"{protocol}:{':' if root else ''}", *rest.split("/"))
+
+
+def path_to_read(text: str, files: hub.RepositoryFiles = hub.WEIGHTS) -> Path:
+    """Return the path to read that a setting or an argument names, also as a repository of the hub.
+
+    Args:
+        files: those of the repository.
+
+    Raises:
+        ConfigError: if a repository cannot be read.
+    """
+    return hub.folder(text, files) if is_hub_id(text) else location(text)
 
 
 def problem_of_url(url: str) -> str | None:

@@ -33,6 +33,7 @@ from torchtitan.config import (
     Recipe,
     Unreachable,
     counted,
+    is_hub_id,
     local_path,
     print_error,
     split_recipe,
@@ -47,12 +48,12 @@ from torchtitan.inputs import (
     problems_of_task,
     require_recipe,
 )
-from torchtitan.job import JobConfig
+from torchtitan.job import RECIPE_FILE, JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.metrics import MONITORS, Monitor
 from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
-from torchtitan.provenance import RECIPE_FILE, to_toml, write_provenance
+from torchtitan.provenance import to_toml, write_provenance
 from torchtitan.resilience.divergence import TrainingDiverged
 from torchtitan.resilience.stop import (
     DIVERGED,
@@ -168,6 +169,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
             if start is None:
                 return 2  # rank 0 has reported why
             try:
+                agree_on_commits(job, world)
                 if job.checkpoint.frequent.interval:
                     start = choose_together(resume_policy(job), world)
                     on_rank_0(world, partial(prepare, recipe, start, launch, device))
@@ -219,6 +221,17 @@ def prepare(
         counts = launch.restart, launch.restarts
         logger.warning("restart %d of %d: %s, from %s", *counts, ranks, where)
     return start
+
+
+def agree_on_commits(job: JobConfig, world: World) -> None:
+    """Refuse repositories of the hub that nodes have read at different commits."""
+    own = {k: v for k, v in job.flat().items() if isinstance(v, str) and is_hub_id(v)}
+    if not own:
+        return
+    others = {k: v for k, v in world.broadcast_object(own).items() if own[k] != v}
+    if world.any([bool(others)])[0]:
+        told = [f"{key}: nodes have read {own[key]} and {there}" for key, there in others.items()]
+        raise ConfigError("; ".join(told) or "nodes have read other commits; name a revision")
 
 
 def open_monitors(recipe: Recipe[JobConfig], launch: Launch, held: ExitStack) -> list[Monitor]:

@@ -12,7 +12,7 @@ from torchtitan.config import ConfigError
 from torchtitan.data.tokens.index import ShardTable, write_index
 from torchtitan.data.tokens.token_stream import TokenStream
 from torchtitan.inputs import open_stream, open_task, problems_of_stream
-from torchtitan.provenance import RECIPE_FILE
+from torchtitan.job import RECIPE_FILE
 from torchtitan.trainer import read
 
 FOLDER = Path(__file__).parents[2] / "train_configs"

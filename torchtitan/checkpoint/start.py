@@ -21,7 +21,7 @@ from torchtitan.config import ConfigError
 from torchtitan.data import without_idle_sections
 from torchtitan.models import spec_in_recipe, with_sizes
 from torchtitan.optim import OptimizerConfig, rate_in_recipe, without_idle_keys
-from torchtitan.remote import location
+from torchtitan.remote import path_to_read
 
 GLOBAL_BATCH = "training.global_batch_size"
 
@@ -67,7 +67,7 @@ def initial_point(
     """
     if config.initial_load_path is None:
         return ResumePoint(None, skip_samples=recipe["data.skip_samples"])
-    path = newest(location(config.initial_load_path))
+    path = newest(path_to_read(config.initial_load_path))
     kind, model_only = find_format(path), config.initial_load_model_only
     excluded = config.exclude_from_loading
     start, samples = ResumePoint(path, model_only, format=kind, excluded=excluded), None

@@ -35,13 +35,16 @@ from torchtitan.config import (
     Setting,
     Sources,
     gather,
+    hub,
     import_extension,
+    is_hub_id,
     load,
+    local_path,
     located,
     read_sources,
     show,
 )
-from torchtitan.job import JobConfig
+from torchtitan.job import RECIPE_FILE, JobConfig, JobSection
 from torchtitan.torchtitan_keys import refuse_foreign
 
 Settings = dict[KeyPath, Setting]
@@ -138,8 +141,46 @@ def load_job(
     sources = recipe if isinstance(recipe, Sources) else read_sources(recipe)
     refuse_foreign(sources.settings)
     gathered = gather(JobConfig, sources, flags, over, _import_first)
+    if is_here:
+        gathered.problems.extend(read_repositories(gathered.settings))
     follow_tokenizer(gathered)
     return load(JobConfig, gathered, check)
+
+
+REPOSITORIES = {
+    "model.tokenizer_path": hub.TOKENIZER,
+    "checkpoint.initial_load_path": hub.WEIGHTS,
+    **dict.fromkeys(
+        [
+            *("data.dataset", "data.dataset_path", "data.sources.*.path"),
+            *("validation.dataset", "validation.dataset_path"),
+        ],
+        hub.DATA,
+    ),
+}
+"""Keys that may name a repository of the Hugging Face hub, and what is read of it."""
+
+
+def read_repositories(settings: Settings) -> Iterator[str]:
+    """Download the repositories that settings name, and add their commits to them.
+
+    A run that was launched before stays at its commits.
+
+    Yields:
+        Mistakes.
+    """
+    for path, setting in [*settings.items()]:
+        value, key = setting.value, ".".join(path)
+        files = [files for name, files in REPOSITORIES.items() if fnmatchcase(key, name)]
+        if not files or not isinstance(value, str) or not is_hub_id(value):
+            continue
+        dump = settings.get(("job", "dump_folder"))
+        folder = local_path(str(dump.value if dump else JobSection().dump_folder))
+        try:
+            value = hub.recorded(value, path, folder / RECIPE_FILE)
+            settings[path] = Setting(hub.pinned(value, files[0]), setting.origin)
+        except ConfigError as error:
+            yield f"{located(setting.origin, key)}: got {error}"
 
 
 def is_error_of(problem: Problem, keys: Collection[str]) -> bool:

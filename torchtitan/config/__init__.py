@@ -1,5 +1,6 @@
 """Recipes: frozen settings, read strictly, with errors that name the fix."""
 
+from torchtitan.config import hub as hub
 from torchtitan.config.faults import validate_all
 from torchtitan.config.files import (
     extended,
@@ -60,6 +61,7 @@ from torchtitan.config.words import (
     counted,
     docstring,
     exists,
+    is_hub_id,
     listed,
     local_path,
     located,

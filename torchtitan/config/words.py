@@ -117,8 +117,20 @@ def local_path(text: str) -> Path:
 
 
 def exists(text: str) -> bool:
-    """Whether the file or folder of a setting exists; an empty text names none."""
-    return os.path.exists(os.path.expanduser(text))  # unlike Path.exists it takes any text
+    """Whether the file or folder of a setting exists; an empty text names none.
+
+    A repository of the Hugging Face hub is taken to exist: that is known when it is read.
+    """
+    # Unlike Path.exists it takes any text.
+    return is_hub_id(text) or os.path.exists(os.path.expanduser(text))
+
+
+HUB_ID = re.compile(r"hf://(?!datasets/|spaces/)([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether a setting is a repository of the Hugging Face hub: hf://org/name[@revision]."""
+    return HUB_ID.fullmatch(text) is not None
 
 
 def holds_sections(value: Any) -> bool:

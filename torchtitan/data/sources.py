@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.config import ConfigError, Context, RecipeError, Registry, flat, local_path
+from torchtitan.config import ConfigError, Context, RecipeError, Registry, flat, hub, local_path
 from torchtitan.config.words import told
 from torchtitan.data.discovery import find_files, fingerprint_files
 from torchtitan.data.documents import (
@@ -40,7 +40,7 @@ from torchtitan.data.streaming import (
     load_hub,
 )
 from torchtitan.data.tokenizer import Tokenizer
-from torchtitan.remote import RemotePath, location
+from torchtitan.remote import RemotePath, path_to_read
 
 
 class CountedDocuments(Documents, Protocol):
@@ -295,7 +295,9 @@ def path_of(config: DataConfig) -> Path | None:
     description, path = DATASETS.get(config.dataset), config.dataset_path
     if description is None:
         path = config.dataset
-    return None if path is None or (description and description.drawn) else location(path)
+    if path is None or (description and description.drawn):
+        return None
+    return path_to_read(path, hub.DATA)
 
 
 @reading()

@@ -14,10 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtitan.config import ConfigError, exists, local_path, read_for_node, shorten, show
+from torchtitan.config import (
+    ConfigError,
+    exists,
+    hub,
+    is_hub_id,
+    local_path,
+    read_for_node,
+    shorten,
+    show,
+)
 from torchtitan.data.file_cache import reading
 from torchtitan.logging import logger
-from torchtitan.remote import refuse_pointer
+from torchtitan.remote import path_to_read, refuse_pointer
 
 KEEPS_ALL = ("Split", "Digits", "Punctuation")
 """Pre-tokenizers that only split, unless their behavior removes the separators."""
@@ -454,11 +463,16 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+def tokenizer_location(path: str) -> Path:
+    """Return the file or folder of a tokenizer, which may be in a repository of the hub."""
+    return path_to_read(path, hub.TOKENIZER) if is_hub_id(path) else local_path(path)
+
+
 def load_tokenizer(path: str | None) -> Tokenizer:
     """Load the tokenizer at `path`, a file or a folder that holds one; bytes if `path` is None."""
     if path is None:
         return ByteTokenizer()
-    given = local_path(path)
+    given = tokenizer_location(path)
     names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
     if not exists(path):
         raise ConfigError(f"no tokenizer at {shorten(path)}: there is no such file or folder")

@@ -18,7 +18,7 @@ from torchtitan.checks import ELSEWHERE, is_error_of, load_job, problems
 from torchtitan.config import PlannedWorld, RecipeError, find_recipe, print_message
 from torchtitan.device import DeviceType
 from torchtitan.inputs import require_recipe
-from torchtitan.job import JobConfig
+from torchtitan.job import RECIPE_FILE, JobConfig
 from torchtitan.plan.comparison import measured_rows, measured_text
 from torchtitan.plan.fitting import FittingChange, changes
 from torchtitan.plan.hardware import Hardware, find_hardware, hardware_names, hardware_of
@@ -34,7 +34,6 @@ from torchtitan.plan.search_report import (
     search_text,
     write_best,
 )
-from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tools.history import RunHistory
 from torchtitan.tools.options import (
     Count,

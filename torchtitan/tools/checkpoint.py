@@ -22,11 +22,11 @@ from torchtitan.checkpoint.weights import conversion as weights
 from torchtitan.checkpoint.weights import merging
 from torchtitan.checkpoint.weights.opening import find
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, hub, is_hub_id
 from torchtitan.digest import digest
 from torchtitan.logging import logger, make_console, on_terminal
 from torchtitan.provenance import versions
-from torchtitan.remote import location
+from torchtitan.remote import RemotePath, location
 from torchtitan.tools.options import (
     Choice,
     Flag,
@@ -38,6 +38,7 @@ from torchtitan.tools.options import (
     count,
     import_modules,
     number,
+    readable,
     separated,
     verb,
 )
@@ -54,7 +55,7 @@ WHERE = "Checkpoints (step-N), folders of them, or folders of runs: paths or URL
 
 def Place(help: str) -> Any:
     """An argument that is a path or a URL."""
-    return typer.Argument(parser=location, help=help)
+    return typer.Argument(parser=readable, metavar="<Path>", help=help)
 
 
 Paths = Annotated[list[Path], Place(WHERE)]
@@ -106,9 +107,14 @@ def diff(
 def convert(
     source: Annotated[
         Path,
-        Place("Folder of weights, or of checkpoints or a run, whose newest is used: path or URL."),
+        Place(
+            "Folder of weights, or of checkpoints or a run, whose newest is used: path, URL, or "
+            "repository of the Hugging Face hub, hf://org/name[@revision]."
+        ),
     ],
-    destination: Annotated[Path, Place("Folder to create: path or URL.")],
+    destination: Annotated[
+        Path, typer.Argument(parser=location, help="Folder to create: path or URL.")
+    ],
     source_format: Annotated[
         str | None,
         Choice(weights.OPEN, "Format of the source (default: detected from the files).", "--from"),
@@ -146,6 +152,10 @@ def convert(
     average: Annotated[
         bool, Flag("--average", "Convert the average of the weights that optimizer.average keeps.")
     ] = False,
+    push: Annotated[
+        str | None,
+        Text("hf://org/name", "Also upload the folder to this repository of the hub.", "--push"),
+    ] = None,
     imports: Imports = None,
 ) -> None:
     """Convert weights, or a run, to our format, Hugging Face's, Meta's or TorchTitan's.
@@ -154,6 +164,12 @@ def convert(
     them, and writes it to model_section.toml in the new folder.
     """
     import_modules(imports or (), "--imports")
+    if push and not is_hub_id(push):
+        raise ConfigError(f"--push: got {push}; wanted a repository of the hub, hf://org/name")
+    if push and isinstance(destination, RemotePath):
+        raise ConfigError(f"--push: it uploads a folder on a disk, and {destination} is a URL")
+    if push:
+        hub.open_repository(push)  # before the work
     options = weights.ConvertOptions(
         source_format=source_format,
         target_format=target_format,
@@ -168,6 +184,8 @@ def convert(
     section = weights.convert(source, destination, options, {"versions": versions()})
     if section is not None:
         print(section, end="")
+    if push:
+        print(f"uploaded: {hub.push(destination, push)}")
 
 
 @app.command(cls=Verb)

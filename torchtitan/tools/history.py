@@ -26,9 +26,10 @@ from typing import Any, Final
 from torchtitan.config import ConfigError, RecipeError, read_file
 from torchtitan.device import DeviceType, peak_flops
 from torchtitan.flight_recorder import RankTrace, is_gone, read_traces, report
+from torchtitan.job import RECIPE_FILE
 from torchtitan.metrics.data_ledger import LEDGER_FILE, ledger_rows
 from torchtitan.metrics.sinks import rate_key, unit_of
-from torchtitan.provenance import ENVIRONMENT_FILE, RECIPE_FILE
+from torchtitan.provenance import ENVIRONMENT_FILE
 from torchtitan.timeline import PHASES
 
 Row = dict[str, Any]

@@ -33,9 +33,8 @@ from torchtitan.job import JobConfig
 from torchtitan.logging import logger
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import Launch
-from torchtitan.remote import location
 from torchtitan.tasks import TASKS
-from torchtitan.tools.options import Choice, Count, Text, Verb, import_modules
+from torchtitan.tools.options import Choice, Count, Text, Verb, import_modules, readable
 from torchtitan.torch_private.dtensor import allocate
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,7 +56,7 @@ class ConvertVerb(Verb):
 
 
 WHERE = "Folder of a run, a checkpoint, or a folder of weights of Hugging Face or Meta."
-Source = Annotated[Path, typer.Argument(parser=location, help=WHERE)]
+Source = Annotated[Path, typer.Argument(parser=readable, metavar="<Path>", help=WHERE)]
 Format = Annotated[
     str | None, Choice(OPEN, "Format of the source (default: detected from the files).", "--from")
 ]

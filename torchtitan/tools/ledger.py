@@ -20,10 +20,9 @@ from torchtitan.config import ConfigError, local_path
 from torchtitan.data import merge_states
 from torchtitan.data.stream import BatchStream
 from torchtitan.inputs import open_task
-from torchtitan.job import JobConfig
+from torchtitan.job import RECIPE_FILE, JobConfig
 from torchtitan.logging import progress_bar
 from torchtitan.metrics.data_ledger import LEDGER_FILE, chained
-from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tools.history import Row, RunHistory
 from torchtitan.tools.options import Flag, Run
 

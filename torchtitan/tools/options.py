@@ -16,6 +16,7 @@ from torchtitan.config import (
     split_options,
 )
 from torchtitan.logging import status
+from torchtitan.remote import path_to_read
 from torchtitan.tools.commands import (
     Command,
     VerbGroup,
@@ -24,6 +25,14 @@ from torchtitan.tools.commands import (
     show_sections,
     show_settings,
 )
+
+
+def readable(text: str) -> Path:
+    """Return the path of an argument, which may be a repository of the Hugging Face hub."""
+    try:
+        return path_to_read(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 class Verb(Command):

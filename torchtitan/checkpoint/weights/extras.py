@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.config import ConfigError, local_path
+from torchtitan.config import ConfigError
 from torchtitan.data import leading_tokens, load_tokenizer
+from torchtitan.data.tokenizer import tokenizer_location
 from torchtitan.logging import logger
 from torchtitan.remote import RemotePath, refuse_pointer
 
@@ -65,7 +66,7 @@ class Extras(NamedTuple):
             return cls(seq_len)
         if recipe[key] is None:
             return cls(seq_len, tokenizer.bos, tokenizer.eos, is_bytes=True)
-        path = local_path(recipe[key])
+        path = tokenizer_location(recipe[key])
         adds_bos = bool(begin) if "data.add_bos" in recipe else None
         return cls(seq_len, tokenizer.bos, tokenizer.eos, path, adds_bos=adds_bos)
 

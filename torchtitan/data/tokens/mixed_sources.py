@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, hub
 from torchtitan.data.file_cache import GIB, cache_folder, reading
 from torchtitan.data.settings import DATASETS, TOKENS_FIRST, DataConfig, SourceConfig
 from torchtitan.data.sources import open_source, path_of, stamps
@@ -26,7 +26,7 @@ from torchtitan.data.tokens.index import INDEX, TokenDocuments, check_limit, rea
 from torchtitan.data.tokens.index_cache import find_format, open_tokens
 from torchtitan.data.tokens.tokenizing import recorded_content, tokenize
 from torchtitan.logging import logger
-from torchtitan.remote import location
+from torchtitan.remote import location, path_to_read
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def shards_of(config: DataConfig) -> tuple[Path, TokenFormat] | None:
     """Return the path and format of the shards that the section names; None if it names text."""
     if config.sources or config.dataset in DATASETS:
         return None
-    path = location(config.dataset)
+    path = path_to_read(config.dataset, hub.DATA)
     format = find_format(path, config.format)
     return (path, format) if format else None
 

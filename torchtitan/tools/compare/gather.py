@@ -11,9 +11,8 @@ from typing import Any
 
 from torchtitan.checks import load_job
 from torchtitan.config import CannotRun, RecipeError, Registry, needs_wing
-from torchtitan.job import JobConfig
+from torchtitan.job import RECIPE_FILE, JobConfig
 from torchtitan.models import MODELS
-from torchtitan.provenance import RECIPE_FILE
 from torchtitan.tasks import TASKS
 from torchtitan.timeline import PHASES, REST
 from torchtitan.tools.compare.results import (

@@ -30,11 +30,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchtitan.config import ConfigError, Context, RecipeError, local_path, show
+from torchtitan.config import ConfigError, Context, RecipeError, hub, show
 from torchtitan.data.discovery import fingerprint_files, walk
 from torchtitan.data.file_cache import reading
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
-from torchtitan.remote import refuse_pointer
+from torchtitan.remote import path_to_read, refuse_pointer
 from torchtitan.research.vit_mae.images.decoding import (
     PHOTOGRAPHS,
     RASTERS,
@@ -203,7 +203,7 @@ def open_shards(dataset: Dataset, config: DataConfig, size: int, bands: int) -> 
         ConfigError: if there are no shards, one is empty, truncated or not tar, or only some
             images have a class.
     """
-    path = local_path(str(config.dataset_path))
+    path = path_to_read(str(config.dataset_path), hub.DATA)
     entries = [entry for shard in shards_at(path) for entry in entries_of(shard)]
     bare = [entry for entry in entries if entry.label is None]
     if 0 < len(bare) < len(entries):
@@ -287,7 +287,7 @@ def open_folder(dataset: Dataset, config: DataConfig, size: int, bands: int) -> 
     Raises:
         ConfigError: if there are none, or they do not all have a class.
     """
-    root = local_path(str(config.dataset_path))
+    root = path_to_read(str(config.dataset_path), hub.DATA)
     suffixes = RASTERS if dataset.kind == "rasters" else PHOTOGRAPHS
     if not root.is_dir():
         raise ConfigError(f"{root} is a file; wanted a folder of images")
