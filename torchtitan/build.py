@@ -159,7 +159,10 @@ class Run:
 
     def schedule(self, step: int) -> float:
         """Return the multiplier of the peak learning rate in a step."""
-        return self.job.learning_rate_factor(step - self.state.schedule_start)
+        state = self.state
+        tokens = state.tokens - state.schedule_start_tokens
+        size = self.stages.job.step_size()
+        return self.job.learning_rate_factor(step - state.schedule_start, tokens, size)
 
     def follow_stage(self) -> None:
         """Take the sizes of the next step; the state of the data must be loaded next."""

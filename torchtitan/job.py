@@ -369,13 +369,34 @@ class JobConfig(Config):
             communication=self.communication,
         )
 
-    def schedule_steps(self) -> int:
-        """Return the length of the learning rate schedule."""
-        return self.lr_scheduler.total_steps or self.training.steps
+    def step_size(self) -> int:
+        """Return the units of the schedule in a step: 1, or the tokens of a batch of known size."""
+        training, in_tokens = self.training, self.lr_scheduler.unit == "tokens"
+        return training.global_batch_size * training.seq_len if in_tokens else 1
 
-    def learning_rate_factor(self, step: int) -> float:
-        """Return the multiplier of the peak learning rate for a step of the schedule, from 1 on."""
-        return self.lr_scheduler.factor(step, self.schedule_steps())
+    def length(self) -> int:
+        """Return the length of the run, in the unit of the schedule."""
+        steps = self.training.steps
+        if self.lr_scheduler.unit == "steps":
+            return steps
+        stages = self.stages(self.degrees(None))
+        last = [stage for stage in stages if stage.start < steps][-1]
+        return last.tokens + (steps - last.start) * last.job.step_size()
+
+    def schedule_steps(self) -> int:
+        """Return the length of the learning rate schedule, in its unit."""
+        return self.lr_scheduler.total_steps or self.length()
+
+    def learning_rate_factor(self, step: int, tokens: int = 0, size: int = 0) -> float:
+        """Return the multiplier of the peak learning rate for a step of the schedule, from 1 on.
+
+        Args:
+            tokens: tokens of the schedule before the step.
+            size: tokens in the step; 0: as in the first.
+        """
+        size = size or self.step_size()
+        step = tokens + size if self.lr_scheduler.unit == "tokens" else step
+        return self.lr_scheduler.factor(step, self.schedule_steps(), size)
 
     def same_run(self) -> set[str]:
         """Return the keys whose values a checkpoint and a recipe of one run share."""

@@ -29,7 +29,7 @@ from torchtitan.trainer import choose
 def recipe(folder, steps=4, **sections):
     checkpoint = {"enable": True, "interval": 2} | sections.pop("checkpoint", {})
     training = {"steps": steps, "local_batch_size": 4} | sections.pop("training", {})
-    schedule = {"total_steps": 8}
+    schedule = {"total_steps": 8} | sections.pop("lr_scheduler", {})
     return tiny.job(
         folder, checkpoint=checkpoint, training=training, lr_scheduler=schedule, **sections
     )
@@ -215,7 +215,8 @@ def test_auto_goes_on_when_only_settings_changed_and_says_which(finished):
 def test_a_change_of_the_next_learning_rate_is_told_in_a_line(finished):
     """By more steps, another schedule or optimizer; of a run that is resumed or branched."""
     same = recipe(finished)
-    assert choose(same).rate == ""
+    tokens = {"unit": "tokens", "warmup_steps": 2 * 8 * 32, "total_steps": 8 * 8 * 32}
+    assert choose(same).rate == choose(recipe(finished, lr_scheduler=tokens)).rate == ""
     must = {"optimizer": {"name": "SGD", "lr": 0.5}, "checkpoint": {"resume": "must"}}
     sgd = recipe(finished, steps=6, **must)
     anew = recipe(finished, steps=6, checkpoint={"exclude_from_loading": ["lr_scheduler"]})
@@ -316,11 +317,14 @@ def state_of(folder, step):
     return json.loads((folder / f"checkpoint/step-{step}/train_state.json").read_text())
 
 
-def test_parts_left_out_of_loading_start_afresh(finished):
+@pytest.mark.parametrize(("unit", "size"), [("steps", 1), ("tokens", 8 * 32)])
+def test_parts_left_out_of_loading_start_afresh(finished, unit, size):
     excluded = {"exclude_from_loading": ["lr_scheduler", "data", "optimizer"]}
-    run(recipe(finished, steps=6, checkpoint=excluded))
+    schedule = {"unit": unit, "warmup_steps": 2 * size, "total_steps": 8 * size}
+    run(recipe(finished, steps=6, checkpoint=excluded, lr_scheduler=schedule))
     state = state_of(finished, 6)
     assert state["train_state"]["schedule_start"] == 4
+    assert state["train_state"]["schedule_start_tokens"] == 4 * 8 * 32
     assert state["train_state"]["step"] == 6
     assert state["data"]["samples"] == 2 * 8
     rates = [row["lr"] for row in rows(finished)]

@@ -144,6 +144,7 @@ class Checkpointable:
             self.data.load_state_dict(dict(saved.data))
         if "lr_scheduler" in skip:
             self.state.schedule_start = self.state.step
+            self.state.schedule_start_tokens = self.state.tokens
 
     def _of_this_copy(self, saved: SavedRun) -> TensorSource:
         """Return the tensors of this replica of the model, or else of the first."""

@@ -70,6 +70,8 @@ class TrainState:
     """Loss and gradient norm of the last good steps, used to detect spikes."""
     schedule_start: int = 0
     """Step after which the learning rate schedule started."""
+    schedule_start_tokens: int = 0
+    """Number of targets before it."""
 
     def advance(self, status: StepStatus) -> None:
         """Count a step, unless it is void."""

@@ -55,12 +55,12 @@ def initial_point(
     config: CheckpointConfig,
     recipe: Mapping[str, Any],
     optimizer: OptimizerConfig,
-    factor: Callable[[int], float],
+    factor: Callable[[int, int], float],
 ) -> ResumePoint:
     """Return the starting point of a run, verified to have all tensors in the right shapes.
 
     Args:
-        factor: fraction of the peak learning rate, by step of the schedule.
+        factor: fraction of the peak learning rate, by step of the schedule, and tokens before.
 
     Raises:
         ConfigError: if the recipe cannot start from `initial_load_path`.
@@ -116,7 +116,7 @@ def initial_point(
 def rate_change(
     state: Mapping[str, Any],
     optimizer: OptimizerConfig,
-    factor: Callable[[int], float],
+    factor: Callable[[int, int], float],
     excluded: Collection[str],
 ) -> str:
     """Tell in a line what this recipe does to the learning rate of a saved run's next step.
@@ -126,9 +126,10 @@ def rate_change(
     """
     counters = state["train_state"]
     done = counters["step"] - counters.get("schedule_start", 0)
-    there = rate_in_recipe(state.get("recipe", {}), done + 1)
+    tokens = counters["tokens"] - counters.get("schedule_start_tokens", 0)
+    there = rate_in_recipe(state.get("recipe", {}), done + 1, tokens)
     starts_over = "lr_scheduler" in excluded or "train_state" in excluded
-    here = optimizer.lr * factor(1 if starts_over else done + 1)
+    here = optimizer.lr * (factor(1, 0) if starts_over else factor(done + 1, tokens))
     if there is None or math.isclose(there, here, rel_tol=1e-6):
         return ""
     step = 1 if "train_state" in excluded else counters["step"] + 1
@@ -223,8 +224,8 @@ class ResumePolicy(NamedTuple):
     same_run: Set[str]
     """Keys in which a recipe must agree with the checkpoint's to be the same run."""
     optimizer: OptimizerConfig
-    factor: Callable[[int], float]
-    """Fraction of the peak learning rate, by step of the schedule."""
+    factor: Callable[[int, int], float]
+    """Fraction of the peak learning rate, by step of the schedule, and tokens before."""
 
     def start(
         self, damaged: Mapping[Path, str] | None = None, frequent: Mapping[int, Path] = NONE

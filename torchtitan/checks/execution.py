@@ -9,8 +9,10 @@ from torchtitan.checks.model import model_of
 from torchtitan.comm import PlainGradients, PlainWeights
 from torchtitan.config import PlannedWorld, Problem, show
 from torchtitan.job import JobConfig
-from torchtitan.optim import group_problems, name_parameters
+from torchtitan.models import MODELS
+from torchtitan.optim import OPTIMIZERS, OptimizerConfig, group_problems, name_parameters
 from torchtitan.parallel import SHARDING
+from torchtitan.tasks import TASKS
 from torchtitan.torch_private.compiler import compiles_recomputed_attention
 
 SECTIONS = ("compile", "training", "parallelism", "sharding.name")
@@ -268,24 +270,34 @@ def groups(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 
 def schedule(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that warm-up and decay fit into the number of steps."""
+    if job.lr_scheduler.unit == "tokens":
+        degrees = job.degrees(world.ranks or job.parallelism.least_ranks)
+        if min(degrees) < 1:
+            return
+        job = job.with_batch(degrees, None)
     s, steps, also = job.lr_scheduler, job.schedule_steps(), ("training.steps", "lr_scheduler")
+    unit, counted = TASKS[MODELS[job.model.name].task].unit, job.length()
+    if s.unit == "tokens" != unit:
+        message = f'{job.model.name} counts {unit}; use "steps"'
+        yield Problem("lr_scheduler.unit", message, ("model.name",))
     warmup, decay = s.shares(steps)
     if s.warmup_steps > warmup == steps:
-        all_steps = f"{steps} steps, all of which are" if steps > 1 else "1 step, which is"
+        all_steps = f"{steps} {s.unit}, all of which are" if steps > 1 else "1 step, which is"
         message = f"the schedule has only {all_steps} warm-up"
         yield Problem("lr_scheduler.warmup_steps", message, also, "note")
     elif s.decay_from is not None:
         if s.decay_ratio and s.decay_ratio != type(s).model_fields["decay_ratio"].default:
             message = f"decay_ratio = {s.decay_ratio:g} starts the decay elsewhere: set one of them"
             yield Problem("lr_scheduler.decay_from", message, also)
+        if s.decay_from < warmup:
+            message = f"the warm-up ends later; use {warmup} or more"
+            yield Problem("lr_scheduler.decay_from", message, also)
         if s.decay_from >= steps:
-            message = f"nothing decays: the schedule has {steps} steps; set training.steps too"
+            message = f"nothing decays: the schedule has {steps} {s.unit}; set training.steps too"
             yield Problem("lr_scheduler.decay_from", message, also, "note")
     elif s.decay_ratio is not None and round(steps * s.decay_ratio) > decay:
-        message = f"after {warmup} steps of warm-up, {decay} of {steps} are left for the decay"
+        message = f"after {warmup} {s.unit} of warm-up, {decay} of {steps} are left for the decay"
         yield Problem("lr_scheduler.decay_ratio", message, also, "note")
-    if steps < job.training.steps and decay and not s.min_lr_factor:
-        message = (
-            f"after {steps} steps the learning rate is 0, but there are {job.training.steps} steps"
-        )
+    if steps < counted and decay and not s.min_lr_factor:
+        message = f"after {steps} {s.unit} the learning rate is 0, but there are {counted} {s.unit}"
         yield Problem("lr_scheduler.total_steps", message, also, "note")

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: linear warm-up, stable, decay.
+"""The learning rate as a pure function of the steps or tokens so far: warm-up, stable, decay.
 
 Warmup-stable-decay (Hu et al., 2024, arXiv:2404.06395); without a decay ratio the decay starts
 where the warm-up ends. Other schedules have other defaults, and their own rules for the number of
@@ -23,6 +23,9 @@ class ScheduleConfig(Config):
 
     name: str = "warmup_stable_decay"
     """Name of the schedule."""
+    unit: Literal["steps", "tokens"] = "steps"
+    """Unit of warmup_steps, total_steps and decay_from: optimizer steps, or the tokens of all ranks
+    that metrics count, so that the rate does not depend on the sizes of batches."""
     warmup_steps: int = Field(200, ge=0)
     """Steps of linear warm-up to the peak rate; at most all of the schedule."""
     total_steps: int | None = Field(None, ge=1)
@@ -53,16 +56,20 @@ class ScheduleConfig(Config):
             decay = steps if self.decay_ratio is None else round(steps * self.decay_ratio)
         return warmup, min(decay, steps - warmup)
 
-    def factor(self, step: int, steps: int) -> float:
+    def factor(self, step: int, steps: int, size: int = 1) -> float:
         """Return the multiplier of the peak learning rate for the 1-based `step` of `steps`.
 
         Warm-up: step / warm-up steps, so step 1 already learns. Decay: t runs from 0 at its first
         step to 1 just after its last, so no step has a rate of zero when `min_lr_factor` is 0.
+
+        Args:
+            step, steps: numbers of tokens, if these are the unit: up to the end of a step, and all.
+            size: tokens in the step.
         """
         warmup, decay = self.shares(steps)
         if step <= warmup:
             return step / warmup
-        t = min(max((step - 1 - (steps - decay)) / decay, 0.0), 1.0) if decay else 0.0
+        t = min(max((step - size - (steps - decay)) / decay, 0.0), 1.0) if decay else 0.0
         shape = {
             "linear": 1 - t,
             "sqrt": 1 - math.sqrt(t),
@@ -92,10 +99,9 @@ class PowerLaw(ScheduleConfig):
     """Exponent p of (warm-up steps / step)^p, which multiplies the rate after the warm-up; 0.5: the
     inverse square root."""
 
-    def factor(self, step: int, steps: int) -> float:
-        """Return the multiplier of the peak learning rate for the 1-based `step` of `steps`."""
-        fallen: float = min((max(self.warmup(steps), 1) / step) ** self.exponent, 1.0)
-        return super().factor(step, steps) * fallen
+    def factor(self, step: int, steps: int, size: int = 1) -> float:
+        fallen: float = min((max(self.warmup(steps), size) / step) ** self.exponent, 1.0)
+        return super().factor(step, steps, size) * fallen
 
 
 SCHEDULES = Registry[type[ScheduleConfig]](
@@ -103,10 +109,13 @@ SCHEDULES = Registry[type[ScheduleConfig]](
 )
 
 
-def rate_in_recipe(recipe: Mapping[str, Any], step: int) -> float | None:
+def rate_in_recipe(recipe: Mapping[str, Any], step: int, tokens: int) -> float | None:
     """Return the learning rate of a step of the schedule by a recorded recipe, in dotted keys.
 
-    None: it has no schedule, or one that is not registered.
+    None: it has no schedule, one that is not registered, or one in tokens of several stages.
+
+    Args:
+        tokens: tokens of the schedule before the step.
     """
     prefix = "lr_scheduler."
     section = {k.removeprefix(prefix): v for k, v in recipe.items() if k.startswith(prefix)}
@@ -115,5 +124,11 @@ def rate_in_recipe(recipe: Mapping[str, Any], step: int) -> float | None:
     if not section or kind is None:
         return None
     config = kind.model_validate({k: v for k, v in section.items() if k in kind.model_fields})
-    steps = config.total_steps or recipe["training.steps"]
-    return float(recipe["optimizer.lr"]) * config.factor(step, steps)
+    size = 1
+    if config.unit == "tokens":
+        if any(key.startswith("training.stages") and recipe[key] for key in recipe):
+            return None
+        size = recipe["training.global_batch_size"] * recipe["training.seq_len"]
+        step = tokens + size
+    steps = config.total_steps or recipe["training.steps"] * size
+    return float(recipe["optimizer.lr"]) * config.factor(step, steps, size)

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from tests import tiny
 from torchtitan.optim import ScheduleConfig
 from torchtitan.optim.schedule import PowerLaw
 
@@ -82,3 +83,34 @@ def test_a_power_law_depends_on_no_length_until_it_decays():
     assert [ended.factor(step, 20) for step in (16, 17, 19)] == pytest.approx(
         [1 / 4, 4 / 17, 2 / 19]
     )
+
+
+@pytest.mark.parametrize("kind", [ScheduleConfig, PowerLaw])
+def test_in_tokens_the_rates_of_an_unchanged_batch_are_the_same_bits(kind):
+    size, steps = 96, 40
+    ends = ({"decay_ratio": 0.5}, {"decay_from": 17}, {"decay_ratio": 0.0})
+    for warmup, end, shape in product((0, 7), ends, SHAPES):
+        config = kind(warmup_steps=warmup, decay_type=shape, **end)
+        start = {"decay_from": end["decay_from"] * size} if "decay_from" in end else end
+        by_token = config.model_copy(update={"warmup_steps": warmup * size, **start})
+        assert [config.factor(step, steps) for step in range(1, steps + 1)] == [
+            by_token.factor(step * size, steps * size, size) for step in range(1, steps + 1)
+        ]
+
+
+def test_in_tokens_the_rate_follows_the_tokens_whatever_the_batch():
+    def job(batch, unit="tokens"):
+        length = 96 if unit == "tokens" else 1
+        schedule = {"unit": unit, "warmup_steps": 4 * length, "total_steps": 12 * length}
+        training = {"seq_len": 32, "global_batch_size": batch, "steps": 12}
+        return tiny.job(training=training, lr_scheduler=schedule)
+
+    rates = [job(3, "steps").learning_rate_factor(step) for step in range(1, 13)]
+    assert [job(3).learning_rate_factor(1, 96 * done) for done in range(12)] == rates
+    # A batch of twice the size decays as often as it has tokens.
+    for done in (4, 6, 10):
+        assert job(6).learning_rate_factor(1, 96 * done) == rates[done]
+    assert tiny.job(lr_scheduler={"unit": "tokens"}).schedule_steps() == 3 * 8 * 32
+    stages = [{"from_step": 2, "global_batch_size": 16}, {"from_step": 9, "seq_len": 64}]
+    staged = tiny.job(training={"stages": stages}, lr_scheduler={"unit": "tokens"})
+    assert staged.schedule_steps() == (2 * 8 + 16) * 32

@@ -170,7 +170,7 @@ def _obstacles(recipe: Mapping[str, Any]) -> Iterator[str]:
     }
     for key in (key for key, is_used in uneven.items() if is_used):
         yield f"{key}: TorchTitan updates all weights with the same settings"
-    if "lr_scheduler.warmup_steps" not in recipe or rate_in_recipe(recipe, 1) is None:
+    if "lr_scheduler.warmup_steps" not in recipe or rate_in_recipe(recipe, 1, 0) is None:
         yield "lr_scheduler: unknown, as the checkpoint was itself converted from dcp"
 
 
@@ -182,7 +182,8 @@ def _run(
     yield from _weights(source, network)
     step, peak = counters["step"], recipe["optimizer.lr"]
     done = step - counters.get("schedule_start", 0)
-    rate = rate_in_recipe(recipe, done + 1)
+    tokens = counters["tokens"] - counters.get("schedule_start_tokens", 0)
+    rate = rate_in_recipe(recipe, done + 1, tokens)
     assert rate is not None, "a run without a known schedule is refused"
     options = _options(recipe, peak, rate)
     for name in network.parameters():

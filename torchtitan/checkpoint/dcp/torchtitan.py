@@ -144,7 +144,10 @@ class TorchTitanCheckpoint(Renamed):
                 f"{self.path}: its {STEP} is {step}, which its name contradicts; rename the folder"
             )
         begun = step - last_epoch if type(last_epoch) is int and 0 <= last_epoch <= step else 0
-        return {"step": step, "tokens": self.tokens or 0, "schedule_start": begun}
+        tokens = self.tokens or 0
+        before = tokens * begun // max(step, 1)
+        counted = {"step": step, "tokens": tokens, "schedule_start": begun}
+        return counted | {"schedule_start_tokens": before}
 
     def run(self) -> SavedRun:
         """Return everything that a run resumes from."""
@@ -227,7 +230,9 @@ def state_of(checkpoint: TorchTitanCheckpoint) -> dict[str, Any]:
 
 
 def changes(
-    checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig, factor: Callable[[int], float]
+    checkpoint: TorchTitanCheckpoint,
+    optimizer: OptimizerConfig,
+    factor: Callable[[int, int], float],
 ) -> list[str]:
     """Return the differences in how the recipe updates weights, one line each.
 
@@ -243,7 +248,8 @@ def changes(
     counters = checkpoint.counters()
     next_step = counters["step"] + 1
     there = checkpoint.number(f"{OPTION}{weight}.lr")
-    here = rule.lr * factor(next_step - counters["schedule_start"])
+    tokens = counters["tokens"] - counters["schedule_start_tokens"]
+    here = rule.lr * factor(next_step - counters["schedule_start"], tokens)
     if isinstance(there, float) and not math.isclose(there, here, rel_tol=1e-6):
         lines.append(f"learning rate of step {next_step}: {there:g} -> {here:g}")
     return lines
