@@ -89,6 +89,10 @@ SHARED_SECTIONS = (
 RECIPE_FILE = "recipe.toml"
 """Name of the resolved recipe in the folder of a run."""
 
+NO_BASE = {
+    "model.base_width": "only decoders have rules of rates by width (torchtitan.models.width)"
+}
+
 
 class ManifestSection(Config):
     """Requests of `torchtitan manifest` to a scheduler; they have no effect on a run."""
@@ -199,7 +203,7 @@ class JobConfig(Config):
     """A recipe."""
 
     synonyms = SYNONYMS | PRESENT_NAMES
-    advice = ADVICE
+    advice = ADVICE | NO_BASE
     help_command = "torchtitan train --help"
 
     job: JobSection = JobSection()

@@ -65,6 +65,14 @@ def test_layouts_without_norms(name):
     test_parity.is_the_run_of_one_rank(LAYOUTS[name].of(norm="none"), "cpu")
 
 
+WIDENED = ["TP 2", "FSDP 2 x TP 2 x PP 2", "CP 2, ring"]
+
+
+@pytest.mark.parametrize("name", tiers(WIDENED, WIDENED[:1], WIDENED[1:]))
+def test_layouts_with_a_base(name):
+    test_parity.is_the_run_of_one_rank(LAYOUTS[name].of(base_width=8), "cpu", steps=2)
+
+
 @pytest.mark.gate
 def test_a_recomputed_forward_with_other_logits_has_the_same_choice(monkeypatch):
     """The gradient norm would differ if a row had changed its expert."""

@@ -259,11 +259,22 @@ def clipped_twice(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
 def groups(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the optimizer can update all parameters, and that each group has some."""
     o = job.optimizer
-    model = model_of(job) if o.groups or o.by_role else None
+    base = getattr(job.model, "base_width", None)
+    model = model_of(job) if o.groups or o.by_role or base else None
     if model is None:
         return
-    heads = partial(model.spec.heads, model.args)
-    parameters = name_parameters([model.empty()], model.spec.role, heads)
+    heads, growth = partial(model.spec.heads, model.args), partial(model.spec.growth, model.args)
+    parameters = name_parameters([model.empty()], model.spec.role, heads, growth)
+
+    def has_rule(config: OptimizerConfig) -> bool:
+        return all(config.rule_for(p).width_factor(p) is not None for p in parameters)
+
+    if base and not has_rule(o):
+        able = ", ".join(
+            name for name, kind in OPTIMIZERS.items() if has_rule(kind.model_validate({}))
+        )
+        message = f"no rule of rates by width is published for {o.name}; those with one: {able}"
+        yield Problem("model.base_width", message, ("optimizer.name",))
     for problem in (*o.parameter_problems(parameters), *group_problems(o, parameters)):
         yield problem.within("optimizer")._replace(also=("optimizer", "model"))
 

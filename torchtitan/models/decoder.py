@@ -98,11 +98,27 @@ class DecoderArgs:
     scaled_embeddings: bool = False  # whether embeddings are multiplied by sqrt(dim)
     multi_token: int = 0  # number of tokens after the next that are predicted in training
     auxiliary_heads: tuple[AuxiliaryHead, ...] = ()  # heads for losses that recipes add
+    base_width: int | None = None  # dim of the base model of `torchtitan.models.width`
 
     @property
     def head_size(self) -> int:
         """Dimension of a head."""
         return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def growth(self) -> float:
+        """Width relative to that of the base model; 1 if there is none."""
+        return self.dim / (self.base_width or self.dim)
+
+    @property
+    def head_growth(self) -> float:
+        """Dimension of a head relative to that in the base model."""
+        return self.growth if self.head_dim is None else 1.0
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of queries, besides the usual 1 / sqrt(head_size) of logits."""
+        return math.sqrt(self.head_size / (self.query_scalar or self.head_size) / self.head_growth)
 
     def build_norm(self) -> nn.Module:
         """Build a norm of the residual stream; without norms, an identity."""
@@ -129,7 +145,7 @@ class DecoderArgs:
             q_norm=self._head_norm(self.n_heads),
             k_norm=self._head_norm(self.n_kv_heads),
             qkv_bias=self.qkv_bias,
-            scale=math.sqrt(self.head_size / (self.query_scalar or self.head_size)),
+            scale=self.query_factor,
         )
 
     @property
@@ -230,7 +246,9 @@ class Decoder(nn.Module):
         self.local_rope: RotaryEmbedding | None = None
         if (theta := args.local_rope_theta) is not None:
             self.local_rope = RotaryEmbedding(args.rotated_size, theta, None, seq_len)
-        self.embedding_scale = math.sqrt(args.dim) if args.scaled_embeddings else 1.0
+        width = args.base_width or args.dim
+        self.embedding_scale = math.sqrt(width) if args.scaled_embeddings else 1.0
+        self.logits_scale = 1 / args.growth
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # A dict, so that the first block of a later pipeline stage is still called `layers.16`,
         # say.
@@ -265,6 +283,10 @@ class Decoder(nn.Module):
         assert self.tok_embeddings is not None, "the embedding stands on the first stage"
         x: Tensor = self.tok_embeddings(tokens)
         return x if self.embedding_scale == 1 else x * self.embedding_scale
+
+    def _to_logits(self, x: Tensor) -> Tensor:
+        """Return normalized hidden states, scaled as the logits are."""
+        return x if self.logits_scale == 1 else x * self.logits_scale
 
     def init_buffers(self) -> None:
         """Fill buffers outside of checkpoints; call it after `to_empty` or a change of dtype."""
@@ -314,6 +336,7 @@ class Decoder(nn.Module):
         if extra is not None:
             for head in self.auxiliary_heads:
                 x = extra[head](x, ahead_targets)
+        x = self._to_logits(x)
         assert self.output is not None, "the output stands on the stage of the last norm"
         of_logits, is_tied = self.output, isinstance(self.output, TiedOutput)
         if is_tied:
@@ -332,6 +355,7 @@ class Decoder(nn.Module):
             for depth, (embedded, of_later) in enumerate(follows, 1):
                 module = cast(AheadModule, extra[str(depth)])
                 hidden = module(hidden, embedded, *of_tokens)
-                total = extra["ahead_loss"](module.norm(hidden), weight, of_later.contiguous())
+                x = self._to_logits(module.norm(hidden))
+                total = extra["ahead_loss"](x, weight, of_later.contiguous())
                 ended = module.loss(ended, total)
         return ended

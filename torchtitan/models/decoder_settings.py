@@ -74,6 +74,8 @@ class DecoderConfig(TextConfig):
     flavor's)."""
     tied: bool | None = None
     """Use the embedding matrix as the output projection (default: the flavor's)."""
+    base_width: int | None = Field(None, gt=0)
+    """Dim of a narrower model whose learning rate is given, by muP (default: the flavor's)."""
 
     @classmethod
     def sizes_of(cls, args: DecoderArgs) -> dict[str, Any]:
@@ -110,6 +112,9 @@ class DecoderConfig(TextConfig):
             message = f"a head of {why}{args.head_size} elements is odd"
             message += ", and rotary positions need pairs"
             yield Problem(self.origin("head_dim", "n_heads", "dim"), message)
+        if args.base_width and args.head_dim is None and args.base_width % heads:
+            message = f"the {heads} heads do not divide it; use a multiple, or set self.head_dim"
+            yield Problem("base_width", message, ("n_heads",))
         if heads % kv_heads:
             message = f"the {kv_heads} key/value heads do not divide the {heads} query heads"
             yield Problem(self.origin("n_kv_heads", "n_heads"), message)

@@ -29,6 +29,7 @@ from torchtitan.models.spec import (
     WeightFormat,
     shapes_of_tokens,
 )
+from torchtitan.models.width import growth, without_base
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -150,6 +151,8 @@ def shrink(args: DecoderArgs, needed: MinShape) -> DecoderArgs:
         vocab_size=needed.vocab_size,
         head_dim=args.head_dim and head_dim,
         full_every=min(args.full_every, 2),
+        base_width=args.base_width
+        and n_heads * max(args.base_width * dim // (args.dim * n_heads), 1),
     )
 
 
@@ -227,6 +230,8 @@ def decoder_spec(
         build=partial(Decoder, block=block),
         blocks=blocks,
         init_std=init_std,
+        growth=growth,
+        without_base=without_base,
         before_blocks=("tok_embeddings",),
         after_blocks=("norm", "output"),
         auxiliary="auxiliary",

@@ -9,6 +9,7 @@ Neighbouring rotated elements form a pair in transformers, too (`rope_interleave
 order. Attention is in `latent_attention`.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from torchtitan.config import Problem, RecipeError, show
+from torchtitan.models import width
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.decoder_settings import YarnConfig
 from torchtitan.models.hugging_face import args_in, config_of, decoder_format, inexpressible
@@ -265,6 +267,13 @@ def splits(args: Any) -> TensorSplits:
     return TensorSplits(heads, {**dims, "latent_rank": args.latent_rank, **of_queries})
 
 
+def growth(args: Any, name: str) -> tuple[float, float]:
+    """Return the growth of a parameter's inputs and outputs; latent vectors do not grow."""
+    of_latent = {"a": (args.growth, 1.0), "b": (1.0, args.growth), "norm": (1.0, 1.0)}
+    kind = re.search(r"\.wk?[qv]_(?:a_)?(a|b|norm)\.", name)
+    return of_latent[kind[1]] if kind else width.growth(args, name)
+
+
 def shrink(args: Any, needed: MinShape) -> Any:
     """Return the same structure, with heads of 12 elements, of which 4 are rotated."""
     some = replace(args, n_kv_heads=args.n_heads // min(args.n_heads, 4))  # for several on a rank
@@ -296,6 +305,7 @@ DEEPSEEK_V3 = replace(
         },
         optional=OF_QUERIES,
     ),
+    growth=growth,
     queries_and_keys=None,
     tensor_splits=splits,
     shrink=shrink,

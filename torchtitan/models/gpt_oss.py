@@ -68,6 +68,7 @@ class GptOssArgs(SparseArgs):
             window=self.sliding_window,
             qkv_bias=True,
             out_bias=True,
+            scale=self.query_factor,
             has_sinks=True,
         )
 

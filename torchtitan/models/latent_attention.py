@@ -44,6 +44,10 @@ class LatentArgs(SparseArgs):
         return self.plain_dim + self.rotated_dim
 
     @property
+    def head_growth(self) -> float:
+        return 1.0
+
+    @property
     def rotated_size(self) -> int:
         return self.rotated_dim
 

@@ -5,6 +5,7 @@ Everything outside `torchtitan.models` reads the facts and never the network, so
 file and one line in `torchtitan.models.MODELS`.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -236,6 +237,11 @@ class ModelSpec(Generic[Args]):
     """Repeating blocks of a network, or of a pipeline stage of it: in order, by name."""
     init_std: Callable[[Args, str], InitialWeight]
     """(arguments, parameter name) to the initial value of that parameter."""
+    growth: Callable[[Args, str], tuple[float, float]] = lambda args, name: (1.0, 1.0)
+    """(arguments, parameter name) to the widths of its inputs and outputs, relative to those in the
+    base model of `model.base_width`."""
+    without_base: Callable[[Args, str, Tensor], Tensor] = lambda args, name, weight: weight
+    """(arguments, parameter name, its weights) to those of the same network without a base."""
     before_blocks: tuple[str, ...]
     """Modules with parameters before the blocks, in order: a pipeline's first stage."""
     after_blocks: tuple[str, ...]
@@ -308,6 +314,13 @@ class ModelSpec(Generic[Args]):
     def with_flavor(self, name: str, args: Args) -> Self:
         """Return the family with an additional or replaced flavor."""
         return replace(self, flavors={**self.flavors, name: args})
+
+    def initial(self, args: Args, name: str) -> InitialWeight:
+        """Return the initial value of a parameter, by its growth as in `models.width`."""
+        usual, (inputs, outputs) = self.init_std(args, name), self.growth(args, name)
+        if isinstance(usual, str) or inputs == 1:
+            return usual
+        return usual / (inputs if outputs == 1 else math.sqrt(inputs))
 
     def unmatched(self, model: nn.Module) -> list[str]:
         """Return the patterns of `tensor_plan` that match no module of a whole network.

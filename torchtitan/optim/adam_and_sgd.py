@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from torchtitan.config import Context, KeyOf, Problem, Registry
 from torchtitan.device import compiles_for_cpu
-from torchtitan.optim.parameters import local
+from torchtitan.optim.parameters import NamedParameter, local
 from torchtitan.optim.settings import GroupConfig, Implemented, OptimizerConfig, ParameterGroup
 from torchtitan.torch_private.compiler import without_compiler
 from torchtitan.torch_private.dtensor import detached_part, is_dtensor, laid_out_as
@@ -96,6 +96,10 @@ class SGD(OptimizerConfig):
         options = [group.options() for group in groups]
         foreach = self.implementation == "foreach"
         return elementwise(torch.optim.SGD, options, foreach=foreach)
+
+    def width_factor(self, parameter: NamedParameter) -> float:
+        inputs, outputs = parameter.growth
+        return outputs / inputs
 
     def state_names(self) -> frozenset[str]:
         return frozenset({"momentum_buffer"} if self.momentum else ())
@@ -238,6 +242,9 @@ class AdamWRule(AdamRule):
     """Adam with weight decay decoupled from the gradient."""
 
     decoupled = True
+
+    def width_factor(self, parameter: NamedParameter) -> float | None:
+        return 1 / parameter.growth[0]
 
 
 class AdamGroup(GroupConfig):

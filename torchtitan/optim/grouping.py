@@ -49,8 +49,12 @@ def assign(parameters: Iterable[NamedParameter], config: OptimizerConfig) -> lis
         if number is not None:
             group = config.groups[number]
             changes |= {**group.changes(), "lr": chosen.lr * group.lr_factor}
-        rule = known(chosen.model_copy(update=changes))
-        found.append(Assignment(parameter, chosen, rule, number))
+        rule = chosen.model_copy(update=changes)
+        if parameter.growth != (1.0, 1.0) and (factor := rule.width_factor(parameter)):
+            # A step of decay is their product, which does not depend on the width.
+            decay = rule.weight_decay / factor
+            rule = rule.model_copy(update={"lr": rule.lr * factor, "weight_decay": decay})
+        found.append(Assignment(parameter, chosen, known(rule), number))
     return found
 
 

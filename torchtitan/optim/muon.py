@@ -143,6 +143,9 @@ class Muon(OptimizerConfig):
         if self.by_head and not any(p.heads for p in parameters if p.role in self.roles):
             message = f"no parameter of {show(list(self.roles))} has heads; use false"
             yield Problem("by_head", message, ("roles",))
+        if self.by_head and any(p.growth != (1.0, 1.0) for p in parameters):
+            message = "no rule of rates by width is published for single heads; use false"
+            yield Problem("by_head", message)
         flat = [p for p in parameters if p.role in self.roles and len(p.shape) not in (2, 3)]
         if flat:
             other = [role for role in self.roles if role not in {p.role for p in flat}]
@@ -177,11 +180,19 @@ class Muon(OptimizerConfig):
             return [Area(part, columns) for part in _equal_parts(rows, count)]
         return [Area(rows, part) for part in _equal_parts(columns, count)]
 
-    def factor(self, rows: int, columns: int) -> float:
+    def factor(self, rows: float, columns: float) -> float:
         """Return the multiplier of the learning rate for a matrix."""
         if self.scale == "original":
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
+
+    def width_factor(self, parameter: NamedParameter) -> float:
+        """The spectral norm of an update grows as sqrt(outputs / inputs) (Yang et al., 2023,
+        arXiv:2310.17813, condition 1)."""
+        inputs, outputs = parameter.growth
+        *_, rows, columns = parameter.shape
+        wanted = math.sqrt(outputs / inputs) * self.factor(rows / outputs, columns / inputs)
+        return wanted / self.factor(rows, columns)
 
     def cost(self, rows: int, columns: int) -> float:
         """Return the floating-point operations of an update."""

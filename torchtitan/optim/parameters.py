@@ -119,6 +119,8 @@ class NamedParameter:
     """Role: embedding, matrix, norm, bias, head, or another from the model's spec."""
     heads: tuple[int, int] | None = None
     """Dim of its attention heads and their number, if it has any."""
+    growth: tuple[float, float] = (1.0, 1.0)
+    """Widths of its inputs and outputs, relative to those in the base model."""
 
     @property
     def shape(self) -> Size:
@@ -142,15 +144,17 @@ def name_parameters(
     parts: Sequence[nn.Module],
     role: Callable[[str, int], str],
     heads: Callable[[str], tuple[int, int] | None] = lambda name: None,
+    growth: Callable[[str], tuple[float, float]] = lambda name: (1.0, 1.0),
 ) -> list[NamedParameter]:
     """Return all trained parameters of a model's parts.
 
     Args:
         role: returns the role for a name and a number of dims.
         heads: returns the dim and number of attention heads for a name.
+        growth: returns the relative widths of inputs and outputs for a name.
     """
     return [
-        NamedParameter(tensor, name, role(name, tensor.ndim), heads(name))
+        NamedParameter(tensor, name, role(name, tensor.ndim), heads(name), growth(name))
         for part in parts
         for name, tensor in part.named_parameters()
         if tensor.requires_grad

@@ -34,6 +34,11 @@ class UpdateRule(Config):
         """Return the options of an update by their torch names; they may differ by group."""
         return {"lr": self.lr, "weight_decay": self.weight_decay}
 
+    def width_factor(self, parameter: NamedParameter) -> float | None:
+        """Return the factor of the learning rate by the `growth` of a parameter, with which an
+        update changes what it computes as in the base model; None: no such rule is published."""
+        return None
+
     @abstractmethod
     def build(self, groups: "Sequence[ParameterGroup]") -> torch.optim.Optimizer:
         """Build the optimizer over `groups`, each of which has a rule of this class."""

@@ -89,7 +89,7 @@ def build_model(
     """Build the network without memory, parallelize it, then fill in only this rank's parts."""
     model = build_on_meta(config, args, layout, world, timeline)
     allocate(model, layout, world)
-    rule = partial(MODELS[config.name].init_std, args)
+    rule = partial(MODELS[config.name].initial, args)
     for part in model.parts:
         initialize(part.named_parameters(), rule, seed)
     return model
@@ -147,7 +147,9 @@ def build_optimizers(
 ) -> Optimizers:
     """Build the optimizers of this rank's parts of a model."""
     return open_optimizers(
-        name_parameters(model.parts, spec.role, partial(spec.heads, args)),
+        name_parameters(
+            model.parts, spec.role, partial(spec.heads, args), partial(spec.growth, args)
+        ),
         config,
         model.world.groups["pp"],
         model.world.device,

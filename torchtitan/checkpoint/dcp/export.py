@@ -156,6 +156,8 @@ def _unknown_sizes(network: Network) -> Iterator[str]:
         yield f"model.name: TorchTitan's Llama has no norms in heads, and {spec.name} has"
     if sizes.get("sliding_window"):
         yield "model.sliding_window: TorchTitan's Llama attends to all tokens"
+    if sizes.get("base_width"):
+        yield "model.base_width: TorchTitan's Llama has no factors of logits; use the format hf"
     if sizes.get("norm") == "none":
         yield "model.norm: TorchTitan's Llama has norms"
 

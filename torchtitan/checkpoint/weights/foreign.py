@@ -230,15 +230,19 @@ class Translated:
             dtype, shape = self._kinds[ours]
             whole = torch.empty(self._shares[theirs][0][0].whole(shape), dtype=dtype)
             for share, part in self._shares[theirs]:
-                share.of(whole).copy_(self.source.read(f"model.{part}"))
+                share.of(whole).copy_(self._read(part))
             return cast(theirs, whole, self.dtype)
         if theirs in self._slices:
             if self._last is None or self._last[0] != ours:  # the slices are read in turn
-                self._last = ours, self.source.read(f"model.{ours}")
+                self._last = ours, self._read(ours)
             return cast(theirs, self._last[1][self._slices[theirs][0]], self.dtype)
-        tensor = self.source.read(f"model.{ours}")
+        tensor = self._read(ours)
         rows = self.format.rows(self.network.args, ours)
         return cast(theirs, tensor if rows is None else tensor[rows.argsort()], self.dtype)
+
+    def _read(self, ours: str) -> Tensor:
+        weight = self.source.read(f"model.{ours}")
+        return self.network.spec.without_base(self.network.args, ours, weight)
 
 
 def weights_of(source: TensorSource, network: Network) -> dict[str, Kind]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,7 +221,10 @@ def not_expressed(network: Network, kind: str) -> list[str]:
     Raises:
         RecipeError: if the file cannot express the network at all.
     """
-    return unlike(network.args, network.as_written(kind))
+    args = network.args
+    if getattr(args, "base_width", None):
+        args = replace(args, base_width=None)  # its factors are in the weights
+    return unlike(args, network.as_written(kind))
 
 
 def unlike(found: object, wanted: object) -> list[str]:

@@ -76,6 +76,9 @@ class GaLore(AdamWRule, OptimizerConfig):
             return self
         return AdamWRule.model_validate(self.model_dump(include=set(AdamWRule.model_fields)))
 
+    def width_factor(self, parameter: NamedParameter) -> None:
+        return None
+
     def options(self) -> dict[str, Any]:
         return super().options() | {"scale": self.scale}
 
