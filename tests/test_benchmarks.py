@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.coordinate_check import check, slopes
+from torchtitan.optim import OPTIMIZERS
+
 ROOT = Path(__file__).parent.parent
 RESULTS = sorted((ROOT / "benchmarks/results").glob("overhead_*.json"))
 
@@ -189,3 +192,13 @@ def test_all_parts_of_data_are_kept():
         assert re.search(rf"^\| {re.escape(name)} \| [\d.,]+", page, re.MULTILINE), name
     found = re.findall("^## (.+)", page, re.MULTILINE)
     assert found == ["Loading", "Tokenization", "Start", "Resume", "Share of a step", "Memory"]
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_activations_grow_with_the_width_only_without_a_base(name):
+    config = OPTIMIZERS[name](lr=1e-2)
+    found = check((32, 64, 128, 256), config)
+    with_base, without = (slopes(found[way]) for way in ("with", "without"))
+    assert max(map(abs, with_base.values())) < 0.5
+    assert min(without.values()) > 0.3
