@@ -68,6 +68,14 @@ def test_a_repository_is_read_once_and_then_from_the_cache(tmp_path, monkeypatch
         )
         assert len(got) == 3
         assert set(got.values()) == {1}
+        asked = len(server.asked)
+        for name in (
+            "hf://org/tok",
+            pinned,
+        ):  # as a rank, which has the environment of its launcher
+            hub.folder.cache_clear()
+            assert hub.folder(name, hub.WEIGHTS) == folder
+        assert len(server.asked) == asked
         for wrong in ("hf://org/none", "hf://org/tok@gone"):
             with pytest.raises(ConfigError, match=f"^{wrong}: tried .* hf auth login$"):
                 hub.folder(wrong, hub.WEIGHTS)

@@ -1,7 +1,8 @@
 """Repositories of the Hugging Face hub, `hf://org/name[@revision]`, as folders of its cache.
 
-huggingface_hub, with its cache, token and offline switch, is imported where one is used. It locks
-what it downloads, so that the ranks of a node fetch each file once.
+huggingface_hub, with its cache, token and offline switch, is imported where one is used. Ranks read
+what their launcher has downloaded without asking the hub. Without a launcher of ours each rank
+asks, and huggingface_hub locks what it downloads, so that a node fetches each file once.
 """
 
 import os
@@ -18,12 +19,15 @@ from torchtitan.config.settings import ConfigError
 from torchtitan.config.words import HUB_ID
 
 VARIABLE = "TORCHTITAN_HUB"
-"""Environment variable with the ids that a launcher has read, and their commits."""
+"""Environment variable with the ids that a launcher has read and their commits, and with the files
+of these commits that are in the cache."""
 
 
 class RepositoryFiles(NamedTuple):
     """Files of a repository."""
 
+    name: str
+    """What they are."""
     kind: str
     """Type of the repository."""
     patterns: tuple[str, ...] | None = None
@@ -31,9 +35,9 @@ class RepositoryFiles(NamedTuple):
 
 
 OF_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "*.jinja")
-TOKENIZER = RepositoryFiles("model", OF_TOKENIZER)
-WEIGHTS = RepositoryFiles("model", (*OF_TOKENIZER, "*.json", "*.safetensors"))
-DATA = RepositoryFiles("dataset")
+TOKENIZER = RepositoryFiles("tokenizer", "model", OF_TOKENIZER)
+WEIGHTS = RepositoryFiles("weights", "model", (*OF_TOKENIZER, "*.json", "*.safetensors"))
+DATA = RepositoryFiles("data", "dataset")
 
 
 @cache
@@ -49,15 +53,15 @@ def folder(text: str, files: RepositoryFiles) -> Path:
     name, revision = _parts(text)
     key = f"{files.kind}:{text}"
     commit = known.get(key, revision)
+    is_cached = f"{files.name}:{name}@{commit}" in known
 
     def download(hub: Any) -> str:
-        found: str = hub.snapshot_download(
-            name, repo_type=files.kind, revision=commit, allow_patterns=files.patterns
-        )
+        what = {"repo_type": files.kind, "revision": commit, "allow_patterns": files.patterns}
+        found: str = hub.snapshot_download(name, **what, local_files_only=is_cached)
         return found
 
     path = Path(_call(text, f"the files of the {files.kind} {name}, {commit or 'main'}", download))
-    known[key] = path.name
+    known |= {key: path.name, f"{files.name}:{name}@{path.name}": path.name}
     os.environ[VARIABLE] = " ".join(map("=".join, known.items()))
     return path
 
