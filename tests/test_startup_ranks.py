@@ -209,6 +209,7 @@ def test_a_start_among_more_ranks_does_no_more(tmp_path):
         few, many = found[FEW, is_first], found[MANY, is_first]
         assert {name: few.get(name) for name in STEADY} == {name: many.get(name) for name in STEADY}
         assert "gathers on all ranks" not in many
+        assert many["broadcasts"] == 1
         assert (many["recipes opened"], many.get("gathers on rank 0", 0)) == (0, is_first)
         more = MANY - FEW if is_first else 0
         # Rank 0 gathers the positions in the data, and looks for notes of ranks that are no more.

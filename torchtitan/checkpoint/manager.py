@@ -65,7 +65,7 @@ class Checkpointer:
             keep = Retention(tier.config.keep_latest_k)
             self.savers.append(Saver(self.config, tier.folder, world, keep, tier.nodes))
         self.foreign: set[int] = set()
-        """Steps of checkpoints of a run that went further than `load_step`."""
+        """Steps of checkpoints of a run that went further than `load_step`; known to rank 0."""
         self.exports = False
         """Whether the last save is also exported for Hugging Face transformers."""
 
@@ -122,21 +122,11 @@ class Checkpointer:
                 )
         if start.is_resume:
             self._now_at(self.state.step)
-            steps = on_rank_0(self.world, lambda: disk.saved_steps(self.folder))
-            aside = [path for path, _ in start.damaged]
-            self.foreign = {
-                step for step, at in steps.items() if step > self.state.step and at not in aside
-            }
-            if self.foreign and not self.config.load_only:
-                logger.warning(
-                    "checkpoint.load_step: %s are of later steps, and are kept; if the run is "
-                    "stopped at one of these steps, it cannot be saved",
-                    ", ".join(f"step-{step}" for step in sorted(self.foreign)),
-                )
         if self.frequent:
             self.frequent.report(self.state.step)
+        if start.is_resume or self.config.saves:
+            self._open_folder(start)
         if self.config.saves:
-            self._make_folder()
             self._begin_frequent()
         for path, why in start.damaged:
             self._set_aside(path, why)
@@ -152,33 +142,49 @@ class Checkpointer:
             self.contents.data.skip(start.skip_samples)
             logger.info("data: skipped them in %.1f s", time.monotonic() - began)
 
-    def _make_folder(self) -> None:
-        """Verify that every rank can write to the checkpoint folder, and clear unfinished saves."""
+    def _open_folder(self, start: ResumePoint) -> None:
+        """Note checkpoints to leave alone, clear unfinished ones, and verify that every rank can
+        write into the folder."""
 
-        def make() -> bool:
+        def open_it() -> bool:
+            if start.is_resume:
+                self._find_foreign(start)
+            if not self.config.saves:
+                return False
             try:
                 is_new = not self.folder.exists()
                 self.store.make_shared(self.folder)
-                return is_new
             except OSError as error:
                 link = dangling(error.filename or self.folder)
                 raise ConfigError(f"checkpoint.folder: {link or error}") from None
-
-        def sweep() -> None:
             for name in disk.delete_unfinished(self.folder):
                 logger.info("deleted %s: an unfinished save", self.folder / name)
+            return is_new
 
-        is_new = on_rank_0(self.world, make)
-        sees = self.store.is_shared(self.folder, self.world.rank)
+        is_first = self.world.rank == 0
+        is_new = on_all_ranks(self.world, lambda: is_first and open_it())
+        sees = not self.config.saves or self.store.is_shared(self.folder, self.world.rank)
         if blind := self.world.gather_found([] if sees else [str(self.world.rank)]):
             key = "checkpoint.folder" if is_url(self.config.folder) else "job.dump_folder"
-            if is_new and self.world.rank == 0:
+            if is_new:
                 self.store.discard(self.folder)
             raise ConfigError(
                 f"{key}: rank {', '.join(blind)} cannot write into {self.folder}, which rank 0 "
                 "created; use a folder that all nodes share"
             )
-        on_rank_0(self.world, sweep)
+
+    def _find_foreign(self, start: ResumePoint) -> None:
+        """Find the checkpoints of later steps."""
+        steps, aside = disk.saved_steps(self.folder), [path for path, _ in start.damaged]
+        self.foreign = {
+            step for step, at in steps.items() if step > self.state.step and at not in aside
+        }
+        if self.foreign and not self.config.load_only:
+            logger.warning(
+                "checkpoint.load_step: %s are of later steps, and are kept; if the run is "
+                "stopped at one of these steps, it cannot be saved",
+                ", ".join(f"step-{step}" for step in sorted(self.foreign)),
+            )
 
     def _verified(self, start: ResumePoint) -> ResumePoint:
         """Return `start`, or an older checkpoint, with every file verified."""
