@@ -63,7 +63,7 @@ def is_read_again(path, flags, folder):
     return load_job(recorded, (), 1, "cpu").config.flat() == job.flat()
 
 
-@pytest.mark.parametrize("key", ["decay_ratio=none", "decay_from=8"])
+@pytest.mark.parametrize("key", ["decay_ratio=none", "decay_from=60"])
 def test_what_a_run_records_is_read_again(key, tmp_path):
     flags = ["--lr_scheduler.name=power_law", f"--lr_scheduler.{key}"]
     assert is_read_again(FOLDER / "debug_model.toml", flags, tmp_path)

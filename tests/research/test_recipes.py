@@ -60,7 +60,7 @@ def test_nothing_is_said_twice():
 RECORDED = [
     ("galore", "research/galore", "--optimizer.svd=exact"),
     ("ranger21", "research/ranger21", "--lr_scheduler.decay_ratio=none"),
-    ("ranger21", "research/ranger21", "--lr_scheduler.decay_from=8"),
+    ("ranger21", "research/ranger21", "--lr_scheduler.decay_from=60"),
     ("vit_mae", "vit_mae_debug", "--data.images.crop=window"),
 ]
 """Systems and recipes, with a flag beside which other keys have no effect, or that TOML cannot
