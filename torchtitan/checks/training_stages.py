@@ -31,8 +31,8 @@ def order(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         path = f"{KEY}.{number}.from_{'tokens' if t.stages[number].from_step is None else 'step'}"
         if after.start <= before.start:
             message = (
-                f"it starts after step {after.start:,}, and the stage before it after step "
-                f"{before.start:,}; start later"
+                f"the stage before it starts after step {before.start:,}, at {before.tokens:,} "
+                "tokens; start later"
             )
             yield Problem(path, message, (BATCH,))
         elif after.start >= t.steps:
