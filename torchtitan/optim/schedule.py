@@ -63,7 +63,8 @@ class ScheduleConfig(Config):
         step to 1 just after its last, so no step has a rate of zero when `min_lr_factor` is 0.
 
         Args:
-            step, steps: numbers of tokens, if these are the unit: up to the end of a step, and all.
+            step: the tokens up to the end of the step, if these are the unit.
+            steps: all tokens, if these are the unit.
             size: tokens in the step.
         """
         warmup, decay = self.shares(steps)
