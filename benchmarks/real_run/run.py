@@ -44,7 +44,7 @@ def command(*words: object, json_out: bool = False) -> Any:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """What each step of a run measured, and each validation; the last word on a step counts."""
+    """Return the metrics of a run by step; of a step that was repeated, the last ones."""
     path = WORK / "runs" / name / "metrics.jsonl"
     found: dict[tuple[int, bool], dict[str, Any]] = {}
     if path.exists():
@@ -56,7 +56,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def curve(name: str) -> dict[str, Any]:
-    """Of a run: loss by step, held-out loss and bits a byte, speed, and its end."""
+    """Return the losses, held-out losses, speed and memory of a run."""
     steps = [row for row in rows(name) if "loss" in row]
     held = [row for row in rows(name) if "validation_loss" in row]
     losses = [row["loss"] for row in steps]

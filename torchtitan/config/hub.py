@@ -27,7 +27,7 @@ class RepositoryFiles(NamedTuple):
     """Files of a repository."""
 
     name: str
-    """What they are."""
+    """Contents of the files: tokenizer, weights or data."""
     kind: str
     """Type of the repository."""
     patterns: tuple[str, ...] | None = None

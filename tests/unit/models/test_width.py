@@ -16,7 +16,7 @@ from torchtitan.optim.grouping import assign
 
 FAMILIES = [name for name in MODELS if name.startswith("tiny")]
 DEVIATIONS = {"usual": 1.0, "root": 0.5, "whole": 0.25}
-"""Of a model 4 times as wide as its base."""
+"""Factors of initial deviations in a model 4 times as wide as its base."""
 USUAL = ["embed", "output.", "norm", "bias", "sinks", ".b1", ".b2", ".b3", "wq_b.", "wkv_b."]
 WHOLE = ["router.weight", "wq_a.", "wkv_a."]
 
