@@ -47,7 +47,7 @@ def stated(page):
             ROOT / "train_configs/debug_model.toml", (), 1, "cpu"
         ).config.training.steps
         yield f"over {steps} steps"
-        yield f"trained: {steps} steps"
+        yield f"of these {steps} steps"
         return
     device = find_hardware("h100")
     yield f"({device.communicator_gib:g} GiB, and {plan_memory.PAIR_GIB:.2f} GiB for each rank"

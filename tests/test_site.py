@@ -153,7 +153,7 @@ def test_a_picture_without_a_text_alternative_fails_the_build():
 
 def test_exit_codes_are_those_of_the_code():
     page = (ROOT / "docs/exit_codes.md").read_text(encoding="utf-8")
-    run = page.partition("## A run")[2].partition("## Other verbs")[0]
+    run = page.partition("## A run")[2].partition("## Other commands")[0]
     codes = re.findall(r"^\| ([\d]+|128 \+ n) \|", run, re.MULTILINE)
     assert codes == ["0", "1", str(WRONG_RECIPE), str(DIVERGED), str(REQUEUE), "128 + n"]
     stopped = {by: status_of_stop(by, True) for by in (*SIGNALS, None)}
