@@ -32,7 +32,7 @@ from torchtitan.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
-from torchtitan.checkpoint.store import MANIFEST, NAME, store_of
+from torchtitan.checkpoint.store import MANIFEST, NAME, step_of, store_of
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
 from torchtitan.remote import dangling
@@ -86,7 +86,7 @@ class TrainState:
 def saved_steps(folder: Path) -> dict[int, Path]:
     """Return the complete checkpoints by step, in order."""
     found = store_of(folder).checkpoints(folder)
-    return dict(sorted((int(path.name.removeprefix("step-")), path) for path in found))
+    return dict(sorted((step_of(path), path) for path in found))
 
 
 def read_verified_manifest(checkpoint: Path) -> Manifest:

@@ -19,7 +19,7 @@ from torchtitan.checkpoint.start import (
     open_weights,
     step_already_saved_error,
 )
-from torchtitan.checkpoint.store import store_of
+from torchtitan.checkpoint.store import step_of, store_of
 from torchtitan.checkpoint.tiers import open_tier
 from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG
@@ -394,8 +394,3 @@ class Checkpointer:
             return str(error)
         logger.info("saved %s, for Hugging Face transformers", target)
         return None
-
-
-def step_of(path: Path) -> int:
-    """Return the step of a checkpoint by its name."""
-    return int(path.name.removeprefix("step-"))

@@ -11,9 +11,10 @@ from torchtitan.checkpoint.contents import SavedRun, open_run
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, changes, check_states
 from torchtitan.checkpoint.folder import read_state, read_verified_manifest, saved_steps
-from torchtitan.checkpoint.manifest import Damaged, Manifest, read_manifest
+from torchtitan.checkpoint.manifest import Damaged, read_manifest
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
+from torchtitan.checkpoint.store import step_of
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG, HuggingFaceShards
 from torchtitan.checkpoint.weights.network import in_recipe
 from torchtitan.checkpoint.weights.opening import FOREIGN, find_format, newest
@@ -24,6 +25,7 @@ from torchtitan.optim import OptimizerConfig, rate_in_recipe, without_idle_keys
 from torchtitan.remote import path_to_read
 
 GLOBAL_BATCH = "training.global_batch_size"
+NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
 class ResumePoint(NamedTuple):
@@ -51,89 +53,246 @@ class ResumePoint(NamedTuple):
     """Parts of the checkpoint that are not loaded."""
 
 
-def initial_point(
-    config: CheckpointConfig,
-    recipe: Mapping[str, Any],
-    optimizer: OptimizerConfig,
-    factor: Callable[[int, int], float],
-) -> ResumePoint:
-    """Return the starting point of a run, verified to have all tensors in the right shapes.
+class ResumePolicy(NamedTuple):
+    """Policy that chooses the starting point of a run."""
 
-    Args:
-        factor: fraction of the peak learning rate, by step of the schedule, and tokens before.
+    config: CheckpointConfig
+    dump_folder: Path
+    recipe: Mapping[str, Any]
+    """Resolved recipe: dotted keys to values."""
+    same_run: Set[str]
+    """Keys in which a recipe must agree with the checkpoint's to be the same run."""
+    optimizer: OptimizerConfig
+    factor: Callable[[int, int], float]
+    """Fraction of the peak learning rate, by step of the schedule, and tokens before."""
 
-    Raises:
-        ConfigError: if the recipe cannot start from `initial_load_path`.
-    """
-    if config.initial_load_path is None:
-        return ResumePoint(None, skip_samples=recipe["data.skip_samples"])
-    path = newest(path_to_read(config.initial_load_path))
-    kind, model_only = find_format(path), config.initial_load_model_only
-    excluded = config.exclude_from_loading
-    start, samples = ResumePoint(path, model_only, format=kind, excluded=excluded), None
-    holds_run = has_position = False
-    if kind == "ours":
-        manifest = _look_at(path)
-        holds_run = not manifest.model_only
-        state = read_state(path, manifest)
-        skips = model_only or "data" in excluded
-        has_position = "data" in state and not skips
-        # A checkpoint converted from TorchTitan has only the number of tokens.
-        tokens = state["train_state"]["tokens"] if holds_run else None
-        samples = state["data"]["samples"] if "data" in state else _samples(recipe, tokens)
-        if not model_only:
-            rate = rate_change(state, optimizer, factor, excluded) if holds_run else ""
-            start = start._replace(global_batch=global_batch(state), rate=rate)
-    elif kind == "dcp":
-        theirs = TorchTitanCheckpoint(path, in_recipe(recipe))
-        holds_run = theirs.holds_run
-        samples = _samples(recipe, theirs.tokens)
-    else:
-        open_weights(path, kind, recipe)
-    if not holds_run and not model_only:
-        which = f", in the format {kind}" if kind in FOREIGN else ""
-        raise ConfigError(f"{path} has only weights{which}; set initial_load_model_only = true")
-    if kind == "dcp" and not model_only:
-        if "optimizer" not in excluded:
-            check_states(theirs, optimizer)
-        told = changes(theirs, optimizer, factor)
-        if theirs.dtype != (dtype := recipe["training.dtype"]):
-            told.append(f"training.dtype: {theirs.dtype} -> {dtype}")
-        start = start._replace(changes=tuple(told))
-    if has_position:
-        start = start._replace(kept=kept(recipe, state["recipe"]))
-    else:
-        return start._replace(skip_samples=_to_skip(recipe, path, samples))
-    if (skip := recipe["data.skip_samples"]) > 0:
-        raise ConfigError(
-            f"{path} contains the position of its data, at which the run continues, so "
-            f'data.skip_samples = {skip} would have no effect; set it to 0, or add "data" to '
-            "checkpoint.exclude_from_loading"
+    def start(
+        self, damaged: Mapping[Path, str] = NONE, frequent: Mapping[int, Path] = NONE
+    ) -> ResumePoint:
+        """Choose the starting point of the run, without writing anything.
+
+        Args:
+            damaged: checkpoints known to be damaged, with the reasons; others are detected as far
+                as possible without reading files.
+            frequent: whole checkpoints by step, also to choose from, of which this node may not
+                have all files.
+
+        Raises:
+            ConfigError: if resuming or starting afresh would surprise the user.
+        """
+        own = self._own(dict(damaged), frequent)
+        try:
+            return own or self.initial()
+        except ConfigError as error:
+            raise ConfigError(f"checkpoint.initial_load_path: {error}") from None
+
+    # --- without a checkpoint of its own ---
+
+    def initial(self) -> ResumePoint:
+        """Return the starting point of a run without a checkpoint of its own.
+
+        Raises:
+            ConfigError: if the recipe cannot start from `initial_load_path`.
+        """
+        recipe, model_only = self.recipe, self.config.initial_load_model_only
+        if self.config.initial_load_path is None:
+            return ResumePoint(None, skip_samples=recipe["data.skip_samples"])
+        path = newest(path_to_read(self.config.initial_load_path))
+        kind, excluded = find_format(path), self.config.exclude_from_loading
+        start, samples = ResumePoint(path, model_only, format=kind, excluded=excluded), None
+        holds_run = has_position = False
+        if kind == "ours":
+            try:
+                holds_run = not read_verified_manifest(path).model_only
+            except Damaged as error:
+                raise ConfigError(
+                    f"{path} is neither a checkpoint nor a folder of checkpoints (step-N): {error}"
+                ) from None
+            state = read_state(path, read_manifest(path))
+            has_position = "data" in state and not model_only and "data" not in excluded
+            # A checkpoint converted from TorchTitan has only the number of tokens.
+            tokens = state["train_state"]["tokens"] if holds_run else None
+            samples = state["data"]["samples"] if "data" in state else self._samples(tokens)
+            if not model_only:
+                rate = self._rate_change(state, excluded) if holds_run else ""
+                start = start._replace(global_batch=global_batch(state), rate=rate)
+        elif kind == "dcp":
+            theirs = TorchTitanCheckpoint(path, in_recipe(recipe))
+            holds_run = theirs.holds_run
+            samples = self._samples(theirs.tokens)
+        else:
+            open_weights(path, kind, recipe)
+        if not holds_run and not model_only:
+            which = f", in the format {kind}" if kind in FOREIGN else ""
+            raise ConfigError(f"{path} has only weights{which}; set initial_load_model_only = true")
+        if kind == "dcp" and not model_only:
+            if "optimizer" not in excluded:
+                check_states(theirs, self.optimizer)
+            told = changes(theirs, self.optimizer, self.factor)
+            if theirs.dtype != (dtype := recipe["training.dtype"]):
+                told.append(f"training.dtype: {theirs.dtype} -> {dtype}")
+            start = start._replace(changes=tuple(told))
+        skip: int = recipe["data.skip_samples"]
+        if has_position and skip > 0:
+            raise ConfigError(
+                f"{path} contains the position of its data, at which the run continues, so "
+                f"data.skip_samples = {skip} would have no effect; set it to 0, or add "
+                '"data" to checkpoint.exclude_from_loading'
+            )
+        if has_position:
+            return start._replace(kept=kept(recipe, state["recipe"]))
+        if skip < 0 and samples is None:
+            raise ConfigError(
+                f"{path} does not record on how much data it was trained; set data.skip_samples "
+                "to the number of its samples, instead of -1"
+            )
+        return start._replace(skip_samples=samples if skip < 0 and samples is not None else skip)
+
+    def _samples(self, tokens: int | None) -> int | None:
+        """Return the number of samples with this many tokens; None if unknown."""
+        return None if tokens is None else math.ceil(tokens / self.recipe["training.seq_len"])
+
+    def _rate_change(self, state: Mapping[str, Any], excluded: Collection[str]) -> str:
+        """Tell what this recipe does to the learning rate of a saved run's next step.
+
+        Args:
+            excluded: parts of the checkpoint that are not loaded.
+        """
+        counters = state["train_state"]
+        done = counters["step"] - counters.get("schedule_start", 0)
+        tokens = counters["tokens"] - counters.get("schedule_start_tokens", 0)
+        there = rate_in_recipe(state.get("recipe", {}), done + 1, tokens)
+        starts_over = "lr_scheduler" in excluded or "train_state" in excluded
+        factor = self.factor(1, 0) if starts_over else self.factor(done + 1, tokens)
+        here = self.optimizer.lr * factor
+        if there is None or math.isclose(there, here, rel_tol=1e-6):
+            return ""
+        step = 1 if "train_state" in excluded else counters["step"] + 1
+        return f"learning rate of step {step}: {there:g} -> {here:g}"
+
+    # --- with its own ---
+
+    def _own(self, damaged: dict[Path, str], frequent: Mapping[int, Path]) -> ResumePoint | None:
+        """Choose the run's own checkpoint to resume, or None; see `start`."""
+        config, folder = self.config, self.config.path_in(self.dump_folder)
+        steps = saved_steps(folder) if config.enable else {}
+        self._refuse_others(folder, steps)
+        if config.resume == "never":
+            return None
+        path = self._path(folder, steps, damaged, frequent)
+        if path is None:
+            return None
+        newer: dict[Path, str] = {}
+        if config.load_step < 0:
+            newer = {p: why for p, why in damaged.items() if step_of(p) > step_of(path)}
+        if newer and config.resume == "must":
+            raise ConfigError(
+                'checkpoint.resume: got "must", but the newest checkpoint is damaged; resume from '
+                f"{path.name} with --checkpoint.resume auto, or with --checkpoint.load_step "
+                f"{step_of(path)}\n{_lines(newer)}"
+            )
+        state = read_state(path, read_manifest(path))
+        # A part is left out once: a checkpoint saved with it in the recipe is from after that.
+        before = state["recipe"].get("checkpoint.exclude_from_loading", ())
+        excluded = tuple(part for part in config.exclude_from_loading if part not in before)
+        starts_over = "train_state" in excluded
+        begin, last = 0 if starts_over else config.load_step, self.recipe["training.steps"]
+        for step in (n for n in steps if 0 <= begin < n <= last and steps[n] not in newer):
+            if config.saves_at(step, is_final=step == last):
+                raise step_already_saved_error(steps[step], starts_over=starts_over)
+        saved = with_sizes(without_idle_keys(without_idle_sections(state["recipe"])))
+        recipe = dict(self.recipe)
+        if recipe[GLOBAL_BATCH] == -1:  # no change: the batch is kept
+            recipe[GLOBAL_BATCH] = saved.get(GLOBAL_BATCH)
+        keeps = kept(recipe, saved)
+        recipe |= dict(keeps)
+        changed = {
+            key: f"{key}: {json.dumps(saved.get(key))} -> {json.dumps(recipe.get(key))}"
+            for key in sorted(saved.keys() | recipe.keys())
+            if saved.get(key) != recipe.get(key)
+        }
+        if config.resume == "auto" and (foreign := [k for k in changed if k in self.same_run]):
+            # Weights of other sizes cannot be loaded.
+            fits = not any(key.startswith("model.") for key in foreign)
+            raise ConfigError(
+                f"checkpoint.resume: {path} belongs to another run "
+                f"({'; '.join(changed[key] for key in foreign)}); choose another job.dump_folder"
+                + ", or resume from it anyway with --checkpoint.resume must"
+                * fits
+            )
+        return ResumePoint(
+            path,
+            is_resume=True,
+            changes=tuple(changed.values()),
+            damaged=tuple(newer.items()),
+            global_batch=global_batch(state),
+            rate=self._rate_change(state, excluded),
+            kept=keeps,
+            excluded=excluded,
         )
-    return start
 
+    def _refuse_others(self, folder: Path, steps: Mapping[int, Path]) -> None:
+        """Refuse a folder of another run, or, with "never", one that has been used."""
+        if theirs := [path for path in steps.values() if saved_by_dcp(path)]:
+            raise ConfigError(
+                f"checkpoint.folder: {theirs[-1]} was saved by torch's distributed checkpoint, not "
+                "by a run of this recipe; choose another job.dump_folder, and to start from it set "
+                f'checkpoint.initial_load_path = "{folder}" and initial_load_model_only = false'
+            )
+        if self.config.resume == "never":
+            used = [self.dump_folder / "metrics.jsonl", *saved_steps(folder).values()]
+            if found := [str(path) for path in used if path.exists()]:
+                raise ConfigError(
+                    f'checkpoint.resume: got "never", but {self.dump_folder} has been used '
+                    f"({found[-1]}); choose another job.dump_folder, or resume that run with "
+                    "--checkpoint.resume auto"
+                )
 
-def rate_change(
-    state: Mapping[str, Any],
-    optimizer: OptimizerConfig,
-    factor: Callable[[int, int], float],
-    excluded: Collection[str],
-) -> str:
-    """Tell in a line what this recipe does to the learning rate of a saved run's next step.
+    def _path(
+        self,
+        folder: Path,
+        steps: Mapping[int, Path],
+        damaged: dict[Path, str],
+        frequent: Mapping[int, Path],
+    ) -> Path | None:
+        """Return the checkpoint to resume, and add to those that are `damaged`.
 
-    Args:
-        excluded: parts of the checkpoint that are not loaded.
-    """
-    counters = state["train_state"]
-    done = counters["step"] - counters.get("schedule_start", 0)
-    tokens = counters["tokens"] - counters.get("schedule_start_tokens", 0)
-    there = rate_in_recipe(state.get("recipe", {}), done + 1, tokens)
-    starts_over = "lr_scheduler" in excluded or "train_state" in excluded
-    here = optimizer.lr * (factor(1, 0) if starts_over else factor(done + 1, tokens))
-    if there is None or math.isclose(there, here, rel_tol=1e-6):
-        return ""
-    step = 1 if "train_state" in excluded else counters["step"] + 1
-    return f"learning rate of step {step}: {there:g} -> {here:g}"
+        Returns None if there is none and the recipe allows that.
+        """
+        full, weights = dict(frequent), dict[int, Path]()
+        for step, path in steps.items():
+            try:
+                manifest = read_verified_manifest(path)
+                if path not in damaged:
+                    (weights if manifest.model_only else full)[step] = path
+            except Damaged as error:
+                damaged.setdefault(path, str(error))
+        if (asked := self.config.load_step) >= 0:
+            if asked in full:
+                return full[asked]
+            why = damaged.get(folder / f"step-{asked}")
+            raise ConfigError(
+                f"checkpoint.load_step: there is no checkpoint of step {asked} to "
+                f"resume in {folder}; {f'{why}; ' if why else ''}{_which(full)}"
+            )
+        if full:
+            return full[max(full)]
+        if damaged:
+            raise ConfigError(
+                f"checkpoint.folder: all checkpoints in {folder} are damaged; delete them to start "
+                f"from scratch\n{_lines(damaged)}"
+            )
+        if weights:
+            raise ConfigError(
+                f"checkpoint.folder: {folder} holds only weights ({_which(weights)}), which cannot "
+                "be resumed; choose another job.dump_folder and set checkpoint.initial_load_path"
+            )
+        if self.config.resume == "must":
+            raise ConfigError(
+                f'checkpoint.resume: got "must", but there is no checkpoint in {folder}; start '
+                "from scratch with --checkpoint.resume auto"
+            )
+        return None
 
 
 def kept(recipe: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -157,39 +316,12 @@ def global_batch(state: Mapping[str, Any]) -> int | None:
     return None if batch == -1 else batch
 
 
-def _samples(recipe: Mapping[str, Any], tokens: int | None) -> int | None:
-    """Return the number of samples with this many tokens; None if unknown."""
-    return None if tokens is None else math.ceil(tokens / recipe["training.seq_len"])
-
-
-def _to_skip(recipe: Mapping[str, Any], path: Path, samples: int | None) -> int:
-    """Return the samples to skip, given the number that the checkpoint was trained on, if known."""
-    wanted: int = recipe["data.skip_samples"]
-    if wanted >= 0:
-        return wanted
-    if samples is None:
-        raise ConfigError(
-            f"{path} does not record on how much data it was trained; set data.skip_samples to "
-            "the number of its samples, instead of -1"
-        )
-    return samples
-
-
 def open_initial(start: ResumePoint, recipe: Mapping[str, Any]) -> SavedRun:
     """Open the full checkpoint that a run resumes or starts from."""
     assert start.path is not None, "there is something to begin with"
     if start.format == "dcp":
         return TorchTitanCheckpoint(start.path, in_recipe(recipe)).run()
     return open_run(start.path)
-
-
-def _look_at(path: Path) -> Manifest:
-    try:
-        return read_verified_manifest(path)
-    except Damaged as error:
-        raise ConfigError(
-            f"{path} is neither a checkpoint nor a folder of checkpoints (step-N): {error}"
-        ) from None
 
 
 def open_weights(path: Path, kind: str, recipe: Mapping[str, Any]) -> TensorSource:
@@ -211,200 +343,6 @@ def open_weights(path: Path, kind: str, recipe: Mapping[str, Any]) -> TensorSour
     return FOREIGN[kind](path, [spec_in_recipe(recipe)], recipe["model.flavor"])
 
 
-NONE: Mapping[int, Path] = MappingProxyType({})
-
-
-class ResumePolicy(NamedTuple):
-    """Policy that chooses the starting point of a run."""
-
-    config: CheckpointConfig
-    dump_folder: Path
-    recipe: Mapping[str, Any]
-    """Resolved recipe: dotted keys to values."""
-    same_run: Set[str]
-    """Keys in which a recipe must agree with the checkpoint's to be the same run."""
-    optimizer: OptimizerConfig
-    factor: Callable[[int, int], float]
-    """Fraction of the peak learning rate, by step of the schedule, and tokens before."""
-
-    def start(
-        self, damaged: Mapping[Path, str] | None = None, frequent: Mapping[int, Path] = NONE
-    ) -> ResumePoint:
-        """Choose the starting point of the run, without writing anything.
-
-        Args:
-            damaged: checkpoints known to be damaged, with the reasons; others are detected as far
-                as possible without reading files.
-            frequent: whole checkpoints by step, also to choose from, of which this node may not
-                have all files.
-
-        Raises:
-            ConfigError: if resuming or starting afresh would surprise the user.
-        """
-        own = choose_own(
-            self.config,
-            self.dump_folder,
-            self.recipe,
-            self.same_run,
-            damaged or {},
-            frequent,
-            self.rate_change,
-        )
-        try:
-            return own or self.initial()
-        except ConfigError as error:
-            raise ConfigError(f"checkpoint.initial_load_path: {error}") from None
-
-    def rate_change(self, state: Mapping[str, Any], excluded: Collection[str]) -> str:
-        """Tell what the recipe changes in the learning rate of a saved run's next step."""
-        return rate_change(state, self.optimizer, self.factor, excluded)
-
-    def initial(self) -> ResumePoint:
-        """Return the starting point of a run without a checkpoint of its own."""
-        return initial_point(self.config, self.recipe, self.optimizer, self.factor)
-
-
-def choose_own(
-    config: CheckpointConfig,
-    dump_folder: Path,
-    recipe: Mapping[str, Any],
-    same_run: Set[str],
-    known_damaged: Mapping[Path, str],
-    frequent: Mapping[int, Path] = NONE,
-    rate: Callable[[Mapping[str, Any], Collection[str]], str] = lambda state, excluded: "",
-) -> ResumePoint | None:
-    """Choose the run's own checkpoint to resume, or None; see `ResumePolicy.start`."""
-    folder = config.path_in(dump_folder)
-    steps = saved_steps(folder) if config.enable else {}
-    _refuse_others(config, dump_folder, folder, steps)
-    if config.resume == "never":
-        return None
-    own = _sorted_out(steps, known_damaged)
-    own = own._replace(full={**frequent, **own.full})
-    path = _chosen(config, folder, own)
-    if path is None:
-        return None
-    newer: dict[Path, str] = {}
-    if config.load_step < 0:
-        newer = {p: why for p, why in own.damaged.items() if _step(p) > _step(path)}
-    if newer and config.resume == "must":
-        raise ConfigError(
-            'checkpoint.resume: got "must", but the newest checkpoint is damaged; resume from '
-            f"{path.name} with --checkpoint.resume auto, or with --checkpoint.load_step "
-            f"{_step(path)}\n{_lines(newer)}"
-        )
-    state = read_state(path, read_manifest(path))
-    # A part is left out once: a checkpoint saved with it in the recipe is from after that.
-    before = state["recipe"].get("checkpoint.exclude_from_loading", ())
-    excluded = tuple(part for part in config.exclude_from_loading if part not in before)
-    starts_over = "train_state" in excluded
-    begin, last = 0 if starts_over else config.load_step, recipe["training.steps"]
-    for step in (n for n in steps if 0 <= begin < n <= last and steps[n] not in newer):
-        if config.saves_at(step, is_final=step == last):
-            raise step_already_saved_error(steps[step], starts_over=starts_over)
-    saved = with_sizes(without_idle_keys(without_idle_sections(state["recipe"])))
-    if recipe[GLOBAL_BATCH] == -1:  # no change: the batch is kept
-        recipe = {**recipe, GLOBAL_BATCH: saved.get(GLOBAL_BATCH)}
-    keeps = kept(recipe, saved)
-    recipe = {**recipe, **dict(keeps)}
-    changes = {
-        key: f"{key}: {json.dumps(saved.get(key))} -> {json.dumps(recipe.get(key))}"
-        for key in sorted(saved.keys() | recipe.keys())
-        if saved.get(key) != recipe.get(key)
-    }
-    if config.resume == "auto" and (foreign := [key for key in changes if key in same_run]):
-        # Weights of other sizes cannot be loaded.
-        fits = not any(key.startswith("model.") for key in foreign)
-        raise ConfigError(
-            f"checkpoint.resume: {path} belongs to another run "
-            f"({'; '.join(changes[key] for key in foreign)}); choose another job.dump_folder"
-            + ", or resume from it anyway with --checkpoint.resume must"
-            * fits
-        )
-    return ResumePoint(
-        path,
-        is_resume=True,
-        changes=tuple(changes.values()),
-        damaged=tuple(newer.items()),
-        global_batch=global_batch(state),
-        rate=rate(state, excluded),
-        kept=keeps,
-        excluded=excluded,
-    )
-
-
-class _Own(NamedTuple):
-    """Checkpoints of a folder, by usability."""
-
-    full: Mapping[int, Path]
-    weights: Mapping[int, Path]
-    damaged: Mapping[Path, str]
-
-
-def _sorted_out(steps: Mapping[int, Path], known_damaged: Mapping[Path, str]) -> _Own:
-    full: dict[int, Path] = {}
-    weights: dict[int, Path] = {}
-    damaged = dict(known_damaged)
-    for step, path in steps.items():
-        try:
-            manifest = read_verified_manifest(path)
-            if path not in damaged:
-                (weights if manifest.model_only else full)[step] = path
-        except Damaged as error:
-            damaged.setdefault(path, str(error))
-    return _Own(full, weights, damaged)
-
-
-def _refuse_others(
-    config: CheckpointConfig, dump_folder: Path, folder: Path, steps: Mapping[int, Path]
-) -> None:
-    """Refuse a folder of another run, or, with "never", one that has been used."""
-    if theirs := [path for path in steps.values() if saved_by_dcp(path)]:
-        raise ConfigError(
-            f"checkpoint.folder: {theirs[-1]} was saved by torch's distributed checkpoint, not "
-            "by a run of this recipe; choose another job.dump_folder, and to start from it set "
-            f'checkpoint.initial_load_path = "{folder}" and initial_load_model_only = false'
-        )
-    if config.resume == "never":
-        used = [dump_folder / "metrics.jsonl", *saved_steps(folder).values()]
-        if found := [str(path) for path in used if path.exists()]:
-            raise ConfigError(
-                f'checkpoint.resume: got "never", but {dump_folder} has been used ({found[-1]}); '
-                "choose another job.dump_folder, or resume that run with --checkpoint.resume auto"
-            )
-
-
-def _chosen(config: CheckpointConfig, folder: Path, own: _Own) -> Path | None:
-    """Return the checkpoint to resume; None if there is none and the recipe allows that."""
-    if config.load_step >= 0:
-        if config.load_step in own.full:
-            return own.full[config.load_step]
-        asked = folder / f"step-{config.load_step}"
-        why = f"{own.damaged[asked]}; " if asked in own.damaged else ""
-        raise ConfigError(
-            f"checkpoint.load_step: there is no checkpoint of step {config.load_step} to "
-            f"resume in {folder}; {why}{_which(own.full)}"
-        )
-    if own.full:
-        return own.full[max(own.full)]
-    if own.damaged:
-        raise ConfigError(
-            f"checkpoint.folder: all checkpoints in {folder} are damaged; delete them to start "
-            f"from scratch\n{_lines(own.damaged)}"
-        )
-    if own.weights:
-        raise ConfigError(
-            f"checkpoint.folder: {folder} holds only weights ({_which(own.weights)}), which cannot "
-            "be resumed; choose another job.dump_folder and set checkpoint.initial_load_path"
-        )
-    if config.resume == "must":
-        raise ConfigError(
-            f'checkpoint.resume: got "must", but there is no checkpoint in {folder}; start from '
-            "scratch with --checkpoint.resume auto"
-        )
-    return None
-
-
 def step_already_saved_error(path: Path, *, starts_over: bool = False) -> ConfigError:
     """Return the error that a save would overwrite the checkpoint of a run that went further.
 
@@ -421,10 +359,6 @@ def step_already_saved_error(path: Path, *, starts_over: bool = False) -> Config
         f"to keep it, choose another job.dump_folder{also}, and set checkpoint.initial_load_path "
         "to the checkpoint to load and checkpoint.initial_load_model_only = false"
     )
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
 
 
 def _lines(damaged: Mapping[Path, str]) -> str:

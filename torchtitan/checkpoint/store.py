@@ -26,6 +26,11 @@ OF_NODE = ".frequent"
 NAME = re.compile(r"step-(\d+)")
 
 
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint by its name."""
+    return int(path.name.removeprefix("step-"))
+
+
 def store_of(path: Path) -> "Disk":
     """Return the store of a path."""
     return OBJECTS if isinstance(path, RemotePath) else DISK
