@@ -57,7 +57,7 @@ def when_saving(number, action):
         action()
         return begin(*arguments)
 
-    return at_call("torchtitan.checkpoint.saver:Saver._begin", number, then)
+    return at_call("torchtitan.checkpoint.store:Disk.begin", number, then)
 
 
 def limit_files(size):
@@ -172,7 +172,7 @@ def test_a_file_for_which_there_is_no_room(name, mode, tmp_path, undisturbed):
         (run / "checkpoint/step-4.saving" / name).symlink_to("/dev/full")
         return made
 
-    place = "torchtitan.checkpoint.saver:Saver._begin"
+    place = "torchtitan.checkpoint.store:Disk.begin"
     trap = traps(at_call(place, SECOND, full))
     played = play(recipe(run, checkpoint={"async_mode": mode}), traps={0: trap}, status=0)
     assert "step 4 could NOT be saved: [Errno 28] No space left on device" in played.log

@@ -64,11 +64,6 @@ def open_run(path: Path) -> SavedRun:
     )
 
 
-def of_copy(copy: int) -> str:
-    """Return the prefix of the names of a replica of the model; empty for the first."""
-    return f"replica.{copy}." if copy else ""
-
-
 class Checkpointable:
     """Everything that training changes; methods are called by every rank."""
 
@@ -82,6 +77,7 @@ class Checkpointable:
         self.copies = world.degrees.dp_replicate if model.runs_apart else 1
         """Number of replicas of the model whose weights may differ."""
         self.copy = dist.get_rank(world.groups["dp_replicate"]) if self.copies > 1 else 0
+        self.prefix = f"replica.{self.copy}." if self.copy else ""
 
     def weights(self) -> dict[str, Tensor]:
         """Return the parameters of this rank's stages."""
@@ -90,15 +86,10 @@ class Checkpointable:
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of this rank in a full checkpoint."""
         own = self.weights() | self.of_optimizer() | self._of_experts()
-        prefix = of_copy(self.copy)
-        named = {f"{prefix}{name}": tensor for name, tensor in own.items()}
+        named = {f"{self.prefix}{name}": tensor for name, tensor in own.items()}
         # Cloned, since the next backward may change these before a save has copied them.
         sending = {name: tensor.clone() for name, tensor in self._of_sending().items()}
         return named | self._of_generators() | sending
-
-    def weights_of_one(self) -> dict[str, Tensor]:
-        """Return the weights of this rank's stages if it is in the first replica, else nothing."""
-        return {} if self.copy else self.weights()
 
     def position(self) -> dict[str, Any]:
         """Return the counters and the data position of all ranks on rank 0; empty elsewhere."""
@@ -126,7 +117,8 @@ class Checkpointable:
         rng = self._of_generators() if has_rng else {}
         optimizer = {} if "optimizer" in skip else self.of_optimizer()
         source = self._of_this_copy(saved)
-        experts = self._of_experts() if any(map(_is_of_experts, source.shapes())) else {}
+        has_experts = any(name.startswith(EXPERTS) for name in source.shapes())
+        experts = self._of_experts() if has_experts else {}
         tensors = self.weights() | optimizer | rng | experts
         self._read(saved.path, tensors, source, {"model", "optimizer"} - set(skip))
         if found := self._not_finite():
@@ -157,9 +149,8 @@ class Checkpointable:
                 saved.path,
                 len(there) + 1,
             )
-        elif prefix := of_copy(self.copy):
-            own = [name for name in names if name.startswith(prefix)]
-            names |= {name.removeprefix(prefix): name for name in own}
+        elif prefix := self.prefix:
+            names |= {n.removeprefix(prefix): n for n in names if n.startswith(prefix)}
         return Renamed(saved.tensors, names)
 
     def _read(
@@ -231,10 +222,6 @@ class Checkpointable:
     def _of_generators(self) -> dict[str, Tensor]:
         states = self.world.device.rng_state()
         return {f"rng.{self.world.rank}.{kind}": state for kind, state in states.items()}
-
-
-def _is_of_experts(name: str) -> bool:
-    return name.startswith(EXPERTS)
 
 
 def _is_finite(weight: Tensor) -> bool:

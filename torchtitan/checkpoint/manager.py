@@ -75,7 +75,7 @@ class Checkpointer:
         """Return hooks that wait for the copies of saves before weights change."""
 
         def wait_until_writable() -> None:
-            if self.is_staging:
+            if any(saver.staging.is_under_way for saver in self.savers):
                 with timeline.pause("checkpoint"):
                     self.wait_staging()
 
@@ -120,14 +120,11 @@ class Checkpointer:
                     "data: the position of TorchTitan's data loader is not loaded%s",
                     "" if start.skip_samples else f"; {advice}",
                 )
-        if start.is_resume:
-            self._now_at(self.state.step)
         if self.frequent:
             self.frequent.report(self.state.step)
         if start.is_resume or self.config.saves:
             self._open_folder(start)
-        if self.config.saves:
-            self._begin_frequent()
+        self._begin(start.is_resume)
         for path, why in start.damaged:
             self._set_aside(path, why)
         for change in filter(None, (*start.changes, start.rate)):
@@ -141,6 +138,14 @@ class Checkpointer:
             began = time.monotonic()
             self.contents.data.skip(start.skip_samples)
             logger.info("data: skipped them in %.1f s", time.monotonic() - began)
+
+    def _begin(self, is_saved: bool) -> None:
+        """Let saves be of a start of the run at this step; `is_saved`: it was loaded."""
+        if self.frequent and self.config.saves:
+            self.savers[-1].start = self.frequent.begin(self.state.step)
+        if is_saved:
+            for saver in self.savers:
+                saver.saved_step = self.state.step
 
     def _open_folder(self, start: ResumePoint) -> None:
         """Note checkpoints to leave alone, clear unfinished ones, and verify that every rank can
@@ -203,20 +208,10 @@ class Checkpointer:
                 start = on_rank_0(self.world, lambda: self.choice.start(damaged))
         return start
 
-    def _begin_frequent(self) -> None:
-        """Let frequent checkpoints be of a start of the run at this step."""
-        if self.frequent:
-            self.savers[-1].start = self.frequent.begin(self.state.step)
-
     def _nodes_of(self, path: Path) -> Nodes:
         """Return the nodes that have a checkpoint each; one, if all ranks share it."""
         is_frequent = self.frequent is not None and self.frequent.holds(path)
         return self.savers[-1 if is_frequent else 0].nodes
-
-    def _now_at(self, step: int) -> None:
-        """Let a step that was loaded count as saved."""
-        for saver in self.savers:
-            saver.saved_step = step
 
     def _set_aside(self, path: Path, why: str) -> None:
         if self.config.load_only:
@@ -262,18 +257,14 @@ class Checkpointer:
         on_rank_0(self.world, lambda: self._delete_skipped(before_step))
         saved = on_all_ranks(self.world, lambda: open_run(path))
         self._restore(saved)
-        self._begin_frequent()
-        self._now_at(self.state.step)
+        self._begin(is_saved=True)
         return True
 
     def _record_rollback(self, path: Path, data: Mapping[str, Any]) -> None:
         saved = disk.read_state(path, read_manifest(path))
-        state, samples = (
-            saved["train_state"],
-            data["samples"] - saved.get("data", {"samples": 0})["samples"],
-        )
+        state, before = saved["train_state"], saved.get("data", {"samples": 0})["samples"]
         state["rollbacks"] = self.state.rollbacks + 1
-        state["skipped_samples"] = state.get("skipped_samples", 0) + samples
+        state["skipped_samples"] = state.get("skipped_samples", 0) + data["samples"] - before
         if self.world.rank == 0:
             self.record("rollback", {"train_state": state, "data": data})
         disk.replace_state(path, saved | {"data": data})
@@ -322,34 +313,24 @@ class Checkpointer:
             finished: whether the run is complete rather than only stopped.
             final: whether no step will follow; unless one does, it is kept for good.
         """
-        step = self.state.step
-        if not self.config.saves_at(step, is_final=final):
-            self._save_often(step)
-            return
-        self.saver.wait_until_idle()
-        path = self.folder / f"step-{step}"
-        if on_rank_0(self.world, lambda: self.store.is_taken(path)):
-            raise step_already_saved_error(path)
-        self.exports = finished and self.config.last_save_in_hf
-        model_only = finished and self.config.last_save_model_only
-        tensors = self.contents.weights_of_one() if model_only else self.contents.tensors()
+        step, saver, model_only = self.state.step, self.savers[-1], False
+        if self.config.saves_at(step, is_final=final):
+            saver = self.saver
+            saver.wait_until_idle()
+            path = self.folder / f"step-{step}"
+            if on_rank_0(self.world, lambda: self.store.is_taken(path)):
+                raise step_already_saved_error(path)
+            self.exports = finished and self.config.last_save_in_hf
+            model_only = finished and self.config.last_save_model_only
         if model_only:
             dtype = getattr(torch, self.config.export_dtype)
-            tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+            weights = {} if self.contents.copy else self.contents.weights()  # of the first replica
+            tensors = {name: weight.to(dtype) for name, weight in weights.items()}
+        else:
+            tensors = self.contents.tensors()
         position = self.contents.position()
         self.record("checkpoint", position)
-        self.saver.save(step, tensors, position | self.about, model_only)
-
-    def _save_often(self, step: int) -> None:
-        """Save a step as a frequent checkpoint."""
-        position = self.contents.position()
-        self.record("checkpoint", position)
-        self.savers[-1].save(step, self.contents.tensors(), position | self.about, False)
-
-    @property
-    def is_staging(self) -> bool:
-        """Whether weights must not change yet; see `wait_staging`."""
-        return any(saver.staging.is_under_way for saver in self.savers)
+        saver.save(step, tensors, position | self.about, model_only)
 
     def wait_staging(self) -> None:
         """Return when weights may change."""

@@ -17,6 +17,7 @@ and copies when they are written. Pinned memory returns to torch's cache, from w
 takes it: pinning memory takes longer than copying into it.
 """
 
+import itertools
 import re
 import threading
 import time
@@ -292,14 +293,6 @@ class Saver:
     def _last(self) -> str:
         return f"step-{self.saved_step}" if self.saved_step else "none"
 
-    def _begin(self, path: Path) -> str | None:
-        """Create the folder of a save; return the error, if any."""
-        try:
-            self.store.begin(path)
-        except OSError as error:
-            return str(error)
-        return None
-
     def _write(self, save: Save) -> Written | None:
         """Write this rank's pieces, with retries; return None if it has none."""
         collect, save.copies = save.copies, None
@@ -308,37 +301,31 @@ class Saver:
         if not pieces:
             return None
         file = save.path / f"rank-{self.world.rank}.safetensors"
-        for number in range(1, self.config.save_attempts):
+        for number in itertools.count(1):
             try:
                 return write_file(file, pieces)
             except OSError as error:
+                if number == self.config.save_attempts:
+                    raise
                 delay = RETRY_SECONDS * 2 ** (number - 1)
-                logger.warning(
-                    "%s: attempt %d of %d failed (%s); retrying in %g s",
-                    file,
-                    number,
-                    self.config.save_attempts,
-                    error.strerror or error,
-                    delay,
-                )
+                message = "%s: attempt %d of %d failed (%s); retrying in %g s"
+                why, most = error.strerror or error, self.config.save_attempts
+                logger.warning(message, file, number, most, why, delay)
                 time.sleep(delay)
-        return write_file(file, pieces)
+        return None
 
     def _write_and_commit(self, save: Save) -> bool:
         """Write this rank's file, and commit when all have; return whether it is a checkpoint."""
         world, nodes = self._apart.world, self._apart
         meet(world)
-        begun = nodes.lead(lambda: self._begin(save.path))
-        if problems := [problem for problem in begun if problem]:
-            self._failed(save, problems)
+        if self._failed(save, nodes.lead(lambda: told(lambda: self.store.begin(save.path)))):
             return False
         began = time.perf_counter()
-        outcome = attempt(lambda: self._write_or_tell(save))
+        outcome = attempt(lambda: told(lambda: self._write(save)))
         written = time.perf_counter() - began
         meet(world)
         mine = on_all_ranks(world, outcome)
-        if problems := world.gather_found([mine] if isinstance(mine, str) else []):
-            self._failed(save, problems)
+        if self._failed(save, world.gather_found([mine] if isinstance(mine, str) else [])):
             return False
         assert not isinstance(mine, str), "a problem, which all ranks know"
         digests = mine.digests if mine else {}
@@ -347,9 +334,8 @@ class Saver:
         with responding():
             dist.all_reduce(sums, group=world.slow_group)
         rows, state = nodes.share((rows, save.state))
-        done = nodes.lead(lambda: self._complete(save, rows, sums, state))
-        if problems := [found for found in done if isinstance(found, str)]:
-            self._failed(save, problems)
+        done = nodes.lead(lambda: told(lambda: self._complete(save, rows, sums, state)))
+        if self._failed(save, done):
             return False
         self.saved_step, self.failed_step = save.step, None
         self.seconds = time.perf_counter() - save.began
@@ -360,54 +346,47 @@ class Saver:
         logger.info(message, path, f"{size / 1e6:,.1f}", written, waits)
         return True
 
-    def _write_or_tell(self, save: Save) -> Written | str | None:
-        """Write this rank's file; return the error instead if it need not end the run."""
-        try:
-            return self._write(save)
-        except (OSError, ConfigError) as error:
-            return str(error)
-
     def _complete(
         self, save: Save, rows: Sequence[FileRow | None], sums: Tensor, state: Mapping[str, Any]
-    ) -> int | str:
-        """Complete the checkpoint on a leader; return its bytes, or the error."""
+    ) -> int:
+        """Complete the checkpoint on a leader; return its bytes."""
         here = self.nodes.here if len(self.nodes.ranks) > 1 else ()
         files = {
             row.name: row.file for n, row in enumerate(rows) if row and (not here or n in here)
         }
         digests = save.layout.digests(sums, [row.own if row else {} for row in rows])
-        try:
-            manifest = write_manifest_of(
-                save.path,
-                files,
-                state,
-                save.layout.groups,
-                digests,
-                step=save.step,
-                model_only=save.model_only,
-                ranks=self.world.size,
-                layout=self.world.degrees._asdict(),
-                here=ranges_of(here),
-                start=self.start,
-            )
-            self.store.commit(save.path)
-        except OSError as error:
-            return str(error)
+        manifest = write_manifest_of(
+            save.path,
+            files,
+            state,
+            save.layout.groups,
+            digests,
+            step=save.step,
+            model_only=save.model_only,
+            ranks=self.world.size,
+            layout=self.world.degrees._asdict(),
+            here=ranges_of(here),
+            start=self.start,
+        )
+        self.store.commit(save.path)
         return manifest.bytes
 
-    def _failed(self, save: Save, problems: Sequence[str]) -> None:
-        """Log the failure and delete the partial save; existing checkpoints stay."""
+    def _failed(self, save: Save, found: Sequence[object]) -> bool:
+        """Whether there are problems, which are text, among what ranks have `found`.
+
+        If so, log them and delete the partial save; existing checkpoints stay.
+        """
+        problems = [each for each in found if isinstance(each, str)]
+        if not problems:
+            return False
         self.failed_step = save.step
         if self.nodes.is_leader:
             self.store.discard(save.path)
             if len(self.nodes.ranks) > 1:  # one may have committed it
                 self.store.discard(self.folder / f"step-{save.step}")
-        logger.error(
-            "step %d could NOT be saved: %s. Training continues; the last checkpoint is %s",
-            save.step,
-            "; ".join(dict.fromkeys(problems)),
-            self._last,
-        )
+        message = "step %d could NOT be saved: %s. Training continues; the last checkpoint is %s"
+        logger.error(message, save.step, "; ".join(dict.fromkeys(problems)), self._last)
+        return True
 
     def _read_back(self, save: Save) -> None:
         """Verify what this rank wrote; then delete older checkpoints, or set this one aside."""
@@ -423,20 +402,27 @@ class Saver:
             logger.error(message, unread[0], path)
         elif problems:
             self.failed_step = save.step
-            self.saved_step = self._apart.lead(lambda: self._set_aside(path, save.step, problems))[
-                0
-            ]
+            aside = self._apart.lead(lambda: self._set_aside(path, save.step, problems[0]))
+            self.saved_step = aside[0]
         elif self.nodes.is_leader and self.retention.latest:
             disk.delete_old_checkpoints(self.folder, save.step, *self.retention)
 
-    def _set_aside(self, path: Path, step: int, problems: Sequence[str]) -> int | None:
+    def _set_aside(self, path: Path, step: int, problem: str) -> int | None:
         """Set a damaged checkpoint aside; return the newest remaining step."""
         try:
-            logger.error("%s; renamed to %s", problems[0], self.store.set_aside(path))
+            logger.error("%s; renamed to %s", problem, self.store.set_aside(path))
             return max((n for n in disk.saved_steps(self.folder) if n < step), default=None)
         except OSError as error:
-            logger.error("%s; it could not be renamed: %s", problems[0], error)
+            logger.error("%s; it could not be renamed: %s", problem, error)
             return None
+
+
+def told(work: Callable[[], T]) -> T | str:
+    """Do `work`; return its error as text instead, if it need not end the run."""
+    try:
+        return work()
+    except (OSError, ConfigError) as error:
+        return str(error)
 
 
 class RankLost(RuntimeError):
