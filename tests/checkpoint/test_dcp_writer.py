@@ -26,7 +26,7 @@ from tests.runs import losses, train
 from tests.small_weights import FLAVORS, IN_META, SCALING, SPEC, content, run, same, saved, weights
 from tests.tiers import tiers
 from tests.torchtitan_run import TorchTitanRun, save
-from torchtitan.checkpoint.dcp import export
+from torchtitan.checkpoint.dcp import torchtitan as export
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import translated
 from torchtitan.checkpoint.folder import read_state, replace_state

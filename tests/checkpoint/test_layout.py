@@ -11,13 +11,7 @@ import torch
 from torchtitan.checkpoint.dcp.reader import problem_of_chunks
 from torchtitan.checkpoint.layout import PlacedTensor, Placement, RankGroup, ranges_of
 from torchtitan.checkpoint.manifest import Damaged, File, hash_file, read_manifest, write_manifest
-from torchtitan.checkpoint.storage import (
-    Piece,
-    SavedTensors,
-    StoredBlock,
-    write_file,
-    write_manifest_of,
-)
+from torchtitan.checkpoint.storage import Piece, SavedTensors, write_file, write_manifest_of
 
 SHAPES = [(), (1,), (7,), (16,), (5, 3), (8, 6), (4, 0), (3, 5, 7)]
 
@@ -46,12 +40,11 @@ def test_blocks_of_all_ranks_are_the_whole_tensor(seed):
         group = RankGroup(range(placement.first, placement.first + ranks), {})
         group.items = {"a": PlacedTensor(torch.float32, shape, placement)}
         found = group.find("a", tuple(map(range, shape)), None)
-        chunks = [StoredBlock(block.offsets, block.sizes, None) for block in found]
         if math.prod(shape):
-            assert problem_of_chunks(shape, chunks) is None
-            assert len({block.rank for block in found}) == len(found)
+            assert problem_of_chunks(shape, found) is None
+            assert len({block.place for block in found}) == len(found)
         for block in found:
-            assert block.rank in group.ranks
+            assert block.place in group.ranks
         wanted = tuple(range(*sorted(dice.choices(range(n + 1), k=2))) for n in shape)
         overlapping = [
             block
@@ -73,7 +66,7 @@ def test_copies_take_turns_by_their_bytes_and_few_of_them_write():
     load = dict.fromkeys(range(32), 0)
     for name, item in items.items():
         for block in group.find(name, tuple(map(range, item.shape)), None):
-            load[block.rank] += math.prod(block.sizes)
+            load[block.place] += math.prod(block.sizes)
     writers = [size for size in load.values() if size]
     assert len(writers) == 16, "eight copies of two blocks"
     assert max(writers) < 1.5 * min(writers)
@@ -171,8 +164,8 @@ def test_copies_in_different_groups_leave_no_block_without_a_writer():
     item = PlacedTensor(torch.float32, (4, 2), Placement(0, ((0, 2, 1),), ((2, 2),)))
     whole = (range(4), range(2))
     first, other = RankGroup([0, 1], {"a": item}), RankGroup([2, 3], {"copy.1.a": item})
-    assert [block.rank for block in first.find("a", whole, None, [first, other])] == [0, 1]
-    assert [block.rank for block in other.find("copy.1.a", whole, None, [first, other])] == [2, 3]
+    assert [block.place for block in first.find("a", whole, None, [first, other])] == [0, 1]
+    assert [block.place for block in other.find("copy.1.a", whole, None, [first, other])] == [2, 3]
     even, odd = RankGroup([0, 2], {"a": item}), RankGroup([1, 3], {"a": item, "more": item})
-    assert [block.rank for block in even.find("a", whole, None, [even, odd])] == [0, 1]
+    assert [block.place for block in even.find("a", whole, None, [even, odd])] == [0, 1]
     assert even.find("a", whole, None, [even]) is None

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.checkpoint.placement import Nodes
-from torchtitan.checkpoint.ranges import Piece, Sizes
+from torchtitan.checkpoint.ranges import Piece, Sizes, StoredBlock
 from torchtitan.digest import signed, unsigned
 from torchtitan.parallel import World
 from torchtitan.torch_private.dtensor import (
@@ -95,14 +95,6 @@ class PlacedTensor(NamedTuple):
     """None: every rank of the group holds all of it."""
 
 
-class PlacedBlock(NamedTuple):
-    """Block of a tensor, and the rank whose file has it."""
-
-    offsets: Sizes
-    sizes: Sizes
-    rank: int
-
-
 class RankGroup:
     """Ranks that hold the same tensors in the same way; `*` is the rank in the name of its own."""
 
@@ -146,8 +138,10 @@ class RankGroup:
         wanted: Ranges,
         here: Collection[int] | None,
         others: Sequence["RankGroup"] = (),
-    ) -> list[PlacedBlock] | None:
-        """Return the blocks that overlap `wanted`; None if files of `here` lack any of it.
+    ) -> list[StoredBlock[int]] | None:
+        """Return the blocks that overlap `wanted`, and the ranks whose files have them.
+
+        Returns None if files of `here` lack any of it.
 
         Args:
             others: all groups, which may have parts of the same tensor.
@@ -160,7 +154,7 @@ class RankGroup:
             if writer is None:
                 return None
             offsets, sizes = tuple(r.start for r in block), tuple(map(len, block))
-            found.append(PlacedBlock(offsets, sizes, writer))
+            found.append(StoredBlock(offsets, sizes, writer))
         return found
 
     def to_json(self, placements: list[Placement], digests: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ import math
 import mmap
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ CODES = {
 """Names of dtypes in safetensors."""
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 Sizes = tuple[int, ...]
+Kind = tuple[torch.dtype, Sizes]
+"""Dtype and shape of a tensor."""
+Place = TypeVar("Place")
 
 
 class Piece(NamedTuple):
@@ -70,19 +73,77 @@ class Piece(NamedTuple):
     digest: int | None = None
     """Digest of the block; None until it is computed."""
 
+    @classmethod
+    def whole(cls, name: str, dtype: torch.dtype, shape: Sequence[int]) -> "Piece":
+        """Return a whole tensor as a block."""
+        return cls(name, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
 
-class TensorSource(Protocol):
-    """Interface to named tensors that can be read one at a time, whole or in part."""
 
-    def shapes(self) -> Mapping[str, tuple[torch.dtype, Sizes]]:
+class StoredBlock(NamedTuple, Generic[Place]):
+    """Block of a tensor and its location."""
+
+    offsets: Sizes
+    sizes: Sizes
+    place: Place
+
+
+class TensorSource(ABC):
+    """Named tensors that can be read one at a time, whole or in part."""
+
+    kinds: Mapping[str, Kind]
+
+    def shapes(self) -> Mapping[str, Kind]:
         """Return dtype and shape by name."""
-        ...
+        return self.kinds
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """Read a tensor, or a block of it; copy it, do not modify it."""
-        ...
+        shape = self.kinds[name][1]
+        sizes = shape if sizes is None else tuple(sizes)
+        return self.part(name, (0,) * len(shape) if offsets is None else tuple(offsets), sizes)
+
+    @abstractmethod
+    def part(self, name: str, offsets: Sizes, sizes: Sizes) -> Tensor:
+        """Read a block of a tensor; see `read`."""
+
+
+def join_pieces(
+    dtype: torch.dtype,
+    offsets: Sizes,
+    sizes: Sizes,
+    blocks: Iterable[StoredBlock[Place]],
+    read: Callable[[StoredBlock[Place], Sizes, Sizes], Tensor],
+    where: str,
+) -> Tensor:
+    """Assemble a part of a tensor from its blocks, without copying if it is within one of them.
+
+    Args:
+        read: reads a part of a block, given offsets in the block and sizes.
+        where: checkpoint and name of the tensor, for an error.
+
+    Raises:
+        Damaged: if some elements are in no block.
+    """
+    found, left = torch.empty(sizes, dtype=dtype), math.prod(sizes)
+    for block in blocks:
+        spans = [
+            (max(a, b), min(a + n, b + m))
+            for a, n, b, m in zip(offsets, sizes, block.offsets, block.sizes, strict=True)
+        ]
+        if any(low >= high for low, high in spans):
+            continue
+        inside = tuple(low - b for (low, _), b in zip(spans, block.offsets, strict=True))
+        part = read(block, inside, tuple(high - low for low, high in spans))
+        if part.shape == sizes:
+            return part
+        left -= part.numel()
+        at = (slice(low - a, high - a) for (low, high), a in zip(spans, offsets, strict=True))
+        found[tuple(at)] = part
+    if left > 0:
+        raise Damaged(f"{where}: damaged: {left:,} of {found.numel():,} elements are in no file")
+    return found
 
 
 class Files(ABC):

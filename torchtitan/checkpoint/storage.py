@@ -17,12 +17,12 @@ verified by it.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -30,7 +30,6 @@ from torch import Tensor
 
 from torchtitan.checkpoint.folder import TrainState
 from torchtitan.checkpoint.layout import (
-    PlacedBlock,
     PlacedTensor,
     Placement,
     Ranges,
@@ -55,17 +54,21 @@ from torchtitan.checkpoint.ranges import (
     SHARDING,
     Files,
     Header,
+    Kind,
     Piece,
     Sizes,
+    StoredBlock,
     TensorSource,
     contiguous,
     files_in,
+    join_pieces,
     read_header,
 )
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.digest import digest, unsigned
 
 INDEX = "tensors.json"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,22 +80,15 @@ class Written:
     digests: Mapping[str, int]
 
 
-class Renamed:
-    """`TensorSource` with the tensors of another under new names."""
+class Renamed(TensorSource):
+    """Tensors of another source under new names."""
 
     def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
         """`names` maps new names to old; other tensors are omitted."""
-        self.source, self.names = source, names
+        self.source, self.names, kinds = source, names, source.shapes()
+        self.kinds = {new: kinds[old] for new, old in names.items()}
 
-    def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
-        """Return dtype and shape by new name."""
-        found = self.source.shapes()
-        return {new: found[old] for new, old in self.names.items()}
-
-    def read(
-        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """Read a tensor, or a block of it; copy it, do not modify it."""
+    def part(self, name: str, offsets: Sizes, sizes: Sizes) -> Tensor:
         return self.source.read(self.names[name], offsets, sizes)
 
 
@@ -104,20 +100,15 @@ def xor_digest(tensor: Tensor) -> int:
     return int(torch.hash_tensor(wide).item())
 
 
-def digests_of_tensors(digests: Mapping[str, Any]) -> dict[str, int]:
-    """Return digests by name, given those of items."""
+def digest_of_all(digests: Mapping[str, Any]) -> str:
+    """Combine the digests of all items into one; of `*` each rank has one."""
     found: dict[str, int] = {}
     for key, each in digests.items():
         if isinstance(each, Mapping):
             found |= {key.replace("*", str(rank), 1): part for rank, part in each.items()}
         else:
             found[key] = each
-    return found
-
-
-def digest_of_all(digests: Mapping[str, int]) -> str:
-    """Combine the digests of all tensors into one."""
-    lines = "".join(f"{name} {digests[name]:016x}\n" for name in sorted(digests))
+    lines = "".join(f"{name} {found[name]:016x}\n" for name in sorted(found))
     return xxhash.xxh3_64_hexdigest(lines.encode())
 
 
@@ -185,6 +176,21 @@ def arrange(pieces: Sequence[Piece]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def in_shards(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Yield items in order, as many together as fit into `most` bytes, or one that is larger."""
+    shard: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if shard and total + size > most:
+            yield shard
+            shard, total = [], 0
+        shard.append(item)
+        total += size
+    if shard:
+        yield shard
+
+
 def write_tensors(
     folder: Path,
     tensors: Iterable[tuple[str, Tensor]],
@@ -200,28 +206,16 @@ def write_tensors(
     files: dict[str, File] = {}
     groups: list[RankGroup] = []
     digests: dict[str, int] = {}
-    shard: list[tuple[Piece, Tensor]] = []
     is_run = "train_state" in about
     kind = "run" if is_run else "weights"
-
-    def flush() -> None:
-        written = write_file(folder / f"{kind}-{len(files)}.safetensors", shard)
-        items = {piece.name: PlacedTensor(piece.dtype, piece.shape, None) for piece, _ in shard}
+    for shard in in_shards(tensors, lambda pair: pair[1].nbytes, max_shard_bytes):
+        path = folder / f"{kind}-{len(files)}.safetensors"
+        written = write_file(path, [(Piece.whole(n, t.dtype, t.shape), t) for n, t in shard])
+        items = {n: PlacedTensor(t.dtype, tuple(t.shape), None) for n, t in shard}
+        shard.clear()  # before the next tensors are read
         groups.append(RankGroup([len(files)], items))
         files[written.name] = written.file
-        digests.update(written.digests)
-        shard.clear()
-
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > max_shard_bytes:
-            flush()
-            size = 0
-        shape = tuple(tensor.shape)
-        shard.append((Piece(name, tensor.dtype, shape, (0,) * len(shape), shape), tensor))
-        size += tensor.nbytes
-    if shard:
-        flush()
+        digests |= written.digests
     state = {"train_state": asdict(TrainState()), **about}
     ranks = 0 if is_run else 1  # ranks with state of their own in it
     step = state["train_state"]["step"]
@@ -247,7 +241,7 @@ def write_manifest_of(
     placements: list[Placement] = []
     described = [group.to_json(placements, digests) for group in groups]
     manifest = Manifest(
-        digest=digest_of_all(digests_of_tensors(digests)),
+        digest=digest_of_all(digests),
         files={**files, STATE_FILE: write_json(folder / STATE_FILE, state)},
         groups=described,
         placements=placements,
@@ -259,60 +253,13 @@ def write_manifest_of(
 
 # --- reading ---
 
-Place = TypeVar("Place")
-
-
-class StoredBlock(NamedTuple, Generic[Place]):
-    """PlacedBlock of a tensor and its location."""
-
-    offsets: Sizes
-    sizes: Sizes
-    place: Place
-
-
-def join_pieces(
-    dtype: torch.dtype,
-    offsets: Sizes,
-    sizes: Sizes,
-    blocks: Iterable[StoredBlock[Place]],
-    read: Callable[[StoredBlock[Place], Sizes, Sizes], Tensor],
-    where: str,
-) -> Tensor:
-    """Assemble a part of a tensor from its blocks, without copying if it is within one of them.
-
-    Args:
-        read: reads a part of a block, given offsets in the block and sizes.
-        where: checkpoint and name of the tensor, for an error.
-
-    Raises:
-        Damaged: if some elements are in no block.
-    """
-    found, left = torch.empty(sizes, dtype=dtype), math.prod(sizes)
-    for block in blocks:
-        spans = [
-            (max(a, b), min(a + n, b + m))
-            for a, n, b, m in zip(offsets, sizes, block.offsets, block.sizes, strict=True)
-        ]
-        if any(low >= high for low, high in spans):
-            continue
-        inside = tuple(low - b for (low, _), b in zip(spans, block.offsets, strict=True))
-        part = read(block, inside, tuple(high - low for low, high in spans))
-        if part.shape == sizes:
-            return part
-        left -= part.numel()
-        at = (slice(low - a, high - a) for (low, high), a in zip(spans, offsets, strict=True))
-        found[tuple(at)] = part
-    if left > 0:
-        raise Damaged(f"{where}: damaged: {left:,} of {found.numel():,} elements are in no file")
-    return found
-
 
 class Indexed:
     """Places of the blocks of a checkpoint of format 2 or 3, by its index."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest) -> None:
         self.index: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, INDEX))
-        self.shapes: dict[str, tuple[torch.dtype, Sizes]] = {}
+        self.shapes: dict[str, Kind] = {}
         self.digests: dict[str, int] = {}
         for name, entry in self.index.items():
             self.shapes[name] = getattr(torch, entry["dtype"]), tuple(entry["shape"])
@@ -337,7 +284,7 @@ class Placed:
             raise Damaged(f"{checkpoint / MANIFEST}: damaged: {error}") from None
         ranks = [rank for each in manifest.here for rank in range(*each)]
         self._here = frozenset(ranks) if ranks else None
-        self.shapes: dict[str, tuple[torch.dtype, Sizes]] = {}
+        self.shapes: dict[str, Kind] = {}
         self._groups: dict[str, list[tuple[RankGroup, int]]] = {}
         for group in groups:
             for key, item in group.items.items():
@@ -353,7 +300,7 @@ class Placed:
         for group, rank in self._groups[name]:
             if name not in group.items:
                 shape = self.shapes[name][1]
-                found: list[PlacedBlock] | None = [PlacedBlock((0,) * len(shape), shape, rank)]
+                found: list[StoredBlock[int]] | None = [StoredBlock((0,) * len(shape), shape, rank)]
             else:
                 others = [each for each, _ in self._groups[name]]
                 found = group.find(name, wanted, self._here, others)
@@ -361,8 +308,8 @@ class Placed:
                 return [self._stored(name, block) for block in found]
         raise Damaged(f"{self.checkpoint}: {name}: the files of other nodes have it")
 
-    def _stored(self, name: str, block: PlacedBlock) -> StoredBlock[tuple[str, int]]:
-        file = f"{self._prefix}-{block.rank}.safetensors"
+    def _stored(self, name: str, block: StoredBlock[int]) -> StoredBlock[tuple[str, int]]:
+        file = f"{self._prefix}-{block.place}.safetensors"
         path = self.checkpoint / file
         if file not in self._rows:
             raise Damaged(f"{self.checkpoint / MANIFEST}: damaged: it has no {file}")
@@ -382,7 +329,7 @@ class Placed:
         return StoredBlock(block.offsets, block.sizes, (file, stored.begin))
 
 
-class SavedTensors:
+class SavedTensors(TensorSource):
     """Tensors of a checkpoint of ours."""
 
     def __init__(self, checkpoint: Path) -> None:
@@ -396,27 +343,19 @@ class SavedTensors:
             self._places = Placed(checkpoint, manifest, self._files)
         else:
             self._places = Indexed(checkpoint, manifest)
-
-    def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
-        """Return dtype and shape by name."""
-        return self._places.shapes
+        self.kinds = self._places.shapes
 
     def is_intact(self, name: str, tensor: Tensor) -> bool:
         """Whether `tensor`, the whole tensor `name`, has the digest that was saved."""
         found = xor_digest(tensor) if self._has_xor else unsigned(int(digest(tensor).item()))
         return found == self._places.digests[name]
 
-    def read(
-        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """Read a tensor, or a block of it: a view of the file if one piece contains it."""
-        dtype, shape = self._places.shapes[name]
-        sizes = shape if sizes is None else tuple(sizes)
-        offsets = (0,) * len(sizes) if offsets is None else tuple(offsets)
+    def part(self, name: str, offsets: Sizes, sizes: Sizes) -> Tensor:
+        dtype = self.kinds[name][0]
         wanted = tuple(range(at, at + size) for at, size in zip(offsets, sizes, strict=True))
         blocks = self._places.blocks(name, wanted)
 
-        def part(block: StoredBlock[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
+        def read(block: StoredBlock[tuple[str, int]], at: Sizes, shape: Sizes) -> Tensor:
             return self._files.block(block.place, dtype, contiguous(block.sizes), at, shape)
 
-        return join_pieces(dtype, offsets, sizes, blocks, part, f"{self.checkpoint}: {name}")
+        return join_pieces(dtype, offsets, sizes, blocks, read, f"{self.checkpoint}: {name}")

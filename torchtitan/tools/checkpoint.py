@@ -19,7 +19,6 @@ from torchtitan.checkpoint.folder import read_state, read_verified_manifest
 from torchtitan.checkpoint.manifest import Damaged, Manifest, problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.checkpoint.weights import conversion as weights
-from torchtitan.checkpoint.weights import merging
 from torchtitan.checkpoint.weights.opening import find
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError, hub, is_hub_id
@@ -216,8 +215,8 @@ def merge(
     They may be of one run or of several, in any format, but must be of one network.
     """
     import_modules(imports or (), "--imports")
-    found = merging.chosen(sources, steps or ())
-    merging.merge(found, shares or [1.0] * len(found), output, {"versions": versions()})
+    found = weights.chosen(sources, steps or ())
+    weights.merge(found, shares or [1.0] * len(found), output, {"versions": versions()})
 
 
 def _effective_settings(recipe: str) -> dict[str, Any]:

@@ -27,8 +27,16 @@ from torchtitan.checkpoint.dcp.items import (
     layout_of,
 )
 from torchtitan.checkpoint.manifest import Damaged, reading
-from torchtitan.checkpoint.ranges import Files, Sizes, contiguous, files_in, read_header
-from torchtitan.checkpoint.storage import StoredBlock, join_pieces
+from torchtitan.checkpoint.ranges import (
+    Files,
+    Sizes,
+    StoredBlock,
+    TensorSource,
+    contiguous,
+    files_in,
+    join_pieces,
+    read_header,
+)
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
 from torchtitan.remote import refuse_pointer
@@ -242,7 +250,7 @@ def saved_by_dcp(path: Path) -> bool:
     return is_dcp(path) or (not has_manifest and any(any(path.glob(sign)) for sign in signs))
 
 
-class DcpCheckpoint:
+class DcpCheckpoint(TensorSource):
     """Checkpoint written by `dcp.save`, with its own names, nested by dots."""
 
     def __init__(self, path: Path) -> None:
@@ -261,10 +269,7 @@ class DcpCheckpoint:
             raise unfinished(path)
         self._files = files_in(self.folder)
         self._layouts: dict[Item, TensorLayout] = {}
-
-    def shapes(self) -> dict[str, tuple[torch.dtype, Sizes]]:
-        """Return dtype and shape of tensors by name."""
-        return {name: (e.dtype, e.shape) for name, e in self.contents.tensors.items()}
+        self.kinds = {name: (e.dtype, e.shape) for name, e in self.contents.tensors.items()}
 
     def values(self) -> Iterable[str]:
         """Return the names of values that are not tensors."""
@@ -290,18 +295,8 @@ class DcpCheckpoint:
         except (RuntimeError, EOFError, LookupError, TypeError, ValueError) as error:
             raise Damaged(f"{where}: damaged: {error}") from None
 
-    def read(
-        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """Read a tensor, or a block of it; copy it, do not modify it.
-
-        Raises:
-            ConfigError: if it is not a plain tensor.
-            Damaged: if it is not the one that was saved.
-        """
+    def part(self, name: str, offsets: Sizes, sizes: Sizes) -> Tensor:
         entry = self.contents.tensors[name]
-        sizes = entry.shape if sizes is None else tuple(sizes)
-        offsets = (0,) * len(sizes) if offsets is None else tuple(offsets)
 
         def block(chunk: Chunk, at: Sizes, shape: Sizes) -> Tensor:
             layout = self._layout(name, chunk)

@@ -5,9 +5,10 @@ connects them. So no code knows two formats at once, and at most one file of a m
 The destination gets its name once it is complete.
 """
 
+import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,26 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from torchtitan.checkpoint.dcp.export import write_torchtitan
+from torchtitan.checkpoint.dcp.torchtitan import write_torchtitan
+from torchtitan.checkpoint.ranges import Sizes
 from torchtitan.checkpoint.storage import Renamed, TensorSource, write_tensors
-from torchtitan.checkpoint.store import MANIFEST, store_of
+from torchtitan.checkpoint.store import MANIFEST, NAME, store_of
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import cast, weights_of
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG, write_hugging_face
 from torchtitan.checkpoint.weights.meta_files import PARAMS, write_meta
-from torchtitan.checkpoint.weights.network import Network, not_expressed
-from torchtitan.checkpoint.weights.opening import FOREIGN, OPEN, Opened, find_format, open_dcp_of
-from torchtitan.config import ConfigError
+from torchtitan.checkpoint.weights.network import Network, not_expressed, unlike
+from torchtitan.checkpoint.weights.opening import (
+    FOREIGN,
+    OPEN,
+    Opened,
+    find,
+    find_format,
+    open_dcp_of,
+)
+from torchtitan.config import ConfigError, RecipeError
 from torchtitan.logging import logger
 from torchtitan.optim.average import AVERAGE
 from torchtitan.remote import PART, RemotePath
@@ -265,3 +275,95 @@ def parse_size(text: str) -> int:
     if size < 1:
         raise ConfigError(f"--max-shard-size: got {text}; wanted a size such as 5GB or 512MiB")
     return int(size)
+
+
+# --- the mean of several: `torchtitan checkpoint merge` ---
+
+
+class Mean(TensorSource):
+    """Weighted mean of the tensors of several sources, computed in float64."""
+
+    def __init__(self, sources: Sequence[TensorSource], weights: Sequence[float]) -> None:
+        """`weights` need not add up to 1."""
+        self.sources, self.kinds = sources, sources[0].shapes()
+        self.weights = [weight / math.fsum(weights) for weight in weights]
+
+    def part(self, name: str, offsets: Sizes, sizes: Sizes) -> Tensor:
+        parts = (source.read(name, offsets, sizes) for source in self.sources)
+        first = next(parts)
+        total = first.double() * self.weights[0]
+        for part, weight in zip(parts, self.weights[1:], strict=True):
+            total.add_(part.double(), alpha=weight)
+        return total.to(first.dtype)
+
+
+def merge(
+    checkpoints: Sequence[Path],
+    weights: Sequence[float],
+    destination: Path,
+    about: Mapping[str, Any],
+) -> None:
+    """Write the weighted mean of the weights of checkpoints, one tensor at a time.
+
+    The result is a checkpoint of weights alone: a `checkpoint.initial_load_path`.
+
+    Args:
+        checkpoints: folders of weights of one network, in any format.
+        weights: one for each of them; they need not add up to 1.
+        about: origin to record in the result.
+
+    Raises:
+        ConfigError: with all problems, before anything is written.
+    """
+    if destination.exists():
+        raise ConfigError(f"--output: {destination} exists already; nothing was written")
+    if len(checkpoints) < 2:
+        raise ConfigError(f"{checkpoints[0]}: got one checkpoint; wanted several, as by --steps")
+    if len(weights) != len(checkpoints):
+        raise ConfigError(
+            f"--weights: got {len(weights)} for {len(checkpoints)} checkpoints; wanted one for each"
+        )
+    if not abs(math.fsum(weights)) > 1e-9 * math.fsum(map(abs, weights)):
+        raise ConfigError("--weights: they add up to 0, so there is no mean")
+    opened = [OPEN[find_format(path)](path, None, None) for path in checkpoints]
+    first = opened[0]
+    if problems := [
+        f"  {path}: {line}"
+        for path, other in zip(checkpoints[1:], opened[1:], strict=True)
+        for line in _unlike(other, first)
+    ]:
+        raise RecipeError([f"not the network of {checkpoints[0]}:", *problems])
+    for each in opened:
+        weights_of(each.source, each.network)
+    source = Mean([each.source for each in opened], weights)
+    origin = {**about, "merged_from": dict(zip(map(str, checkpoints), weights, strict=True))}
+    with complete_or_absent(destination) as folder:
+        most = parse_size(MAX_SHARD_SIZE)
+        write_ours(folder, source, first.network, first.extras, None, None, most, origin)
+
+
+def chosen(folders: Sequence[Path], steps: Sequence[int]) -> list[Path]:
+    """Return the checkpoints of these steps in each folder; without steps, the newest of each.
+
+    Raises:
+        ConfigError: with the steps that a folder has, if one is not there.
+    """
+    found = []
+    for folder in folders:
+        if not steps:
+            found.append(find(folder)[-1] if find_format(folder) == "ours" else folder)
+            continue
+        named = ((NAME.fullmatch(path.name), path) for path in find(folder))
+        there = {int(name[1]): path for name, path in named if name}
+        if missing := [step for step in steps if step not in there]:
+            lacks, has = (", ".join(map(str, each)) or "none" for each in (missing, there))
+            raise ConfigError(f"--steps: {folder} has no step {lacks}; it has {has}")
+        found += [there[step] for step in steps]
+    return found
+
+
+def _unlike(other: Opened, first: Opened) -> list[str]:
+    """Return in what two networks differ."""
+    if other.network.spec.name != first.network.spec.name:
+        return [f"its model is {other.network.spec.name} instead of {first.network.spec.name}"]
+    return unlike(other.network.args, first.network.args)

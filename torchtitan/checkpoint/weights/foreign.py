@@ -9,21 +9,21 @@ tensor that is missing, unexpected or of another shape. The names are part of a 
 
 import itertools
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.storage import TensorSource
-from torchtitan.checkpoint.weights.network import Network, Sizes, in_slices
+from torchtitan.checkpoint.ranges import Kind, Sizes, TensorSource
+from torchtitan.checkpoint.weights.network import Network, in_slices
 from torchtitan.config import ConfigError, RecipeError
 from torchtitan.logging import logger
 from torchtitan.models.spec import TensorShare
 
-Kind = tuple[torch.dtype, Sizes]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_REPORTED = 10
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -65,8 +65,8 @@ def _depth(name: str, wanted: Collection[str]) -> int | None:
     return depth
 
 
-class ForeignWeights(ABC):
-    """Weights in a folder of another format, under our names; see `TensorSource`."""
+class ForeignWeights(TensorSource):
+    """Weights in a folder of another format, under our names."""
 
     def __init__(
         self, folder: Path, network: Network, kind: str, found: Mapping[str, Kind | str]
@@ -81,7 +81,8 @@ class ForeignWeights(ABC):
             ConfigError: with everything that does not match.
         """
         self.network, self.format = network, network.format(kind)
-        self._names = {f"model.{ours}": self.format.name(ours) for ours in network.parameters()}
+        shapes = {f"model.{name}": shape for name, shape in network.parameters().items()}
+        self._names = {ours: self.format.name(ours.removeprefix("model.")) for ours in shapes}
         for name, (pattern, advice) in itertools.product(found, self.format.unreadable.items()):
             if re.fullmatch(pattern, name):
                 raise ConfigError(f"{folder}: {name}: {advice}")
@@ -94,7 +95,10 @@ class ForeignWeights(ABC):
         self._views: dict[str, tuple[str, Sizes]] = {}
         known = self._unfused(known)
         self._kinds = fitting(folder, network, known, *network.tensors(kind))
-        self._sizes = network.parameters()
+        self.kinds = {
+            ours: (self._kinds[theirs.replace("*", "0")][0], shapes[ours])
+            for ours, theirs in self._names.items()
+        }
         for theirs, ours in self.format.repeated(network.args).items():
             original = self.format.name(ours)
             if theirs in known and not torch.equal(self._whole(theirs), self._whole(original)):
@@ -131,21 +135,8 @@ class ForeignWeights(ABC):
         block = self._block(theirs, (0,) * constant.ndim, kind[1])
         return torch.allclose(block.double(), constant.to(block.dtype).double(), atol=1e-6)
 
-    def shapes(self) -> dict[str, Kind]:
-        """Return dtype and shape by our name."""
-        return {ours: self._kind(ours) for ours in self._names}
-
-    def _kind(self, ours: str) -> Kind:
-        return self._kinds[self._names[ours].replace("*", "0")][0], self._sizes[ours[6:]]
-
-    def read(
-        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """Read a tensor, or a block of it; copy it, do not modify it."""
-        theirs = self._names[name]
-        dtype, shape = self._kind(name)
-        offsets = (0,) * len(shape) if offsets is None else tuple(offsets)
-        sizes = shape if sizes is None else tuple(sizes)
+    def part(self, name: str, offsets: Sizes, sizes: Sizes) -> Tensor:
+        theirs, dtype = self._names[name], self.kinds[name][0]
         if 0 in sizes:
             return torch.empty(sizes, dtype=dtype)
         if share := self.format.share(name.removeprefix("model.")):
@@ -190,55 +181,53 @@ class Translated:
         """Open `source` for output in `dtype`; None: each tensor keeps its own."""
         self.source, self.network, self.dtype = source, network, dtype
         self.format = network.format(kind)
-        self._kinds = weights_of(source, network)
-        self._names: dict[str, str] = {}
-        self._slices: dict[str, tuple[int, Sizes]] = {}
-        self._shares: dict[str, list[tuple[TensorShare, str]]] = {}
+        self._kinds: dict[str, Kind] = {}
+        self._reads: dict[str, Callable[[], Tensor]] = {}
         self._last: tuple[str, Tensor] | None = None
-        for ours, (_, shape) in self._kinds.items():
-            for index, (theirs, size) in enumerate(in_slices(self.format.name(ours), shape)):
-                self._names[theirs] = ours
-                if size != shape:
-                    self._slices[theirs] = (index, size)
+        shares: dict[str, list[tuple[TensorShare, str]]] = {}
+        found = weights_of(source, network)
+        for ours, (own, shape) in found.items():
+            name = self.format.name(ours)
             if share := self.format.share(ours):
-                self._shares.setdefault(self.format.name(ours), []).append((share, ours))
+                shares.setdefault(name, []).append((share, ours))
+                self._kinds[name] = own, share.whole(shape)
+                self._reads[name] = partial(self._joined, self._kinds[name], shares[name])
+                continue
+            for index, (theirs, size) in enumerate(in_slices(name, shape)):
+                self._kinds[theirs] = own, size
+                is_whole = size == shape
+                read = partial(self._rows, ours) if is_whole else partial(self._slice, ours, index)
+                self._reads[theirs] = read
         if self.format.must_repeat:
-            self._names |= self.format.repeated(network.args)
-        self._constants = self.format.constants(network.args)
+            for theirs, ours in self.format.repeated(network.args).items():
+                self._kinds[theirs], self._reads[theirs] = found[ours], partial(self._rows, ours)
+        for theirs, constant in self.format.constants(network.args).items():
+            of_weights = next((own for own, _ in found.values()), constant.dtype)
+            self._kinds[theirs] = of_weights, tuple(constant.shape)
+            self._reads[theirs] = partial(constant.to, of_weights)
 
     def shapes(self) -> dict[str, Kind]:
         """Return dtype and shape by foreign name, in the order of the network."""
-        kinds = {theirs: self._kinds[ours] for theirs, ours in self._names.items()}
-        kinds |= {n: (kinds[n][0], size) for n, (_, size) in self._slices.items()}
-        for theirs, shares in self._shares.items():
-            dtype, shape = kinds[theirs]
-            kinds[theirs] = dtype, shares[0][0].whole(shape)
-        kinds |= {n: (self._dtype(c), tuple(c.shape)) for n, c in self._constants.items()}
-        return {theirs: (self.dtype or dtype, shape) for theirs, (dtype, shape) in kinds.items()}
-
-    def _dtype(self, constant: Tensor) -> torch.dtype:
-        """Return the dtype of the parameters."""
-        return next((dtype for dtype, _ in self._kinds.values()), constant.dtype)
+        return {name: (self.dtype or own, shape) for name, (own, shape) in self._kinds.items()}
 
     def read(self, theirs: str) -> Tensor:
         """Read a whole tensor by its foreign name."""
-        if theirs in self._constants:
-            constant = self._constants[theirs]
-            return cast(theirs, constant, self.dtype or self._dtype(constant))
-        ours = self._names[theirs]
-        if theirs in self._shares:
-            dtype, shape = self._kinds[ours]
-            whole = torch.empty(self._shares[theirs][0][0].whole(shape), dtype=dtype)
-            for share, part in self._shares[theirs]:
-                share.of(whole).copy_(self._read(part))
-            return cast(theirs, whole, self.dtype)
-        if theirs in self._slices:
-            if self._last is None or self._last[0] != ours:  # the slices are read in turn
-                self._last = ours, self._read(ours)
-            return cast(theirs, self._last[1][self._slices[theirs][0]], self.dtype)
-        tensor = self._read(ours)
-        rows = self.format.rows(self.network.args, ours)
-        return cast(theirs, tensor if rows is None else tensor[rows.argsort()], self.dtype)
+        return cast(theirs, self._reads[theirs](), self.dtype)
+
+    def _joined(self, kind: Kind, shares: Sequence[tuple[TensorShare, str]]) -> Tensor:
+        whole = torch.empty(kind[1], dtype=kind[0])
+        for share, ours in shares:
+            share.of(whole).copy_(self._read(ours))
+        return whole
+
+    def _slice(self, ours: str, index: int) -> Tensor:
+        if self._last is None or self._last[0] != ours:  # the slices are read in turn
+            self._last = ours, self._read(ours)
+        return self._last[1][index]
+
+    def _rows(self, ours: str) -> Tensor:
+        tensor, rows = self._read(ours), self.format.rows(self.network.args, ours)
+        return tensor if rows is None else tensor[rows.argsort()]
 
     def _read(self, ours: str) -> Tensor:
         weight = self.source.read(f"model.{ours}")

@@ -18,11 +18,20 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
-from torchtitan.checkpoint.ranges import Stored, contiguous, files_in, read_header
-from torchtitan.checkpoint.storage import Piece, TensorSource, write_file
+from torchtitan.checkpoint.ranges import (
+    Kind,
+    Piece,
+    Sizes,
+    Stored,
+    TensorSource,
+    contiguous,
+    files_in,
+    read_header,
+)
+from torchtitan.checkpoint.storage import in_shards, write_file
 from torchtitan.checkpoint.weights.extras import BYTES, Extras, write_json
-from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated, unwrapped
-from torchtitan.checkpoint.weights.network import Network, Sizes, identify, read_config
+from torchtitan.checkpoint.weights.foreign import ForeignWeights, Translated, unwrapped
+from torchtitan.checkpoint.weights.network import Network, identify, read_config
 from torchtitan.config import ConfigError, RecipeError, shorten
 from torchtitan.logging import logger
 from torchtitan.models.spec import ModelSpec
@@ -37,7 +46,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 class HuggingFaceWeights(ForeignWeights):
-    """Weights in such a folder, under our names; see `TensorSource`."""
+    """Weights in such a folder, under our names."""
 
     def __init__(
         self, folder: Path, specs: Collection[ModelSpec[Any]], flavor: str | None = None
@@ -216,15 +225,13 @@ def write_hugging_face(
     """
     weights = Translated(source, network, "hf", dtype)
     kinds = weights.shapes()
-    shards = list(_shards(kinds, max_shard_bytes))
+    shards = list(in_shards(kinds, lambda name: _bytes(kinds[name]), max_shard_bytes))
     places: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         file = file if len(shards) > 1 else "model.safetensors"
         # Unnamed, so that the tensors are freed before the next are read.
-        write_file(
-            folder / file, [(_piece(name, kinds[name]), weights.read(name)) for name in names]
-        )
+        write_file(folder / file, [(Piece.whole(n, *kinds[n]), weights.read(n)) for n in names])
         places |= dict.fromkeys(names, file)
         logger.info("wrote %s", file)
     if len(shards) > 1:
@@ -240,24 +247,6 @@ def write_hugging_face(
     if has_tokens:
         write_json(folder / GENERATION, extras.generation or tokens)
     extras.copy_tokenizer(folder)
-
-
-def _shards(kinds: Mapping[str, Kind], most: int) -> Iterator[list[str]]:
-    """Yield the tensors of each file, in order."""
-    names: list[str] = []
-    size = 0
-    for name, kind in kinds.items():
-        if names and size + _bytes(kind) > most:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += _bytes(kind)
-    yield names
-
-
-def _piece(name: str, kind: Kind) -> Piece:
-    dtype, shape = kind
-    return Piece(name, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
 
 
 def _bytes(kind: Kind) -> int:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.storage import TensorSource
+from torchtitan.checkpoint.ranges import Kind, Sizes, TensorSource
 from torchtitan.checkpoint.weights.extras import Extras, write_json
-from torchtitan.checkpoint.weights.foreign import ForeignWeights, Kind, Translated, unwrapped
-from torchtitan.checkpoint.weights.network import Network, Sizes, identify
+from torchtitan.checkpoint.weights.foreign import ForeignWeights, Translated, unwrapped
+from torchtitan.checkpoint.weights.network import Network, identify
 from torchtitan.config import ConfigError
 from torchtitan.models.spec import ModelSpec
 from torchtitan.remote import RemotePath, refuse_pointer
@@ -27,7 +27,7 @@ PARAMS = "params.json"
 
 
 class MetaWeights(ForeignWeights):
-    """Weights in such a folder, under our names; see `TensorSource`."""
+    """Weights in such a folder, under our names."""
 
     def __init__(
         self, folder: Path, specs: Collection[ModelSpec[Any]], flavor: str | None = None

@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan.checkpoint.ranges import Sizes
 from torchtitan.config import ConfigError, RecipeError, allowed_names, near_names, show
 from torchtitan.models import MODELS, spec_in_recipe
 from torchtitan.models.spec import ModelSpec, WeightFormat, build_empty
 from torchtitan.remote import StoreError, dangling, refuse_pointer
-
-Sizes = tuple[int, ...]
 
 
 class Network(NamedTuple):

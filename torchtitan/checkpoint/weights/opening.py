@@ -1,7 +1,7 @@
 """Opens weights of any format, under our names; the format is detected from the files."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, is_dcp, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, state_of, translated
 from torchtitan.checkpoint.folder import read_state, read_verified_manifest, saved_steps
 from torchtitan.checkpoint.manifest import STATE_FILE, Damaged
+from torchtitan.checkpoint.ranges import Sizes
 from torchtitan.checkpoint.storage import INDEX, SavedTensors, TensorSource
 from torchtitan.checkpoint.store import HISTORY, MANIFEST, NAME, OF_NODE
 from torchtitan.checkpoint.weights.extras import Extras
@@ -198,11 +199,9 @@ def families(model: str | None) -> list[ModelSpec[Any]]:
 class Verified(SavedTensors):
     """Tensors of a checkpoint of ours, each verified to be what was saved."""
 
-    def read(
-        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
+    def part(self, name: str, offsets: Sizes, sizes: Sizes) -> Tensor:
         """Read and verify a tensor, or read a block of it, for which there is no digest."""
-        tensor = super().read(name, offsets, sizes)
-        if offsets is None and not self.is_intact(name, tensor):
+        tensor = super().part(name, offsets, sizes)
+        if sizes == self.kinds[name][1] and not self.is_intact(name, tensor):
             raise Damaged(f"{self.checkpoint}: damaged: {name} differs from what was saved")
         return tensor
