@@ -51,11 +51,7 @@ class SavedRun(NamedTuple):
 
 
 def open_run(path: Path) -> SavedRun:
-    """Open a full checkpoint of ours.
-
-    Raises:
-        Damaged: if it is not what was saved.
-    """
+    """Open a full checkpoint of ours; raise Damaged if it is not what was saved."""
     manifest = read_manifest(path)
     saved = read_state(path, manifest)
     tensors = SavedTensors(path)
@@ -98,21 +94,13 @@ class Checkpointable:
         return {"train_state": asdict(self.state), "data": merged} if merged else {}
 
     def load_weights(self, path: Path, source: TensorSource) -> None:
-        """Load weights alone.
-
-        Raises:
-            ConfigError: if they do not match; the message names `path`.
-        """
+        """Load weights alone; raise ConfigError, with `path`, if they do not match."""
         self._read(path, self.weights(), source, {"model"})
         if found := self._not_finite():
             raise ConfigError(f"{path}: NaN or infinity in {found}; start from other weights")
 
     def restore(self, saved: SavedRun, skip: Collection[str] = ()) -> None:
-        """Restore everything except `skip` from a checkpoint.
-
-        Raises:
-            ConfigError: if it does not match the model, the optimizer or the data.
-        """
+        """Restore all but `skip`; raise ConfigError if it does not fit model, optimizer or data."""
         has_rng = "rng" not in skip and saved.ranks == self.world.size
         rng = self._of_generators() if has_rng else {}
         optimizer = {} if "optimizer" in skip else self.of_optimizer()

@@ -90,11 +90,7 @@ def saved_steps(folder: Path) -> dict[int, Path]:
 
 
 def read_verified_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint after verifying its state and the sizes of its files.
-
-    Raises:
-        Damaged: if verification fails.
-    """
+    """Return the manifest; raise Damaged unless the state and the sizes of files match it."""
     manifest = read_manifest(checkpoint)
     name = NAME.fullmatch(checkpoint.name)
     if name and not manifest.model_only and int(name[1]) != manifest.step:
@@ -114,10 +110,7 @@ def read_state(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def replace_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
-    """Replace the state of a checkpoint atomically.
-
-    The old state is kept in its file, for inspection.
-    """
+    """Replace the state of a checkpoint atomically; the old one is kept for inspection."""
     manifest = read_manifest(checkpoint)
     number = 1
     while (checkpoint / (name := f"train_state.{number}.json")).exists():

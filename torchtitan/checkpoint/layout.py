@@ -376,11 +376,7 @@ class WritePlan:
         return {c.key: written[c.piece.name] for c in self.chosen if c.key != c.piece.name}
 
     def digests(self, sums: Tensor, own: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-        """Return the digests of all items: numbers, or for `*` one of each rank of its group.
-
-        Args:
-            own: `own_digests` of all ranks.
-        """
+        """Return the digests of all items, of `*` by rank; `own`: `own_digests` of all ranks."""
         found: dict[str, Any] = dict(zip(self._shared, map(unsigned, sums.tolist()), strict=True))
         for group in self.groups:
             for key in (key for key in group.items if "*" in key):

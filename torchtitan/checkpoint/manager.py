@@ -348,11 +348,7 @@ class Checkpointer:
             saver.wait_until_idle()
 
     def finish(self) -> None:
-        """Wait until all saves are on disk and were read back.
-
-        Raises:
-            SaveFailed: if the final state of the run could not be saved.
-        """
+        """Wait until saves are on disk and were read back; raise SaveFailed if the last failed."""
         self.wait_until_idle()
         if self.saver.failed_step == self.state.step:
             raise SaveFailed(

@@ -162,11 +162,7 @@ def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
 def problems_of_files(
     checkpoint: Path, manifest: Manifest, names: Iterable[str] | None = None, cached: bool = True
 ) -> Iterator[str]:
-    """Yield the files, of all or of `names`, whose size or hash differs from the manifest.
-
-    Args:
-        cached: whether to accept the kernel's page cache; False reads the disk.
-    """
+    """Yield what differs from the manifest; unless `cached`, read the disk, not the page cache."""
     for name in manifest.files if names is None else names:
         path, file = checkpoint / name, manifest.files[name]
         try:

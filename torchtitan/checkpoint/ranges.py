@@ -313,11 +313,7 @@ class Header(NamedTuple):
     """Facts that DCP adds to blocks of tensors, by name; empty if all tensors are whole."""
 
     def offsets(self, name: str) -> Sizes:
-        """Return the offsets of a block in its tensor.
-
-        Raises:
-            LookupError, TypeError, ValueError: if there are none.
-        """
+        """Return the offsets of a block in its tensor; raise ValueError or alike if unknown."""
         stored = self.tensors[name]
         if self.sharding:
             return sizes(self.sharding[name]["saved_offsets"])
@@ -325,11 +321,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path, files: Files) -> Header:
-    """Read the header of a file among `files`.
-
-    Raises:
-        Damaged: if it is malformed, or the file is truncated.
-    """
+    """Read a file's header; raise Damaged if it is malformed, or the file is not all there."""
     where, size = f"{path}: not a complete safetensors file", files.size(path.name)
     data = 8 + int.from_bytes(files.read(path.name, 0, min(8, size)), "little")
     if not 10 <= data <= min(size, LONGEST):

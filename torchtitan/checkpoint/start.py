@@ -89,11 +89,7 @@ class ResumePolicy(NamedTuple):
     # --- without a checkpoint of its own ---
 
     def initial(self) -> ResumePoint:
-        """Return the starting point of a run without a checkpoint of its own.
-
-        Raises:
-            ConfigError: if the recipe cannot start from `initial_load_path`.
-        """
+        """Return the start without a checkpoint of its own, or raise ConfigError."""
         recipe, model_only = self.recipe, self.config.initial_load_model_only
         if self.config.initial_load_path is None:
             return ResumePoint(None, skip_samples=recipe["data.skip_samples"])
@@ -153,11 +149,7 @@ class ResumePolicy(NamedTuple):
         return None if tokens is None else math.ceil(tokens / self.recipe["training.seq_len"])
 
     def _rate_change(self, state: Mapping[str, Any], excluded: Collection[str]) -> str:
-        """Tell what this recipe does to the learning rate of a saved run's next step.
-
-        Args:
-            excluded: parts of the checkpoint that are not loaded.
-        """
+        """Tell what this recipe does to the learning rate of a saved run's next step."""
         counters = state["train_state"]
         done = counters["step"] - counters.get("schedule_start", 0)
         tokens = counters["tokens"] - counters.get("schedule_start_tokens", 0)
@@ -255,10 +247,7 @@ class ResumePolicy(NamedTuple):
         damaged: dict[Path, str],
         frequent: Mapping[int, Path],
     ) -> Path | None:
-        """Return the checkpoint to resume, and add to those that are `damaged`.
-
-        Returns None if there is none and the recipe allows that.
-        """
+        """Return the checkpoint to resume, if any; those found to be `damaged` are added."""
         full, weights = dict(frequent), dict[int, Path]()
         for step, path in steps.items():
             try:
@@ -325,11 +314,7 @@ def open_initial(start: ResumePoint, recipe: Mapping[str, Any]) -> SavedRun:
 
 
 def open_weights(path: Path, kind: str, recipe: Mapping[str, Any]) -> TensorSource:
-    """Open weights of any format, under our names.
-
-    Raises:
-        ConfigError: if they do not match the recipe's model.
-    """
+    """Open weights of any format; raise ConfigError unless they match the recipe's model."""
     if kind == "ours":
         return SavedTensors(path)
     if kind == "dcp":

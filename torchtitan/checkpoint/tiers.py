@@ -146,10 +146,7 @@ class FrequentTier:
     # --- a start ---
 
     def begin(self, step: int) -> str:
-        """Record that the run starts from a step, and delete later ones.
-
-        Returns the name of the start, for the manifests of its saves.
-        """
+        """Record that the run starts at a step, and delete later ones; return the start's name."""
 
         def record() -> str:
             name = secrets.token_hex(4)

@@ -93,12 +93,7 @@ class InertUnpickler(pickle.Unpickler):
         return self.storage(pid)
 
     def read(self) -> Any:
-        """Return the content.
-
-        Raises:
-            ConfigError: if it names anything unknown.
-            Damaged: if it is not a pickle.
-        """
+        """Return the content; raise ConfigError if it names anything unknown."""
         try:
             return self.load()
         except ConfigError:
@@ -197,11 +192,7 @@ class ItemFile(RawIOBase):
 
 
 def records(files: Files, item: Item, where: str) -> dict[str, ItemRecord]:
-    """Return the records of an item by name, all of them uncompressed.
-
-    Raises:
-        Damaged: if it was not written by `torch.save`.
-    """
+    """Return the records of an item; raise Damaged unless `torch.save` wrote it, uncompressed."""
     found = {}
     try:
         for about in zipfile.ZipFile(ItemFile(files, item)).infolist():
@@ -223,11 +214,7 @@ def records(files: Files, item: Item, where: str) -> dict[str, ItemRecord]:
 
 
 def changed_records(files: Files, item: Item, where: str) -> list[str] | None:
-    """Return the names of records whose bytes have changed; None without checksums.
-
-    Raises:
-        Damaged: if it was not written by `torch.save`.
-    """
+    """Return the names of records whose bytes have changed; None without checksums."""
     found = records(files, item, where)
     if not any(record.crc for record in found.values()):
         return None
@@ -242,12 +229,7 @@ def _crc(files: Files, item: Item, record: ItemRecord) -> int:
 
 
 def layout_of(files: Files, item: Item, where: str) -> TensorLayout:
-    """Return the layout of the tensor in an item; `where` is its place, for messages.
-
-    Raises:
-        ConfigError: if it is anything but a plain tensor.
-        Damaged: if it is malformed.
-    """
+    """Return the layout of the plain tensor in an item at `where`; refuse anything else."""
     found = records(files, item, where)
 
     def content(name: str) -> bytes:

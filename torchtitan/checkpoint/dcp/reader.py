@@ -79,13 +79,7 @@ class Contents(NamedTuple):
 
 
 def read_metadata(checkpoint: Path) -> Contents:
-    """Read the contents of a checkpoint, verified to be within existing files.
-
-    Raises:
-        ConfigError: if it is still being written, names anything outside the format, or is
-            compressed.
-        Damaged: if the file is malformed, or the files it refers to are missing or truncated.
-    """
+    """Read the contents of a checkpoint; raise ConfigError unless its files have all of it."""
     path = checkpoint / METADATA
     with reading(path):
         data = path.read_bytes()
@@ -254,12 +248,7 @@ class DcpCheckpoint(TensorSource):
     """Checkpoint written by `dcp.save`, with its own names, nested by dots."""
 
     def __init__(self, path: Path) -> None:
-        """Open a checkpoint without reading tensors.
-
-        Raises:
-            ConfigError: if it is still being written, or requests code execution.
-            Damaged: if a file is missing, truncated or malformed.
-        """
+        """Open a checkpoint without reading tensors; raise ConfigError unless it is whole."""
         self.path, self.folder = path, path
         if (path / METADATA).exists():
             self.contents: Contents = read_metadata(path)
@@ -276,12 +265,7 @@ class DcpCheckpoint(TensorSource):
         return self.contents.values.keys()
 
     def value(self, name: str) -> Any:
-        """Read a value that is not a tensor.
-
-        Raises:
-            ConfigError: if it has anything but plain values.
-            Damaged: if it is malformed.
-        """
+        """Read a value that is not a tensor; raise ConfigError unless it is plain."""
         item = self.contents.values[name]
         where = f"{self.folder / item.file}: {name}"
         data = self._files.read(item.file, item.offset, item.offset + item.length)
@@ -375,12 +359,7 @@ def find_shards(checkpoint: Path) -> Path | None:
 
 
 def read_shards(folder: Path) -> Contents:
-    """Read the contents of the files, verified to be within them.
-
-    Raises:
-        Damaged: if a header is malformed, or blocks of a tensor are missing.
-        ConfigError: if a tensor has a dtype that is not supported.
-    """
+    """Read the contents of the files; raise ConfigError if they are damaged or incomplete."""
     files, found = files_in(folder), dict[str, list[Chunk]]()
     for path in sorted(folder.glob("*.safetensors")):
         try:

@@ -103,11 +103,7 @@ class TorchTitanCheckpoint(Renamed):
     """Tensors of such a checkpoint, and its other values; see `TensorSource`."""
 
     def __init__(self, path: Path, network: Network) -> None:
-        """Open a checkpoint without reading tensors.
-
-        Raises:
-            ConfigError: if its weights do not match `network`.
-        """
+        """Open a checkpoint; raise ConfigError if its weights do not match `network`."""
         self.path, self.saved, self.network = path, DcpCheckpoint(path), network
         super().__init__(self.saved, translated(self.saved))
         of_weights: dict[str, Kind | str] = {
@@ -144,11 +140,7 @@ class TorchTitanCheckpoint(Renamed):
         return self.number(STEP) is not None
 
     def counters(self) -> dict[str, int]:
-        """Return the counters of its run, as in `TrainState`.
-
-        Raises:
-            ConfigError: if the step is missing.
-        """
+        """Return its counters, as in `TrainState`; raise ConfigError if it has no step."""
         step, last_epoch = self.number(STEP), self.number(LAST_EPOCH)
         if type(step) is not int or step < 0:
             raise ConfigError(f"{self.path}: {STEP}: got {show(step)}; wanted a number of steps")
@@ -198,11 +190,7 @@ def rules_of(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -> di
 
 
 def check_states(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -> None:
-    """Verify that a checkpoint has exactly the states that an optimizer keeps.
-
-    Raises:
-        ConfigError: if it does not.
-    """
+    """Raise ConfigError unless a checkpoint has exactly the states that an optimizer keeps."""
     found = checkpoint.states()
     kinds = set().union(*found.values())
     wrong = []
@@ -226,11 +214,7 @@ def check_states(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -
 
 
 def state_of(checkpoint: TorchTitanCheckpoint) -> dict[str, Any]:
-    """Return a full checkpoint's state besides tensors, in our form, without a data position.
-
-    Raises:
-        ConfigError: if states of its optimizer or its step are missing.
-    """
+    """Return a run's state besides tensors, in our form, without a position in the data."""
     weight = next(iter(checkpoint.network.parameters()))
     is_adam = checkpoint.number(f"{OPTION}{weight}.decoupled_weight_decay") is False
     name = "Adam" if is_adam else "AdamW"
@@ -247,11 +231,7 @@ def changes(
     optimizer: OptimizerConfig,
     factor: Callable[[int, int], float],
 ) -> list[str]:
-    """Return the differences in how the recipe updates weights, one line each.
-
-    Args:
-        factor: fraction of the peak learning rate, by step of the schedule.
-    """
+    """Return the differences in how the recipe updates weights; `factor`: see `ResumePolicy`."""
     rules = rules_of(checkpoint, optimizer)
     lines = _changed_options(checkpoint, rules)
     weight, rule = next(iter(rules.items()))
@@ -301,11 +281,7 @@ Keys = tuple[str, ...]
 
 
 def write_dcp(folder: Path, items: Iterable[tuple[Keys, Any]], max_file_bytes: int) -> None:
-    """Write tensors and plain values into an empty folder.
-
-    Args:
-        max_file_bytes: maximum size of a file, unless a single item is larger.
-    """
+    """Write tensors and plain values into an empty folder; a file may be one larger item."""
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,

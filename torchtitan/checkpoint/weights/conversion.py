@@ -173,11 +173,7 @@ def _state_of_run(source: Path, destination: Path, opened: Opened) -> Mapping[st
 
 
 def averaged(opened: Opened, path: Path) -> Opened:
-    """Return the average of its weights that a run kept (`optimizer.average`) as its weights.
-
-    Raises:
-        ConfigError: if it kept none.
-    """
+    """Return the average that a run kept (`optimizer.average`) as its weights."""
     names = {name: name for name in opened.source.shapes() if name.startswith("model.")}
     found = {
         f"model.{name.removeprefix('optimizer.').removesuffix(f'.{AVERAGE}')}": name
@@ -202,11 +198,7 @@ def write_ours(
     max_shard_bytes: int,
     about: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint of ours: a `checkpoint.initial_load_path`.
-
-    Args:
-        state: state of a whole run besides its tensors; None writes the weights alone.
-    """
+    """Write a `checkpoint.initial_load_path`, of a run if there is its `state`, or weights."""
     state = state or {}
     recipe = {**network.recipe(), **extras.recipe(), **state.get("recipe", {})}
     names = [f"model.{name}" for name in weights_of(source, network)]
@@ -343,11 +335,7 @@ def merge(
 
 
 def chosen(folders: Sequence[Path], steps: Sequence[int]) -> list[Path]:
-    """Return the checkpoints of these steps in each folder; without steps, the newest of each.
-
-    Raises:
-        ConfigError: with the steps that a folder has, if one is not there.
-    """
+    """Return the checkpoints of these steps in each folder; without steps, the newest of each."""
     found = []
     for folder in folders:
         if not steps:

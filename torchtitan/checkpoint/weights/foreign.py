@@ -235,10 +235,7 @@ class Translated:
 
 
 def weights_of(source: TensorSource, network: Network) -> dict[str, Kind]:
-    """Return dtype and shape of the parameters of `network`, verified to be in `source`, by name.
-
-    Parameters of auxiliary losses in training are omitted.
-    """
+    """Return the parameters of `network`, verified to be in `source`; no auxiliary ones."""
     left_out = f"model.{network.spec.auxiliary}."
     found: dict[str, Kind | str] = {
         name.removeprefix("model."): kind
@@ -249,11 +246,7 @@ def weights_of(source: TensorSource, network: Network) -> dict[str, Kind]:
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Convert a tensor to `dtype`, contiguous.
-
-    Raises:
-        ConfigError: if a value becomes infinite in `dtype`.
-    """
+    """Convert a tensor to `dtype`, contiguous; raise ConfigError if a value becomes infinite."""
     result = tensor.to(dtype or tensor.dtype).contiguous()
     if dtype == torch.float16 and bool((result.isinf() & ~tensor.isinf()).any()):
         raise ConfigError(
@@ -269,11 +262,7 @@ def fitting(
     wanted: Mapping[str, Sizes],
     optional: Mapping[str, Sizes] | None = None,
 ) -> dict[str, Kind]:
-    """Return the tensors of `found` in the order of `wanted`, if they match.
-
-    Raises:
-        RecipeError: with every tensor that is missing, unexpected, of another shape or unreadable.
-    """
+    """Return the tensors of `found` in the order of `wanted`; or raise all that does not match."""
     shapes = {**wanted, **(optional or {})}
     missing = [f"missing: {name}" for name in wanted if name not in found]
     problems = [f"unexpected: {name}" for name in found if name not in shapes]

@@ -51,11 +51,7 @@ class HuggingFaceWeights(ForeignWeights):
     def __init__(
         self, folder: Path, specs: Collection[ModelSpec[Any]], flavor: str | None = None
     ) -> None:
-        """Open the weights of one of `specs`, and of this `flavor` if one is given.
-
-        Raises:
-            ConfigError: with everything that does not match.
-        """
+        """Open the weights of one of `specs`, and of this `flavor` if one is given."""
         network, self.config = identify(folder / CONFIG, "hf", specs, flavor)
         self.folder = folder
         self._files = files_in(folder)
@@ -104,11 +100,7 @@ class HuggingFaceShards(ForeignWeights):
     """Weights in this format as DCP saves them: whole tensors or blocks, without `config.json`."""
 
     def __init__(self, folder: Path, network: Network) -> None:
-        """Open the weights of `network`.
-
-        Raises:
-            ConfigError: with everything that does not match.
-        """
+        """Open the weights of `network`."""
         self.saved = DcpCheckpoint(folder)
         kinds = self.saved.shapes()
         self._theirs = unwrapped(folder, kinds, _wanted(network))

@@ -32,11 +32,7 @@ class MetaWeights(ForeignWeights):
     def __init__(
         self, folder: Path, specs: Collection[ModelSpec[Any]], flavor: str | None = None
     ) -> None:
-        """Open the weights of one of `specs`, and of this `flavor` if one is given.
-
-        Raises:
-            ConfigError: with everything that does not match.
-        """
+        """Open the weights of one of `specs`, and of this `flavor` if one is given."""
         if isinstance(folder, RemotePath):
             raise ConfigError(
                 f"{folder}: Meta's files can only be read from a disk; copy them to one"
@@ -143,10 +139,7 @@ def write_meta(
 
 
 def save_mapped(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
-    """Run `torch.save` on more tensors than memory holds, by mapping them from files.
-
-    The disk needs space for the tensors twice.
-    """
+    """Run `torch.save` on more tensors than memory holds, by way of files of the same size."""
     with TemporaryDirectory(dir=path.parent) as spool:
         mapped: dict[str, Tensor] = {}
         for number, (name, tensor) in enumerate(tensors):

@@ -215,11 +215,7 @@ def _unambiguous(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def not_expressed(network: Network, kind: str) -> list[str]:
-    """Return the facts about a network that a format's config file omits or changes.
-
-    Raises:
-        RecipeError: if the file cannot express the network at all.
-    """
+    """Return the facts that a format's config file omits or changes, if it can be written."""
     args = network.args
     if getattr(args, "base_width", None):
         args = replace(args, base_width=None)  # its factors are in the weights

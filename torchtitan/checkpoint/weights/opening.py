@@ -135,11 +135,7 @@ def open_foreign(kind: str, folder: Path, model: str | None, flavor: str | None)
 
 
 def open_dcp(folder: Path, model: str | None, flavor: str | None) -> Opened:
-    """Open a checkpoint of `dcp.save`, or the newest in a folder, with TorchTitan's names.
-
-    Raises:
-        ConfigError: if no flavor has its shapes, the only facts it has about its network.
-    """
+    """Open a checkpoint of `dcp.save`, or the newest in a folder, of the flavor of its shapes."""
     path = newest(folder)
     saved = DcpCheckpoint(path)
     kinds, prefix = saved.shapes(), "model."
