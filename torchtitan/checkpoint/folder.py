@@ -101,8 +101,9 @@ def read_verified_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def read_state(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
+def read_state(checkpoint: Path, manifest: Manifest | None = None) -> dict[str, Any]:
     """Read everything except tensors: counters, data position, recipe, versions."""
+    manifest = manifest or read_manifest(checkpoint)
     state: dict[str, Any] = json.loads(read_whole(checkpoint, manifest, state_file(manifest)))
     counters = state.get("train_state", {})
     counters = {OLD_COUNTERS.get(name, name): value for name, value in counters.items()}
@@ -144,10 +145,10 @@ def delete_old_checkpoints(folder: Path, newest: int, keep: int, every: int) -> 
 
 def delete_unfinished(folder: Path) -> list[str]:
     """Delete the unfinished saves of a killed run; return their names."""
-    store, swept = store_of(folder), []
-    for path in store.unfinished(folder):
+    swept = []
+    for path in store_of(folder).unfinished(folder):
         try:
-            store.remove(path)
+            store_of(folder).remove(path)
             swept.append(path.name)
         except OSError as error:
             logger.warning("could not delete %s, an unfinished save: %s", path, error)
@@ -236,14 +237,9 @@ def _acquire(dump_folder: Path, key: str) -> FileIO:
                     "or choose another folder"
                 ) from None
             if is_ending and not is_told:
-                is_told = True
-                minutes = ENDING_SECONDS / 60
-                logger.info(
-                    "waiting up to %.0f minutes for the run in %s (%s)",
-                    minutes,
-                    dump_folder,
-                    holder,
-                )
+                is_told, minutes = True, ENDING_SECONDS / 60
+                message = "waiting up to %.0f minutes for the run in %s (%s)"
+                logger.info(message, minutes, dump_folder, holder)
         else:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):

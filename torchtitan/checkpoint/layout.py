@@ -344,21 +344,14 @@ class WritePlan:
         is_owned = owner.items[key] == item
         if is_empty or (self.here is None and not is_owned):
             return None
-        first, groups = self._first_copy(tensor), sharing(self.groups, key, item)
+        first, groups = self.mine.ranks[0], sharing(self.groups, key, item)
+        if placed := item.placement:  # this rank, at 0 on the axes of copies
+            at = self.rank - placed.first
+            first = self.rank - sum(at // step % count * step for count, step in placed.copies)
         if writer_among(groups, key, first, self.here) != self.rank:
             return None
         counted = next(rank for group in groups for rank in group.holders(key, first))
         return PlannedPiece(key, piece, is_owned and (self.here is None or counted in self.here))
-
-    def _first_copy(self, tensor: Tensor) -> int:
-        """Return the first rank that holds the same block."""
-        if not is_dtensor(tensor):
-            return self.mine.ranks[0]
-        mesh = tensor.device_mesh
-        cut, coordinate = {axis for axis, _ in order_of_cuts(tensor)}, mesh.get_coordinate()
-        assert coordinate is not None, "a tensor has a part on each rank of its mesh"
-        at = tuple(n if axis in cut else 0 for axis, n in enumerate(coordinate))
-        return int(ranks_of(mesh)[at])
 
     # --- digests ---
 

@@ -261,7 +261,7 @@ class Checkpointer:
         return True
 
     def _record_rollback(self, path: Path, data: Mapping[str, Any]) -> None:
-        saved = disk.read_state(path, read_manifest(path))
+        saved = disk.read_state(path)
         state, before = saved["train_state"], saved.get("data", {"samples": 0})["samples"]
         state["rollbacks"] = self.state.rollbacks + 1
         state["skipped_samples"] = state.get("skipped_samples", 0) + data["samples"] - before

@@ -7,7 +7,7 @@ against accidents, not against forgery of both file and manifest.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,38 +149,38 @@ def read_whole(checkpoint: Path, manifest: Manifest, name: str) -> bytes:
 def problems_of_sizes(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
     """Yield the files that are missing or have another size, without reading any."""
     size_of = store_of(checkpoint).sizes(checkpoint)
-    for name, file in manifest.files.items():
-        try:
-            size = size_of(name)
-        except OSError as error:
-            yield f"{checkpoint / name}: {error.strerror}"
-            continue
-        if size != file.bytes:
-            yield _other_size(checkpoint / name, size, file)
+    return _problems(checkpoint, manifest, manifest.files, lambda name: (size_of(name), None))
 
 
 def problems_of_files(
     checkpoint: Path, manifest: Manifest, names: Iterable[str] | None = None, cached: bool = True
 ) -> Iterator[str]:
     """Yield what differs from the manifest; unless `cached`, read the disk, not the page cache."""
-    for name in manifest.files if names is None else names:
+    names = manifest.files if names is None else names
+    return _problems(checkpoint, manifest, names, lambda name: hash_file(checkpoint / name, cached))
+
+
+def _problems(
+    checkpoint: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    measure: Callable[[str], tuple[int, str | None]],
+) -> Iterator[str]:
+    """Yield the files whose size or hash differs; `measure` returns both, or None for a hash."""
+    for name in names:
         path, file = checkpoint / name, manifest.files[name]
         try:
-            size, found = hash_file(path, cached)
+            size, found = measure(name)
         except StoreError:
             raise
         except OSError as error:
             yield f"{path}: {error.strerror}"
             continue
         if size != file.bytes:
-            yield _other_size(path, size, file)
-        elif found != file.xxh3_128:
+            damage = f"{path}: damaged: it has {size:,} bytes; {file.bytes:,} were saved"
+            yield pointer_at(path) or damage
+        elif found not in (None, file.xxh3_128):
             yield f"{path}: damaged: its bytes differ from those saved"
-
-
-def _other_size(path: Path, size: int, file: File) -> str:
-    damage = f"{path}: damaged: it has {size:,} bytes; {file.bytes:,} were saved"
-    return pointer_at(path) or damage
 
 
 def hash_file(path: Path, cached: bool = True) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from torchtitan.checkpoint.contents import SavedRun, open_run
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, changes, check_states
 from torchtitan.checkpoint.folder import read_state, read_verified_manifest, saved_steps
-from torchtitan.checkpoint.manifest import Damaged, read_manifest
+from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
 from torchtitan.checkpoint.store import step_of
@@ -104,7 +104,7 @@ class ResumePolicy(NamedTuple):
                 raise ConfigError(
                     f"{path} is neither a checkpoint nor a folder of checkpoints (step-N): {error}"
                 ) from None
-            state = read_state(path, read_manifest(path))
+            state = read_state(path)
             has_position = "data" in state and not model_only and "data" not in excluded
             # A checkpoint converted from TorchTitan has only the number of tokens.
             tokens = state["train_state"]["tokens"] if holds_run else None
@@ -183,7 +183,7 @@ class ResumePolicy(NamedTuple):
                 f"{path.name} with --checkpoint.resume auto, or with --checkpoint.load_step "
                 f"{step_of(path)}\n{_lines(newer)}"
             )
-        state = read_state(path, read_manifest(path))
+        state = read_state(path)
         # A part is left out once: a checkpoint saved with it in the recipe is from after that.
         before = state["recipe"].get("checkpoint.exclude_from_loading", ())
         excluded = tuple(part for part in config.exclude_from_loading if part not in before)

@@ -300,10 +300,9 @@ class Placed:
         for group, rank in self._groups[name]:
             if name not in group.items:
                 shape = self.shapes[name][1]
-                found: list[StoredBlock[int]] | None = [StoredBlock((0,) * len(shape), shape, rank)]
-            else:
-                others = [each for each, _ in self._groups[name]]
-                found = group.find(name, wanted, self._here, others)
+                return [self._stored(name, StoredBlock((0,) * len(shape), shape, rank))]
+            others = [each for each, _ in self._groups[name]]
+            found = group.find(name, wanted, self._here, others)
             if found is not None:
                 return [self._stored(name, block) for block in found]
         raise Damaged(f"{self.checkpoint}: {name}: the files of other nodes have it")

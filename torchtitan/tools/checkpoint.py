@@ -14,7 +14,7 @@ import typer
 import xxhash
 
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, saved_by_dcp
-from torchtitan.checkpoint.dcp.torchtitan import NO_WEIGHTS, STEP, TOKENS, number_in, translated
+from torchtitan.checkpoint.dcp.torchtitan import NO_WEIGHTS, STEP, TOKENS, translated
 from torchtitan.checkpoint.folder import read_state, read_verified_manifest
 from torchtitan.checkpoint.manifest import Damaged, Manifest, problems_of_files, read_manifest
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
@@ -246,7 +246,7 @@ def _row(path: Path) -> list[str]:
     """The columns after the name; empty what a checkpoint does not say."""
     if saved_by_dcp(path):
         saved = DcpCheckpoint(path)
-        step, tokens = number_in(saved, STEP), number_in(saved, TOKENS)
+        step, tokens = saved.number(STEP), saved.number(TOKENS)
         holds = {name.partition(".")[0] for name in saved.shapes()}
         told = ["" if step is None else str(step), "run" if "optimizer" in holds else "weights"]
         ranks = {re.sub(r"_\d+\.distcp$", "", file) for file in saved.files}
@@ -386,7 +386,7 @@ def _opened(path: Path, is_mixed: bool) -> Compared:
         theirs = DcpCheckpoint(path)
         if not is_mixed:
             return Compared(theirs, {name: _plain(theirs.value(name)) for name in theirs.values()})
-        found = {"step": number_in(theirs, STEP), "tokens": number_in(theirs, TOKENS)}
+        found = {"step": theirs.number(STEP), "tokens": theirs.number(TOKENS)}
         counters = {key: value for key, value in found.items() if value is not None}
         return Compared(Renamed(theirs, translated(theirs)), counters)
     manifest = read_verified_manifest(path)

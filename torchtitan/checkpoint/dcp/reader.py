@@ -11,7 +11,7 @@ existing file.
 import io
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -278,6 +278,19 @@ class DcpCheckpoint(TensorSource):
             ) from None
         except (RuntimeError, EOFError, LookupError, TypeError, ValueError) as error:
             raise Damaged(f"{where}: damaged: {error}") from None
+
+    def number(self, name: str) -> Any:
+        """Read a number, also if it is a tensor or in the value before the dot; None: missing."""
+        part, _, key = name.partition(".")
+        tensors, values = self.contents
+        value: Any = None
+        if name in tensors:
+            value = self.read(name)
+        elif name in values:
+            value = self.value(name)
+        elif part in values and isinstance(whole := self.value(part), Mapping):
+            value = whole.get(key)
+        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
     def part(self, name: str, offsets: Sizes, sizes: Sizes) -> Tensor:
         entry = self.contents.tensors[name]

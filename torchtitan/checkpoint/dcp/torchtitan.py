@@ -85,20 +85,6 @@ def translated(saved: DcpCheckpoint) -> dict[str, str]:
     return names
 
 
-def number_in(saved: DcpCheckpoint, name: str) -> Any:
-    """Read a number by its name there, however it was saved; None if it is missing."""
-    part, _, key = name.partition(".")
-    tensors, values = saved.contents
-    value: Any = None
-    if name in tensors:
-        value = saved.read(name)
-    elif name in values:
-        value = saved.value(name)
-    elif part in values and isinstance(whole := saved.value(part), Mapping):
-        value = whole.get(key)
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
 class TorchTitanCheckpoint(Renamed):
     """Tensors of such a checkpoint, and its other values; see `TensorSource`."""
 
@@ -118,10 +104,6 @@ class TorchTitanCheckpoint(Renamed):
                 "unknown; use its weights in the format hf"
             )
 
-    def number(self, name: str) -> Any:
-        """Read a number; see `number_in`."""
-        return number_in(self.saved, name)
-
     @property
     def dtype(self) -> str:
         """Dtype of the weights, as written in a recipe."""
@@ -131,17 +113,17 @@ class TorchTitanCheckpoint(Renamed):
     @property
     def tokens(self) -> int | None:
         """Number of tokens that it was trained on, if recorded."""
-        tokens = self.number(TOKENS)
+        tokens = self.saved.number(TOKENS)
         return tokens if type(tokens) is int and tokens >= 0 else None
 
     @property
     def holds_run(self) -> bool:
         """Whether the checkpoint has more than weights."""
-        return self.number(STEP) is not None
+        return self.saved.number(STEP) is not None
 
     def counters(self) -> dict[str, int]:
         """Return its counters, as in `TrainState`; raise ConfigError if it has no step."""
-        step, last_epoch = self.number(STEP), self.number(LAST_EPOCH)
+        step, last_epoch = self.saved.number(STEP), self.saved.number(LAST_EPOCH)
         if type(step) is not int or step < 0:
             raise ConfigError(f"{self.path}: {STEP}: got {show(step)}; wanted a number of steps")
         if self.path.name.startswith("step-") and self.path.name != f"step-{step}":
@@ -169,7 +151,7 @@ class TorchTitanCheckpoint(Renamed):
 
     def options(self, weight: str) -> dict[str, float]:
         """Return a weight's recorded update options, by the keys of a recipe; `lr` is the peak."""
-        lr, betas, *rest = (self.number(f"{OPTION}{weight}.{key}") for key in OPTIONS)
+        lr, betas, *rest = (self.saved.number(f"{OPTION}{weight}.{key}") for key in OPTIONS)
         pair = betas if isinstance(betas, Sequence) and len(betas) == 2 else (None, None)
         values = zip(("lr", "beta1", "beta2", *OPTIONS[2:]), (lr, *pair, *rest), strict=True)
         return {key: value for key, value in values if isinstance(value, int | float)}
@@ -216,7 +198,7 @@ def check_states(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -
 def state_of(checkpoint: TorchTitanCheckpoint) -> dict[str, Any]:
     """Return a run's state besides tensors, in our form, without a position in the data."""
     weight = next(iter(checkpoint.network.parameters()))
-    is_adam = checkpoint.number(f"{OPTION}{weight}.decoupled_weight_decay") is False
+    is_adam = checkpoint.saved.number(f"{OPTION}{weight}.decoupled_weight_decay") is False
     name = "Adam" if is_adam else "AdamW"
     section = {"name": name, **checkpoint.options(weight)}
     check_states(checkpoint, OPTIMIZERS[name].model_validate(section))
@@ -235,12 +217,12 @@ def changes(
     rules = rules_of(checkpoint, optimizer)
     lines = _changed_options(checkpoint, rules)
     weight, rule = next(iter(rules.items()))
-    decoupled = checkpoint.number(f"{OPTION}{weight}.decoupled_weight_decay")
+    decoupled = checkpoint.saved.number(f"{OPTION}{weight}.decoupled_weight_decay")
     if isinstance(decoupled, bool) and getattr(rule, "decoupled", decoupled) != decoupled:
         lines.append(f"optimizer.name: {'AdamW' if decoupled else 'Adam'} -> {optimizer.name}")
     counters = checkpoint.counters()
     next_step = counters["step"] + 1
-    there = checkpoint.number(f"{OPTION}{weight}.lr")
+    there = checkpoint.saved.number(f"{OPTION}{weight}.lr")
     tokens = counters["tokens"] - counters["schedule_start_tokens"]
     here = rule.lr * factor(next_step - counters["schedule_start"], tokens)
     if isinstance(there, float) and not math.isclose(there, here, rel_tol=1e-6):

@@ -65,7 +65,10 @@ class HuggingFaceWeights(ForeignWeights):
                 places[name] = file, stored
         names = unwrapped(folder, places, _wanted(network))
         self._places = {name: places[theirs] for name, theirs in names.items()}
-        kinds = {name: _kind(stored) for name, (_, stored) in self._places.items()}
+        kinds: dict[str, Kind | str] = {
+            name: (stored.dtype, stored.shape) if stored.dtype else f"has dtype {stored.code}"
+            for name, (_, stored) in self._places.items()
+        }
         try:
             super().__init__(folder, network, "hf", kinds)
         except RecipeError as error:
@@ -182,7 +185,9 @@ def _named_files(folder: Path) -> list[str]:
         return [SINGLE]
     weight_map = read_config(folder / INDEX).get("weight_map")
     named = weight_map.values() if isinstance(weight_map, dict) else ()
-    if not named or not all(map(_is_beside, named)):
+    if not named or not all(
+        isinstance(n, str) and Path(n).name == n and "\0" not in n for n in named
+    ):
         raise ConfigError(
             f"{folder / INDEX}: it has no weight_map from tensors to files in its folder"
         )
@@ -190,15 +195,6 @@ def _named_files(folder: Path) -> list[str]:
     for path in (folder / name for name in names if name not in there):
         raise ConfigError(f"{path}: there is no such file, but the index names it")
     return names
-
-
-def _is_beside(name: object) -> bool:
-    """Whether `name` is that of a file in the same folder."""
-    return isinstance(name, str) and Path(name).name == name and "\0" not in name
-
-
-def _kind(stored: Stored) -> Kind | str:
-    return (stored.dtype, stored.shape) if stored.dtype else f"has dtype {stored.code}"
 
 
 def write_hugging_face(

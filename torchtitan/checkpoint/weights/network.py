@@ -1,7 +1,7 @@
 """Identifies the network of some weights, by its name in a recipe or by a config file."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -145,9 +145,7 @@ def of_shapes(
     ]
     counts = [len(found.items() ^ network.parameters().items()) for network in flavors]
     same = [network for network, count in zip(flavors, counts, strict=True) if not count]
-    if len(same) > 1:
-        names = " or ".join(str(network) for network in same)
-        raise ConfigError(f"{where}: it could be {names}; choose one with --model and --flavor")
+    _refuse_several(where, same)
     return flavors[counts.index(min(counts))]
 
 
@@ -173,9 +171,7 @@ def identify(
         for name, own in network.spec.flavors.items()
         if flavor in (None, name) and _is_written_as(network, kind, own)
     ]
-    if len(same) > 1:
-        names = " or ".join(str(network) for network in same)
-        raise ConfigError(f"{path}: it could be {names}; choose one with --model and --flavor")
+    _refuse_several(path, same)
     if same:
         return same[0], config
     network = described[0]
@@ -185,6 +181,12 @@ def identify(
         differences = unlike(network.args, expected.as_written(kind))
         raise RecipeError([f"{path}: not {expected}:", *(f"  {line}" for line in differences)])
     return network, config
+
+
+def _refuse_several(where: object, networks: Sequence[Network]) -> None:
+    if len(networks) > 1:
+        names = " or ".join(map(str, networks))
+        raise ConfigError(f"{where}: it could be {names}; choose one with --model and --flavor")
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -61,7 +61,8 @@ def find(path: Path, frequent: bool = False) -> list[Path]:
     own = [] if isinstance(path, RemotePath) else [p for p in below if (p / OF_NODE).exists()]
     folders = [path, *(each for each in below if each not in own)]
     if frequent:
-        told = [frequent_folder(each / HISTORY) for each in folders if (each / HISTORY).exists()]
+        written = [each / HISTORY for each in folders if (each / HISTORY).exists()]
+        told = [Path(json.loads(path.read_bytes())["folder"]) for path in written]
         folders += dict.fromkeys(each for each in [*own, *told] if each != path)
     found = [step for folder in folders for step in saved_steps(folder).values()]
     if not found:
@@ -70,11 +71,6 @@ def find(path: Path, frequent: bool = False) -> list[Path]:
             "or the job.dump_folder of a run"
         )
     return found
-
-
-def frequent_folder(history: Path) -> Path:
-    """Return the folder of a run's frequent checkpoints, by the file next to its others."""
-    return Path(json.loads(history.read_bytes())["folder"])
 
 
 def newest(folder: Path) -> Path:
