@@ -19,6 +19,7 @@ from tests import forked
 from torchtitan import trainer
 from torchtitan.checks import load_job
 from torchtitan.config import kept_for_ranks
+from torchtitan.flight_recorder import notes
 from torchtitan.metrics.startup import Startup
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +129,11 @@ def take_part(words):
 
     sent = dump.with_name(f"{dump.name}.sent")
     ranks = int(os.environ["WORLD_SIZE"])
-    with among_others(counts, ranks, sent), mock.patch.object(Startup, "after_step", end):
+    with (
+        among_others(counts, ranks, sent),
+        mock.patch.object(Startup, "after_step", end),
+        mock.patch.object(notes, "MEMORY", dump),  # as nothing deletes its note
+    ):
         counts.watch_files()
         raise RuntimeError(f"the rank ended with status {trainer.main([RECIPE, *words])}")
 
