@@ -20,7 +20,7 @@ from torchtitan.checkpoint.start import (
     step_already_saved_error,
 )
 from torchtitan.checkpoint.store import step_of, store_of
-from torchtitan.checkpoint.tiers import open_tier
+from torchtitan.checkpoint.tiers import choose, open_tier
 from torchtitan.checkpoint.weights.conversion import ConvertOptions, convert
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG
 from torchtitan.config import ConfigError
@@ -202,10 +202,7 @@ class Checkpointer:
                 damaged[start.path] = found[0]
             if not start.is_resume:
                 raise ConfigError(f"checkpoint.initial_load_path: {found[0]}")
-            if tier:
-                start = tier.choose(self.choice, damaged)
-            else:
-                start = on_rank_0(self.world, lambda: self.choice.start(damaged))
+            start = choose(self.choice, self.world, tier, damaged)
         return start
 
     def _nodes_of(self, path: Path) -> Nodes:
@@ -254,7 +251,14 @@ class Checkpointer:
         nodes = self._nodes_of(path)
         data = nodes.share(position.get("data", {}))
         nodes.lead(lambda: self._record_rollback(path, data))
-        on_rank_0(self.world, lambda: self._delete_skipped(before_step))
+
+        def delete_skipped() -> None:
+            for step, later in self._own_steps().items():
+                if before_step <= step <= self.state.step:
+                    self.store.delete(later)
+                    logger.info("deleted %s: it is of skipped steps", later)
+
+        on_rank_0(self.world, delete_skipped)
         saved = on_all_ranks(self.world, lambda: open_run(path))
         self._restore(saved)
         self._begin(is_saved=True)
@@ -268,12 +272,6 @@ class Checkpointer:
         if self.world.rank == 0:
             self.record("rollback", {"train_state": state, "data": data})
         disk.replace_state(path, saved | {"data": data})
-
-    def _delete_skipped(self, before_step: int) -> None:
-        for step, later in self._own_steps().items():
-            if before_step <= step <= self.state.step:
-                self.store.delete(later)
-                logger.info("deleted %s: it is of skipped steps", later)
 
     def _newest_before(self, step: int) -> Path | None:
         """Return the newest verified checkpoint before a step."""

@@ -28,7 +28,7 @@ from torchtitan.checkpoint.folder import (
 from torchtitan.checkpoint.manifest import Damaged, File, Manifest, write_json
 from torchtitan.checkpoint.placement import find_nodes, on_rank_0
 from torchtitan.checkpoint.settings import CheckpointConfig
-from torchtitan.checkpoint.start import ResumePoint, ResumePolicy
+from torchtitan.checkpoint.start import NONE, ResumePoint, ResumePolicy
 from torchtitan.checkpoint.store import DISK, HISTORY, OF_NODE
 from torchtitan.logging import logger
 from torchtitan.parallel import World
@@ -129,20 +129,6 @@ class FrequentTier:
         """Return the steps that can be resumed from, as far as known, in order."""
         return [n for n, problem in self.problems.items() if not problem and n not in self.damaged]
 
-    def choose(self, policy: ResumePolicy, damaged: Mapping[Path, str]) -> ResumePoint:
-        """Choose the starting point of the run over both tiers; see `ResumePolicy.start`."""
-        asked = policy.config.load_step
-        steps = [step for step in self.steps() if asked in (-1, step)]
-        offered = {} if policy.config.resume == "never" else {n: self.path(n) for n in steps[-1:]}
-
-        def start() -> tuple[ResumePoint, bool]:
-            found = policy.start(damaged, offered)
-            return found, self.holds(found.path)
-
-        found, is_frequent = on_rank_0(self.world, start)
-        # The path of this node, which need not be that of rank 0's.
-        return found._replace(path=self.path(steps[-1])) if is_frequent else found
-
     # --- a start ---
 
     def begin(self, step: int) -> str:
@@ -193,10 +179,30 @@ def open_tier(config: CheckpointConfig, dump_folder: Path, world: World) -> Freq
     return FrequentTier(config, dump_folder, world) if config.frequent.interval else None
 
 
+def choose(
+    policy: ResumePolicy,
+    world: World,
+    tier: FrequentTier | None,
+    damaged: Mapping[Path, str] = NONE,
+) -> ResumePoint:
+    """Choose on all ranks together where the run starts, over both tiers; see `ResumePolicy`."""
+    asked = policy.config.load_step
+    steps = [step for step in tier.steps() if asked in (-1, step)] if tier else []
+    newest = {n: tier.path(n) for n in steps[-1:]} if tier else {}
+    offered = {} if policy.config.resume == "never" else newest
+
+    def start() -> tuple[ResumePoint, bool]:
+        found = policy.start(damaged, offered)
+        return found, tier is not None and tier.holds(found.path)
+
+    found, is_frequent = on_rank_0(world, start)
+    # The path of this node, which need not be that of rank 0's.
+    return found._replace(path=newest[steps[-1]]) if is_frequent else found
+
+
 def choose_together(policy: ResumePolicy, world: World) -> ResumePoint:
     """Choose on all ranks together where the run starts; see `ResumePolicy.start`."""
     tier = open_tier(policy.config, policy.dump_folder, world)
-    if tier is None:
-        return on_rank_0(world, policy.start)
-    tier.survey()
-    return tier.choose(policy, {})
+    if tier:
+        tier.survey()
+    return choose(policy, world, tier)

@@ -218,14 +218,14 @@ def changed_records(files: Files, item: Item, where: str) -> list[str] | None:
     found = records(files, item, where)
     if not any(record.crc for record in found.values()):
         return None
-    return [name for name, record in found.items() if _crc(files, item, record) != record.crc]
-
-
-def _crc(files: Files, item: Item, record: ItemRecord) -> int:
-    crc, end = 0, record.begin + record.size
-    for begin in range(record.begin, end, BLOCK):
-        crc = zlib.crc32(files.read(item.file, begin, min(begin + BLOCK, end)), crc)
-    return crc
+    changed = []
+    for name, record in found.items():
+        crc, end = 0, record.begin + record.size
+        for begin in range(record.begin, end, BLOCK):
+            crc = zlib.crc32(files.read(item.file, begin, min(begin + BLOCK, end)), crc)
+        if crc != record.crc:
+            changed.append(name)
+    return changed
 
 
 def layout_of(files: Files, item: Item, where: str) -> TensorLayout:

@@ -94,23 +94,6 @@ def read_metadata(checkpoint: Path) -> Contents:
     return contents
 
 
-def unfinished(checkpoint: Path) -> ConfigError:
-    """Return the error for a folder without metadata."""
-    if not checkpoint.is_dir():
-        return ConfigError(f"{checkpoint}: there is no such folder")
-    if any(checkpoint.glob("__*.metadata")):
-        return ConfigError(
-            f"{checkpoint}: each rank has its own metadata, which is not supported; save with "
-            "use_collectives=True"
-        )
-    if any(checkpoint.glob("*.distcp")) or any(checkpoint.glob("*.tmp")):
-        return ConfigError(
-            f"{checkpoint}: still being written, or never finished: {METADATA}, which is written "
-            "last, is missing"
-        )
-    return ConfigError(f"{checkpoint}: not a checkpoint: it has no {METADATA}")
-
-
 class _Parser:
     """Parser of `Metadata`, which raises if anything is malformed."""
 
@@ -254,8 +237,20 @@ class DcpCheckpoint(TensorSource):
             self.contents: Contents = read_metadata(path)
         elif folder := find_shards(path):
             self.folder, self.contents = folder, read_shards(folder)
+        elif not path.is_dir():
+            raise ConfigError(f"{path}: there is no such folder")
+        elif any(path.glob("__*.metadata")):
+            raise ConfigError(
+                f"{path}: each rank has its own metadata, which is not supported; save with "
+                "use_collectives=True"
+            )
+        elif any(path.glob("*.distcp")) or any(path.glob("*.tmp")):
+            raise ConfigError(
+                f"{path}: still being written, or never finished: {METADATA}, which is written "
+                "last, is missing"
+            )
         else:
-            raise unfinished(path)
+            raise ConfigError(f"{path}: not a checkpoint: it has no {METADATA}")
         self._files = files_in(self.folder)
         self._layouts: dict[Item, TensorLayout] = {}
         self.kinds = {name: (e.dtype, e.shape) for name, e in self.contents.tensors.items()}

@@ -288,7 +288,11 @@ def write_dcp(folder: Path, items: Iterable[tuple[Keys, Any]], max_file_bytes: i
             if end and end + size > max_file_bytes:
                 number, end = number + 1, 0
             path, begin = folder / f"__0_{number}.distcp", end
-            end = _append(path, part)
+            if size and part.untyped_storage().nbytes() != size:
+                part = part.clone()  # else its whole storage would be written
+            with path.open("ab") as file:
+                torch.save(part, file)
+                end = file.tell()
             places[MetadataIndex(name, offsets)] = storage_info(path.name, begin, end - begin)
             if offsets is not None:
                 kinds[name].chunks.append(ChunkStorageMetadata(offsets, part.shape))
@@ -307,15 +311,6 @@ def _chunks(value: Any) -> Iterator[tuple[torch.Size | None, Any]]:
         rows = max(CHUNK_BYTES * len(value) // value.nbytes, 1)
         for at in range(0, len(value), rows):
             yield torch.Size([at] + [0] * (value.ndim - 1)), value[at : at + rows]
-
-
-def _append(path: Path, value: Any) -> int:
-    """Append an item to a file; return the new length of the file."""
-    if isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
-        value = value.clone()  # else its whole storage would be written
-    with path.open("ab") as file:
-        torch.save(value, file)
-        return file.tell()
 
 
 WRITTEN = ("AdamW", "Adam")

@@ -319,11 +319,13 @@ def merge(
         raise ConfigError("--weights: they add up to 0, so there is no mean")
     opened = [OPEN[find_format(path)](path, None, None) for path in checkpoints]
     first = opened[0]
-    if problems := [
-        f"  {path}: {line}"
-        for path, other in zip(checkpoints[1:], opened[1:], strict=True)
-        for line in _unlike(other, first)
-    ]:
+    problems, name = [], first.network.spec.name
+    for path, (_, other, *_) in zip(checkpoints[1:], opened[1:], strict=True):
+        lines = [f"its model is {other.spec.name} instead of {name}"]
+        if other.spec.name == name:
+            lines = unlike(other.args, first.network.args)
+        problems += [f"  {path}: {line}" for line in lines]
+    if problems:
         raise RecipeError([f"not the network of {checkpoints[0]}:", *problems])
     for each in opened:
         weights_of(each.source, each.network)
@@ -348,10 +350,3 @@ def chosen(folders: Sequence[Path], steps: Sequence[int]) -> list[Path]:
             raise ConfigError(f"--steps: {folder} has no step {lacks}; it has {has}")
         found += [there[step] for step in steps]
     return found
-
-
-def _unlike(other: Opened, first: Opened) -> list[str]:
-    """Return in what two networks differ."""
-    if other.network.spec.name != first.network.spec.name:
-        return [f"its model is {other.network.spec.name} instead of {first.network.spec.name}"]
-    return unlike(other.network.args, first.network.args)
