@@ -552,7 +552,10 @@ def alone(layout):
     The scale of a converted linear follows from all it holds of a microbatch, so there both have
     microbatches of one size.
     """
-    batch = layout.sections["training"]["local_batch_size"] if layout.converts_linears else 8
+    training = layout.sections.get("training", {})
+    whole = {"global_batch_size": training.get("global_batch_size", 8)}
+    batch = training["local_batch_size"] if layout.converts_linears else whole["global_batch_size"]
     chunk = 301 if layout.sections.get("loss") and layout.auxiliary else 0
-    one = case(batch=batch, chunk=chunk, convert=layout.convert, auxiliary=layout.auxiliary)
+    added = {"convert": layout.convert, "auxiliary": layout.auxiliary}
+    one = case(batch=batch, chunk=chunk, training=whole, **added)
     return one.of(**layout.model)

@@ -116,20 +116,26 @@ def merged(names):
     training, replicas = dict(total.sections.get("training", {})), total.replicate * total.shard
     is_accumulating = "local_batch_size" in training
     if total.pp > 1:  # a pipeline needs several microbatches at a time, and layers for its stages
-        training["local_batch_size"] = (4 if is_accumulating else 8) // replicas
+        training["global_batch_size"] = 4 * replicas
+        training["local_batch_size"] = 2 if is_accumulating else 4
         total = total.of(n_layers=4)
     else:  # One replica has 2 to add up, several have up to 2 each; accumulating, twice as many.
         training["local_batch_size"] = (4 if replicas == 1 else 2) // (1 + is_accumulating)
+    if is_slow(total):
+        total = total.of(n_layers=1)
     return dataclasses.replace(total, sections=total.sections | {"training": training})
+
+
+def is_slow(layout):
+    """Whether products are emulated in DTensors: torch finds a layout for each operator anew."""
+    return layout.converts_linears and layout.tp > 1
 
 
 @cache
 def is_valid(names):
     """Whether a recipe may have all of these settings, on few ranks."""
     layout = merged(sorted(names))
-    # Emulated products of DTensors take seconds: with tensor parallelism they have no other axis.
-    is_slow = layout.converts_linears and layout.tp > 1
-    if layout.ranks > (2 if is_slow else MOST_RANKS):
+    if layout.ranks > (2 if is_slow(layout) else MOST_RANKS):
         return False
     return not tiny.problems(layouts.job(layout, "SGD"), ranks=layout.ranks)
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests import tiny
+from tests import layouts, tiny
 from tests.ranks import run_ranks
-from tests.runs import Operators
+from tests.runs import Operators, trace
 from tests.tiers import tiers
 from torchtitan.models.llama3 import LLAMA3
 from torchtitan.parallel import ActivationCheckpointConfig, activation_checkpoint, context, tensor
@@ -44,3 +44,18 @@ def test_what_ranks_wait_for_is_kept(axis, operator):
     )
     assert full == none + ARGS.n_layers
     assert selective == none
+
+
+def computed_in_a_step(mode):
+    """How often a rank of a pipeline that splits its backward computes attention."""
+    sections = {"parallelism": layouts.ZBV, "activation_checkpoint": {"mode": mode}}
+    case = layouts.Case(pp=2, sections=sections).of(n_layers=4)
+    with Operators() as step:
+        trace(layouts.job(case, "SGD", training={"steps": 1, "local_batch_size": 2}))
+    return step.counts["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+
+
+def test_a_split_backward_recomputes_a_block_once_for_inputs_and_once_for_weights():
+    none, full = (run_ranks(computed_in_a_step, 2, mode) for mode in ("none", "full"))
+    # The first of a rank's two stages has no inputs to split from if the rank is the first.
+    assert full == [none[0] * 5 / 2, none[1] * 3], none

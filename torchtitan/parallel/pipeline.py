@@ -19,7 +19,12 @@ from torchtitan.parallel.stages import Stages
 from torchtitan.parallel.world import World
 from torchtitan.tasks import Batch, LossFunction
 from torchtitan.timeline import Timeline
-from torchtitan.torch_private.pipeline_stages import schedule_from_csv, skip_p2p_warmup, time_stage
+from torchtitan.torch_private.pipeline_stages import (
+    recompute_once,
+    schedule_from_csv,
+    skip_p2p_warmup,
+    time_stage,
+)
 
 
 class Shapes(NamedTuple):
@@ -157,6 +162,7 @@ class Pipeline:
                 )
             )
             skip_p2p_warmup(stages[-1])
+            recompute_once(stages[-1])
             time_stage(stages[-1], self.timeline.phase)
         # The loss is already divided by the targets of the global batch, its only divisor.
         settings = {

@@ -1,12 +1,14 @@
 """Private parts of torch's pipeline schedules and stages."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+from torch.utils import checkpoint
 
 
 def pipeline_order(name: str, stages: int, pp: int, microbatches: int) -> dict[int, list[str]]:
@@ -52,6 +54,22 @@ def _inside(
             return function(*args, **settings)
 
     return timed
+
+
+def recompute_once(stage: Any) -> None:
+    """Recompute each checkpointed block once for all gradients of its weights, not once for each.
+
+    A backward that is split asks autograd for the gradients of each linear layer's weights by
+    themselves; to a checkpointed block, each of these requests is another backward.
+    """
+    group = getattr(checkpoint, "GraphExecGroup", nullcontext)  # not in every version of torch
+    backward = stage.backward_weight_one_chunk
+
+    def together(*args: Any, **settings: Any) -> Any:
+        with group():
+            return backward(*args, **settings)
+
+    stage.backward_weight_one_chunk = together
 
 
 def mark_actions(stage: Any, mark: Callable[[int, Any, int], None]) -> None:
