@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan import trainer
-from torchtitan.checkpoint.saver import SaveThread, Staging, after
+from torchtitan.checkpoint.saver import Staging, after, in_thread
 from torchtitan.cluster import launcher
 from torchtitan.device import Device
 from torchtitan.tools.cli import main
@@ -91,8 +91,8 @@ def test_a_thread_that_saves_uses_the_device_of_its_rank(contexts):
 
     staging = Staging(pinned=False, device=OnHost("cpu"))
     copies = staging.begin([])
-    assert SaveThread(copies).result() == []
+    assert in_thread(copies).get() == []
     staging.device = Device("cuda", 1)
     event = SimpleNamespace(synchronize=lambda: contexts.append(-1))
-    assert SaveThread(lambda: after(event, [], staging.device, [])).result() == []
+    assert in_thread(lambda: after(event, [], staging.device, [])).get() == []
     assert contexts == [1, 1, -1]

@@ -19,7 +19,7 @@ from tests.reliability.trials import at_call
 from tests.runs import losses, rows, train
 from torchtitan.checkpoint import saved_steps, saver
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
-from torchtitan.checkpoint.saver import SaveThread, Staging
+from torchtitan.checkpoint.saver import Staging, in_thread
 from torchtitan.checkpoint.storage import Piece
 from torchtitan.config import ConfigError
 from torchtitan.device import Device
@@ -251,9 +251,9 @@ def test_copies_are_of_the_moment_and_tensors_are_released_once_copied(few_objec
 def test_work_is_released_when_it_has_ended(few_objects):
     held = torch.zeros(1)
     reference = weakref.ref(held)
-    task = SaveThread(lambda held=held: held.numel())
+    task = in_thread(lambda held=held: held.numel())
     task.wait()
     del held
     gc.collect()
-    assert task.result() == 1
+    assert task.get() == 1
     assert reference() is None

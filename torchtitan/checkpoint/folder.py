@@ -178,13 +178,9 @@ def lock(dump_folder: Path, key: str = "job.dump_folder") -> Iterator[Lock]:
     """Hold an exclusive lock on the folder; the kernel releases it when this process ends.
 
     The holder is waited for if it is ending. Afterwards the lock's file is as it was before, and a
-    folder made for it is removed if it is empty: a refused start leaves no trace.
-
-    Args:
-        key: setting that names the folder.
-
-    Raises:
-        ConfigError: if another run has the lock, or the folder cannot be locked.
+    folder made for it is removed if it is empty: a refused start leaves no trace. Raises
+    ConfigError, with the setting `key`, if another run has the lock, or the folder cannot be
+    locked.
     """
     made = [path for path in (dump_folder, *dump_folder.parents) if not path.exists()]
     try:

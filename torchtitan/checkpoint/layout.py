@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ from torchtitan.torch_private.dtensor import (
     order_of_cuts,
     ranks_of,
 )
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 WRITERS = 8
 """Maximum number of copies of a block that take turns: a rank reads files of no more."""
@@ -141,10 +138,7 @@ class RankGroup:
     ) -> list[StoredBlock[int]] | None:
         """Return the blocks that overlap `wanted`, and the ranks whose files have them.
 
-        Returns None if files of `here` lack any of it.
-
-        Args:
-            others: all groups, which may have parts of the same tensor.
+        Returns None if files of `here` lack any of it. Of `others`, all groups, some may share it.
         """
         groups, found = sharing(others, name, self.items[name]) or [self], []
         _, shape, placement = self.items[name]
@@ -239,17 +233,6 @@ def distances_of(mesh: DeviceMesh) -> tuple[int, list[int]]:
     return first, distances
 
 
-def placement_of(tensor: "DTensor", first: int, distances: Sequence[int]) -> Placement:
-    """Return the placement of a tensor on a mesh with these ranks."""
-    cuts, sizes = order_of_cuts(tensor), tensor.device_mesh.shape
-    copied = set(range(len(sizes))) - {axis for axis, _ in cuts}
-    return Placement(
-        first,
-        tuple((dim, sizes[axis], distances[axis]) for axis, dim in cuts),
-        tuple((sizes[axis], distances[axis]) for axis in sorted(copied) if sizes[axis] > 1),
-    )
-
-
 def own_name(name: str, rank: int) -> str:
     """Return the name of an item, in which `*` stands for the rank that has it for itself."""
     found = OWN.fullmatch(name)
@@ -271,7 +254,13 @@ def items_of(tensors: Mapping[str, Tensor], rank: int) -> dict[str, PlacedTensor
             mesh = tensor.device_mesh
             if mesh not in meshes:
                 meshes[mesh] = distances_of(mesh)
-            placement = placement_of(tensor, *meshes[mesh])
+            (first, distances), sizes, cuts = meshes[mesh], mesh.shape, order_of_cuts(tensor)
+            copied = sorted(set(range(len(sizes))) - {axis for axis, _ in cuts})
+            placement = Placement(
+                first,
+                tuple((dim, sizes[axis], distances[axis]) for axis, dim in cuts),
+                tuple((sizes[axis], distances[axis]) for axis in copied if sizes[axis] > 1),
+            )
         items[own_name(name, rank)] = PlacedTensor(tensor.dtype, tuple(tensor.shape), placement)
     return items
 

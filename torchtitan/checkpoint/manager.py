@@ -97,11 +97,8 @@ class Checkpointer:
     def load(self, start: ResumePoint) -> None:
         """Load the state that `start` specifies, then set damaged checkpoints aside.
 
-        If the state is refused, every checkpoint is where it was.
-
-        Raises:
-            ConfigError: if the checkpoint does not match the model, the optimizer or the data, or
-                is damaged without a usable alternative.
+        If the state is refused, every checkpoint is where it was. Raises ConfigError if it does not
+        match the model, the optimizer or the data, or is damaged without a usable alternative.
         """
         if self.frequent:
             self.frequent.survey()

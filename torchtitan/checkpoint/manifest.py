@@ -89,9 +89,7 @@ def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
 def read_manifest(checkpoint: Path) -> Manifest:
     """Read and verify the manifest of a checkpoint.
 
-    Raises:
-        Damaged: if it is missing, unreadable or changed.
-        ConfigError: if it is intact, but of another format.
+    Raises Damaged if it is missing or changed, and ConfigError if it is of another format.
     """
     path = checkpoint / MANIFEST
     try:

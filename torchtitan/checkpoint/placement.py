@@ -55,12 +55,8 @@ def find_nodes(world: World, folder: Path, mark: str, host: str, key: str) -> No
     """Return the nodes of a folder, which is created where it is missing.
 
     Ranks that see the same files at a path are a node; if it is on a disk that all share, there is
-    one node.
-
-    Args:
-        mark: start of the names of files that ranks write there, for this call alone.
-        host: name of this rank's machine.
-        key: setting that names the folder, for errors.
+    one node. `mark` is the start of the names of files that ranks write there, for this call alone;
+    `host` the name of this rank's machine, and `key` the setting of the folder, for messages.
     """
     own = folder / f"{mark}{world.rank}"
 

@@ -119,12 +119,8 @@ def join_pieces(
 ) -> Tensor:
     """Assemble a part of a tensor from its blocks, without copying if it is within one of them.
 
-    Args:
-        read: reads a part of a block, given offsets in the block and sizes.
-        where: checkpoint and name of the tensor, for an error.
-
-    Raises:
-        Damaged: if some elements are in no block.
+    `read` reads a part of a block, given offsets in it and sizes. Raises Damaged, with `where`, if
+    some elements are in no block.
     """
     found, left = torch.empty(sizes, dtype=dtype), math.prod(sizes)
     for block in blocks:

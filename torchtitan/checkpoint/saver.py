@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.pool import ThreadPool
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -61,22 +61,12 @@ Copies = list[tuple[Piece, Tensor, Tensor]]
 """Pieces with their copies and digests."""
 
 
-class SaveThread(Generic[T]):
-    """Work on a thread of its own, which does not keep a failing process alive."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        pool = ThreadPool(1)
-        # Not an attribute: the work's references are released when it has ended.
-        self._result = pool.apply_async(work)
-        pool.close()
-
-    def wait(self) -> None:
-        """Wait until the work has ended, with a result or an error."""
-        self._result.wait()
-
-    def result(self) -> T:
-        """Wait for the work; return its result, or raise its error."""
-        return self._result.get()
+def in_thread(work: Callable[[], T]) -> "AsyncResult[T]":
+    """Start work on a thread of its own, which does not keep a failing process alive."""
+    pool = ThreadPool(1)
+    result = pool.apply_async(work)
+    pool.close()
+    return result
 
 
 class Staging:
@@ -92,13 +82,13 @@ class Staging:
     def begin(self, pieces: Pieces) -> Callable[[], Pieces]:
         """Start copying the pieces' current values; return a function that waits for the copies."""
         if self.device.type == "cpu":
-            copying = SaveThread(lambda: self._copy(pieces))
+            copying = in_thread(lambda: self._copy(pieces))
             self._release = copying.wait
         else:
             with self.device.side_stream() as copied:
                 copies = self._copy(pieces)
             # The memory of the pieces must not be reused before they are copied.
-            copying = SaveThread(lambda: after(copied, copies, self.device, pieces))
+            copying = in_thread(lambda: after(copied, copies, self.device, pieces))
             self._release = copied.wait
 
         def collect() -> Pieces:
@@ -106,7 +96,7 @@ class Staging:
             self.device.make_current()
             return [
                 (piece._replace(digest=unsigned(int(found.item()))), copy)
-                for piece, copy, found in copying.result()
+                for piece, copy, found in copying.get()
             ]
 
         return collect
@@ -218,7 +208,7 @@ class Saver:
         """Newest step, if it could not be saved."""
         self.seconds: float | None = None
         """Seconds that the last save took, while training waited or not; None: there was none."""
-        self._thread: SaveThread[None] | None = None
+        self._thread: AsyncResult[None] | None = None
         self._is_apart = False
         """Whether all ranks of `_apart` respond, as far as this one knows."""
         if config.saves:
@@ -248,7 +238,7 @@ class Saver:
             waited=lambda: called + self.staging.waited - waited,
             began=time.perf_counter(),
         )
-        self._thread = SaveThread(lambda: self._run(save))
+        self._thread = in_thread(lambda: self._run(save))
         if not self.is_async:
             save.committed.wait()
             if not save.is_saved:
@@ -270,7 +260,7 @@ class Saver:
         self.staging.wait()
         if self._thread is not None:
             thread, self._thread = self._thread, None
-            thread.result()
+            thread.get()
 
     # --- on the thread of a save ---
 

@@ -71,14 +71,10 @@ class ResumePolicy(NamedTuple):
     ) -> ResumePoint:
         """Choose the starting point of the run, without writing anything.
 
-        Args:
-            damaged: checkpoints known to be damaged, with the reasons; others are detected as far
-                as possible without reading files.
-            frequent: whole checkpoints by step, also to choose from, of which this node may not
-                have all files.
-
-        Raises:
-            ConfigError: if resuming or starting afresh would surprise the user.
+        Checkpoints are detected as damaged as far as possible without reading files, if they are
+        not among the `damaged`, with reasons. `frequent` has whole ones by step, also to choose
+        from, of which this node may not have all files. Raises ConfigError if the start would
+        surprise the user.
         """
         own = self._own(dict(damaged), frequent)
         try:
@@ -331,8 +327,7 @@ def open_weights(path: Path, kind: str, recipe: Mapping[str, Any]) -> TensorSour
 def step_already_saved_error(path: Path, *, starts_over: bool = False) -> ConfigError:
     """Return the error that a save would overwrite the checkpoint of a run that went further.
 
-    Args:
-        starts_over: whether the run counts its steps from 0 again.
+    `starts_over`: whether the run counts its steps from 0 again.
     """
     key, why = "load_step", "from a run that continued after checkpoint.load_step, and this run"
     also = ", remove checkpoint.load_step"

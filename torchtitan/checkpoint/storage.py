@@ -231,12 +231,10 @@ def write_manifest_of(
     digests: Mapping[str, Any],
     **what: Any,
 ) -> Manifest:
-    """Write the rest of a checkpoint whose tensors are on disk: state and manifest.
+    """Write the rest of a checkpoint whose `files` of tensors are on disk: state and manifest.
 
-    Args:
-        files: those of tensors in this folder.
-        digests: by the names of the items of the groups; see `WritePlan.digests`.
-        what: fields of the manifest that do not follow from the other arguments.
+    `digests` are by the names of the items of the groups (see `WritePlan.digests`); `what` has the
+    fields of the manifest that do not follow from the other arguments.
     """
     placements: list[Placement] = []
     described = [group.to_json(placements, digests) for group in groups]

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from io import IOBase, RawIOBase
 from pathlib import Path
 
@@ -189,10 +190,8 @@ class ObjectStore(Disk):
         path.remove()
 
     def discard(self, path: Path) -> None:
-        try:
+        with suppress(OSError):
             self.delete(path)
-        except OSError:
-            return
 
     def is_exported(self, folder: Path, last: str) -> bool:
         """Check as on a disk, and delete the remains of an interrupted export."""

@@ -326,14 +326,10 @@ def write_torchtitan(
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> None:
-    """Write our weights, or a whole run, into a folder, with one tensor at a time in memory.
+    """Write our weights, or a run with its `state`, with one tensor at a time in memory.
 
-    Args:
-        state: content of train_state.json; None exports the weights alone.
-        dtype: dtype of exported weights without a run; None: each keeps its own.
-
-    Raises:
-        RecipeError: if TorchTitan cannot resume the run.
+    `dtype` is for weights without a run; None: each keeps its own. Raises RecipeError if TorchTitan
+    cannot resume the run.
     """
     if state is None:
         write_dcp(folder, _weights(source, network, dtype), max_file_bytes)

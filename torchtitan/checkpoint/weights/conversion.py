@@ -71,15 +71,10 @@ def convert(
 ) -> str | None:
     """Write the weights in `source` to `destination`, which must not exist yet.
 
-    Args:
-        about: origin to record in a checkpoint of ours.
-
-    Returns:
-        The section `[model]` of recipes that start from the result, as TOML, if it is our format of
-        weights that no run of ours trained; it is also written, as `model_section.toml`.
-
-    Raises:
-        ConfigError: with all problems, before anything is written.
+    Returns the section `[model]` of recipes that start from the result, as TOML, if it is our
+    format of weights that no run of ours trained; it is also written, as `model_section.toml`.
+    `about` is the origin to record in a checkpoint of ours. All problems are raised before anything
+    is written.
     """
     kind = options.source_format or find_format(source)
     target = options.target_format or ("hf" if kind == "ours" else "ours")
@@ -295,17 +290,10 @@ def merge(
     destination: Path,
     about: Mapping[str, Any],
 ) -> None:
-    """Write the weighted mean of the weights of checkpoints, one tensor at a time.
+    """Write the weighted mean of checkpoints of one network, one tensor at a time.
 
-    The result is a checkpoint of weights alone: a `checkpoint.initial_load_path`.
-
-    Args:
-        checkpoints: folders of weights of one network, in any format.
-        weights: one for each of them; they need not add up to 1.
-        about: origin to record in the result.
-
-    Raises:
-        ConfigError: with all problems, before anything is written.
+    `checkpoints` are folders in any format; `weights` need not add up to 1; `about` is the origin
+    to record. All problems are raised, as ConfigError, before anything is written.
     """
     if destination.exists():
         raise ConfigError(f"--output: {destination} exists already; nothing was written")

@@ -31,12 +31,9 @@ WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 
 
 def unwrapped(where: object, found: Iterable[str], wanted: Collection[str]) -> dict[str, str]:
-    """Return the names of tensors by those that they have without wrappers.
+    """Return the names of tensors by those that they have without wrappers, which must differ.
 
     A `model.` in front is that of a wrapper if only without it the name is in `wanted`.
-
-    Raises:
-        ConfigError: if two tensors have the same name then.
     """
     names = {name: ".".join(p for p in name.split(".") if p not in WRAPPERS) for name in found}
     depths = {name: _depth(plain, wanted) for name, plain in names.items()}
@@ -71,14 +68,10 @@ class ForeignWeights(TensorSource):
     def __init__(
         self, folder: Path, network: Network, kind: str, found: Mapping[str, Kind | str]
     ) -> None:
-        """Verify that the weights match `network`.
+        """Raise ConfigError, with everything that does not match, unless these are of `network`.
 
-        Args:
-            kind: the format, a key of `ModelSpec.formats`.
-            found: dtype and shape of each tensor, or why it cannot be read, by foreign name.
-
-        Raises:
-            ConfigError: with everything that does not match.
+        `kind` is a key of `ModelSpec.formats`; `found` has dtype and shape of each tensor, or why
+        it cannot be read, by foreign name.
         """
         self.network, self.format = network, network.format(kind)
         shapes = {f"model.{name}": shape for name, shape in network.parameters().items()}

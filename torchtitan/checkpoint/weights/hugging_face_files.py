@@ -158,7 +158,23 @@ def _wanted(network: Network) -> set[str]:
 
 
 def _file_names(folder: Path) -> list[str]:
-    names, there = _named_files(folder), {path.name for path in folder.iterdir()}
+    has_index, there = (folder / INDEX).is_file(), {path.name for path in folder.iterdir()}
+    if not has_index and not (folder / SINGLE).is_file():
+        lost = dangling(folder / SINGLE) or dangling(folder / INDEX)
+        others = sorted(path.name for path in folder.glob("*.safetensors"))
+        only = f"; there is only {shorten(', '.join(others))}" if others else ""
+        raise ConfigError(lost or f"{folder}: there is neither {INDEX} nor {SINGLE}{only}")
+    names = [SINGLE]
+    if has_index:
+        found = read_config(folder / INDEX).get("weight_map")
+        named = list(found.values()) if isinstance(found, dict) else []
+        if not named or not all(map(_is_beside, named)):
+            raise ConfigError(
+                f"{folder / INDEX}: it has no weight_map from tensors to files in its folder"
+            )
+        names = sorted(set(named))
+    for path in (folder / name for name in names if name not in there):
+        raise ConfigError(f"{path}: there is no such file, but the index names it")
     if SINGLE in there and SINGLE not in names:
         raise ConfigError(
             f"{folder}: weights are in both {SINGLE}, which transformers would read, and the files "
@@ -166,35 +182,14 @@ def _file_names(folder: Path) -> list[str]:
         )
     other = re.compile(r"(adapter_|pytorch_)?(model|consolidated)[\w.-]*\.(safetensors|bin|pth)")
     if others := sorted(filter(other.fullmatch, there.difference(names))):
-        logger.warning(
-            "%s: weights are read from %s; not read: %s",
-            folder,
-            names[0] if len(names) == 1 else INDEX,
-            shorten(", ".join(others)),
-        )
+        message, shown = "%s: weights are read from %s; not read: %s", shorten(", ".join(others))
+        logger.warning(message, folder, names[0] if len(names) == 1 else INDEX, shown)
     return names
 
 
-def _named_files(folder: Path) -> list[str]:
-    if not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
-            lost = dangling(folder / SINGLE) or dangling(folder / INDEX)
-            others = sorted(path.name for path in folder.glob("*.safetensors"))
-            only = f"; there is only {shorten(', '.join(others))}" if others else ""
-            raise ConfigError(lost or f"{folder}: there is neither {INDEX} nor {SINGLE}{only}")
-        return [SINGLE]
-    weight_map = read_config(folder / INDEX).get("weight_map")
-    named = weight_map.values() if isinstance(weight_map, dict) else ()
-    if not named or not all(
-        isinstance(n, str) and Path(n).name == n and "\0" not in n for n in named
-    ):
-        raise ConfigError(
-            f"{folder / INDEX}: it has no weight_map from tensors to files in its folder"
-        )
-    names, there = sorted(set(named)), {path.name for path in folder.iterdir()}
-    for path in (folder / name for name in names if name not in there):
-        raise ConfigError(f"{path}: there is no such file, but the index names it")
-    return names
+def _is_beside(name: object) -> bool:
+    """Whether `name` is that of a file in the same folder."""
+    return isinstance(name, str) and Path(name).name == name and "\0" not in name
 
 
 def write_hugging_face(
@@ -207,9 +202,7 @@ def write_hugging_face(
 ) -> None:
     """Write our weights into a folder, with at most one file of them in memory.
 
-    Args:
-        dtype: dtype of all tensors; None: each keeps its own.
-        max_shard_bytes: maximum size of the tensors in a file, unless a single one is larger.
+    `dtype` is that of all tensors; None: each keeps its own. A larger tensor has a file of its own.
     """
     weights = Translated(source, network, "hf", dtype)
     kinds = weights.shapes()

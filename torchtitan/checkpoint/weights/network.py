@@ -29,8 +29,7 @@ class Network(NamedTuple):
     def recipe(self) -> dict[str, Any]:
         """Return the network's recipe by dotted keys: all sizes, over the most similar flavor.
 
-        Raises:
-            ConfigError: if sizes alone do not turn that flavor into this network.
+        Raises ConfigError if sizes alone do not turn that flavor into this network.
         """
         spec, flavors = self.spec, self.spec.flavors
         differences = {name: unlike(self.args, args) for name, args in flavors.items()}
@@ -126,12 +125,8 @@ def of_shapes(
 ) -> Network:
     """Return the network whose parameters have these shapes, or else the most similar one.
 
-    Args:
-        specs: the allowed families.
-        flavor: the required flavor; None: any.
-
-    Raises:
-        ConfigError: if there are several.
+    It is of one of `specs`, and of this `flavor` if one is given. Raises ConfigError if several
+    match.
     """
     known = {spec.name: spec for spec in specs if flavor in (None, *spec.flavors)}
     if not known:
@@ -154,14 +149,8 @@ def identify(
 ) -> tuple[Network, dict[str, Any]]:
     """Return the network that a config file describes, and the content of the file.
 
-    A flavor matches if its own config file would be the same.
-
-    Args:
-        specs: the allowed families.
-        flavor: the required flavor; None: any.
-
-    Raises:
-        ConfigError: if none matches, or several do.
+    It is of one of `specs`, and of this `flavor` if one is given, whose own config file would be
+    the same. Raises ConfigError if none matches, or several do.
     """
     config = read_config(path)
     described = _described(path, kind, _families(path, kind, specs, config), config)

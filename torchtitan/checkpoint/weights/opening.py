@@ -48,11 +48,7 @@ class Opened(NamedTuple):
 def find(path: Path, frequent: bool = False) -> list[Path]:
     """Find the checkpoints at `path` by step: itself, a folder of them, or a run's dump folder.
 
-    Args:
-        frequent: whether to find a run's frequent checkpoints too, as far as they are on this node.
-
-    Raises:
-        ConfigError: if there is none.
+    With `frequent`, those of this node too. Raises ConfigError if there is none.
     """
     is_step = path.name.startswith("step-") and path.is_dir()
     if is_step or (path / MANIFEST).is_file() or saved_by_dcp(path):
