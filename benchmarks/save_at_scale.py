@@ -37,7 +37,7 @@ from torchtitan.checkpoint.layout import PlacedTensor, RankGroup, WritePlan, has
 from torchtitan.checkpoint.manifest import MANIFEST, STATE_FILE, File
 from torchtitan.checkpoint.placement import Nodes
 from torchtitan.checkpoint.ranges import Files, MappedFiles, Piece
-from torchtitan.checkpoint.saver import FileRow, Retention, Saver
+from torchtitan.checkpoint.saver import Retention, Saver
 from torchtitan.checkpoint.storage import SavedTensors, Written, arrange
 from torchtitan.checks import load_job
 from torchtitan.device import Device
@@ -145,7 +145,7 @@ class Inbox:
 
     def _files(self) -> list[bytes]:
         rows = [
-            FileRow(f"rank-{rank}.safetensors", File(2**30, f"{rank:032x}"), {"rng.*.cpu": rank})
+            Written(f"rank-{rank}.safetensors", File(2**30, f"{rank:032x}"), {"rng.*.cpu": rank})
             for rank in range(self.size)
         ]
         return _pickled(rows)

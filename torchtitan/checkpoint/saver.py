@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
@@ -38,7 +38,6 @@ from torchtitan.checkpoint.layout import WritePlan, ranges_of
 from torchtitan.checkpoint.manifest import (
     STATE_FILE,
     Damaged,
-    File,
     hash_file,
     problems_of_files,
     read_manifest,
@@ -134,15 +133,6 @@ RETRY_SECONDS = 1.0
 """Delay before the first retry of a save; doubled for each further one."""
 PATIENCE = timedelta(minutes=30)
 """Time in which all ranks have to finish a stage of a save, above all to write their files."""
-
-
-class FileRow(NamedTuple):
-    """Message to rank 0 of a rank that has written its file."""
-
-    name: str
-    file: File
-    own: Mapping[str, int]
-    """See `WritePlan.own_digests`."""
 
 
 @dataclass
@@ -319,7 +309,7 @@ class Saver:
             return False
         assert not isinstance(mine, str), "a problem, which all ranks know"
         digests = mine.digests if mine else {}
-        row = mine and FileRow(mine.name, mine.file, save.layout.own_digests(digests))
+        row = mine and replace(mine, digests=save.layout.own_digests(digests))
         rows, sums = world.gather_object(row) or (), save.layout.sum_digests(digests)
         with responding():
             dist.all_reduce(sums, group=world.slow_group)
@@ -337,14 +327,14 @@ class Saver:
         return True
 
     def _complete(
-        self, save: Save, rows: Sequence[FileRow | None], sums: Tensor, state: Mapping[str, Any]
+        self, save: Save, rows: Sequence[Written | None], sums: Tensor, state: Mapping[str, Any]
     ) -> int:
         """Complete the checkpoint on a leader; return its bytes."""
         here = self.nodes.here if len(self.nodes.ranks) > 1 else ()
         files = {
             row.name: row.file for n, row in enumerate(rows) if row and (not here or n in here)
         }
-        digests = save.layout.digests(sums, [row.own if row else {} for row in rows])
+        digests = save.layout.digests(sums, [row.digests if row else {} for row in rows])
         manifest = write_manifest_of(
             save.path,
             files,
