@@ -267,8 +267,8 @@ def test_what_the_recipe_has_otherwise_is_told(tmp_path, theirs):
         "changed since the checkpoint: optimizer.beta2: 0.95 -> 0.99",
         "changed since the checkpoint: optimizer.weight_decay: 0.1 -> 0 (for 5 of 21 weights)",
         "changed since the checkpoint: optimizer.name: AdamW -> Adam",
-        "changed since the checkpoint: learning rate of step 4: 0.000868198 -> 0.0017364",
         "changed since the checkpoint: training.dtype: float32 -> bfloat16",
+        "changed since the checkpoint: learning rate of step 4: 0.000868198 -> 0.0017364",
     ]
 
 

@@ -113,10 +113,8 @@ class Checkpointer:
             self._restore(saved, start.excluded)
             if saved.data is None:
                 advice = "data.skip_samples = -1 skips the samples that it was trained on"
-                logger.info(
-                    "data: the position of TorchTitan's data loader is not loaded%s",
-                    "" if start.skip_samples else f"; {advice}",
-                )
+                message = "data: the position of TorchTitan's data loader is not loaded%s"
+                logger.info(message, "" if start.skip_samples else f"; {advice}")
         if self.frequent:
             self.frequent.report(self.state.step)
         if start.is_resume or self.config.saves:
@@ -150,7 +148,15 @@ class Checkpointer:
 
         def open_it() -> bool:
             if start.is_resume:
-                self._find_foreign(start)
+                steps, aside = disk.saved_steps(self.folder), dict(start.damaged)
+                own = self.state.step
+                self.foreign = {n for n, at in steps.items() if n > own and at not in aside}
+            if self.foreign and not self.config.load_only:
+                message = (
+                    "checkpoint.load_step: %s are of later steps, and are kept; if the run is "
+                    "stopped at one of these steps, it cannot be saved"
+                )
+                logger.warning(message, ", ".join(f"step-{n}" for n in sorted(self.foreign)))
             if not self.config.saves:
                 return False
             try:
@@ -173,19 +179,6 @@ class Checkpointer:
             raise ConfigError(
                 f"{key}: rank {', '.join(blind)} cannot write into {self.folder}, which rank 0 "
                 "created; use a folder that all nodes share"
-            )
-
-    def _find_foreign(self, start: ResumePoint) -> None:
-        """Find the checkpoints of later steps."""
-        steps, aside = disk.saved_steps(self.folder), [path for path, _ in start.damaged]
-        self.foreign = {
-            step for step, at in steps.items() if step > self.state.step and at not in aside
-        }
-        if self.foreign and not self.config.load_only:
-            logger.warning(
-                "checkpoint.load_step: %s are of later steps, and are kept; if the run is "
-                "stopped at one of these steps, it cannot be saved",
-                ", ".join(f"step-{step}" for step in sorted(self.foreign)),
             )
 
     def _verified(self, start: ResumePoint) -> ResumePoint:

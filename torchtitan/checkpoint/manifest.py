@@ -132,6 +132,17 @@ def reading(path: Path) -> Iterator[None]:
         raise Damaged(dangling(path) or f"{path}: {error.strerror}") from None
 
 
+@contextmanager
+def parsing(path: Path, what: str = "") -> Iterator[None]:
+    """Turn an error of malformed content into `Damaged`, which says `what` of it is malformed."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Damaged(f"{path}: damaged: {what}{error}") from None
+
+
 def read_whole(checkpoint: Path, manifest: Manifest, name: str) -> bytes:
     """Read and verify a small file of a checkpoint."""
     with reading(checkpoint / name):

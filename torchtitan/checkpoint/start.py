@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.checkpoint.contents import SavedRun, open_run
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, saved_by_dcp
-from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, changes, check_states
+from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint
 from torchtitan.checkpoint.folder import read_state, read_verified_manifest, saved_steps
 from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.checkpoint.settings import CheckpointConfig
@@ -45,8 +45,7 @@ class ResumePoint(NamedTuple):
     global_batch: int | None = None
     """Sequences per step of the run that is resumed, if known."""
     rate: str = ""
-    """Change of the learning rate of the next step from that by the recipe of a checkpoint of ours;
-    empty: none is known."""
+    """Change of the learning rate of the next step; empty: none is known."""
     kept: tuple[tuple[str, Any], ...] = ()
     """Values of the run that is resumed for keys that the recipe leaves open."""
     excluded: tuple[str, ...] = ()
@@ -106,7 +105,7 @@ class ResumePolicy(NamedTuple):
             tokens = state["train_state"]["tokens"] if holds_run else None
             samples = state["data"]["samples"] if "data" in state else self._samples(tokens)
             if not model_only:
-                rate = self._rate_change(state, excluded) if holds_run else ""
+                rate = self._own_rate_change(state, excluded) if holds_run else ""
                 start = start._replace(global_batch=global_batch(state), rate=rate)
         elif kind == "dcp":
             theirs = TorchTitanCheckpoint(path, in_recipe(recipe))
@@ -119,11 +118,12 @@ class ResumePolicy(NamedTuple):
             raise ConfigError(f"{path} has only weights{which}; set initial_load_model_only = true")
         if kind == "dcp" and not model_only:
             if "optimizer" not in excluded:
-                check_states(theirs, self.optimizer)
-            told = changes(theirs, self.optimizer, self.factor)
+                theirs.check_states(self.optimizer)
+            told = theirs.changes(self.optimizer)
             if theirs.dtype != (dtype := recipe["training.dtype"]):
                 told.append(f"training.dtype: {theirs.dtype} -> {dtype}")
-            start = start._replace(changes=tuple(told))
+            rate = self._rate_change(theirs.counters(), theirs.rate, excluded)
+            start = start._replace(changes=tuple(told), rate=rate)
         skip: int = recipe["data.skip_samples"]
         if has_position and skip > 0:
             raise ConfigError(
@@ -144,14 +144,20 @@ class ResumePolicy(NamedTuple):
         """Return the number of samples with this many tokens; None if unknown."""
         return None if tokens is None else math.ceil(tokens / self.recipe["training.seq_len"])
 
-    def _rate_change(self, state: Mapping[str, Any], excluded: Collection[str]) -> str:
-        """Tell what this recipe does to the learning rate of a saved run's next step."""
+    def _own_rate_change(self, state: Mapping[str, Any], excluded: Collection[str]) -> str:
         counters = state["train_state"]
-        done = counters["step"] - counters.get("schedule_start", 0)
-        tokens = counters["tokens"] - counters.get("schedule_start_tokens", 0)
-        there = rate_in_recipe(state.get("recipe", {}), done + 1, tokens)
+        there = rate_in_recipe(state.get("recipe", {}), *_place_in_schedule(counters))
+        return self._rate_change(counters, there, excluded)
+
+    def _rate_change(
+        self, counters: Mapping[str, int], there: float | None, excluded: Collection[str]
+    ) -> str:
+        """Tell what this recipe does to a run's learning rate of the next step, by its counters.
+
+        `there` is that rate by the checkpoint, of which the parts `excluded` are not loaded.
+        """
         starts_over = "lr_scheduler" in excluded or "train_state" in excluded
-        factor = self.factor(1, 0) if starts_over else self.factor(done + 1, tokens)
+        factor = self.factor(*((1, 0) if starts_over else _place_in_schedule(counters)))
         here = self.optimizer.lr * factor
         if there is None or math.isclose(there, here, rel_tol=1e-6):
             return ""
@@ -214,7 +220,7 @@ class ResumePolicy(NamedTuple):
             changes=tuple(changed.values()),
             damaged=tuple(newer.items()),
             global_batch=global_batch(state),
-            rate=self._rate_change(state, excluded),
+            rate=self._own_rate_change(state, excluded),
             kept=keeps,
             excluded=excluded,
         )
@@ -278,6 +284,12 @@ class ResumePolicy(NamedTuple):
                 "from scratch with --checkpoint.resume auto"
             )
         return None
+
+
+def _place_in_schedule(counters: Mapping[str, int]) -> tuple[int, int]:
+    """Return the next step of a run by its schedule, and the targets before it."""
+    done = counters["step"] - counters.get("schedule_start", 0)
+    return done + 1, counters["tokens"] - counters.get("schedule_start_tokens", 0)
 
 
 def kept(recipe: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -44,6 +44,7 @@ from torchtitan.checkpoint.manifest import (
     Damaged,
     File,
     Manifest,
+    parsing,
     read_manifest,
     read_whole,
     write_json,
@@ -276,10 +277,8 @@ class Placed:
 
     def __init__(self, checkpoint: Path, manifest: Manifest, files: Files) -> None:
         self.checkpoint, self._files, self._rows = checkpoint, files, manifest.files
-        try:
+        with parsing(checkpoint / MANIFEST):
             groups, self.digests = read_groups(manifest.groups, manifest.placements)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise Damaged(f"{checkpoint / MANIFEST}: damaged: {error}") from None
         ranks = [rank for each in manifest.here for rank in range(*each)]
         self._here = frozenset(ranks) if ranks else None
         self.shapes: dict[str, Kind] = {}
@@ -314,11 +313,9 @@ class Placed:
             self._headers[file] = read_header(path, self._files)
         header = self._headers[file]
         wanted = self.shapes[name][0], block.sizes, block.offsets
-        try:
+        with parsing(path, f"it does not tell where {name} is: "):
             stored = header.tensors[name]
             found = stored.dtype, stored.shape, header.offsets(name)
-        except (LookupError, TypeError, ValueError) as error:
-            raise Damaged(f"{path}: damaged: it does not tell where {name} is: {error}") from None
         if found != wanted:
             told = "is {} {} at {}"
             there, here = told.format(*found), told.format(*wanted)

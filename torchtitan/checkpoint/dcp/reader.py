@@ -26,7 +26,7 @@ from torchtitan.checkpoint.dcp.items import (
     changed_records,
     layout_of,
 )
-from torchtitan.checkpoint.manifest import Damaged, reading
+from torchtitan.checkpoint.manifest import Damaged, parsing, reading
 from torchtitan.checkpoint.ranges import (
     Files,
     Sizes,
@@ -84,12 +84,8 @@ def read_metadata(checkpoint: Path) -> Contents:
     with reading(path):
         data = path.read_bytes()
     refuse_pointer(path, data)
-    try:
+    with parsing(path):
         contents = _Parser(path, data).contents()
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise Damaged(f"{path}: damaged: {error}") from None
     _check_files(checkpoint, contents)
     return contents
 
@@ -370,13 +366,9 @@ def read_shards(folder: Path) -> Contents:
     """Read the contents of the files; raise ConfigError if they are damaged or incomplete."""
     files, found = files_in(folder), dict[str, list[Chunk]]()
     for path in sorted(folder.glob("*.safetensors")):
-        try:
+        with parsing(path, "its header is invalid: "):
             for name, chunk in _chunks(path, files):
                 found.setdefault(name, []).append(chunk)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise Damaged(f"{path}: damaged: its header is invalid: {error}") from None
     return Contents({name: _entry(folder, name, chunks) for name, chunks in found.items()}, {})
 
 

@@ -26,7 +26,7 @@ import math
 import pickle
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ NO_WEIGHTS = {"optimizer", "lr_scheduler", "train_state", "dataloader"}
 """First parts of the names of entries that are not weights."""
 RENAMED = {"attention.qkv_linear.": "attention.", "lm_head.": "output."}
 """Parts of the names of weights in v0.3, and the same parts here."""
+SHOWN = 5
+"""Maximum number of mismatched states in a message."""
 OPTIONS = ("initial_lr", "betas", "eps", "weight_decay")
 """Options of each weight that a recipe also has."""
 
@@ -140,15 +142,6 @@ class TorchTitanCheckpoint(Renamed):
         """Return everything that a run resumes from."""
         return SavedRun(self.path, self, self.counters())
 
-    def states(self) -> dict[str, set[str]]:
-        """Return the names of the optimizer states of each weight."""
-        found: dict[str, set[str]] = {}
-        for name in self.names:
-            if name.startswith("optimizer."):
-                weight, _, state = name.removeprefix("optimizer.").rpartition(".")
-                found.setdefault(weight, set()).add(state)
-        return found
-
     def options(self, weight: str) -> dict[str, float]:
         """Return a weight's recorded update options, by the keys of a recipe; `lr` is the peak."""
         lr, betas, *rest = (self.saved.number(f"{OPTION}{weight}.{key}") for key in OPTIONS)
@@ -156,98 +149,85 @@ class TorchTitanCheckpoint(Renamed):
         values = zip(("lr", "beta1", "beta2", *OPTIONS[2:]), (lr, *pair, *rest), strict=True)
         return {key: value for key, value in values if isinstance(value, int | float)}
 
+    def rules(self, optimizer: OptimizerConfig) -> dict[str, UpdateRule]:
+        """Return the recipe's update rule of each weight."""
+        spec, shapes = self.network.spec, self.network.parameters()
+        parameters = [
+            NamedParameter(torch.empty(shape, device="meta"), name, spec.role(name, len(shape)))
+            for name, shape in shapes.items()
+        ]
+        return {a.parameter.name: a.rule for a in assign(parameters, optimizer)}
 
-SHOWN = 5
-"""Maximum number of mismatched states in a message."""
+    def check_states(self, optimizer: OptimizerConfig) -> None:
+        """Raise ConfigError unless the states are exactly those that an optimizer keeps."""
+        found: dict[str, set[str]] = {}
+        for name in self.names:
+            if name.startswith("optimizer."):
+                weight, _, state = name.removeprefix("optimizer.").rpartition(".")
+                found.setdefault(weight, set()).add(state)
+        kinds = set().union(*found.values())
+        wrong = []
+        for weight, rule in self.rules(optimizer).items():
+            wanted = rule.state_names()
+            if wanted is None:  # compared once they are created
+                continue
+            if not wanted & kinds and wanted != kinds:
+                raise ConfigError(
+                    f"{self.path}: it holds other optimizer states ({_words(kinds)}) than those "
+                    f"of optimizer.name = {optimizer.name} ({_words(wanted)}); choose another "
+                    "optimizer, or do not load them: checkpoint.exclude_from_loading = "
+                    '["optimizer"]'
+                )
+            there = found.get(weight, set())
+            wrong += [f"missing: {STATE}{weight}.{state}" for state in sorted(wanted - there)]
+            wrong += [f"unexpected: {STATE}{weight}.{state}" for state in sorted(there - wanted)]
+        if wrong:
+            more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
+            lines = (f"  {line}" for line in [*wrong[:SHOWN], *more])
+            raise RecipeError([f"{self.path}: not the states of {optimizer.name}:", *lines])
 
+    def state(self) -> dict[str, Any]:
+        """Return a run's state besides tensors, in our form, without a position in the data."""
+        name = "Adam" if self._option("decoupled_weight_decay") is False else "AdamW"
+        section = {"name": name, **self.options(next(iter(self.network.parameters())))}
+        self.check_states(OPTIMIZERS[name].model_validate(section))
+        return {
+            "train_state": asdict(TrainState()) | self.counters(),
+            "recipe": {f"optimizer.{key}": value for key, value in section.items()},
+        }
 
-def rules_of(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -> dict[str, UpdateRule]:
-    """Return the recipe's update rule of each weight."""
-    network = checkpoint.network
-    parameters = [
-        NamedParameter(torch.empty(shape, device="meta"), name, network.spec.role(name, len(shape)))
-        for name, shape in network.parameters().items()
-    ]
-    return {a.parameter.name: a.rule for a in assign(parameters, optimizer)}
+    def _option(self, key: str) -> Any:
+        """Return an option of the first weight."""
+        return self.saved.number(f"{OPTION}{next(iter(self.network.parameters()))}.{key}")
 
+    @property
+    def rate(self) -> float | None:
+        """Learning rate of the next step, if recorded."""
+        rate = self._option("lr")
+        return rate if isinstance(rate, float) else None
 
-def check_states(checkpoint: TorchTitanCheckpoint, optimizer: OptimizerConfig) -> None:
-    """Raise ConfigError unless a checkpoint has exactly the states that an optimizer keeps."""
-    found = checkpoint.states()
-    kinds = set().union(*found.values())
-    wrong = []
-    for weight, rule in rules_of(checkpoint, optimizer).items():
-        wanted = rule.state_names()
-        if wanted is None:  # compared once they are created
-            continue
-        if not wanted & kinds and wanted != kinds:
-            raise ConfigError(
-                f"{checkpoint.path}: it holds other optimizer states ({_words(kinds)}) than "
-                f"those of optimizer.name = {optimizer.name} ({_words(wanted)}); choose another "
-                'optimizer, or do not load them: checkpoint.exclude_from_loading = ["optimizer"]'
-            )
-        there = found.get(weight, set())
-        wrong += [f"missing: {STATE}{weight}.{state}" for state in sorted(wanted - there)]
-        wrong += [f"unexpected: {STATE}{weight}.{state}" for state in sorted(there - wanted)]
-    if wrong:
-        more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
-        lines = (f"  {line}" for line in [*wrong[:SHOWN], *more])
-        raise RecipeError([f"{checkpoint.path}: not the states of {optimizer.name}:", *lines])
-
-
-def state_of(checkpoint: TorchTitanCheckpoint) -> dict[str, Any]:
-    """Return a run's state besides tensors, in our form, without a position in the data."""
-    weight = next(iter(checkpoint.network.parameters()))
-    is_adam = checkpoint.saved.number(f"{OPTION}{weight}.decoupled_weight_decay") is False
-    name = "Adam" if is_adam else "AdamW"
-    section = {"name": name, **checkpoint.options(weight)}
-    check_states(checkpoint, OPTIMIZERS[name].model_validate(section))
-    return {
-        "train_state": asdict(TrainState()) | checkpoint.counters(),
-        "recipe": {f"optimizer.{key}": value for key, value in section.items()},
-    }
-
-
-def changes(
-    checkpoint: TorchTitanCheckpoint,
-    optimizer: OptimizerConfig,
-    factor: Callable[[int, int], float],
-) -> list[str]:
-    """Return the differences in how the recipe updates weights; `factor`: see `ResumePolicy`."""
-    rules = rules_of(checkpoint, optimizer)
-    lines = _changed_options(checkpoint, rules)
-    weight, rule = next(iter(rules.items()))
-    decoupled = checkpoint.saved.number(f"{OPTION}{weight}.decoupled_weight_decay")
-    if isinstance(decoupled, bool) and getattr(rule, "decoupled", decoupled) != decoupled:
-        lines.append(f"optimizer.name: {'AdamW' if decoupled else 'Adam'} -> {optimizer.name}")
-    counters = checkpoint.counters()
-    next_step = counters["step"] + 1
-    there = checkpoint.saved.number(f"{OPTION}{weight}.lr")
-    tokens = counters["tokens"] - counters["schedule_start_tokens"]
-    here = rule.lr * factor(next_step - counters["schedule_start"], tokens)
-    if isinstance(there, float) and not math.isclose(there, here, rel_tol=1e-6):
-        lines.append(f"learning rate of step {next_step}: {there:g} -> {here:g}")
-    return lines
-
-
-def _changed_options(
-    checkpoint: TorchTitanCheckpoint, rules: Mapping[str, UpdateRule]
-) -> list[str]:
-    # Options are read for one layer only, since they are the same in all.
-    kinds = {weight: re.sub(r"\.\d+\.", ".*.", weight) for weight in rules}
-    likes = {kind: weight for weight, kind in kinds.items()}
-    options = {kind: checkpoint.options(weight) for kind, weight in likes.items()}
-    changed: Counter[tuple[str, float, float]] = Counter()
-    for weight, rule in rules.items():
-        for key, there in options[kinds[weight]].items():
-            here = getattr(rule, key, there)
-            if not math.isclose(there, here, rel_tol=1e-6):
-                changed[key, there, here] += 1
-    return [
-        f"optimizer.{key}: {there:g} -> {here:g}"
-        + (f" (for {count} of {len(rules)} weights)" if count < len(rules) else "")
-        for (key, there, here), count in changed.items()
-    ]
+    def changes(self, optimizer: OptimizerConfig) -> list[str]:
+        """Return the differences in how a recipe updates weights, one line each."""
+        rules = self.rules(optimizer)
+        # Options are read for one layer only, since they are the same in all.
+        kinds = {weight: re.sub(r"\.\d+\.", ".*.", weight) for weight in rules}
+        likes = {kind: weight for weight, kind in kinds.items()}
+        options = {kind: self.options(weight) for kind, weight in likes.items()}
+        changed: Counter[tuple[str, float, float]] = Counter()
+        for weight, rule in rules.items():
+            for key, there in options[kinds[weight]].items():
+                here = getattr(rule, key, there)
+                if not math.isclose(there, here, rel_tol=1e-6):
+                    changed[key, there, here] += 1
+        lines = [
+            f"optimizer.{key}: {there:g} -> {here:g}"
+            + (f" (for {count} of {len(rules)} weights)" if count < len(rules) else "")
+            for (key, there, here), count in changed.items()
+        ]
+        decoupled, rule = self._option("decoupled_weight_decay"), next(iter(rules.values()))
+        if isinstance(decoupled, bool) and getattr(rule, "decoupled", decoupled) != decoupled:
+            lines.append(f"optimizer.name: {'AdamW' if decoupled else 'Adam'} -> {optimizer.name}")
+        return lines
 
 
 def _words(names: set[str] | frozenset[str]) -> str:

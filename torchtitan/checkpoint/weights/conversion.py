@@ -216,11 +216,10 @@ def complete_or_absent(destination: Path) -> Iterator[Path]:
     """
     if isinstance(destination, RemotePath):
         with TemporaryDirectory() as spool:
-            logger.info(
-                "%s: first written to %s, which needs room for all of it; TMPDIR sets the place",
-                destination,
-                spool,
+            message = (
+                "%s: first written to %s, which needs room for all of it; TMPDIR sets the place"
             )
+            logger.info(message, destination, spool)
             yield Path(spool)
             upload(Path(spool), destination)
         return

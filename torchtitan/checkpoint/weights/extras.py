@@ -101,11 +101,8 @@ class Extras(NamedTuple):
             shutil.copyfile(found[name], folder / name)
         if self.tokenizer is not None and not set(copied) & set(TOKENIZERS):
             wanted = " or ".join(name for name in TOKENIZERS if name in names)
-            logger.warning(
-                "the weights are written without their tokenizer, %s: this format has %s",
-                self.tokenizer,
-                wanted,
-            )
+            message = "the weights are written without their tokenizer, %s: this format has %s"
+            logger.warning(message, self.tokenizer, wanted)
         if "tokenizer.json" in copied and TOKENIZER_CONFIG not in copied:
             _describe_tokenizer(folder)
         if "tokenizer.json" in copied and self.adds_bos is not None:

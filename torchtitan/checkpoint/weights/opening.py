@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, is_dcp, saved_by_dcp
-from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, state_of, translated
+from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, translated
 from torchtitan.checkpoint.folder import read_state, read_verified_manifest, saved_steps
 from torchtitan.checkpoint.manifest import STATE_FILE, Damaged
 from torchtitan.checkpoint.ranges import Sizes
@@ -160,8 +160,7 @@ def open_dcp_of(folder: Path, recipe: Mapping[str, Any]) -> Opened:
 
 def _opened_as(network: Network, path: Path, extras: Extras) -> Opened:
     weights = TorchTitanCheckpoint(path, network)
-    state = (lambda: state_of(weights)) if weights.holds_run else None
-    return Opened(weights, network, extras, state)
+    return Opened(weights, network, extras, weights.state if weights.holds_run else None)
 
 
 FOREIGN: dict[str, type[HuggingFaceWeights] | type[MetaWeights]] = {
