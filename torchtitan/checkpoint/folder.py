@@ -110,6 +110,12 @@ def read_state(checkpoint: Path, manifest: Manifest | None = None) -> dict[str, 
     return {**state, "train_state": counters} if counters else state
 
 
+def place_in_schedule(counters: Mapping[str, int]) -> tuple[int, int]:
+    """Return the next step of a saved run by its schedule, and the targets before it."""
+    done = counters["step"] - counters.get("schedule_start", 0)
+    return done + 1, counters["tokens"] - counters.get("schedule_start_tokens", 0)
+
+
 def replace_state(checkpoint: Path, state: Mapping[str, Any]) -> None:
     """Replace the state of a checkpoint atomically; the old one is kept for inspection."""
     manifest = read_manifest(checkpoint)

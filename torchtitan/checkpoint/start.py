@@ -7,10 +7,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint.contents import SavedRun, open_run
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint, saved_by_dcp
 from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint
-from torchtitan.checkpoint.folder import read_state, read_verified_manifest, saved_steps
 from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.storage import SavedTensors, TensorSource
@@ -94,12 +94,12 @@ class ResumePolicy(NamedTuple):
         holds_run = has_position = False
         if kind == "ours":
             try:
-                holds_run = not read_verified_manifest(path).model_only
+                holds_run = not disk.read_verified_manifest(path).model_only
             except Damaged as error:
                 raise ConfigError(
                     f"{path} is neither a checkpoint nor a folder of checkpoints (step-N): {error}"
                 ) from None
-            state = read_state(path)
+            state = disk.read_state(path)
             has_position = "data" in state and not model_only and "data" not in excluded
             # A checkpoint converted from TorchTitan has only the number of tokens.
             tokens = state["train_state"]["tokens"] if holds_run else None
@@ -146,7 +146,7 @@ class ResumePolicy(NamedTuple):
 
     def _own_rate_change(self, state: Mapping[str, Any], excluded: Collection[str]) -> str:
         counters = state["train_state"]
-        there = rate_in_recipe(state.get("recipe", {}), *_place_in_schedule(counters))
+        there = rate_in_recipe(state.get("recipe", {}), *disk.place_in_schedule(counters))
         return self._rate_change(counters, there, excluded)
 
     def _rate_change(
@@ -157,7 +157,7 @@ class ResumePolicy(NamedTuple):
         `there` is that rate by the checkpoint, of which the parts `excluded` are not loaded.
         """
         starts_over = "lr_scheduler" in excluded or "train_state" in excluded
-        factor = self.factor(*((1, 0) if starts_over else _place_in_schedule(counters)))
+        factor = self.factor(*((1, 0) if starts_over else disk.place_in_schedule(counters)))
         here = self.optimizer.lr * factor
         if there is None or math.isclose(there, here, rel_tol=1e-6):
             return ""
@@ -169,7 +169,7 @@ class ResumePolicy(NamedTuple):
     def _own(self, damaged: dict[Path, str], frequent: Mapping[int, Path]) -> ResumePoint | None:
         """Choose the run's own checkpoint to resume, or None; see `start`."""
         config, folder = self.config, self.config.path_in(self.dump_folder)
-        steps = saved_steps(folder) if config.enable else {}
+        steps = disk.saved_steps(folder) if config.enable else {}
         self._refuse_others(folder, steps)
         if config.resume == "never":
             return None
@@ -185,7 +185,7 @@ class ResumePolicy(NamedTuple):
                 f"{path.name} with --checkpoint.resume auto, or with --checkpoint.load_step "
                 f"{step_of(path)}\n{_lines(newer)}"
             )
-        state = read_state(path)
+        state = disk.read_state(path)
         # A part is left out once: a checkpoint saved with it in the recipe is from after that.
         before = state["recipe"].get("checkpoint.exclude_from_loading", ())
         excluded = tuple(part for part in config.exclude_from_loading if part not in before)
@@ -234,7 +234,7 @@ class ResumePolicy(NamedTuple):
                 f'checkpoint.initial_load_path = "{folder}" and initial_load_model_only = false'
             )
         if self.config.resume == "never":
-            used = [self.dump_folder / "metrics.jsonl", *saved_steps(folder).values()]
+            used = [self.dump_folder / "metrics.jsonl", *disk.saved_steps(folder).values()]
             if found := [str(path) for path in used if path.exists()]:
                 raise ConfigError(
                     f'checkpoint.resume: got "never", but {self.dump_folder} has been used '
@@ -253,7 +253,7 @@ class ResumePolicy(NamedTuple):
         full, weights = dict(frequent), dict[int, Path]()
         for step, path in steps.items():
             try:
-                manifest = read_verified_manifest(path)
+                manifest = disk.read_verified_manifest(path)
                 if path not in damaged:
                     (weights if manifest.model_only else full)[step] = path
             except Damaged as error:
@@ -284,12 +284,6 @@ class ResumePolicy(NamedTuple):
                 "from scratch with --checkpoint.resume auto"
             )
         return None
-
-
-def _place_in_schedule(counters: Mapping[str, int]) -> tuple[int, int]:
-    """Return the next step of a run by its schedule, and the targets before it."""
-    done = counters["step"] - counters.get("schedule_start", 0)
-    return done + 1, counters["tokens"] - counters.get("schedule_start_tokens", 0)
 
 
 def kept(recipe: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.contents import SavedRun
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
-from torchtitan.checkpoint.folder import TrainState
+from torchtitan.checkpoint.folder import TrainState, place_in_schedule
 from torchtitan.checkpoint.ranges import Kind
 from torchtitan.checkpoint.storage import Renamed, TensorSource
 from torchtitan.checkpoint.weights.foreign import cast, fitting, unwrapped, weights_of
@@ -380,9 +380,8 @@ def _run(
     recipe, counters = state["recipe"], state["train_state"]
     yield from _weights(source, network)
     step, peak = counters["step"], recipe["optimizer.lr"]
-    done = step - counters.get("schedule_start", 0)
-    tokens = counters["tokens"] - counters.get("schedule_start_tokens", 0)
-    rate = rate_in_recipe(recipe, done + 1, tokens)
+    next_step, tokens = place_in_schedule(counters)
+    rate = rate_in_recipe(recipe, next_step, tokens)
     assert rate is not None, "a run without a known schedule is refused"
     options = _options(recipe, peak, rate)
     for name in network.parameters():
@@ -392,8 +391,8 @@ def _run(
             yield ("optimizer", f"param_groups.{name}.{key}"), value
     schedule = {
         "base_lrs": [peak],
-        "last_epoch": done,
-        "_step_count": done + 1,
+        "last_epoch": next_step - 1,
+        "_step_count": next_step,
         "_is_initial": False,
         "_get_lr_called_within_step": False,
         "_last_lr": [rate],
