@@ -4,19 +4,27 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from svg import EMPTY, GROUND, INK, LINE, MUTED, Picture
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "images"
-CURVE = ROOT / "benchmarks/results/one_curve.json"
+RESULTS = ROOT / "benchmarks/results"
+LAYERS = ("#5b8ff9", "#f6a04d", "#5fbf77", "#b68ad6", "#8fb8f5", "#f5b071", "#8ccf9d")
 COLORS = (INK, "#953800", "#0550ae")
 PALE = ("#cfdffd", "#fde3c8", "#cfecd7", "#e7d9f2")
 
 
+def recorded(name: str) -> dict[str, Any]:
+    """Return the data of a picture."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
 def one_curve() -> Picture:
     """The losses of the same recipe on several layouts, and the differences, enlarged."""
-    runs = json.loads(CURVE.read_text(encoding="utf-8"))["runs"]
+    runs = recorded("one_curve")["runs"]
     title = "One recipe on 1, 4 and 8 ranks: the same loss curve"
     names = [run["layout"] for run in runs]
     about = f"The losses of {'; '.join(names)} lie on each other; below, the relative differences."
@@ -51,6 +59,98 @@ def one_curve() -> Picture:
         picture.text(x(max(step - 1, 0)), 378, max(step, 1), "middle", MUTED)
     picture.text(360, 394, "step", "middle", MUTED)
     return picture
+
+
+def killed_run() -> Picture:
+    """The losses of a run that is killed, and resumed on another layout."""
+    whole = recorded("one_curve")["runs"][0]["loss"]
+    killed, resumed = recorded("killed_run")["runs"]
+    last, first = killed["steps"][-1], resumed["steps"][0]
+    title = "A run that is killed, and resumed on another layout"
+    about = f"The losses of {killed['layout']} until kill -9 after step {last}, and of "
+    about += f"{resumed['layout']} from step {first}, lie on the curve of an undisturbed run."
+    picture = Picture(title, about, 680, 320)
+    picture.text(16, 24, "training loss", bold=True)
+    top = max(whole)
+
+    def x(step: float) -> float:
+        return 60 + 600 * (step - 1) / (len(whole) - 1)
+
+    def y(loss: float) -> float:
+        return 270 - 230 * loss / top
+
+    for loss in range(0, int(top) + 1, 2):
+        picture.line([(60, y(loss)), (660, y(loss))], EMPTY)
+        picture.text(52, y(loss) + 4, loss, "end", MUTED)
+    for step in range(0, len(whole) + 1, 10):
+        picture.text(x(max(step, 1)), 290, max(step, 1), "middle", MUTED)
+    picture.text(360, 308, "step", "middle", MUTED)
+    picture.line([(x(step), y(loss)) for step, loss in enumerate(whole, 1)], LINE, 10)
+    for run, color, width in ((killed, COLORS[1], 5), (resumed, COLORS[2], 2)):
+        points = zip(run["steps"], run["loss"], strict=True)
+        picture.line([(x(step), y(loss)) for step, loss in points], color, width)
+    marks = ((first - 1, 235, "resumed from", COLORS[2]), (last, 235, "kill -9", COLORS[1]))
+    for step, low, words, color in marks:
+        picture.line([(x(step), 100), (x(step), low)], color, 2, "5 3")
+        anchor = "start" if step == last else "end"
+        picture.text(x(step) + (6 if step == last else -6), 230, words, anchor, color, bold=True)
+    picture.text(x(first - 1) - 6, 246, f"step {first - 1}", "end", color=COLORS[2])
+    picture.text(x(last) + 6, 246, f"after step {last}", color=COLORS[1])
+    names = (("undisturbed: 1 rank", MUTED), (killed["layout"], COLORS[1]))
+    for number, (name, color) in enumerate((*names, (resumed["layout"], COLORS[2]))):
+        picture.text(660, 48 + 18 * number, name, "end", color, bold=True)
+    return picture
+
+
+def memory_over_step() -> Picture:
+    """Memory by kind over a planned step, beside the limit."""
+    found = recorded("plan_memory_over_step")
+    limit, sizes = found["limit_gib"], found["gib"]
+    title = "Memory over a step: llama3_8b on 8 H100, FSDP 8"
+    parts = ", ".join(f"{name} {max(size):.1f}" for name, size in sizes.items())
+    about = f"GiB on a device, at most: {parts}; the limit is {limit:.1f}."
+    picture = Picture(title, about, 680, 340)
+    picture.text(16, 24, title, bold=True)
+    ends = [*found["kernels"][1:], found["kernels"][-1] + 1]
+
+    def x(kernels: float) -> float:
+        return round(60 + 450 * kernels / ends[-1], 1)
+
+    def y(gib: float) -> float:
+        return round(290 - 240 * gib / limit, 1)
+
+    for gib in range(0, int(limit) + 1, 20):
+        picture.line([(60, y(gib)), (510, y(gib))], EMPTY)
+        picture.text(52, y(gib) + 4, f"{gib} GiB" if gib else 0, "end", MUTED)
+    picture.line([(60, y(limit)), (510, y(limit))], INK, 1.5, "6 4")
+    picture.text(510, y(limit) + 16, f"limit of a device: {limit:.1f} GiB", "end")
+    below = [0.0] * len(ends)
+    spans = [*zip(found["kernels"], ends, strict=True)]
+    for number, ((name, size), color) in enumerate(zip(sizes.items(), LAYERS, strict=True)):
+        levels = [low + high for low, high in zip(below, size, strict=True)]
+        boxes = zip(spans, below, levels, strict=True)
+        picture.boxes(
+            [
+                (x(a), y(high), round(x(b) - x(a), 1), round(y(low) - y(high), 1))
+                for (a, b), low, high in boxes
+                if high > low
+            ],
+            color,
+        )
+        below = levels
+        picture.rect(526, 272 - 20 * number, 12, 12, color)
+        picture.text(546, 282 - 20 * number, name)
+    kinds = [moment.removeprefix("end of ").split()[0] for moment in found["moments"]]
+    starts = [i for i, kind in enumerate(kinds) if kind in PHASES and kind not in kinds[i - 1 : i]]
+    for start, end in zip(starts, [*starts[1:], len(ends) - 1], strict=True):
+        middle = (found["kernels"][start] + found["kernels"][end]) / 2
+        picture.line([(x(found["kernels"][start]), 290), (x(found["kernels"][start]), 296)], INK)
+        picture.text(x(middle), 310, kinds[start], "middle", MUTED)
+    picture.text(285, 330, "first and last of 128 accumulated batches, then the update", "middle")
+    return picture
+
+
+PHASES = ("forward", "backward")
 
 
 def recipe_to_run() -> Picture:
@@ -119,7 +219,13 @@ def documents(lane: int, room: int) -> Iterator[tuple[int, float]]:
         number += 4
 
 
-PICTURES = {"one_curve": one_curve, "recipe_to_run": recipe_to_run, "lanes": lanes}
+PICTURES = {
+    "one_curve": one_curve,
+    "killed_run": killed_run,
+    "memory_over_step": memory_over_step,
+    "recipe_to_run": recipe_to_run,
+    "lanes": lanes,
+}
 
 
 def main(folder: Path = FOLDER) -> None:

@@ -2,16 +2,20 @@
 
 Pages from elsewhere in the repository are added, and the pages of settings are made. The README's
 section Install, the list of packages, the tables of sections and the options of verbs are filled
-in. Links to files outside of the site become plain text: the pages are also read in the repository,
-where those links work.
+in, and so is what two commands print and write. Links to files outside of the site become plain
+text: the pages are also read in the repository, where those links work.
 """
 
 import ast
+import functools
+import io
 import posixpath
 import re
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,6 +48,8 @@ LESS_SEARCHED = ("benchmarks/", "changelog", "api")
 MORE_SEARCHED = ("quickstart", "layouts", "checkpoint", "precision", "data.md")
 FILE = re.compile(r"<!-- file: (\S+) -->\n```(\w+)")
 """The name of a file, above the block with its text."""
+COMMANDS = {"plan.md": "--html plan.html", "compare.md": "compare train_configs/debug_model.toml"}
+"""A part of the command of a page whose answer is shown below it."""
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -54,7 +60,35 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     for uri, text in pages().items():
         files.append(File.generated(config, uri, content=text))
+    for uri, (_, html) in examples().items():
+        files.append(File.generated(config, f"examples/{uri[:-3]}.html", content=html))
     return files
+
+
+@functools.cache
+def examples() -> dict[str, tuple[str, str]]:
+    """Return what the commands of `COMMANDS` print, and the pages that they write.
+
+    The plan is made here; the comparison was made on a CPU.
+    """
+    from pydantic import TypeAdapter
+
+    from torchtitan.tools.cli import main
+    from torchtitan.tools.compare import summary
+    from torchtitan.tools.compare.report_page import report_page
+    from torchtitan.tools.compare.results import Report
+
+    command = "plan train_configs/debug_model.toml --world-size 2 --hardware h100 --html"
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "plan.html"
+        words = [*command.replace("train_configs", f"{ROOT}/train_configs").split(), str(page)]
+        with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()):
+            assert main(words) == 0, command
+        plan = printed.getvalue().partition("\npage: ")[0], page.read_text(encoding="utf-8")
+    recorded = (ROOT / "benchmarks/results/compare.json").read_bytes()
+    report = TypeAdapter(Report).validate_json(recorded)
+    lines = "\n".join(["$ " + report.command.replace(" --", " \\\n    --", 2), *summary(report)])
+    return {"plan.md": plan, "compare.md": (lines, report_page(report).html())}
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
@@ -62,6 +96,14 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     from scripts.write_config_docs import index
 
     markdown = FILE.sub(r'```\2 title="\1"', markdown)
+    if command := COMMANDS.get(uri := page.file.src_uri):
+        printed, _ = examples()[uri]
+        link = f"[The page that it writes](examples/{uri[:-3]}.html)"
+        block = re.compile(rf"```bash\n[^`]*{re.escape(command)}[^`]*```\n")
+        shown = block.search(markdown)
+        assert shown, f"{uri} has no command {command}"
+        answer = f"\n```text\n{printed}\n```\n\n{link}.\n"
+        markdown = markdown[: shown.end()] + answer + markdown[shown.end() :]
     if page.file.src_uri == "commands.md":
         markdown += "\n\n" + "\n".join(help_of_verbs())
     if page.file.src_uri == "config.md":

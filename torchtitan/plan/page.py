@@ -6,7 +6,7 @@ from torchtitan.device import GIB
 from torchtitan.plan.plan import Plan, RankPlan
 from torchtitan.plan.plan_report import (
     Json,
-    answer,
+    duration,
     kinds_of_memory,
     layout,
     parts_of_step,
@@ -41,7 +41,7 @@ def plan_page(plan: Plan, found: Json) -> Page:
     fullest, *others = memory_charts(plan, found)
     return Page(
         title=f"{model['name']} {model['flavor']} on {plan.ranks:,} ranks: {layout(found)}",
-        answer="; ".join(answer(found)),
+        answer=sentence(found),
         chart=fullest,
         sections={
             "Memory of other ranks": others,
@@ -52,6 +52,23 @@ def plan_page(plan: Plan, found: Json) -> Page:
         name="plan",
         data=found,
     )
+
+
+def sentence(found: Json) -> str:
+    """Say how much memory a plan needs, how fast it is, and how long the run takes."""
+    memory, unit = found["memory"], found["batch"]["unit"]
+    said = f"A rank reserves at most {memory['peak_reserved_gib']['value']:.2f} GiB"
+    if (room := memory["room_gib"]) is not None:
+        over = "leaves {:.1f} of" if room >= 0 else "is {:.1f} more than fits into"
+        said += f", which {over.format(abs(room))} the {memory['capacity_gib']:.1f} GiB of a device"
+    if memory["fits"]["value"] is False:
+        said += "".join(
+            f"; it fits with {' '.join(each['flags'])}" for each in found["changes"][:1]
+        )
+    elif rate := found["speed"]["tokens_per_second_per_device"]["value"]:
+        said += f"; it trains {rate:,.0f} {unit}/s per device, and the run takes "
+        said += duration(found["budget"])
+    return f"{said}."
 
 
 def memory_charts(plan: Plan, found: Json) -> list[Chart]:
@@ -76,7 +93,7 @@ def memory_chart(
     title: str, caption: str, kind: RankPlan, names: Sequence[str], plan: Plan
 ) -> Chart:
     """Draw the memory of a rank by kind over a step, stacked, with the limit."""
-    points = [*_moments(kind)]
+    points = [*moments(kind)]
     last = max(points[-1][0], 1)
     limit = None
     if plan.capacity_gib is not None:
@@ -94,7 +111,7 @@ def memory_chart(
     )
 
 
-def _moments(kind: RankPlan) -> Iterator[tuple[int, str, dict[str, int]]]:
+def moments(kind: RankPlan) -> Iterator[tuple[int, str, dict[str, int]]]:
     """Yield the kernels until a moment, its name, and the bytes by kind, of `POINTS` moments."""
     step = kind.step
     start = "pipeline" if any(each.name == "pipeline" for each in step.segments) else "forward"

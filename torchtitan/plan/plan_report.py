@@ -403,9 +403,16 @@ def _speed(found: Json, unit: str, ranks: int) -> Iterator[str]:
     yield f"{unit}/s: {spread(rate, ',.0f')} per device, {rate['value'] * ranks:,.0f} in total{mfu}"
     yield (
         f"{count(budget['tokens'])} {unit} in {budget['steps']:,.0f} steps of "
-        f"{spread(speed['seconds_per_step'], '.4g')} s: {budget['days']:,.1f} days, "
-        f"{budget['device_hours']:,.0f} device-hours"
+        f"{spread(speed['seconds_per_step'], '.4g')} s: {duration(budget)}"
     )
+
+
+def duration(budget: Json) -> str:
+    """Format the time of a run: days and device-hours, or seconds if it is short."""
+    days = budget["days"]
+    if days < 0.1:
+        return f"{DAY * days:.3g} s"
+    return f"{days:,.1f} days, {budget['device_hours']:,.0f} device-hours"
 
 
 def _parts_of_time(speed: Json) -> Iterator[str]:

@@ -21,6 +21,8 @@ DASHES = 4
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 704, 26, 252
 """Edges of the area of curves, in which the pixels of `WIDTH` and `HEIGHT` are counted."""
+FAR = 8
+"""A limit this many times the highest level would leave no room for the levels."""
 TICKS = 5
 """Approximate number of ticks of an axis."""
 
@@ -149,13 +151,14 @@ def draw_areas(
     """Draw layers on top of each other, each level from its place to the next.
 
     Args:
-        limit: value and label of a level line.
+        limit: value and label of a level line, which is left out if it would dwarf the layers.
     """
     totals = [*accumulate(layers.values(), lambda below, level: [*map(add, below, level)])]
     highest = max((max(total) for total in totals), default=1.0)
     across = Axis(x[0], max(x[-1], x[0] + 1), LEFT, RIGHT)
-    up = vertical_axis([0.0, highest, limit[0] if limit else 0.0])
-    drawn = ""
+    is_near = limit is not None and limit[0] < FAR * highest
+    up = vertical_axis([0.0, highest, limit[0] if limit and is_near else 0.0])
+    drawn = _frame(across, up, x_title, y_title)
     # Each covers all below it, so the highest is drawn first.
     for i, (name, total) in reversed([*enumerate(zip(layers, totals, strict=True), 1)]):
         path = f"M{across.start:.1f} {up.start:.1f}"
@@ -166,11 +169,10 @@ def draw_areas(
         style = f'class="area c{1 + (i - 1) % COLORS}"'
         drawn += f'<path d="{path}" {style}><title>{escape(label)}</title></path>'
     if limit:
-        at_limit = up.place(limit[0])
-        drawn += f'<path d="M{LEFT} {at_limit:.1f}H{RIGHT}" class="limit"/>'
-        drawn += _text(RIGHT - 4, at_limit - 5, limit[1], "end")
+        at_limit = up.place(limit[0]) if is_near else TOP
+        drawn += f'<path d="M{LEFT} {at_limit:.1f}H{RIGHT}" class="limit"/>' * is_near
+        drawn += _text(RIGHT, at_limit - 6, limit[1] + ", above this scale" * (not is_near), "end")
     legend = _legend((f"c{1 + i % COLORS}", name) for i, name in enumerate(layers))
-    drawn += _frame(across, up, x_title, y_title)
     return Chart(title, legend + _picture(title, drawn), caption)
 
 

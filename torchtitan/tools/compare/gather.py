@@ -75,7 +75,8 @@ def compare_curves(
     if loss.largest <= loss.tolerance and norm.largest <= norm.tolerance:
         overall = difference(ours, theirs, 0.0)
         assert overall is not None, "what is judged is a part of all"
-        later = f"; at step {overall.step} the loss is {overall.largest:.1e} off"
+        apart = f"; at step {overall.step} the loss is {overall.largest:.1e} off"
+        later = apart if overall.largest else "; the loss is equal to the last bit"
         return Parity("same", f"within {rule}{later}", loss, norm)
     return Parity("differs", f"more than {rule}", loss, norm)
 

@@ -48,7 +48,7 @@ def report_page(report: Report) -> Page:
                 *(curves(report, field, title) for field, title in CURVES.items()),
                 parity(report),
             ],
-            "Speed": [time_chart(report), time(report), runs(report)],
+            "Speed": [time_chart(report), time(report)],
             "Experts": [experts(report)],
             "Memory": [planned_memory(report)],
             "Communication": [sent_chart(report), sent(report), collectives(report)],
@@ -105,21 +105,24 @@ def overview(report: Report) -> Chart | None:
         if each.tps:
             value = count(each.tps.median)
             if each.ratio and each.name != report.baseline:
-                value += f" ({ratio(each.ratio)})"
+                value += f": {ratio(each.ratio)}"
             speeds.append(stacked_bar(each.name, {"speed": each.tps.median}, value))
         if each.memory_gib is not None:
             value = digits(each.memory_gib, "GiB")
             memory.append(stacked_bar(each.name, {"peak": each.memory_gib}, value))
     panels = {f"{report.unit}/s per device": speeds, "Peak memory of the worst rank": memory}
     charts = [draw_rows(title, rows) for title, rows in panels.items() if rows]
-    caption = "Medians of all measured steps; in brackets the ratio to the baseline."
+    caption = "Medians of all measured steps, and ratios to the baseline."
     return side_by_side("Speed and memory", charts, caption) if charts else None
 
 
 def by_variant(title: str, variants: Iterable[Variant], columns: Columns, text: str = "") -> Table:
-    """Return a table with a row for each variant: its name, and what each column shows."""
-    rows = [(each.name, *(show(each) for show in columns.values())) for each in variants]
-    return Table(title, ("variant", *columns), rows, text)
+    """Return a table: a row for each variant, and the columns in which any has a value."""
+    shown = [*variants]
+    cells = {name: [show(each) for each in shown] for name, show in columns.items()}
+    cells = {name: column for name, column in cells.items() if {*map(str, column)} - {MISSING}}
+    rows = [*zip((each.name for each in shown), *cells.values(), strict=True)]
+    return Table(title, ("variant", *cells), rows, text)
 
 
 def parts(
@@ -208,18 +211,6 @@ def parity(report: Report) -> Table:
     return by_variant("Does it train the run that the baseline trains?", report.ran, columns, text)
 
 
-def runs(report: Report) -> Table:
-    """The speed of each run of each variant."""
-    rows = [
-        (each.name, str(run.round), str(run.seed), quartiles(run.tps), run.folder)
-        for each in report.ran
-        for run in each.runs
-        if each.tps
-    ]
-    columns = ("variant", "round", "seed", "median (quartiles of its steps)", "folder")
-    return Table(f"{report.unit.capitalize()} per second and device, by run", columns, rows)
-
-
 def time_chart(report: Report) -> Chart | None:
     """Draw the share of each phase."""
     rows = []
@@ -262,10 +253,10 @@ def experts(report: Report) -> Table:
 def planned_memory(report: Report) -> Table:
     """Planned memory of a rank, next to the measured peak."""
     found = [each for each in report.ran if each.memory_formula]
-    columns = parts(found, lambda each: each.memory_formula, digits)
+    columns = parts(found, lambda each: each.memory_formula, gib)
     columns |= {
-        "planned peak": lambda each: digits((each.planned or {}).get("memory_gib")),
-        "measured peak": lambda each: digits(each.memory_gib),
+        "planned peak": lambda each: gib((each.planned or {}).get("memory_gib")),
+        "measured peak": lambda each: gib(each.memory_gib),
         "measured states": lambda each: byte_size(each.state_bytes),
     }
     text = "Of the fullest rank, in GiB. On a CPU both peaks are of the whole process."
@@ -365,6 +356,11 @@ def digits(value: float | None, unit: str = "") -> str:
     if value is None:
         return MISSING
     return (str(value) if isinstance(value, int) else f"{value:.4g}") + (unit and f" {unit}")
+
+
+def gib(value: float | None) -> str:
+    """Format GiB as a plan does; less than it shows is `MISSING`."""
+    return MISSING if value is None or value < 0.005 else f"{value:.2f}"
 
 
 def share(value: float | None) -> str:
