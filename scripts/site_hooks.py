@@ -145,9 +145,18 @@ def on_page_content(html: str, *, page: Page, **_: Any) -> str:
     """Refuse a picture without a text alternative, and let paths in tables break after a slash."""
     if picture := re.search(r'<img (?![^>]*\balt="[^"])[^>]*>', html):
         raise PluginError(f"{page.file.src_uri}: {picture[0]} has no text alternative")
+    html = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)  # no header, for a screen reader
     return re.sub(
         r"<code>[^<]+/[^<]+</code>", lambda m: m[0][:-7].replace("/", "/<wbr>") + "</code>", html
     )
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Leave the parts of the navigation without landmarks of their own."""
+    nested = (
+        r'(<nav class="md-nav" data-md-level="[1-9]") aria-labelledby="\w+" aria-expanded="\w+"'
+    )
+    return re.sub(nested, r'\1 role="presentation"', output)
 
 
 def with_lines(section: re.Match[str]) -> str:

@@ -105,7 +105,7 @@ def overview(report: Report) -> Chart | None:
         if each.tps:
             value = count(each.tps.median)
             if each.ratio and each.name != report.baseline:
-                value += f": {ratio(each.ratio)}"
+                value += f", {ratio(each.ratio)}"
             speeds.append(stacked_bar(each.name, {"speed": each.tps.median}, value))
         if each.memory_gib is not None:
             value = digits(each.memory_gib, "GiB")
