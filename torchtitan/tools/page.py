@@ -213,7 +213,7 @@ def _frame(x: Axis, y: Axis, x_title: str, y_title: str, *, is_whole: bool = Fal
 
 def _picture(title: str, content: str) -> str:
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}"'
-    return f'<div class="frame" tabindex="0"><svg class="plot" {box}>{content}</svg></div>'
+    return f'<svg class="plot" {box}>{content}</svg>'
 
 
 def _text(x: float, y: float, words: str, anchor: str) -> str:
