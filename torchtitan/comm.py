@@ -128,12 +128,12 @@ class PlainGradients(GradientsConfig):
     is_exact: ClassVar[bool] = True
 
     name: Literal["plain"] = "plain"
-    """Method of reduction."""
+    """Method of reducing gradients."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which gradients are sent; bfloat16 halves the bytes of a sum in float32. Replicas
-    exchange the sums of their ranks in training.mixed_precision_reduce."""
+    """Dtype in which gradients are sent; bfloat16 halves the bytes of float32. Between replicas,
+    gradients are sent in training.mixed_precision_reduce."""
     sum: Literal["float32"] = "float32"
-    """Dtype in which gradients that were sent in bfloat16 are summed; to sum in bfloat16, too, set
+    """Dtype in which gradients sent in bfloat16 are summed. To sum in bfloat16 too, set
     training.mixed_precision_reduce instead."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> Reduce:
@@ -213,10 +213,10 @@ class AgreementConfig(ReplicasConfig):
 
     every: int = Field(1, ge=1)
     """Steps between synchronizations. 1: replicas reduce the gradients of each step; n: each
-    replica updates its weights independently, and after every n-th step they reduce the changes of
-    their weights."""
+    replica updates its weights independently, and after every n-th step the replicas reduce the
+    changes."""
     verify_steps: int = Field(100, ge=0)
-    """Steps between comparisons of the replicas' weights; 0: never."""
+    """Steps between checks that the replicas' weights are equal; 0: never."""
 
     @property
     def steps_apart(self) -> int | None:
@@ -233,10 +233,10 @@ class AllReduce(AgreementConfig):
     name: Literal["all_reduce"] = "all_reduce"
     """Method of synchronizing replicas."""
     overlap: bool = True
-    """Reduce gradients during the backward, as soon as those of a block are complete; false: after
-    the backward."""
+    """Reduce the gradients of each block during the backward, as soon as they are complete; false:
+    reduce all gradients after the backward."""
     verify_steps: int = Field(0, ge=0)
-    """Steps between comparisons of the replicas' weights; 0: never."""
+    """Steps between checks that the replicas' weights are equal; 0: never."""
 
     @property
     def is_exact(self) -> bool:
@@ -306,7 +306,7 @@ class PlainWeights(WeightsConfig):
     is_exact: ClassVar[bool] = True
 
     name: Literal["plain"] = "plain"
-    """Method of gathering."""
+    """Method of gathering weights."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> Gather:
         return PlainGather(group)

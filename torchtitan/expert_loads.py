@@ -26,8 +26,8 @@ class ExpertsConfig(Config):
     """Mixtures of experts."""
 
     bias_update_rate: float | None = Field(None, ge=0)
-    """Change of a router's bias per step (model.router_bias): up for experts with fewer tokens than
-    the mean, down for others (arXiv:2408.15664); 0: it is constant (default: 0.001)."""
+    """Change per step of each router bias (model.router_bias): up for experts with fewer tokens
+    than the mean, down for others (arXiv:2408.15664); 0: biases are constant (default: 0.001)."""
 
     @property
     def rate(self) -> float:

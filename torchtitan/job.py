@@ -110,8 +110,8 @@ class ManifestSection(Config):
     setup: tuple[str, ...] = ()
     """Shell lines that run first on each node, such as `source .venv/bin/activate`."""
     log_file: str = ""
-    """File that the output is appended to, in a folder that exists; Slurm replaces `%j` by the
-    number of the job."""
+    """File to append the output to, in an existing folder; Slurm replaces `%j` by the job
+    number."""
 
 
 HARDWARE = Registry[Callable[[str], Iterator[Problem]]]("hardware")
@@ -128,16 +128,16 @@ class JobSection(Config):
     description: str = ""
     """Description of the run; it has no effect."""
     hardware: str = ""
-    """Hardware that the recipe is meant for, a name or a file, as of `torchtitan plan`; it has no
+    """Hardware that the recipe is meant for, a name or a file, as for `torchtitan plan`; it has no
     effect on a run."""
     ranks: int | None = Field(None, ge=1)
-    """Number of ranks that the recipe is meant for, as of `torchtitan plan`; it has no effect on a
+    """Number of ranks that the recipe is meant for, as for `torchtitan plan`; it has no effect on a
     run."""
     manifest: ManifestSection = ManifestSection()
     print_config: bool = False
     """Print the resolved recipe at the start."""
     imports: tuple[str, ...] = ()
-    """Modules to import first; they may add to MODELS, CONVERTERS, OPTIMIZERS, DATASETS and the
+    """Modules to import first; they can add to MODELS, CONVERTERS, OPTIMIZERS, DATASETS and the
     other registries."""
 
     def problems(self, context: Context) -> Iterator[Problem]:

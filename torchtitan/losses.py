@@ -311,7 +311,7 @@ class AuxiliaryLossConfig(Config):
     final_step: int = Field(0, ge=0)
     """First step with the final weight."""
     decay_steps: int = Field(0, ge=0)
-    """Steps before `final_step` over which the weight changes linearly; 0: at once."""
+    """Steps before `final_step` over which the weight changes linearly; 0: immediately."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if (self.final_weight is None) != (self.final_step == 0):
@@ -427,7 +427,8 @@ class MultiToken(ModelLossConfig):
     name: Literal["multi_token"] = "multi_token"
     """Name of the loss."""
     weight: float = Field(0.3, ge=0)
-    """Weight in the training loss of the mean over the predicted tokens; 0: it is not computed."""
+    """Weight of the mean over the predicted tokens in the training loss; 0: the loss is not
+    computed."""
     depth: int = Field(1, ge=1, le=8)
     """Number of tokens after the next to predict."""
 

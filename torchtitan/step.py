@@ -37,7 +37,8 @@ class TrainingStage(Config):
     from_step: int | None = Field(None, ge=1)
     """Number of steps before this stage."""
     from_tokens: int | None = Field(None, ge=1)
-    """Number of tokens before this stage, instead; it begins with a whole step."""
+    """Number of tokens before this stage, instead of from_step; the stage begins with a whole
+    step."""
     global_batch_size: int | None = Field(None, ge=1)
     """Sequences per optimizer step."""
     local_batch_size: int | None = Field(None, ge=1)
@@ -66,18 +67,18 @@ class TrainingConfig(Config):
     smaller."""
     global_batch_size: int = Field(-1, ge=-1)
     """Sequences per optimizer step, divided among the data-parallel ranks; a share of more than
-    local_batch_size is accumulated. -1: local_batch_size times the data-parallel ranks, so another
-    number of ranks trains another run; a resumed run keeps its batch."""
+    local_batch_size is accumulated. -1: local_batch_size times the number of data-parallel ranks,
+    so another number of ranks trains another run; a resumed run keeps its batch."""
     seq_len: int = Field(2048, ge=1)
     """Tokens in a sequence."""
     steps: int = Field(10000, ge=1)
     """Optimizer steps."""
     stages: tuple[TrainingStage, ...] = ()
-    """Later sizes of steps, in their order."""
+    """Later stages with other sizes, in order."""
     max_norm: float = Field(1.0, ge=0)
     """Limit of the global gradient norm; 0: no limit."""
     max_skipped_steps: int = Field(10, ge=1)
-    """After this many skipped steps in a row (see [spikes]) the run rolls back
+    """Number of consecutive skipped steps (see [spikes]) after which the run rolls back
     (spikes.max_rollbacks), or saves and exits."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""

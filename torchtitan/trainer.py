@@ -192,8 +192,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
         return DIVERGED if isinstance(error, TrainingDiverged) else 1
     if skips := made.state.consecutive_skips:
         logger.warning(
-            "the last %s skipped, as each was not finite or a spike: the weights are those after "
-            "step %d",
+            "the last %s skipped (not finite, or spikes): the weights are those after step %d",
             f"{skips} steps were" if skips > 1 else "step was",
             made.state.step - skips,
         )

@@ -27,16 +27,16 @@ class ValidationConfig(Config):
     """Name of a data set, or a file or folder; or several, each measured separately. Not used with
     data.validation_fraction."""
     dataset_path: str | None = None
-    """File or folder to read instead of where the data set normally comes from; only for a single
-    data set."""
+    """File or folder to read instead of the data set's default location; only for a single data
+    set."""
     freq: int = Field(10, ge=1)
-    """Steps between validations; the last step has one."""
+    """Steps between validations; the last step is validated too."""
     steps: int = Field(10, ge=-1)
     """Number of batches of each data set per validation; always the same batches. -1: all of the
     data set, each document once."""
     unit: Literal["global", "local"] = "global"
-    """Kind of batches that `steps` counts. global: batches of as many sequences as an optimizer
-    step has; local: batches of local_batch_size sequences on each data-parallel rank."""
+    """Batches that `steps` counts. global: batches of as many sequences as an optimizer step has;
+    local: batches of local_batch_size sequences on each data-parallel rank."""
     local_batch_size: int | None = Field(None, ge=1)
     """With unit = "local": sequences per data-parallel rank in a batch (default:
     training.local_batch_size)."""
@@ -61,8 +61,8 @@ class ValidationConfig(Config):
     average: bool = False
     """Validate the average of the weights (optimizer.average) instead of the weights."""
     picture: bool = True
-    """Write a picture of the first held-out samples and of the model's output for them to pictures/
-    in job.dump_folder, if the task draws one."""
+    """Write a picture of the first held-out samples and the model's output to pictures/ in
+    job.dump_folder, if the task draws one."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if not self.enable:

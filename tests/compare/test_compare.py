@@ -140,7 +140,9 @@ def test_other_data_are_no_parity(tmp_path):
         *("baseline", "not judged", "not judged")
     ]
     assert "debug.seed" in report.variants[1].parity.why
-    assert "The variants do not train on as much a step: 256 tokens, 512 tokens." in report.notes
+    assert (
+        "The variants train on different amounts per step: 256 tokens, 512 tokens." in report.notes
+    )
 
 
 @pytest.mark.gate

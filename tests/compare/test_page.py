@@ -203,7 +203,7 @@ def test_cells_are_the_rounded_numbers_of_the_report(report, form):
         ["-", "-"],
     ]
     assert "Loss equal to the last bit throughout: exact." in document
-    _, *rows = table(document, "Bytes sent in a step")
+    _, *rows = table(document, "Bytes sent per step")
     assert rows[1] == [UNICODE, "2.627 GB", "1.2 kB", "1.4 GB"]
     assert table(document, "Balance of experts")[1][1:] == ["40.0 %", "0.95"]
     _, *rows = table(document, "Settings that are not the same")

@@ -340,7 +340,7 @@ def test_converters_for_training_are_left_out_in_words(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         stored = find_model(ModelLocation(path))
     assert [each.name for each in stored.convert] == ["low_precision_attention"]
-    assert "float8, of the recipe, is not applied: it serves training" in caplog.text
+    assert "the recipe's converter float8 is not applied: it serves training" in caplog.text
 
 
 @pytest.mark.parametrize(

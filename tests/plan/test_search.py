@@ -277,4 +277,4 @@ def test_a_run_that_failed_is_said_and_not_the_best():
     assert search_report.fastest_run([failed, ran]) == 1
     assert search_report.fastest_run([failed, failed]) == 0
     assert search_report.run_text(failed) == "timed: failed: it ended"
-    assert search_report.run_text(ran) == "timed: 5 tokens/s/device, 1 s a step (0.9 to 1.1)"
+    assert search_report.run_text(ran) == "timed: 5 tokens/s/device, 1 s per step (0.9 to 1.1)"

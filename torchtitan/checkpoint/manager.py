@@ -126,7 +126,7 @@ class Checkpointer:
             logger.info("changed since the checkpoint: %s", change)
         loaded = [part for part in self.config.exclude_from_loading if part not in start.excluded]
         if start.is_resume and loaded:
-            message = "checkpoint.exclude_from_loading: started from scratch before, and loaded: %s"
+            message = "checkpoint.exclude_from_loading applies once; this resume also loads: %s"
             logger.info(message, ", ".join(loaded))
         if start.skip_samples:
             logger.info("data: skipping %d samples", start.skip_samples)
@@ -153,8 +153,8 @@ class Checkpointer:
                 self.foreign = {n for n, at in steps.items() if n > own and at not in aside}
             if self.foreign and not self.config.load_only:
                 message = (
-                    "checkpoint.load_step: %s are of later steps, and are kept; if the run is "
-                    "stopped at one of these steps, it cannot be saved"
+                    "checkpoint.load_step: keeping later checkpoints: %s; if the run stops at "
+                    "one of these steps, it cannot be saved"
                 )
                 logger.warning(message, ", ".join(f"step-{n}" for n in sorted(self.foreign)))
             if not self.config.saves:
@@ -246,7 +246,7 @@ class Checkpointer:
             for step, later in self._own_steps().items():
                 if before_step <= step <= self.state.step:
                     self.store.delete(later)
-                    logger.info("deleted %s: it is of skipped steps", later)
+                    logger.info("deleted %s, saved during skipped steps", later)
 
         on_rank_0(self.world, delete_skipped)
         saved = on_all_ranks(self.world, lambda: open_run(path))

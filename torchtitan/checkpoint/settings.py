@@ -27,11 +27,11 @@ class FrequentConfig(Config):
     Each node has the files of its own ranks."""
 
     interval: int = Field(0, ge=0)
-    """Steps between saves; a step that is due in both tiers is saved in checkpoint.folder only.
-    0: off."""
+    """Steps between saves; 0: off. If both tiers are due at a step, only checkpoint.folder gets a
+    checkpoint."""
     folder: str = "frequent"
-    """Folder inside job.dump_folder; or an absolute path, in which each run has a folder of its
-    own."""
+    """Folder inside job.dump_folder, or an absolute path, in which each run has its own
+    subfolder."""
     keep_latest_k: int = Field(2, ge=1)
     """Number of most recent checkpoints to keep."""
 
@@ -68,17 +68,17 @@ class CheckpointConfig(Config):
     initial_load_model_only: bool = True
     """Load only the weights from initial_load_path; false: the full state."""
     exclude_from_loading: tuple[Component, ...] = ()
-    """Parts that are not loaded and start from scratch, once: a checkpoint that was saved with this
-    setting is resumed with them."""
+    """Parts that start from scratch instead of being loaded. This applies once: a checkpoint that
+    was saved with this setting is resumed with all parts."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, to find out early whether saving works."""
     last_save_model_only: bool = False
-    """Save only the weights at the end; such a checkpoint cannot be resumed."""
+    """Save only the weights at the end; that checkpoint cannot be resumed."""
     last_save_in_hf: bool = False
     """Also export the weights of the last step for Hugging Face transformers, in export_dtype, to
     step-N-hf."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the weights of last_save_model_only and last_save_in_hf."""
+    """Dtype of the weights that last_save_model_only and last_save_in_hf write."""
     keep_latest_k: int = Field(10, ge=0)
     """Number of most recent checkpoints to keep; 0: all."""
     keep_every: int = Field(0, ge=0)
@@ -88,7 +88,8 @@ class CheckpointConfig(Config):
     host memory and written while training continues; async_with_pinned_mem: CUDA copies to pinned
     memory during the next step (on a CPU the same as async)."""
     save_attempts: int = Field(3, ge=1)
-    """Maximum number of attempts of a save, after which training continues without it."""
+    """Maximum number of attempts to save a checkpoint, after which training continues without
+    it."""
     frequent: FrequentConfig = FrequentConfig()
 
     def path_in(self, dump_folder: Path) -> Path:

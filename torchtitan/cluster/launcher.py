@@ -339,24 +339,28 @@ Nodes = Annotated[
     RankOption("N", "Number of nodes, or minimum and maximum: 1:2 (default: 1).", nodes),
 ]
 Endpoint = Annotated[
-    str | None, RankOption("HOST:PORT", "Address on one of the nodes, the same for all.")
+    str | None,
+    RankOption("HOST:PORT", "Rendezvous address on one of the nodes, the same on all nodes."),
 ]
 RunName = Annotated[
     str | None,
     RankOption("NAME", "Name of the run, if others share the endpoint (default: torchtitan)."),
 ]
 RendezvousSettings = Annotated[
-    str | None, RankOption("KEY=VALUE", "Rendezvous settings of torch: last_call_timeout=5.")
+    str | None,
+    RankOption("KEY=VALUE", "Settings of torch's rendezvous, such as last_call_timeout=5."),
 ]
 LocalAddress = Annotated[
     str | None,
-    RankOption("HOST", "Address of this node for the others (default: that of the route)."),
+    RankOption(
+        "HOST", "Address at which other nodes reach this node (default: that of the route)."
+    ),
 ]
 Patience = Annotated[
     float | None,
     RankOption(
         "MINUTES",
-        f"Time that nodes wait for each other or for the network (default: {REJOIN_MINUTES:g}).",
+        f"Time that nodes wait for each other or the network (default: {REJOIN_MINUTES:g}).",
         minutes,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Write what a scheduler runs a recipe with: a Kubernetes resource, a SkyPilot task, a script."""
+"""Write what runs a recipe on a scheduler: a Kubernetes resource, a SkyPilot task or a script."""
 
 import json
 import math
@@ -101,14 +101,17 @@ def manifest(
         int | None, Count("Number of ranks (default: that of the recipe).")
     ] = None,
     devices_per_node: Annotated[
-        int | None, Count("Ranks of a node (default: as many as its hardware has).")
+        int | None, Count("Ranks per node (default: as many as the hardware has).")
     ] = None,
     hardware: Annotated[
         str | None, Text("NAME", "Hardware of the nodes (default: job.hardware).")
     ] = None,
     grace_seconds: Annotated[
         int | None,
-        Count("Time to save and stop (default: two minutes, and the state at 1 GB/s a node)."),
+        Count(
+            "Time to save and stop (default: two minutes, plus writing the state at 1 GB/s per "
+            "node)."
+        ),
     ] = None,
     no_preflight: Annotated[
         bool, Flag("--no-preflight", "Do not check the nodes before they train.")

@@ -66,8 +66,8 @@ def preflight(
         float | None,
         Text(
             "F",
-            "Least rate of a rank as a fraction of the median (default: 0.8 for devices, 0.5 for "
-            "links and folders).",
+            "Minimum rate of a rank, as a fraction of the median (default: 0.8 for devices, 0.5 "
+            "for links and folders).",
             parser=fraction,
         ),
     ] = None,
@@ -175,7 +175,7 @@ UNITS = {
 """Rates by name, in the order in which they are shown."""
 LEAST = dict.fromkeys(("products", "memory", "free memory", "to device", "from device"), 0.8)
 LEAST_OTHERS = 0.5
-"""Least rate of a rank as a fraction of the median: of a device, and of links and folders, which
+"""Minimum rate of a rank as a fraction of the median: of a device, and of links and folders, which
 others may use at the same time."""
 CLOCK_SECONDS = 1.0
 """Most that a clock may be off; files and logs of several nodes are ordered by time."""

@@ -88,9 +88,9 @@ class LinearConverterConfig(ConverterConfig):
     """Settings of a converter of linear layers."""
 
     filter_fqns: tuple[str, ...] = ("output",)
-    """Linear layers whose name contains one of these are not converted."""
+    """Skip linear layers whose name contains one of these."""
     experts: bool = False
-    """Convert the products of experts too, if there are any."""
+    """Also convert the matrix products of experts."""
     emulate: bool = False
     """Emulate the matrix products on a device that lacks them: round the operands in the same way,
     and multiply them in their original dtype."""

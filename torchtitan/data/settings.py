@@ -108,14 +108,14 @@ class SourceConfig(Config):
     path: str | None = None
     """File or folder of tokens or text, or where the data set is read from."""
     weight: float | None = Field(None, ge=0)
-    """Share of the tokens of the run, relative to the weights of other sources."""
+    """Share of the run's tokens, relative to the weights of other sources."""
     tokens: int | None = Field(None, ge=1)
-    """Number of tokens of the run, instead."""
+    """Number of tokens to read in the run, instead of a weight."""
     epochs: float | None = Field(None, gt=0)
-    """Number of times that the source is read in the run, instead."""
+    """Number of passes over the source in the run, instead of a weight."""
     repeat: bool = False
-    """Start again at its end, as often as its weight or tokens require. false: refuse a run that
-    would."""
+    """Start the source again at its end, as often as its weight or tokens require; false: reject a
+    run that would have to."""
     accept_changes: bool = False
     """Resume even if the source has changed since the checkpoint."""
     text_key: str | None = None
@@ -164,9 +164,9 @@ class StageConfig(Config):
     from_step: int | None = Field(None, ge=0)
     """Number of steps before this stage."""
     from_tokens: int | None = Field(None, ge=0)
-    """Number of tokens before this stage, instead."""
+    """Number of tokens before this stage, instead of from_step."""
     weights: tuple[float, ...] = ()
-    """Weight of each source, in their order; 0: it is not read."""
+    """Weights of the sources, in their order; a source with weight 0 is not read."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if (self.from_step is None) == (self.from_tokens is None):
@@ -188,65 +188,66 @@ class DataConfig(Config):
     dataset: str = "python_stdlib"
     """Name of a data set (a key of torchtitan.data.DATASETS), or a file or folder."""
     dataset_path: str | None = None
-    """File or folder to read instead of where `dataset` normally comes from."""
+    """File or folder to read instead of the default location of `dataset`."""
     sources: tuple[SourceConfig, ...] = ()
-    """Sources of a mixture, which are read instead of `dataset`."""
+    """Sources of a mixture, read instead of `dataset`."""
     stages: tuple[StageConfig, ...] = ()
-    """Later mixtures of the sources, in their order."""
+    """Later mixtures of the sources, in order."""
     format: Annotated[TokenFormat, OneOf(TOKEN_FORMATS, "auto")] = TokenFormat()
     accept_changes: bool = False
     """Resume even if tokenized data has changed since the checkpoint."""
     text_key: str = "text"
     """Column or JSON key that holds a document's text."""
     null_text: Literal["error", "skip"] = "error"
-    """Treatment of a document whose text is null. error: end the run; skip: count and skip it."""
+    """Reaction to a document whose text is null. error: end the run; skip: skip and count it."""
     cache: str | None = None
-    """Folder for indices, tokenized text and copies of remote files, on a disk of each node.
+    """Folder for indexes, tokenized text and copies of remote files, on a disk of each node.
     Default: .torchtitan next to the data; for URLs ~/.cache/torchtitan/data."""
     cache_limit: float = Field(256, gt=0)
-    """Limit of the copies of remote shards and text in data.cache, in GiB. Copies are deleted in
-    order of their last use. It must hold two of data.shuffle_window."""
+    """Maximum size of the copies of remote shards and text in data.cache, in GiB; two windows
+    (data.shuffle_window) per source must fit. Copies are deleted in order of their last use."""
     shuffle_window: float | None = Field(None, gt=0)
-    """Shuffle tokenized documents within windows of consecutive shards of about this size, in GiB,
-    and the windows themselves. Default: 8 for URLs, so that shards are fetched once an epoch; all
-    documents together for data on a disk."""
+    """Size in GiB of the windows of consecutive shards within which tokenized documents are
+    shuffled; the windows are shuffled too. Default: 8 for URLs, so that shards are fetched once per
+    epoch; for data on a disk, one window with all documents."""
     streaming: bool = True
-    """Hugging Face data sets: stream them over the network during training; false: download them
-    first, which allows a full shuffle and an instant resume."""
+    """Stream Hugging Face data sets over the network during training; false: download them first,
+    which allows a full shuffle and an instant resume."""
     shuffle: bool = True
-    """Shuffle the documents again in each epoch, by the seed (streamed data sets: shuffle their
-    shards)."""
+    """Shuffle the documents in each epoch, by the seed; for streamed data sets, shuffle the
+    shards."""
     document_bytes: int = Field(65536, ge=1)
-    """Text files: a longer file is read as several documents of about this many bytes, split at
-    line ends."""
+    """Size in bytes above which a text file is read as several documents of about this size, split
+    at line ends."""
     add_bos: bool | None = None
-    """Start each document with the tokenizer's BOS token, if it has one. Default: its
-    add_bos_token, or true; but if BOS is EOS, one of them is between documents."""
+    """Start each document with the tokenizer's BOS token, if it has one. Default: the tokenizer's
+    add_bos_token, or true; if BOS is EOS, a single one separates documents."""
     add_eos: bool | None = None
-    """End each document with the tokenizer's EOS token. Default: its add_eos_token, or true."""
+    """End each document with the tokenizer's EOS token. Default: the tokenizer's add_eos_token, or
+    true."""
     validation_fraction: Annotated[float | None, BeforeValidator(_none_if_zero)] = Field(
         None, ge=0, lt=1
     )
-    """Fraction of the documents to hold out; 0: none. They are never trained on, and validation
-    reads them instead of validation.dataset. The same documents are held out in every run, and
-    remain so when others are added."""
+    """Fraction of the documents to hold out; 0: none. Training never reads them, and validation
+    reads them instead of validation.dataset. The same documents are held out in every run, even
+    when others are added."""
     packing: Literal["join", "best_fit"] = "join"
-    """Tokenized data: join documents and cut them into samples, or best_fit: keep the documents
-    that fit in a sample whole, and fill samples up with padding."""
+    """Packing of tokenized documents into samples. join: join the documents and cut them; best_fit:
+    keep documents that fit in a sample whole, and pad the samples."""
     lanes: int = Field(-1, ge=-1)
-    """Number of independent sequences of packed documents, a multiple of the global batch; -1: one
+    """Number of independent streams of packed documents, a multiple of the global batch; -1: one
     per sequence in the global batch. A run can resume with any global batch size that divides
     it."""
     skip_samples: int = Field(0, ge=-1)
-    """Samples (sequences) to skip at the start of a run without a data position to resume from; -1:
-    as many as the checkpoint in initial_load_path was trained on, by its count of tokens."""
+    """Sequences to skip at the start of a run without a data position to resume from; -1: as many
+    as the checkpoint in initial_load_path was trained on, by its token count."""
     num_workers: int = Field(1, ge=0)
-    """Threads per rank that read and tokenize ahead; 0: do it within the step."""
+    """Threads per rank that read and tokenize ahead; 0: read data within the step."""
     prefetch_factor: int = Field(2, ge=1)
-    """Number of steps for which the workers prepare samples in advance."""
+    """Number of steps for which samples are prepared ahead."""
     report_unigram_loss: bool = False
-    """At the start, print the loss of predicting tokens by their frequency alone, a baseline for
-    any model."""
+    """At the start, log the loss of predicting tokens by their frequency alone, a baseline for any
+    model."""
 
     _is_held_out: bool = PrivateAttr(False)
 

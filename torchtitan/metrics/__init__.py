@@ -70,12 +70,12 @@ class MetricsConfig(Config):
     log_freq: int = Field(10, ge=1)
     """Steps between reports."""
     statistics_freq: int = Field(0, ge=0)
-    """Steps between reports of the root mean square, largest value, mean, fraction of zeros and
-    number of non-finite values of the activations, gradients and weights of each layer; each report
-    takes one more forward pass; 0: never."""
+    """Steps between reports of statistics of each layer's activations, gradients and weights (root
+    mean square, largest value, mean, fraction of zeros, number of non-finite values); each report
+    takes another forward pass; 0: never."""
     straggler_pct: float = Field(10.0, ge=0)
-    """Warn about a rank that, in several reports in a row, takes longer in a phase than the median
-    rank, by more than this percentage of the step time; 0: never."""
+    """Warn if, in several consecutive reports, a rank takes longer in a phase than the median rank
+    by more than this percentage of the step time; 0: never."""
     run_name: str | None = None
     """Name of the run, in Weights & Biases for example (default: the name of its dump folder)."""
     tags: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class MetricsConfig(Config):
     disable_color_printing: bool = False
     """Print no colors, even on a terminal."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe messages to log; --log-level sets it."""
+    """Minimum severity of logged messages; --log-level sets it."""
     save_tb_folder: str = "tb"
     """TensorBoard's folder, inside job.dump_folder."""
     save_for_all_ranks: bool = False
@@ -97,8 +97,8 @@ class MetricsConfig(Config):
     """Write an event log of every rank, with the time of each phase of its steps, to
     events/rank{r}.jsonl."""
     serve: str = ""
-    """Address at which the first rank of each node answers /healthz and /metrics (Prometheus):
-    ":9090" for this machine alone, "0.0.0.0:9090" for others too; "": none."""
+    """Address at which the first rank of each node serves /healthz and /metrics (Prometheus):
+    ":9090" for this machine only, "0.0.0.0:9090" for others too; "": none."""
     enable_wandb: bool = False
     """Report to Weights & Biases (project: WANDB_PROJECT, or torchtitan; WANDB_MODE=offline needs
     no network), as with "wandb" in `sinks`."""

@@ -311,7 +311,7 @@ class Meter:
     def _tell_late(self, late: Straggler) -> None:
         if self.rank == 0:
             logger.warning(
-                "step %d: rank %d is slow: in %s it works %.3g s a step longer than the median "
+                "step %d: rank %d is slow: %s takes %.3g s per step longer than on the median "
                 "rank, %.0f%% of a step",
                 self._step,
                 late.rank,
@@ -417,7 +417,9 @@ class Meter:
     def _describe(self) -> str:
         one = self.unit.removesuffix("s")
         formula = f"{self.unit}/s/device x {self.flops_per_unit:.4g} FLOPs/{one} / dense peak"
-        what = f"{self.units_per_step:,} {self.unit} a step on {self.devices} x {self.device.name}"
+        what = (
+            f"{self.units_per_step:,} {self.unit} per step on {self.devices} x {self.device.name}"
+        )
         if self.peak_flops is None and self.device.type == "cpu":
             return what
         if self.peak_flops is None:

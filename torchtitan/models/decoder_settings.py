@@ -62,10 +62,10 @@ class DecoderConfig(TextConfig):
     rope_scaling: float | None = Field(None, ge=1)
     """Divisor of low rotary frequencies, as in Llama 3.1; 1: none (default: the flavor's)."""
     rope_low_freq_factor: float | None = Field(None, gt=0)
-    """Limit of turns in the original context below which a frequency is divided by rope_scaling
-    (default: the flavor's)."""
+    """Turns in the original context below which a frequency is divided by rope_scaling (default:
+    the flavor's)."""
     rope_high_freq_factor: float | None = Field(None, gt=0)
-    """Limit of turns in the original context above which a frequency is unchanged (default: the
+    """Turns in the original context above which a frequency is unchanged (default: the
     flavor's)."""
     rope_original_context: int | None = Field(None, gt=0)
     """Length of the original context, before scaling (default: the flavor's)."""
@@ -75,7 +75,8 @@ class DecoderConfig(TextConfig):
     tied: bool | None = None
     """Use the embedding matrix as the output projection (default: the flavor's)."""
     base_width: int | None = Field(None, gt=0)
-    """Dim of a narrower model whose learning rate is given, by muP (default: the flavor's)."""
+    """Dim of the narrower model for which the learning rate was tuned, by muP (default: the
+    flavor's)."""
 
     @classmethod
     def sizes_of(cls, args: DecoderArgs) -> dict[str, Any]:
@@ -146,11 +147,11 @@ class YarnConfig(DecoderConfig):
     rope_scaling: float | None = Field(None, ge=1)
     """Divisor of low rotary frequencies, by YaRN; 1: none (default: the flavor's)."""
     rope_beta_fast: float | None = Field(None, gt=0)
-    """Limit of turns in the original context above which a frequency is unchanged (default: the
+    """Turns in the original context above which a frequency is unchanged (default: the
     flavor's)."""
     rope_beta_slow: float | None = Field(None, gt=0)
-    """Limit of turns in the original context below which a frequency is divided by rope_scaling
-    (default: the flavor's)."""
+    """Turns in the original context below which a frequency is divided by rope_scaling (default:
+    the flavor's)."""
     rope_mscale: float | None = Field(None, gt=0)
     """Growth of rotated elements with rope_scaling; 1 if rope_mscale_all_dim is 0 (default: the
     flavor's)."""

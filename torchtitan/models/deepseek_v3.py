@@ -61,14 +61,14 @@ class DeepSeekV3Config(YarnConfig, SparseConfig):
     n_kv_heads: ClassVar[None] = None  # type: ignore[misc]
     head_dim: ClassVar[None] = None  # type: ignore[misc]
     query_rank: int | None = Field(None, ge=0)
-    """Width of the latent vector of queries; 0: there is none (default: the flavor's)."""
+    """Width of the latent vector of queries; 0: none (default: the flavor's)."""
     latent_rank: int | None = Field(None, gt=0)
     """Width of the latent vector of keys and values (default: the flavor's)."""
     plain_dim: int | None = Field(None, gt=0)
     """Elements of a head's queries and keys that are not rotated (default: the flavor's)."""
     rotated_dim: int | None = Field(None, gt=0)
-    """Elements of a head's queries and keys that are rotated, an even number; such a part of a key
-    is that of all heads (default: the flavor's)."""
+    """Elements of a head's queries and keys that are rotated, an even number; all heads share the
+    rotated part of a key (default: the flavor's)."""
     value_dim: int | None = Field(None, gt=0)
     """Elements of a head's values, at most plain_dim + rotated_dim (default: the flavor's)."""
 

@@ -37,7 +37,7 @@ class Gemma3Config(LinearRopeConfig):
     full_every: int | None = Field(None, ge=0)
     """Period of the blocks without a window, 6 for every sixth; 0: none (default: the flavor's)."""
     query_scalar: int | None = Field(None, gt=0)
-    """Number by whose root logits of attention are divided (default: the flavor's)."""
+    """Number whose square root divides the attention logits (default: the flavor's)."""
 
 
 EXTENDED = "its blocks have embeddings of their own, and share keys and values"

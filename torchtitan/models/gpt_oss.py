@@ -107,8 +107,8 @@ class GptOssConfig(YarnConfig, AllSparseConfig):
     """Number of most recent tokens that a token attends to, itself included, in every second block
     from the first; 0: all (default: the flavor's)."""
     swiglu_limit: float | None = Field(None, gt=0)
-    """Limit of the two factors in an expert, the first of which is limited above only (default:
-    the flavor's)."""
+    """Limit of the two factors in an expert; the first is limited only from above (default: the
+    flavor's)."""
 
 
 WINDOW = 128

@@ -116,7 +116,7 @@ class TextConfig(ModelConfig):
     """Repositories on the Hugging Face hub that have the tokenizers, by name of the model."""
     tokenizer_path: str | None = None
     """Path of a tokenizer.json or tokenizer.model (tiktoken), or of a folder with one (default:
-    bytes; none for stored tokens that do not say which tokenizer made them)."""
+    bytes; none for stored tokens that do not name their tokenizer)."""
     attn_mask_type: AttentionMask = "causal"
     """Tokens that a token attends to. causal: all before it in its sequence; block_causal: those of
     its own document."""

@@ -107,15 +107,14 @@ class SparseConfig(DecoderConfig):
     n_experts: int | None = Field(None, gt=0)
     """Number of experts of a block (default: the flavor's)."""
     top_k: int | None = Field(None, gt=0)
-    """Number of experts that compute a token, at most n_experts (default: the flavor's)."""
+    """Number of experts that process each token, at most n_experts (default: the flavor's)."""
     expert_dim: int | None = Field(None, gt=0)
     """Hidden width of an expert (default: the flavor's)."""
     shared_dim: int | None = Field(None, ge=0)
-    """Hidden width of an expert that computes all tokens; 0: there is none (default: the
-    flavor's)."""
+    """Hidden width of an expert that processes all tokens; 0: none (default: the flavor's)."""
     dense_layers: int | None = Field(None, ge=0)
-    """Number of first blocks with a feed-forward of width ffn_dim instead of experts (default: the
-    flavor's)."""
+    """Number of initial blocks with a feed-forward of width ffn_dim instead of experts (default:
+    the flavor's)."""
     router_scores: Scores | None = None
     """Function from the logits of the router to scores (default: the flavor's)."""
     renormalize: bool | None = None

@@ -58,7 +58,7 @@ def open_optimizers(
     """
     if config.early_step_in_backward:
         optimizers: Optimizers = InBackward(parameters, config, stages)
-        logger.info("optimizer: each parameter is updated in the backward; no step is skipped")
+        logger.info("optimizer: parameters are updated during the backward; no step can be skipped")
     else:
         optimizers = Optimizers(parameters, config, stages)
     for optimizer, rule in optimizers.rules.items():

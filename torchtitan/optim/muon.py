@@ -65,23 +65,22 @@ class Muon(OptimizerConfig):
     name: Literal["Muon"] = "Muon"
     """Name of the optimizer."""
     roles: tuple[str, ...] = Field(("matrix", EXPERT), min_length=1)
-    """Roles of the parameters that Muon updates, of two dims, or of three with a matrix in each of
-    the first; AdamW updates the rest. A dense model has none of the role expert."""
+    """Roles of the parameters that Muon updates: matrices, or stacks of matrices with three dims.
+    AdamW updates the rest. A dense model has no parameters of the role expert."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay of the running gradient."""
     nesterov: bool = True
     """Nesterov's momentum: look a step ahead (needs momentum > 0)."""
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor of the learning rate of a matrix: 0.2 sqrt(max(rows, columns)), which suits rates of
-    AdamW; or sqrt(max(1, rows / columns)), which suits rates of about 0.02."""
+    """Factor of a matrix's learning rate: 0.2 sqrt(max(rows, columns)), for rates like AdamW's; or
+    sqrt(max(1, rows / columns)), for rates of about 0.02."""
     ns_steps: int = Field(5, ge=1, lt=100)
     """Newton-Schulz iterations per update."""
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the iterations, and of matrices that are sent; with bfloat16, layouts differ by
-    rounding."""
+    """Dtype of the iterations and of sent matrices; with bfloat16, layouts differ by rounding."""
     whole_mib: int = Field(64, ge=0)
     """MiB of unsharded matrices of one shape that a rank updates at once; a larger matrix is
-    updated alone; 0: each matrix alone. As many MiB are being received, and sent."""
+    updated alone; 0: each matrix alone. The rank receives and sends as many MiB meanwhile."""
     by_head: bool = False
     """Treat each attention head as a separate matrix: rows of queries, keys and values, columns of
     the output."""

@@ -25,7 +25,7 @@ class ScheduleConfig(Config):
     """Name of the schedule."""
     unit: Literal["steps", "tokens"] = "steps"
     """Unit of warmup_steps, total_steps and decay_from: optimizer steps, or the tokens of all ranks
-    that metrics count, so that the rate does not depend on the sizes of batches."""
+    that metrics count, so that the rate does not depend on batch sizes."""
     warmup_steps: int = Field(200, ge=0)
     """Steps of linear warm-up to the peak rate; at most all of the schedule."""
     total_steps: int | None = Field(None, ge=1)
@@ -33,8 +33,8 @@ class ScheduleConfig(Config):
     decay_ratio: float | None = Field(None, ge=0, le=1)
     """Fraction of the steps that decay, at most all after the warm-up (default: all of these)."""
     decay_from: int | None = Field(None, ge=0)
-    """Step after which the rate decays until the end, in place of `decay_ratio`: that of a
-    checkpoint, to end a run whose rate was constant."""
+    """Step after which the rate decays until the end, instead of decay_ratio. To end a run with a
+    constant rate, set it to the step of the checkpoint."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: float = Field(0.0, ge=0, le=1)

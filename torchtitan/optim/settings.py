@@ -167,7 +167,7 @@ class OptimizerConfig(UpdateRule):
     name: str
     """Name of the optimizer: a key of torchtitan.optim.OPTIMIZERS."""
     no_weight_decay_on: tuple[Literal["norms", "embeddings"], ...] = ()
-    """Parameters that are not decayed: norms (1-D parameters), embeddings."""
+    """Parameters without weight decay: norms (1-D parameters), embeddings."""
     groups: tuple[GroupConfig, ...] = ()
     """Settings that differ for some parameters."""
     average: float | None = Field(None, gt=0, lt=1)

@@ -38,15 +38,15 @@ class CompileConfig(Config):
     """Backend of torch.compile."""
     fullgraph: bool = True
     """Fail if a block or the loss cannot be compiled as one graph; false: compile several graphs,
-    and log where and why it breaks."""
+    and log the reason for each break."""
     granularity: Granularity = "block"
     """Unit that is compiled as one graph: each block (identical blocks share a graph), or the whole
-    model (with a pipeline: the stage), which takes longer to compile."""
+    model (in a pipeline, the stage), which takes longer to compile."""
 
     cache_folder: str | None = None
-    """Folder in which compiled graphs are kept for the next run of the same recipe (default:
-    torch's, which is TORCHINDUCTOR_CACHE_DIR or else torchinductor_USER in the system's temporary
-    folder, which may be emptied)."""
+    """Folder that keeps compiled graphs for the next run of the same recipe (default: torch's,
+    which is TORCHINDUCTOR_CACHE_DIR, or torchinductor_USER in the system's temporary folder, which
+    may be emptied)."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         world = context.world

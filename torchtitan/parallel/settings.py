@@ -38,13 +38,13 @@ class ParallelismConfig(Config):
     data_parallel_shard_degree: int = Field(-1, ge=-1)
     """Number of shards of the parameters (FSDP); -1: all remaining ranks."""
     fsdp_reshard_after_forward: ReshardPolicy = "default"
-    """Free a block's parameters after its forward: always, never, or default: after all blocks but
-    the last, and never in a pipeline."""
+    """When a block's parameters are freed after its forward: always, never, or default (after all
+    blocks but the last, and never in a pipeline)."""
     tensor_parallel_degree: int = Field(1, ge=1)
     """Number of ranks that share each matrix."""
     disable_sequence_parallel: bool = False
     """Keep full activations between the matrices on every tensor-parallel rank, instead of sharding
-    them by sequence."""
+    them along the sequence."""
     disable_loss_parallel: bool = False
     """Gather the logits, instead of computing the loss on sharded logits."""
     enable_async_tensor_parallel: bool = False
@@ -63,7 +63,7 @@ class ParallelismConfig(Config):
     """Maximum number of layers in a stage, which determines the number of stages (default: one
     stage per rank, or two with interleaved schedules)."""
     pipeline_parallel_balance: Literal["flops", "parameters"] = "flops"
-    """Quantity that is balanced between the stages."""
+    """Cost that is balanced between the stages."""
     pipeline_parallel_embedding_weight: float | None = Field(None, ge=0)
     """Cost of the embedding, in layers (default: computed)."""
     pipeline_parallel_head_weight: float | None = Field(None, ge=0)
@@ -79,10 +79,10 @@ class ParallelismConfig(Config):
     """Exchange of keys and values. allgather: all at once; ring: from rank to rank (ring
     attention); ulysses: queries too, so that each rank has some of the heads of whole sequences."""
     context_parallel_load_balancer: Balancing = "headtail"
-    """headtail: each rank has a chunk from the head of the sequence and the mirrored chunk from its
-    tail, so that all have the same work under the causal mask; documents: each rank has pieces of
-    the sequence whose documents cause as much work (with attn_mask_type = block_causal); none: one
-    contiguous chunk. With ulysses it has no effect: all ranks have the same work."""
+    """Each rank's part of a sequence. headtail: a chunk from its head and the mirrored chunk from
+    its tail, so that all ranks have the same work under the causal mask; documents: pieces whose
+    documents cause equal work (with attn_mask_type = block_causal); none: one contiguous chunk.
+    With ulysses it has no effect, since all ranks have the same work."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if self.data_parallel_shard_degree == 0:

@@ -152,18 +152,17 @@ class FSDP2(ShardingConfig):
     name: Literal["fsdp2"] = "fsdp2"
     """Method of sharding."""
     regather_size: int = Field(0, ge=0)
-    """Number of neighboring ranks over which parameters stay sharded after the forward, instead of
-    over all; the backward gathers them from these ranks; 0: all."""
+    """Number of neighboring ranks over which parameters stay sharded after the forward, and from
+    which the backward gathers them; 0: all ranks."""
     accumulate_whole: bool = False
-    """Accumulate unsharded gradients on each rank and reduce them after the last microbatch,
-    instead of after each: this sends less, but each rank keeps all gradients in memory."""
+    """Accumulate unsharded gradients on each rank, and reduce them once after the last microbatch.
+    This sends less, but each rank keeps all gradients in memory."""
     forward_prefetch: int = Field(0, ge=0)
     """On CUDA: number of blocks that the forward gathers ahead; 0: each when it is reached."""
     backward_prefetch: int = Field(1, ge=1)
     """On CUDA: number of blocks that the backward gathers ahead."""
     reduce_scatters_in_flight: int = Field(1, ge=1)
-    """On CUDA: number of units whose gradients may be in reduction before the backward waits for
-    them."""
+    """On CUDA: number of units whose gradients may be in reduction before the backward waits."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         if context.world.is_here and context.world.device_type == "cpu":

@@ -70,18 +70,17 @@ class CommConfig(Config):
     train_timeout_seconds: int = Field(100, ge=1)
     """Timeout of collectives after the first step."""
     trace_buf_size: int = Field(2000, ge=0)
-    """Number of collectives that torch's Flight Recorder keeps on each of several ranks; 0: off. A
-    run on one rank records none."""
+    """Number of collectives that torch's Flight Recorder keeps on each rank; 0: off. With a single
+    rank, none are recorded."""
     save_traces_folder: str = "comm_traces"
-    """Folder of the step records, and of the traces of a run that failed, inside
-    job.dump_folder."""
+    """Folder of step records, and of the traces of failed runs, inside job.dump_folder."""
     save_traces_file_prefix: str = "rank_"
     """Prefix of the file names of traces; the rank follows."""
     debug_level: Literal["off", "info", "detail"] | None = None
     """Level of torch's checks and logs of collectives (default: the environment variable
-    TORCH_DISTRIBUTED_DEBUG). info: log more; detail: before each collective all ranks compare
-    operation, shapes and dtypes, and fail if they differ; each collective is then several times
-    slower, and init_timeout_seconds applies to the whole run."""
+    TORCH_DISTRIBUTED_DEBUG). info: log more; detail: before each collective, all ranks compare
+    operation, shapes and dtypes, and fail if they differ. With detail, each collective is several
+    times slower, and init_timeout_seconds applies to the whole run."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         prefix = self.save_traces_file_prefix

@@ -1,6 +1,6 @@
 """Predict a recipe's memory and speed on hardware that you do not have.
 
-For the folder of a run, show what it measured, too.
+Given the folder of a run, also show what the run measured.
 """
 
 import json
@@ -103,7 +103,7 @@ def plan_recipe(
         typer.Option(
             parser=number("seconds, a number >= 0", lambda found: 0 <= found < inf),
             metavar="N",
-            help=f"Time of a search (default: {SECONDS:.0f}); it plans at least {LEAST} layouts.",
+            help=f"Time to search (default: {SECONDS:.0f}); at least {LEAST} layouts are planned.",
         ),
     ] = None,
     timed: Annotated[

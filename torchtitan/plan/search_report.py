@@ -93,7 +93,7 @@ def run_text(run: Measured) -> str:
     step = run["seconds_per_step"]
     return (
         f"timed: {run['tokens_per_second_per_device']:,.0f} tokens/s/device, "
-        f"{step['value']:.3g} s a step ({step['low']:.3g} to {step['high']:.3g})"
+        f"{step['value']:.3g} s per step ({step['low']:.3g} to {step['high']:.3g})"
     )
 
 

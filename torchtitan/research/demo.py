@@ -98,8 +98,8 @@ class Demo(DecoupledConfig):
     name: Literal["demo"] = "demo"
     """Method of synchronizing replicas."""
     chunk: int = Field(64, ge=2, le=128)
-    """Maximum side of the tiles that are transformed: the side is the largest divisor of each dim
-    up to it, or a dim is padded if that is less than half of it."""
+    """Maximum side of the transformed tiles. The side is the largest divisor of each dim up to
+    this; if that is less than half of this, the dim is padded."""
     top_k: int = Field(32, ge=1)
     """Number of coefficients sent per tile."""
 

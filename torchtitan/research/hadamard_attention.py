@@ -141,7 +141,7 @@ class LowPrecisionAttention(ConverterConfig):
     name: Literal["low_precision_attention"] = "low_precision_attention"
     """Name of the converter."""
     filter_fqns: tuple[str, ...] = ()
-    """Attention whose name contains one of these is not converted."""
+    """Skip attention layers whose name contains one of these."""
     dtype: Format = "float8"
     """Format to which queries, keys and values are rounded: e4m3 or int8."""
     scale: Scales = "token"

@@ -93,7 +93,7 @@ class LoCo(Compensated, GradientsConfig):
     remembers: ClassVar[bool] = True
 
     name: Literal["loco"] = "loco"
-    """Method of reduction."""
+    """Method of reducing gradients."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> "LoCoReduce":
         return LoCoReduce(self, self.wire_format(unit, "symmetric"), group)

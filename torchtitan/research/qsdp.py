@@ -106,7 +106,7 @@ class QSDPWeights(Quantized, WeightsConfig):
     reads_numbers: ClassVar[bool] = True
 
     name: Literal["qsdp"] = "qsdp"
-    """Method of gathering."""
+    """Method of gathering weights."""
 
     def open(self, unit: Unit, group: ProcessGroup) -> "QSDPGather":
         return QSDPGather(self.wire_format(unit, "minmax"), group)
@@ -139,7 +139,7 @@ class QSDPGradients(Quantized, GradientsConfig):
     """Gradients rounded stochastically, so that the mean is the gradient itself."""
 
     name: Literal["qsdp"] = "qsdp"
-    """Method of reduction."""
+    """Method of reducing gradients."""
     levels: Literal["uniform", "learned"] = "uniform"
     """Quantization levels: equally spaced, or learned from the distribution of the numbers; for
     fewer than 6 bits."""

@@ -34,12 +34,12 @@ class SpikesConfig(Config):
     """Skip a step whose loss or gradient norm is more than this many standard deviations above its
     mean over the window; 0: only if it is not finite."""
     window: int = Field(128, ge=2)
-    """Number of previous good steps from which mean and deviation are computed; until there are
-    that many, only non-finite steps are skipped."""
+    """Number of previous good steps that determine mean and deviation; until there are that many,
+    only non-finite steps are skipped."""
     max_rollbacks: int = Field(0, ge=0)
-    """Maximum number of rollbacks in a run: after training.max_skipped_steps in a row, training
-    returns to the checkpoint before them and continues with the data after them. Beyond this number
-    the run ends."""
+    """Maximum number of rollbacks in a run, after which it ends. After training.max_skipped_steps
+    in a row, training returns to the checkpoint before them and continues with the data after
+    them."""
 
 
 class LossStats(NamedTuple):

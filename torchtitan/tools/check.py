@@ -89,8 +89,7 @@ def check(
     ] = None,
     with_plan: Annotated[bool, Flag("--plan", "Also print the planned memory of a rank.")] = False,
     device_memory: Annotated[
-        float | None,
-        DeviceMemory("Refuse a recipe whose planned memory per rank exceeds that of a device."),
+        float | None, DeviceMemory("Reject a recipe whose planned memory per rank exceeds this.")
     ] = None,
     here: Annotated[
         bool, Flag("--here", "Also check this machine: its memory, files and packages.")

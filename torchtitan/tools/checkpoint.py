@@ -1,4 +1,4 @@
-"""Look at checkpoints, and convert weights from one format to another."""
+"""Inspect checkpoints, and convert weights between formats."""
 
 import math
 import re
@@ -65,9 +65,9 @@ app = verb(help=__doc__)
 
 @app.command("ls", cls=Verb)
 def list_checkpoints(paths: Paths) -> None:
-    """List checkpoints: step, layout, size, digest, and whether their files are there.
+    """List checkpoints: step, layout, size, digest, and whether all files are present.
 
-    Of a run's frequent checkpoints it lists what is on this node.
+    Of frequent checkpoints, it lists those on this node.
     """
     # Without a terminal every checkpoint has one line, whatever the length of its path.
     console = make_console(width=None if on_terminal(sys.stdout) else 10_000)
@@ -76,9 +76,9 @@ def list_checkpoints(paths: Paths) -> None:
 
 @app.command("verify", cls=Verb)
 def verify_checkpoints(paths: Paths) -> int:
-    """Read every byte of checkpoints, and report those that differ from what was saved.
+    """Read every byte of checkpoints, and report corrupted ones.
 
-    Of a run's frequent checkpoints it reads what is on this node.
+    Of frequent checkpoints, it reads those on this node.
     """
     damaged = 0
     for path in (p for folder in paths for p in find(folder, frequent=True)):

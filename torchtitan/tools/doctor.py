@@ -1,4 +1,4 @@
-"""Report versions and devices, and what is missing for which feature, with the command to run."""
+"""Report versions, devices and missing packages, with the commands to install them."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """Show a page of the documentation.
 
-A topic is a page, a section of a recipe, or a verb. Without one, all topics are listed.
+A topic is a page, a section of a recipe, or a command. Without one, all topics are listed.
 """
 
 import re
@@ -36,7 +36,7 @@ app = verb()
 @app.command(cls=Verb, help=__doc__)
 def show(
     topic: Annotated[
-        list[str] | None, typer.Argument(help="Page, section or verb: checkpoint, lr_scheduler.")
+        list[str] | None, typer.Argument(help="Page, section or command: checkpoint, lr_scheduler.")
     ] = None,
 ) -> None:
     found, said = pages(), " ".join(topic or [])

@@ -236,7 +236,7 @@ def converters_in_use(
         if unfit is None:
             used.append(converter)
         elif chosen is None:
-            logger.warning("%s, of the recipe, is not applied: %s", converter.name, unfit)
+            logger.warning("the recipe's converter %s is not applied: %s", converter.name, unfit)
         else:
             raise ConfigError(f"--convert.{number}.name: got {converter.name}; {unfit}")
     return tuple(used)
@@ -258,8 +258,8 @@ class InferenceModel:
             raise ConfigError("this command runs on one rank; run it without a launcher")
         if stored.seq_len is not None and length > stored.seq_len:
             logger.warning(
-                "the model was trained on sequences of %d tokens, but these have up to %d: it has "
-                "not seen the positions beyond",
+                "the model was trained on sequences of %d tokens, but these have up to %d: it was "
+                "not trained on later positions",
                 stored.seq_len,
                 length,
             )

@@ -196,7 +196,7 @@ def about(session: Session) -> Iterator[str]:
     yield (
         f"session {session.number}, {when}, {start['ranks']} rank{'s' * (start['ranks'] > 1)}"
         f"{f' ({layout})' if layout else ''}, {start['global_batch']} sequences of "
-        f"{start['seq_len']} a step: samples {start['samples']:,} to {last['samples']:,}, "
+        f"{start['seq_len']} per step: samples {start['samples']:,} to {last['samples']:,}, "
         f"steps {start['step'] + 1:,} to {last['step']:,}"
     )
     if session.trained_again:

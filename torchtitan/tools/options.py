@@ -212,7 +212,10 @@ Recipe = Annotated[
 ]
 LogLevel = Annotated[
     str | None,
-    Choice(("debug", "info", "warning", "error"), "Least severe messages to log (default: info)."),
+    Choice(
+        ("debug", "info", "warning", "error"),
+        "Minimum severity of messages to log (default: info).",
+    ),
 ]
 Run = Annotated[Path, typer.Argument(help="Folder of a run (job.dump_folder): outputs/x.")]
 LayoutRanks = Annotated[

@@ -1,6 +1,6 @@
-"""Plot the loss, or other metrics, of runs in one SVG file, which every browser shows.
+"""Plot the loss or other metrics of runs in one SVG file.
 
-`torchtitan compare` has charts of more.
+`torchtitan compare` draws more charts.
 """
 
 import math

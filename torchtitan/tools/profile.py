@@ -1,8 +1,8 @@
 """Trace the next steps of a live run, and summarize the traces.
 
-The request is a small file in the run's dump folder. Rank 0 looks for it, all ranks receive
-it with the result of a step, and each writes a trace of the same steps; so nothing must be
-configured, and nothing but the folder is shared.
+The request is a small file in the run's dump folder. Rank 0 reads it, all ranks receive it with the
+result of a step, and each traces the same steps. The run needs no configuration, and only the
+folder must be shared.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Train from a recipe: in this process, or with --processes on several ranks."""
+"""Train a recipe in this process, or on several ranks with --processes."""
 
 from collections.abc import Callable
 

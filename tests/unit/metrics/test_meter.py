@@ -487,7 +487,7 @@ def test_rank_0_says_once_how_mfu_is_computed(caplog, peak, ending):
     with make(peak_flops=peak, rank=1)[0]:
         pass
     [message] = caplog.messages
-    assert message == f"1,000 tokens a step on 2 x {Device('cpu').name}{ending}"
+    assert message == f"1,000 tokens per step on 2 x {Device('cpu').name}{ending}"
 
 
 def test_the_hash_of_the_data_is_summed_over_ranks_to_the_bit():

@@ -146,7 +146,7 @@ class DatatroveFormat(TokenFormat):
     def tables(self, path: Path, tokenizer: Tokenizer) -> Iterator[ShardTable]:
         shards = find(path, ".ds")
         if masks := [file for file in shards if _beside(file, ".loss").is_file()]:
-            logger.info("data: %s.loss and others mask tokens of the loss; not used", masks[0])
+            logger.info("data: loss masks are ignored: %s.loss and others", masks[0])
         for file in shards:
             yield _datatrove_table(root_of(path), file)
 

@@ -180,7 +180,7 @@ def open_tokenized(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) ->
     folder = folder_of_tokens(config, tokenizer)
     if not is_complete(folder):
         logger.info(
-            "data: tokenizing %s once, into %s; the amount of its tokens is checked after it",
+            "data: tokenizing %s once, into %s; then its number of tokens is checked",
             config.dataset_path or config.dataset,
             folder,
         )

@@ -73,14 +73,14 @@ class RawFormat(TokenFormat):
             if self.dtype and dtype != header_dtype:
                 raise damaged(file, 0, f"its header says {header_dtype}, and the recipe {dtype}")
             header, dtype, said = 1024, header_dtype, int.from_bytes(first_bytes[8:], "little")
-            logger.info("data: %s has a header of llm.c, %s; it is used", file, dtype)
+            logger.info("data: using the llm.c header of %s: %s", file, dtype)
         if first_bytes.startswith(MAGIC):
             array = _open_npy(file)
             if self.dtype and dtype != array.dtype.name:
                 message = f"its header says {array.dtype}, and the recipe {dtype}; remove `dtype`"
                 raise damaged(file, 0, message)
             header, dtype, rows, said = array.offset, array.dtype.name, array.shape, array.size
-            logger.info("data: %s has a header of NumPy, %s %s; it is used", file, dtype, rows)
+            logger.info("data: using the NumPy header of %s: %s %s", file, dtype, rows)
         itemsize = np.dtype(dtype).itemsize
         size = file.stat().st_size - header
         if size < 0 or (said is not None and size != said * itemsize):

@@ -54,8 +54,8 @@ class GaLore(AdamWRule, OptimizerConfig):
     """Side of a matrix that is projected to the rank: the shorter (the columns, if both are equal),
     the longer, its rows or its columns. The moments keep the other side."""
     basis_dtype: Annotated[str, KeyOf(STATE_DTYPES)] = "parameter"
-    """Format of the bases: that of the parameters, at least float32, or one of fewer bits; these
-    project gradients in their own dtype; a run may resume with another."""
+    """Format of the bases: that of the parameters, at least float32, or a lower precision, in which
+    gradients are then projected in their own dtype. A run may resume with another."""
     svd: Literal["randomized", "exact"] = "randomized"
     """Method of computing the singular vectors of a gradient."""
     svd_dtype: Literal["float64", "float32"] = "float64"

@@ -49,8 +49,8 @@ class Rotated(ShardingConfig):
     name: Literal["rotated"] = "rotated"
     """Method of sharding."""
     in_place: bool = False
-    """Replace the shards that were sent with those that arrive, piece by piece (32 MiB on CUDA):
-    this saves memory, but does not overlap communication with computation."""
+    """Replace the sent shards by received ones piece by piece (32 MiB on CUDA). This saves memory,
+    but does not overlap communication with computation."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         yield from between(self._conflicts(context))

@@ -50,8 +50,8 @@ class SimpleFSDP(ShardingConfig):
     bucket_mb: float = Field(100, gt=0)
     """With bucketing = size: maximum megabytes of a bucket."""
     hardware: Annotated[str, AfterValidator(_known)] = "h100"
-    """With bucketing = auto: hardware whose rates estimate times, as in `torchtitan plan`. It is a
-    setting, since ranks with other estimates would send in another order, and wait forever."""
+    """With bucketing = auto: hardware whose rates estimate times, as in `torchtitan plan`. All
+    ranks must use the same rates, since ranks that order collectives differently wait forever."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
         estimates = ("auto", "block") if context.world.device_type == "cuda" else ("auto",)

@@ -77,7 +77,7 @@ def foreseen(job: JobConfig, ranks: int) -> str:
     if isinstance(plan, str):
         return plan
     sent = sum(size for _, size in plan.collectives.values())
-    return f"about {plan.peak_gib:.3g} GiB a rank; rank 0 sends {byte_size(sent)} a step"
+    return f"about {plan.peak_gib:.3g} GiB per rank; rank 0 sends {byte_size(sent)} per step"
 
 
 def compare_recipes(study: Study) -> Report:
@@ -187,7 +187,7 @@ def _candidate(ready: Ready, todo: Sequence[PlannedRun], warmup: int, last: int)
     return Candidate(name, job, ranks, status, reasons, runs)  # type: ignore[arg-type]
 
 
-DEFAULT = "(default: that of the study, or"
+DEFAULT = "(default: the study's, or"
 app = verb()
 
 
@@ -209,14 +209,12 @@ def compare(
     ] = None,
     rounds: Annotated[int | None, Count(f"Number of runs of each variant {DEFAULT} 3).")] = None,
     warmup_steps: Annotated[
-        int | None, Count(f"Number of steps before those measured {DEFAULT} 5).")
+        int | None, Count(f"Number of unmeasured steps at the start {DEFAULT} 5).")
     ] = None,
     steps: Annotated[int | None, Count(f"Number of measured steps {DEFAULT} 20).")] = None,
     no_trace: Annotated[bool, Flag("--no-trace", "Trace no step.")] = False,
     output: Annotated[str | None, Text("FOLDER", "Folder for the runs and the report.")] = None,
-    check: Annotated[
-        bool, Flag("--check", "Print the runs that would start, without starting any.")
-    ] = False,
+    check: Annotated[bool, Flag("--check", "Print the runs without starting them.")] = False,
 ) -> int:
     paths, vary = paths or [], vary or []
     folders = [path for path in paths if path.is_dir()]

@@ -71,7 +71,7 @@ def compare_curves(
         return Parity("not judged", "they have no steps in common, or none that is finite")
     judged = [step for step in relative_differences(ours, theirs) if step <= JUDGED]
     steps = f"steps {min(judged)} to {max(judged)}"
-    rule = f"{growth:.1e} a step ({dtype}; {NORM:g} times that for the norm), {steps}"
+    rule = f"{growth:.1e} per step ({dtype}; {NORM:g} times that for the norm), {steps}"
     if loss.largest <= loss.tolerance and norm.largest <= norm.tolerance:
         overall = difference(ours, theirs, 0.0)
         assert overall is not None, "what is judged is a part of all"
@@ -355,7 +355,7 @@ def _notes(
     counts = sorted({(v.units_per_step, v.unit) for v in variants if v.units_per_step})
     if len(counts) > 1:
         listed = ", ".join(f"{count:,} {unit}" for count, unit in counts)
-        notes.append(f"The variants do not train on as much a step: {listed}.")
+        notes.append(f"The variants train on different amounts per step: {listed}.")
     for key in MACHINE:
         found = sorted({str(machine.get(key)) for machine in machines})
         if len(found) > 1:

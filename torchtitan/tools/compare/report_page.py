@@ -144,7 +144,7 @@ def variants(report: Report) -> Table:
         return f"{ranks}; {each.units_per_step:,} {each.unit}" if each.units_per_step else ranks
 
     columns: Columns = {
-        "layout; a step": layout,
+        "layout; per step": layout,
         "loss": lambda each: LOSSES[each.parity.verdict] if each.status == "ran" else each.status,
         f"{report.unit}/s per device": lambda each: quartiles(each.tps),
         "speed": lambda each: ratio(each.ratio),
@@ -270,7 +270,7 @@ def sent_chart(report: Report) -> Chart | None:
         for each in report.ran
         if each.sent_bytes
     ]
-    return draw_rows("Bytes sent in a step by rank 0", rows) if rows else None
+    return draw_rows("Bytes sent per step by rank 0", rows) if rows else None
 
 
 def sent(report: Report) -> Table:
@@ -282,7 +282,7 @@ def sent(report: Report) -> Table:
         about = notes[report.ran[0].name]
     columns = parts(found, lambda each: each.sent_bytes, byte_size)
     text = f"By rank 0, by axis of the mesh. {about}"
-    return by_variant("Bytes sent in a step", found, columns, text)
+    return by_variant("Bytes sent per step", found, columns, text)
 
 
 def collectives(report: Report) -> Table:

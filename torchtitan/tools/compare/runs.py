@@ -65,7 +65,7 @@ def launch_all(tasks: Sequence[PlannedRun]) -> None:
     """Start every missing run; a variant that fails is not tried again."""
     ours = [task for task in tasks if not is_done(task)]
     if len(ours) < len(tasks):
-        logger.info("%d of %d runs are there already", len(tasks) - len(ours), len(tasks))
+        logger.info("%d of %d runs are already finished", len(tasks) - len(ours), len(tasks))
     failed: set[str] = set()
     begin = time.monotonic()
     for number, task in enumerate(ours):

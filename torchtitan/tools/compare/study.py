@@ -65,7 +65,7 @@ class Conditions(Config):
     description: str = ""
     """Question that the study answers."""
     recipe: str | None = None
-    """The recipe of all variants, relative to this."""
+    """Recipe of all variants, relative to this file."""
     ranks: int | None = Field(None, ge=1)
     """Number of ranks of each run (default: the minimum of its recipe)."""
     baseline: str | None = None
@@ -73,11 +73,11 @@ class Conditions(Config):
     rounds: int = Field(3, ge=1)
     """Number of runs of each variant."""
     warmup_steps: int = Field(5, ge=1)
-    """First steps of a run that are not measured."""
+    """Number of steps at the start of a run that are not measured."""
     steps: int = Field(20, ge=2)
-    """Steps after those, which are measured."""
+    """Number of measured steps after the warmup."""
     trace: bool = True
-    """Trace a last step, not measured, for the time spent communicating."""
+    """Trace one more step, which is not measured, for the time spent communicating."""
     output: str | None = None
     """Folder of runs and report (default: outputs/studies/ and the file's name)."""
 
@@ -94,9 +94,9 @@ class VariantKeys(Config):
     name: str = ""
     """Name in the report."""
     recipe: str | None = None
-    """Another recipe than the study's."""
+    """Recipe to use instead of the study's."""
     ranks: int | None = Field(None, ge=1)
-    """Another number of processes."""
+    """Number of processes to use instead of the study's."""
 
 
 @dataclass(frozen=True)

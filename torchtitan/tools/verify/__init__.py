@@ -1,10 +1,9 @@
 """Train a few steps in a recipe's layout and on one rank, on the CPU, and compare them.
 
-Both train the same few steps in float32, with as many targets from rank to rank as the data happens
-to have, so that a mean of means is no mean. After each step the loss, the gradient norm, each
-gradient and each weight are compared. This is done with the recipe's optimizer, and before that
-with SGD: the update of Adam does not change with the scale of a gradient, and would hide an error
-in it.
+Both train the same steps in float32, on data with a different number of targets on each rank, so
+that a mean of means would show. After each step, the loss, the gradient norm, each gradient and
+each weight are compared. This is done first with SGD and then with the recipe's optimizer, because
+the updates of Adam do not depend on the scale of a gradient and would hide an error in it.
 """
 
 import sys

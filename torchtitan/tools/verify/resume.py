@@ -1,9 +1,9 @@
-"""Kill a run on the CPU, resume it, also in another layout; compare with an uninterrupted run.
+"""Kill a run on the CPU, resume it in the same and another layout, and compare each with no kill.
 
-A run of 2k steps is not interrupted. The same run is killed after it has saved step k: a rank
-ends by SIGKILL, the others as their launcher would end them. It is resumed from what is on disk, in
-its own layout, where every bit must be the same, and in another, where sums are added up in another
-order. Loaded state, samples, losses, weights, optimizer and counters are compared step by step.
+One run of 2k steps is uninterrupted. The same run is killed after it has saved step k: one rank by
+SIGKILL, the others as their launcher would stop them. It is then resumed from the disk in the same
+layout, where every bit must be equal, and in another, where sums are rounded differently. Loaded
+state, samples, losses, weights, optimizer state and counters are compared step by step.
 """
 
 import math

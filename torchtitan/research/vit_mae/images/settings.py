@@ -13,8 +13,8 @@ class ImagesConfig(Config):
     """Reading of images, and the part of each to train on."""
 
     crop: Literal["resized", "window", "none"] = "resized"
-    """Crop of an image. resized: a part of random area and shape, resized to the size of the model;
-    window: a part of the size of the model, at a random place; none: the whole image, which must
+    """Crop of an image. resized: a region of random area and shape, resized to the model's
+    size; window: a region of the model's size, at a random place; none: the whole image, which must
     have that size."""
     min_area: float = Field(0.2, gt=0, le=1)
     """With crop = "resized": minimum fraction of an image's area."""
@@ -26,10 +26,10 @@ class ImagesConfig(Config):
     bands: tuple[int, ...] = ()
     """Bands to read, in this order, counted from 0; empty: all."""
     max_value: float | None = Field(None, gt=0)
-    """Value that becomes 1 (default: the largest of an integer type, and 1 of floating-point
+    """Value that becomes 1 (default: the largest of an integer type, or 1 for floating-point
     numbers)."""
     corrupt: Literal["stop", "skip"] = "stop"
-    """Treatment of an image that cannot be decoded. stop: end the run; skip: log its name, count it
+    """Reaction to an image that cannot be decoded. stop: end the run; skip: log its name, count it
     in the metrics, and skip it."""
 
     def problems(self, context: Context) -> Iterator[Problem]:
