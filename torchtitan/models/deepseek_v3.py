@@ -153,7 +153,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
     config = {**DEFAULTS, **config}
     heads = config.get("num_attention_heads")
-    if config.get("num_key_value_heads", heads) != heads:
+    if heads is not None and config.get("num_key_value_heads") not in (None, heads):
         got, wanted = show(config["num_key_value_heads"]), show(heads)
         raise RecipeError([f"num_key_value_heads: got {got}; each of the {wanted} heads has one"])
     sizes = {ours: config[theirs] for ours, theirs in SIZES.items()}

@@ -28,6 +28,7 @@ class Gemma3Config(LinearRopeConfig):
 
     hub: ClassVar[Mapping[str, str]] = {"gemma3": "google/gemma-3-1b-pt"}
     theirs: ClassVar[Mapping[str, str]] = {
+        "head_dim": "head_dim",
         "full_every": "sliding_window_pattern",
         "local_rope_theta": "rope_local_base_freq",
         "query_scalar": "query_pre_attn_scalar",
@@ -48,7 +49,8 @@ NEAR = {
     "GemmaForCausalLM": "it has no windows and no norms after attention and feed-forward",
     "Gemma2ForCausalLM": "it has soft caps of logits (attn_logit_softcapping)",
 }
-FIXED = {"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
+GELU = "gelu_pytorch_tanh"
+FIXED = {"hidden_act": GELU, "hidden_activation": GELU, "use_bidirectional_attention": False}
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -56,7 +58,6 @@ DEFAULTS: dict[str, Any] = {
     "rope_local_base_freq": 1e4,
     "rope_theta": 1e6,
     "sliding_window": 4096,
-    "sliding_window_pattern": 6,
     "tie_word_embeddings": True,
 }
 HAS: dict[str, Any] = {
@@ -82,9 +83,9 @@ def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        **about,
-        "hidden_activation": FIXED["hidden_act"],
         **{theirs: getattr(args, ours) for ours, theirs in Gemma3Config.theirs.items()},
+        **about,
+        "hidden_activation": GELU,
         "sliding_window": args.sliding_window or DEFAULTS["sliding_window"],
         "layer_types": hugging_face.layer_types(args.n_layers, full_every),
         "pad_token_id": None,  # or transformers would take a token for padding
@@ -94,8 +95,7 @@ def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
 def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
     pattern, config = config.get("sliding_window_pattern"), {**DEFAULTS, **config}
-    config["hidden_act"] = config.pop("hidden_activation", None) or config.get("hidden_act")
-    full_every, window = hugging_face.windows(config, config["sliding_window_pattern"])
+    full_every, window = hugging_face.windows(config, 6 if pattern is None else pattern)
     config["layer_types"] = None  # which `windows` has read
     if pattern not in (None, full_every):
         got = f"sliding_window_pattern {pattern} and layer_types of every {full_every}"
@@ -108,6 +108,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
         full_every=full_every,
         local_rope_theta=config.pop(hugging_face.LOCAL_BASE),
         query_scalar=config["query_pre_attn_scalar"],
+        n_kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
         **HAS,
     )

@@ -97,6 +97,7 @@ class GptOssConfig(YarnConfig, AllSparseConfig):
     args_type: ClassVar[type[DecoderArgs]] = GptOssArgs
     unscaled: ClassVar[Scaling] = Yarn(factor=1.0, truncate=False)
     theirs: ClassVar[Mapping[str, str]] = {
+        "head_dim": "head_dim",
         "n_experts": "num_local_experts",
         "top_k": "num_experts_per_tok",
         "expert_dim": "intermediate_size",
@@ -183,6 +184,7 @@ def to_config(args: Any, seq_len: int | None) -> dict[str, Any]:
         **about,
         **FIXED,
         **{theirs: getattr(args, ours) for ours, theirs in GptOssConfig.theirs.items()},
+        "head_dim": args.head_size,
         "rope_scaling": about["rope_scaling"] or {"rope_type": "default"},
         "sliding_window": args.sliding_window or WINDOW,
         "layer_types": layer_types(args.n_layers, 2 if args.sliding_window else 1),
@@ -198,7 +200,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
         config["rope_scaling"] = SCALING
     usual = layer_types(config["num_hidden_layers"] or 0, 2)
     found = config.pop("layer_types", None) or usual
-    if found not in (usual, layer_types(len(usual), 1)):
+    if usual and found not in (usual, layer_types(len(usual), 1)):
         message = f"layer_types: got {show(found)}; wanted sliding_attention in every second block"
         raise RecipeError([f"{message} from the first, or in none"])
     n_experts = config.pop("num_local_experts")
@@ -208,6 +210,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
         FIXED,
         window=window_of(config, found),
         head_dim=config["head_dim"],
+        n_kv_heads=config["num_key_value_heads"],
         expert_dim=config["intermediate_size"],
         n_experts=n_experts,
         top_k=config["num_experts_per_tok"],

@@ -191,7 +191,7 @@ def windows(config: Mapping[str, Any], usual: Any) -> tuple[int, Any]:
     if not isinstance(usual, int) or usual < 0:
         raise RecipeError([f"sliding_window_pattern: got {show(usual)}; wanted an integer from 0"])
     n_layers = config.get("num_hidden_layers") or 0
-    kinds = config.get("layer_types") or layer_types(n_layers, usual)
+    kinds = (n_layers and config.get("layer_types")) or layer_types(n_layers, usual)
     if not isinstance(kinds, list) or len(kinds) != n_layers:
         got = f"{len(kinds)} blocks" if isinstance(kinds, list) else show(kinds)
         message = f"num_hidden_layers {n_layers} and layer_types of {got}; make them equal"
@@ -277,7 +277,7 @@ def args_in(
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "tied": config.get("tie_word_embeddings") or False,
+        "tied": config.get("tie_word_embeddings", False),
         "sliding_window": 0 if window is None else window,
     }
     fields = KINDS[type(family.unscaled)][1]

@@ -44,8 +44,15 @@ def to_config(args: DecoderArgs, seq_len: int | None) -> dict[str, Any]:
 def from_config(config: Mapping[str, Any]) -> DecoderArgs:
     """Read arguments from config.json; absent keys have transformers' defaults."""
     config = {"num_key_value_heads": 8, "sliding_window": 4096, **config}
-    own = {"window": config["sliding_window"], "head_dim": config.get("head_dim")}
-    return with_usual_heads(args_in(config, MistralConfig, {}, **own))
+    args = args_in(
+        config,
+        MistralConfig,
+        {},
+        window=config["sliding_window"],
+        head_dim=config.get("head_dim"),
+        n_kv_heads=config["num_key_value_heads"],
+    )
+    return with_usual_heads(args)
 
 
 def flavor(dim: int, n_layers: int, ffn_dim: int, vocab_size: int, **own: Any) -> DecoderArgs:

@@ -79,6 +79,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
         {},
         window=config.get("sliding_window"),
         head_dim=config.get("head_dim"),
+        n_kv_heads=config["num_key_value_heads"],
         n_experts=n_experts,
         top_k=config.get("num_experts_per_tok", 2),
         expert_dim=config.get("intermediate_size"),

@@ -18,6 +18,7 @@ class Qwen3Config(DecoderConfig):
     """Qwen3 (dense): a decoder of Llama's kind with a norm on each head's queries and keys."""
 
     hub: ClassVar[Mapping[str, str]] = {"qwen3": "Qwen/Qwen3-8B-Base"}
+    theirs: ClassVar[Mapping[str, str]] = {"head_dim": "head_dim"}
 
 
 CONTEXT = 32_768

@@ -76,6 +76,7 @@ def from_config(config: Mapping[str, Any]) -> DecoderArgs:
         FIXED,
         window=config.get("sliding_window", 4096) if config.get("use_sliding_window") else None,
         head_dim=config.get("head_dim") or width,
+        n_kv_heads=config["num_key_value_heads"],
         head_norms=True,
         n_experts=next((config[key] for key in EXPERTS if key in config), 128),
         top_k=config.get("num_experts_per_tok", 8),
