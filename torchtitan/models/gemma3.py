@@ -60,13 +60,8 @@ DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
-HAS: dict[str, Any] = {
-    "head_norms": True,
-    "norm": "offset",
-    "block_norms": 4,
-    "activation": "gelu_tanh",
-    "scaled_embeddings": True,
-}
+HAS: dict[str, Any] = {"head_norms": True, "norm": "offset", "block_norms": 4}
+HAS |= {"activation": "gelu_tanh", "scaled_embeddings": True}
 """Facts of every network of this architecture."""
 MODULES = hugging_face.MODULES | {
     "layers.*.attention_out_norm": "model.layers.*.post_attention_layernorm",
