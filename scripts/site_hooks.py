@@ -152,7 +152,8 @@ def on_page_content(html: str, *, page: Page, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Leave the parts of the navigation without landmarks of their own."""
+    """Name the search dialog, and leave nested navigation without landmarks of its own."""
+    output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"', 1)
     nested = (
         r'(<nav class="md-nav" data-md-level="[1-9]") aria-labelledby="\w+" aria-expanded="\w+"'
     )
