@@ -127,7 +127,7 @@ def merged(names):
 
 
 def is_slow(layout):
-    """Whether products are emulated in DTensors: torch finds a layout for each operator anew."""
+    """Whether products are emulated in DTensors, which takes seconds per step."""
     return layout.converts_linears and layout.tp > 1
 
 

@@ -57,5 +57,5 @@ def computed_in_a_step(mode):
 
 def test_a_split_backward_recomputes_a_block_once_for_inputs_and_once_for_weights():
     none, full = (run_ranks(computed_in_a_step, 2, mode) for mode in ("none", "full"))
-    # The first of a rank's two stages has no inputs to split from if the rank is the first.
+    # Rank 0 has the first stage, whose inputs need no gradients: its backward is not split.
     assert full == [none[0] * 5 / 2, none[1] * 3], none

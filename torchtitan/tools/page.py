@@ -151,7 +151,7 @@ def draw_areas(
     """Draw layers on top of each other, each level from its place to the next.
 
     Args:
-        limit: value and label of a level line, which is left out if it would dwarf the layers.
+        limit: value and label of a level line; of one that would dwarf the layers, only the label.
     """
     totals = [*accumulate(layers.values(), lambda below, level: [*map(add, below, level)])]
     highest = max((max(total) for total in totals), default=1.0)
@@ -251,7 +251,7 @@ DOCUMENT = """<!doctype html>
 <h1>{title}</h1>
 <p class="answer">{answer}</p>
 {content}</main>
-<footer><p>Every number is in the JSON inside this page.</p></footer>
+<footer><p>The numbers of the tables are in the JSON inside this page.</p></footer>
 <script type="application/json" id="{name}">{data}</script>
 </body>
 </html>

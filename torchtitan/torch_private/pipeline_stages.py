@@ -57,10 +57,10 @@ def _inside(
 
 
 def recompute_once(stage: Any) -> None:
-    """Recompute each checkpointed block once for all gradients of its weights, not once for each.
+    """Recompute each checkpointed block once for the gradients of all its weights.
 
-    A backward that is split asks autograd for the gradients of each linear layer's weights by
-    themselves; to a checkpointed block, each of these requests is another backward.
+    A split backward asks autograd for the gradients of each linear layer's weights separately, and
+    without this, each request recomputes the block.
     """
     group = getattr(checkpoint, "GraphExecGroup", nullcontext)  # not in every version of torch
     backward = stage.backward_weight_one_chunk
