@@ -135,7 +135,8 @@ def finds_that_all_is_done():
 def is_stopped_while_it_waits():
     with unused_port() as port:
         mine, _ = agent("true", f"localhost:{port}", 2, 600, "is_host=0")
-        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        # Connecting is what it does with its handlers in place.
+        mine.rendezvous.backend.store._connect = lambda: os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(SignalException):
             mine.work()
 
@@ -206,8 +207,7 @@ def trains_without_store(port):
         dist.barrier()
     else:
         dist.barrier()
-        threading.Timer(2.5, os.kill, [pids[0], signal.SIGCONT]).start()
-        script = f"kill -STOP {pids[0]}; sleep 3"
+        script = f"kill -STOP {pids[0]}; sleep 3; kill -CONT {pids[0]}"
         mine, failures = agent(script, f"127.0.0.2:{port}", conf="is_host=0")
         mine.work()
         assert failures == []
