@@ -130,12 +130,12 @@ class Driver:
         return found
 
     def rates(self) -> Any:
-        """The loss of an eighth of the run, by optimizer and learning rate."""
+        """The loss of a tenth of the run, by optimizer and learning rate."""
         found: dict[str, dict[str, float]] = {}
         for name, rates in RATES.items():
             for rate in rates:
                 run = f"rate_{name}_{rate}"
-                self.train(run, *self.short(8), *self.optimizer(name, rate))
+                self.train(run, *self.short(10), *self.optimizer(name, rate))
                 found.setdefault(name, {})[str(rate)] = curve(run)["end"]
         return found
 
@@ -189,7 +189,7 @@ class Driver:
         from torchtitan.checks import load_job
         from torchtitan.parallel import open_world
 
-        shared = [*self.best("AdamW"), *self.short(8)]
+        shared = [*self.best("AdamW"), *self.short(10)]
         flags = [*shared, f"--job.dump_folder={WORK / 'runs/batches'}"]
         job = load_job(self.recipe, flags, 1, "cuda" if torch.cuda.is_available() else "cpu").config
         with open_world(job.degrees(1), job.comm) as world:
