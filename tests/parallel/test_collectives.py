@@ -166,7 +166,7 @@ MUON = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(MUON, ["FSDP 2"]))
+@pytest.mark.parametrize("name", tiers(MUON, ["FSDP 2"], ["FSDP 2 x TP 2"]))
 def test_muon_sends_what_is_planned(name, monkeypatch):
     muon_sends_what_is_planned(MUON[name], monkeypatch)
 

@@ -101,6 +101,7 @@ def planned(*flags, hardware="h100"):
     tiers(
         itertools.product(LAYOUTS, ["float8", "mxfp8"]),
         [("eager", "float8"), ("eager", "mxfp8"), ("TP 2", "mxfp8")],
+        [("compiled", "float8")],
     ),
 )
 def test_converted_products_are_recorded_as_on_a_device_that_has_them(layout, converter):

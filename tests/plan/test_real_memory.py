@@ -31,7 +31,7 @@ OF_OSS = {
 }
 CASES |= OF_OSS | {"EP 2 of 4": EXPERT_PARALLEL["EP 2 of 4"]}
 GATE = ("FSDP 2, accumulating 4", "HSDP 2 x 2", "TP 2, neither", "CP 2, ring")
-GATE += ("PP 2, Interleaved1F1B", "FSDP 2, accumulating 4, biases and sinks")
+GATE += ("PP 2, Interleaved1F1B",)
 
 
 @pytest.mark.parametrize("name", tiers(CASES, ["FSDP 2, one block"], gate=GATE))

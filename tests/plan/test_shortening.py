@@ -50,7 +50,7 @@ def step(layout, shorten, rank=None):
         ["TP 2, full recomputation"],
         [
             *("FSDP 2, accumulating 6", "FSDP 2 x PP 2 in bfloat16, accumulating 2"),
-            *("PP 2, ZBVZeroBubble", "PP 2, DualPipeV"),
+            *("PP 2, 1F1B", "PP 2, ZBVZeroBubble", "PP 2, DualPipeV"),
         ],
     ),
 )
