@@ -40,10 +40,6 @@ ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 # FSDP allocates and frees parameters of many sizes, which fit in the gaps of other segments badly.
 ALLOCATOR_SETTINGS = "expandable_segments:True"
 
-# glibc's names of settings of malloc, and of the environment's ways to choose them.
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-MALLOC_VARIABLES = "GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_"
-
 # Seconds of a clock on a CPU, an event in the stream on CUDA.
 Stamp = float | torch.Event
 
@@ -131,13 +127,11 @@ class Device:
         """Make this the device of tensors created on "cuda" without an index.
 
         This sets `ALLOCATOR_SETTINGS`, which torch reads on first use, unless the environment has
-        others. On a CPU, malloc keeps what is freed for the next tensors.
+        others.
         """
         if self.type == "cuda":
             os.environ[ALLOCATOR_VARIABLES[0]] = allocator_settings()
             torch.cuda.set_device(self.index)
-        else:
-            _keep_freed_memory()
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy to pinned memory for this device; on a CPU, return the tensor itself."""
@@ -244,20 +238,6 @@ def collect_garbage(step: int, every: int) -> int:
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
     return found
-
-
-def _keep_freed_memory() -> None:
-    """Have glibc reuse the memory of large tensors, unless the environment has settings for it.
-
-    By default each tensor of more than 32 MiB is mapped anew, and the kernel fills it with zeros:
-    of a model with a large vocabulary, that is a third of a step. `collect_garbage` still returns
-    what is free.
-    """
-    if any(variable in os.environ for variable in MALLOC_VARIABLES):
-        return
-    if choose := getattr(ctypes.CDLL(None), "mallopt", None):
-        choose(M_MMAP_MAX, 0)
-        choose(M_TRIM_THRESHOLD, -1)
 
 
 def pick(local_rank: int = 0) -> Device:

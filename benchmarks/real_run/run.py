@@ -189,7 +189,7 @@ class Driver:
         from torchtitan.checks import load_job
         from torchtitan.parallel import open_world
 
-        shared = [*self.best("AdamW"), *self.short(10)]
+        shared = [*self.best("AdamW"), *self.short(20)]
         flags = [*shared, f"--job.dump_folder={WORK / 'runs/batches'}"]
         job = load_job(self.recipe, flags, 1, "cuda" if torch.cuda.is_available() else "cpu").config
         with open_world(job.degrees(1), job.comm) as world:

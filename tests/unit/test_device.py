@@ -3,8 +3,6 @@
 import gc
 import json
 import os
-import platform
-import resource
 import weakref
 
 import pytest
@@ -64,30 +62,6 @@ def grows():
 def test_memory_peak_sees_an_allocation_of_the_cpu(tmp_path):
     """In a process of its own: this one may have freed more, below its peak."""
     assert forked.run(grows, tmp_path).status == 0
-
-
-def faults_of_large_tensors():
-    """Pages that the kernel fills for tensors of 64 MiB, after the heap has found its size."""
-    Device("cpu").make_current()
-    for _ in range(32):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.empty(2**26, dtype=torch.uint8).fill_(1)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc's malloc")
-def test_memory_of_large_tensors_is_kept(tmp_path, monkeypatch):
-    for variable in device.MALLOC_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
-    done = forked.run(faults_of_large_tensors, tmp_path)
-    assert int(done.stdout) < 2**26 / os.sysconf("SC_PAGE_SIZE") / 10
-
-
-@pytest.mark.parametrize("variable", device.MALLOC_VARIABLES)
-def test_settings_of_malloc_of_the_environment_win(variable, monkeypatch):
-    monkeypatch.setenv(variable, "0")
-    monkeypatch.setattr(device.ctypes, "CDLL", None)  # which would be called
-    Device("cpu").make_current()
 
 
 def test_rng_state_comes_back():
