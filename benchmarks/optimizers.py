@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from variants import LAST, ROOT, Variant, draw, finished, model_size, studies
 
 from torchtitan.device import Device
-from torchtitan.resilience.stop import DIVERGED
+from torchtitan.resilience.exit_codes import ExitCode
 from torchtitan.tools.compare.runs import read_outcome
 from torchtitan.tools.compare.study import Study, prepare, tasks
 from torchtitan.tools.verify.measure import training
@@ -174,7 +174,11 @@ def ended(studies: Sequence[Study]) -> tuple[dict[str, Variant], Counter[str]]:
     for study in studies:
         for task in tasks(study, prepare(study)):
             outcome = read_outcome(task.folder)
-            if outcome is not None and outcome.key == task.key and outcome.status == DIVERGED:
+            if (
+                outcome is not None
+                and outcome.key == task.key
+                and outcome.status == ExitCode.DIVERGED
+            ):
                 diverged[task.ready.name] += 1
             assert task.ready.name in {*found, *diverged}, task.folder
     return found, diverged

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# Exit statuses, see docs/exit_codes.md.
+# Exit statuses, see torchtitan/resilience/exit_codes.py.
 ENDS = (2, 3)
 """A wrong recipe, and a run that diverged: they would come again."""
 REQUEUE = 75

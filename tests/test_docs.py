@@ -324,7 +324,11 @@ def test_links_resolve():
             if target.startswith("https://"):
                 continue
             # Pages that are made with the site are not in the repository.
-            if not file.is_file() or (anchor and anchor not in anchors(file)):
+            if (
+                file != ROOT / "docs/exit_codes.md"
+                and not file.is_file()
+                or (anchor and anchor not in anchors(file))
+            ):
                 found.append(f"{page.name}: {target}")
     assert found == []
 

@@ -27,7 +27,7 @@ from torchtitan.checkpoint import saved_steps
 from torchtitan.checks import load_job
 from torchtitan.cluster import launcher, rendezvous
 from torchtitan.flight_recorder import read_note
-from torchtitan.resilience.stop import DIVERGED
+from torchtitan.resilience.exit_codes import ExitCode
 from torchtitan.tools.cli import main
 from torchtitan.trainer import Trainer
 
@@ -142,7 +142,7 @@ def test_stopped_run_compares_a_save_with_the_grace_period(mode, at_step, grace,
 
 def test_status_of_one_process_that_diverges(tmp_path):
     words = [RECIPE, *FLAGS, f"--job.dump_folder={tmp_path / 'run'}", *DIVERGING]
-    run_ranks(ends_with, 1, [*words, "--training.max_skipped_steps=1"], DIVERGED)
+    run_ranks(ends_with, 1, [*words, "--training.max_skipped_steps=1"], ExitCode.DIVERGED)
 
 
 def test_run_says_that_its_last_steps_were_skipped(tmp_path):

@@ -85,7 +85,7 @@ def test_script_tells_a_mistake_once_without_a_traceback(processes, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-# Exit statuses of a run that is saved; see docs/exit_codes.md.
+# Exit statuses of a run that is saved; see `ExitCode`.
 STOPS = [(signal.SIGINT, 0), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
 
 

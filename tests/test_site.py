@@ -13,15 +13,12 @@ import tomllib
 from collections import Counter
 from html.parser import HTMLParser
 from importlib import import_module
-from signal import SIGHUP, SIGTERM, SIGUSR1
 from types import SimpleNamespace
 
 import pytest
 
 from tests.compare.browser import CHROMIUM, opened_browser
 from tests.sources import MODULES, ROOT, nodes, pages_of_settings, tree
-from torchtitan.cluster.launcher import WRONG_RECIPE
-from torchtitan.resilience.stop import DIVERGED, REQUEUE, SIGNALS, status_of_stop
 from torchtitan.tools.cli import verbs
 from torchtitan.tools.commands import REFERENCE
 
@@ -159,17 +156,6 @@ def test_a_picture_without_a_text_alternative_fails_the_build():
     for alternative in ("", 'alt="" '):
         with pytest.raises(PluginError, match=r"a\.md: "):
             shown(text.replace('alt="two curves" ', alternative), page=page)
-
-
-def test_exit_codes_are_those_of_the_code():
-    page = (ROOT / "docs/exit_codes.md").read_text(encoding="utf-8")
-    run = page.partition("## A run")[2].partition("## Other commands")[0]
-    codes = re.findall(r"^\| ([\d]+|128 \+ n) \|", run, re.MULTILINE)
-    assert codes == ["0", "1", str(WRONG_RECIPE), str(DIVERGED), str(REQUEUE), "128 + n"]
-    stopped = {by: status_of_stop(by, True) for by in (*SIGNALS, None)}
-    assert {by for by, code in stopped.items() if code == REQUEUE} == {SIGTERM, SIGUSR1, SIGHUP}
-    assert set(stopped.values()) == {0, REQUEUE}
-    assert status_of_stop(SIGTERM, False) == 1
 
 
 def registries():

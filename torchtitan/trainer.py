@@ -1,7 +1,7 @@
 """Training on one rank: in this process alone, or in each that torchrun or our launcher starts.
 
 Exit status: 0 when the run is finished, or was stopped by Ctrl-C and saved; the others are in
-docs/exit_codes.md.
+torchtitan/resilience/exit_codes.py.
 """
 
 import os
@@ -55,13 +55,8 @@ from torchtitan.packages import warn_of_other
 from torchtitan.parallel import Launch, World, open_world
 from torchtitan.provenance import to_toml, write_provenance
 from torchtitan.resilience.divergence import TrainingDiverged
-from torchtitan.resilience.stop import (
-    DIVERGED,
-    StopSignal,
-    read_grace,
-    status_of_stop,
-    stop_without_launcher,
-)
+from torchtitan.resilience.exit_codes import ExitCode
+from torchtitan.resilience.stop import StopSignal, read_grace, status_of_stop, stop_without_launcher
 
 
 class Trainer:
@@ -189,7 +184,7 @@ def run(words: Sequence[str], held: ExitStack) -> int:
                 return 2
     except (TrainingDiverged, SaveFailed, Unreachable) as error:
         logger.error("%s", error)
-        return DIVERGED if isinstance(error, TrainingDiverged) else 1
+        return ExitCode.DIVERGED if isinstance(error, TrainingDiverged) else ExitCode.FAILED
     if skips := made.state.consecutive_skips:
         logger.warning(
             "the last %s skipped (not finite, or spikes): the weights are those after step %d",

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from torchtitan.resilience.stop import SIGNALS, status_of_stop
+
 SCRIPT = """
 import os, signal, sys
 from torchtitan.resilience.stop import StopSignal
@@ -51,6 +53,12 @@ with StopSignal() as stop, compilers_spared(handled()):
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(()))
     assert stop.requested
 """
+
+
+def test_a_run_that_saved_is_requeued_unless_its_user_stopped_it():
+    requeued = {by.name for by in SIGNALS if status_of_stop(by, True) == 75}
+    assert requeued == {"SIGTERM", "SIGUSR1", "SIGHUP"}
+    assert [status_of_stop(*stop) for stop in ((None, True), (SIGNALS[1], False))] == [0, 1]
 
 
 @pytest.mark.gate  # it imports torch's compiler

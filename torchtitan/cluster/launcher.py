@@ -3,7 +3,7 @@
 This is torchrun for training runs. A wrong recipe is refused before anything starts, for every
 number of ranks that the run may have. A signal asks the ranks to save and exit. After a failure the
 launcher prints a report of their traces, and restarts them from the newest checkpoint. There is one
-exit status for the outcome; docs/exit_codes.md lists all of them.
+exit status for the outcome; `ExitCode` lists all of them.
 """
 
 import os
@@ -40,7 +40,8 @@ from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger, tell
 from torchtitan.parallel import RANK_ROLE
 from torchtitan.remote import StoreError
-from torchtitan.resilience.stop import DIVERGED, status_of_stop
+from torchtitan.resilience.exit_codes import ExitCode
+from torchtitan.resilience.stop import status_of_stop
 from torchtitan.tools.options import LogLevel, Recipe, count, integer, number
 from torchtitan.trainer import batch_note, choose, read, refuse, refuse_short_data
 
@@ -48,7 +49,6 @@ from torchtitan.trainer import batch_note, choose, read, refuse, refuse_short_da
 RESTARTS = 3
 # Longer than most network interruptions, and than it takes to replace a node.
 REJOIN_MINUTES = 30.0
-WRONG_RECIPE = 2
 # In which other nodes copy the notes of their ranks that were killed, if they can.
 COPY_SECONDS = 5.0
 
@@ -215,7 +215,7 @@ class LaunchedRun:
         self.agent = Agent(
             words,
             rejoin_seconds=rejoin_seconds,
-            not_restarted=(WRONG_RECIPE, DIVERGED),
+            not_restarted=(ExitCode.WRONG_RECIPE, ExitCode.DIVERGED),
             is_finished=lambda: self.last_step() >= job.training.steps,
             at_failure=self.explain,
             saves=job.checkpoint.saves,
@@ -242,7 +242,7 @@ class LaunchedRun:
             if agent.stopped_by and self.is_complete():
                 return 0
             if agent.ended_by or agent.stopped_by is None:
-                return 128 + (agent.ended_by or error.sigval)
+                return ExitCode.SIGNALED + (agent.ended_by or error.sigval)
         if agent.is_finished() or not (agent.stopped_by or agent.has_others):
             return 0
         # All nodes end with the same status, or a scheduler would start only some of them again.

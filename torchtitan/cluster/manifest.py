@@ -14,13 +14,13 @@ import typer
 from torchtitan import config
 from torchtitan.checks import ELSEWHERE, load_job
 from torchtitan.checks.model import model_of
-from torchtitan.cluster.launcher import WRONG_RECIPE
 from torchtitan.config import ConfigError, import_wing
 from torchtitan.inputs import require_recipe
 from torchtitan.job import JobConfig, ManifestSection
 from torchtitan.logging import logger
 from torchtitan.models.spec import count_parameters
-from torchtitan.resilience.stop import DIVERGED, REQUEUE, VARIABLE, planned_seconds
+from torchtitan.resilience.exit_codes import ExitCode
+from torchtitan.resilience.stop import VARIABLE, planned_seconds
 from torchtitan.tools.options import (
     Count,
     Flag,
@@ -287,9 +287,9 @@ def values(job: Submission, quote: Callable[[str], str]) -> dict[str, Any]:
         "grace": job.grace,
         "grace_variable": VARIABLE,
         "restarts": RESTARTS,
-        "wrong_recipe": WRONG_RECIPE,
-        "diverged": DIVERGED,
-        "requeue": REQUEUE,
+        "wrong_recipe": ExitCode.WRONG_RECIPE,
+        "diverged": ExitCode.DIVERGED,
+        "requeue": ExitCode.REQUEUE,
     }
 
 

@@ -48,6 +48,7 @@ from torchtitan.job import JobConfig
 from torchtitan.logging import configure, logger
 from torchtitan.packages import PACKAGE, requirements
 from torchtitan.parallel import Degrees, Launch, World, open_world
+from torchtitan.resilience.exit_codes import ExitCode
 from torchtitan.resilience.stop import status_of_stop
 from torchtitan.tools.options import Flag, Recipe, RecipeVerb, Text, number, verb
 from torchtitan.trainer import read
@@ -125,7 +126,7 @@ def on_this_node(options: LaunchOptions, words: Sequence[str], as_json: bool) ->
             return 0
         except SignalException as error:
             if agent.stopped_by is None:
-                return 128 + error.sigval
+                return ExitCode.SIGNALED + error.sigval
         if agent.stopped_by:
             return status_of_stop(agent.stopped_by, True)
         return (

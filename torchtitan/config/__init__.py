@@ -37,7 +37,7 @@ from torchtitan.config.registry import (
     needs_wing,
     with_wings,
 )
-from torchtitan.config.schema import descriptions, find, flat
+from torchtitan.config.schema import descriptions, docstrings, find, flat
 from torchtitan.config.settings import (
     CannotRun,
     Config,

@@ -137,9 +137,14 @@ def descriptions(settings: type[Config]) -> Mapping[str, str]:
     """
     found: dict[str, str] = {}
     for kind in reversed(settings.__mro__):
-        found |= _docstrings(kind.__module__).get(kind.__name__, {})
+        found |= docstrings(kind)
     fields = settings.model_fields.items()
     return {key: info.description or found.get(key, "") for key, info in fields}
+
+
+def docstrings(kind: type) -> Mapping[str, str]:
+    """Return the docstrings of the fields of a class, or of the members of an enum."""
+    return _docstrings(kind.__module__).get(kind.__name__, {})
 
 
 @cache
@@ -154,7 +159,7 @@ def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
         for field, below in pairwise(kind.body):
             match field, below:
                 case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign([ast.Name(id=name)]),
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
                     found.setdefault(kind.name, {})[name] = " ".join(text.split())

@@ -1,7 +1,7 @@
 """Stops a run at the end of a step when the user or the scheduler asks, and says so by its status.
 
 A scheduler that takes a machine back sends a signal first. The run then saves, and ends with a
-status that means "start me again"; see docs/exit_codes.md for all of them.
+status that means "start me again"; see `ExitCode` for all of them.
 
 The time of a save is compared with the grace period, from a request to stop until SIGKILL. Only the
 scheduler knows this period, so its manifest puts it into a variable. If a save takes longer, the
@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from torchtitan.config import ConfigError
 from torchtitan.logging import logger
+from torchtitan.resilience.exit_codes import ExitCode
 
 # What Linux sends for each thread of a launcher that is gone, where that was asked for.
 ORPHANED = signal.SIGUSR2
@@ -34,16 +35,13 @@ IS_LAST = ContextVar("IS_LAST", default=False)
 """Whether this process ends after its run; from the end of one that did not fail, it then ignores
 requests to stop, as all is saved."""
 
-DIVERGED = 3
-REQUEUE = 75
-"""EX_TEMPFAIL of sysexits.h: not now, try again later."""
-
 
 def status_of_stop(by: signal.Signals | None, is_saved: bool) -> int:
     """The exit status of a run that was stopped before its last step; `by` is None elsewhere."""
     if not is_saved:
-        return 1
-    return REQUEUE if by in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) else 0
+        return ExitCode.FAILED
+    is_requeued = by in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    return ExitCode.REQUEUE if is_requeued else ExitCode.FINISHED
 
 
 def handled(signals: Iterable[signal.Signals] = SIGNALS) -> list[signal.Signals]:

@@ -16,6 +16,7 @@ import typer
 
 from torchtitan.config import ConfigError, help_sections
 from torchtitan.logging import make_console, on_terminal
+from torchtitan.resilience import exit_codes
 from torchtitan.tools.commands import (
     section_names,
     settings,
@@ -67,7 +68,8 @@ def folder() -> Path:
 def pages() -> dict[str, str]:
     """Return the text of each page by its name."""
     files = [*sorted(folder().glob("*.md")), *sorted(PACKAGE.glob("research/*.md"))]
-    return {path.stem: path.read_text(encoding="utf-8") for path in files}
+    found = {path.stem: path.read_text(encoding="utf-8") for path in files}
+    return found | {"exit_codes": exit_codes.page()}
 
 
 def as_topic(words: str) -> str:
