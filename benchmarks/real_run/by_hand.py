@@ -1,10 +1,10 @@
 """A Llama and its training written out in plain PyTorch: what the real run is compared with.
 
-    python -m benchmarks.real_run.by_hand SETTINGS.json BATCHES.npy REPORT.json
+    python -m benchmarks.real_run.by_hand SETTINGS.json BATCHES.npy
 
 The same sizes, batches, learning rates and AdamW as the run, from initial weights of its own; no
-code of the trainer. Written by the driver: the settings and the batches, each of
-(steps, sequences, length + 1) token ids.
+code of the trainer. The driver writes the settings, and the batches: (steps, sequences, length + 1)
+token ids. Prints the losses and seconds of the steps as JSON.
 """
 
 import json
@@ -102,9 +102,7 @@ def train(s: dict, batches: np.ndarray) -> tuple[list[float], list[float]]:
 
 
 if __name__ == "__main__":
-    settings_file, batches_file, report = sys.argv[1:]
-    with open(settings_file) as file:
+    with open(sys.argv[1]) as file:
         settings = json.load(file)
-    losses, seconds = train(settings, np.load(batches_file))
-    with open(report, "w") as file:
-        json.dump({"losses": losses, "seconds": seconds}, file)
+    losses, seconds = train(settings, np.load(sys.argv[2]))
+    print(json.dumps({"losses": losses, "seconds": seconds}))
