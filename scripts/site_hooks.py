@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ LESS_SEARCHED = ("benchmarks/", "changelog", "api")
 MORE_SEARCHED = ("quickstart", "layouts", "checkpoint", "precision", "data.md")
 FILE = re.compile(r"<!-- file: (\S+) -->\n```(\w+)")
 """The name of a file, above the block with its text."""
+SMALLEST_TEXT = 10
+"""Pixels of the text of a picture on a narrow screen, where the picture scrolls."""
 COMMANDS = {"plan.md": "--html plan.html", "compare.md": "compare train_configs/debug_model.toml"}
 """A part of the command of a page whose answer is shown below it."""
 
@@ -142,13 +145,26 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, *, page: Page, **_: Any) -> str:
-    """Refuse a picture without a text alternative, and let paths in tables break after a slash."""
+    """Refuse a picture without a text alternative, and let paths in tables break after a slash.
+
+    Pictures are given the width below which their text cannot be read (stylesheets/site.css).
+    """
     if picture := re.search(r'<img (?![^>]*\balt="[^"])[^>]*>', html):
         raise PluginError(f"{page.file.src_uri}: {picture[0]} has no text alternative")
+    html = re.sub(r'<img (?=[^>]*src="[^"]*?([\w.]+\.svg)")', with_width, html)
     html = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)  # no header, for a screen reader
     return re.sub(
         r"<code>[^<]+/[^<]+</code>", lambda m: m[0][:-7].replace("/", "/<wbr>") + "</code>", html
     )
+
+
+def with_width(image: re.Match[str]) -> str:
+    """Return the start of an image with the width at which its smallest text can be read."""
+    folders = (ROOT / "docs/images", ROOT / "benchmarks/results")
+    drawn = next(path for each in folders if (path := each / image[1]).exists()).read_text("utf-8")
+    sizes = [int(size) for size in re.findall(r'font-size="(\d+)"', drawn)]
+    width = int(drawn.partition('viewBox="0 0 ')[2].partition(" ")[0])
+    return f'{image[0]}style="--readable: {ceil(width * SMALLEST_TEXT / min(sizes))}px" '
 
 
 def on_post_page(output: str, **_: Any) -> str:

@@ -23,10 +23,18 @@ from torchtitan.tools.cli import verbs
 from torchtitan.tools.commands import REFERENCE
 
 LOOKED_AT = (
-    *("", "tutorial/", "papers/loco/", "config/training/", "plan/"),
+    *("", "tutorial/", "papers/loco/", "config/training/", "plan/", "parallelism/"),
     *("examples/plan.html", "examples/compare.html"),
 )
 """Pages that are looked at in a browser, on a narrow screen."""
+TEXT_SIZES = """() => Promise.all(Array.from(document.images, async (image) => {
+    const text = await (await fetch(image.src)).text();
+    const drawn = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
+    const sizes = [...drawn.querySelectorAll("text")].map((each) =>
+        each.closest("[font-size]").getAttribute("font-size"));
+    return Math.min(...sizes) * image.width / drawn.viewBox.baseVal.width;
+}))"""
+"""The height of the smallest text of each picture of a page, in pixels of the screen."""
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 
 
@@ -100,6 +108,7 @@ def test_text_can_be_read_and_search_finds_a_page(scheme, site):
                 found = Axe().run(page, options={"resultTypes": ["violations"]}).response
                 assert [rule["id"] for rule in found["violations"]] == [], path
                 assert page.evaluate("document.documentElement.scrollWidth") <= 360, path
+                assert min(page.evaluate(TEXT_SIZES), default=10) >= 10, path
             page.set_viewport_size({"width": 1280, "height": 800})
             page.goto(f"{home}?q=exit+codes")
             page.get_by_placeholder("Search").click()
@@ -151,8 +160,8 @@ def test_a_picture_without_a_text_alternative_fails_the_build():
 
     shown = runpy.run_path(str(ROOT / "scripts/site_hooks.py"))["on_page_content"]
     page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
-    text = '<p><img alt="two curves" src="a.svg" /></p>'
-    assert shown(text, page=page) == text
+    text = '<p><img alt="two curves" src="../images/lanes.svg" /></p>'
+    assert "--readable: 619px" in shown(text, page=page)  # where its text of 11 is 10 of 680 px
     for alternative in ("", 'alt="" '):
         with pytest.raises(PluginError, match=r"a\.md: "):
             shown(text.replace('alt="two curves" ', alternative), page=page)
