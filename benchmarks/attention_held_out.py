@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from quoted import quote
+from quoted import quote, write_section
 
 from torchtitan.convert import CONVERTERS
 from torchtitan.data.documents import python_stdlib
@@ -39,7 +39,7 @@ SMALLER = {
     "training.seq_len": 128,
     "data.report_unigram_loss": "false",
 }
-PAGE = ROOT / "benchmarks/results/attention_held_out.md"
+PAGE = ROOT / "benchmarks/results/attention.md"
 ROTATIONS = ("none", "qk", "qkv")
 MODELS = {
     "as trained": (1, 1),
@@ -112,8 +112,9 @@ def main() -> None:
             train(run, arguments.steps)
         found = table(run)
     command = " ".join(("python", "benchmarks/attention_held_out.py", *sys.argv[1:]))
-    arguments.output.write_text(
-        "# Held-out loss with attention in Float8\n\n"
+    write_section(
+        arguments.output,
+        "## Held-out loss with attention in Float8\n\n"
         f"`{command}`: {os.cpu_count()} cores with other work, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {datetime.date.today()}\n\n"
         f"`{RECIPE}` with 4 blocks of width 128 and heads of 32, after {arguments.steps} steps "
@@ -121,7 +122,7 @@ def main() -> None:
         "tokens: loss in nats per token in bfloat16, and its difference with queries, "
         "keys and values in Float8 with a scale for each token of a head, by what is rotated: mean "
         "over the files and its standard error. How: `benchmarks/attention_held_out.py`."
-        f"\n\n{found}\n"
+        f"\n\n{found}\n",
     )
     if arguments.docs:
         quote("attention_held_out.py", found, arguments.docs)

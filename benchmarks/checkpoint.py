@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from quoted import write_section
 from torch import Tensor
 
 from torchtitan.build import Run, build
@@ -278,7 +279,7 @@ def spread(values: list[float], digits: int = 2) -> str:
 
 
 PAGE = """\
-# Saving and loading
+## Saving and loading
 
 <!-- Written by benchmarks/checkpoint.py. -->
 
@@ -367,7 +368,7 @@ def main() -> None:
             page += STARTS.format(fresh=fresh, resumed=resumed, starts=count, **counts)
     print(page)
     if arguments.output:
-        arguments.output.write_text(page)
+        write_section(arguments.output, page)
 
 
 def facts() -> dict[str, Any]:

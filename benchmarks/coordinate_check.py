@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.quoted import write_section
 from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.llama3 import LLAMA3
@@ -250,7 +251,7 @@ def about(seconds: float) -> dict[str, Any]:
 
 def page(results: Mapping[str, Any]) -> str:
     """Return the page of both studies, of what was measured."""
-    parts = ["# Rates at other widths\n\n<!-- Written by benchmarks/coordinate_check.py. -->"]
+    parts = ["## Rates at other widths\n\n<!-- Written by benchmarks/coordinate_check.py. -->"]
     if sizes_found := results.get("sizes"):
         found = {
             way: {int(width): runs for width, runs in of.items()}
@@ -292,7 +293,7 @@ def page(results: Mapping[str, Any]) -> str:
         ratio = {way: best[f"{WIDE}, {way}"] / best[str(NARROW)] for way in WAYS}
         lowest = {way: min(rates["found"][f"{WIDE}, {way}"][1].values()) for way in WAYS}
         parts += [
-            f"## The best rate\n\nThe same Llama for {TRAINED} steps of {math.prod(TOKENS)} bytes "
+            f"### The best rate\n\nThe same Llama for {TRAINED} steps of {math.prod(TOKENS)} bytes "
             f"of Python's library: mean loss of the last {LAST}, by rate and width. The base is "
             f"{NARROW}, so there both are the same model.",
             table(["rate", *(f"width {name}" for name in best)], rows),
@@ -329,7 +330,7 @@ def main() -> None:
         (RESULTS / "coordinate_check.svg").write_text(str(drawn(sizes_found)))
         results["sizes"] = {"found": sizes_found} | about(time.process_time() - begun)
     path.write_text(json.dumps(results, indent=1) + "\n")
-    (RESULTS / "coordinate_check.md").write_text(page(json.loads(path.read_text())))
+    write_section(RESULTS / "optimizers.md", page(json.loads(path.read_text())))
 
 
 if __name__ == "__main__":

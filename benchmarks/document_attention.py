@@ -1,6 +1,6 @@
 """Time and memory of attention by mask: causal, documents, sliding windows, and a dense mask.
 
-    python benchmarks/document_attention.py --output benchmarks/results/document_attention.md
+    python benchmarks/document_attention.py --output benchmarks/results/attention.md
 
 Forward and backward of one sequence in float32 on one core. In each round all masks take turns, and
 ratios are taken round by round. Times are processor time, so that other work on the machine counts
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from quoted import write_section
 from torch import Tensor
 
 from tests.dense import dense_attention
@@ -37,7 +38,7 @@ MIB = 2**20
 COLORS = ("#1f6feb", "#bf8700")
 
 PAGE = """\
-# Attention by mask: time and memory
+## Attention by mask: time and memory
 
 <!-- Written by benchmarks/document_attention.py. -->
 
@@ -48,7 +49,7 @@ One sequence, {heads} query heads and {kv_heads} key/value heads of {head_dim}, 
 backward, on one core. *Pairs* is the number of queries and keys that see each other, relative to
 causal attention: the time that a mask should take.
 
-## Time
+### Time
 
 Seconds of processor time, and their ratio to causal attention in the same round: median (quartiles)
 of {rounds} rounds in which all take turns. Documents have equal lengths, and the last is cut.
@@ -57,7 +58,7 @@ of {rounds} rounds in which all take turns. Documents have equal lengths, and th
 
 ![Time of documents relative to causal attention]({plot})
 
-## Memory
+### Memory
 
 MiB allocated beyond queries, keys and values: the largest tensor, what is kept between forward and
 backward, and the peak of both. Documents have 1,000 tokens, the window 1,024. What is in
@@ -242,7 +243,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dense", type=int, default=32768, help="longest with a dense mask")
     parser.add_argument("--causal", type=int, default=131072, help="longest counted")
-    parser.add_argument("--output", type=Path, default=Path("document_attention.md"))
+    parser.add_argument("--output", type=Path, default=Path("attention.md"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = {}
@@ -250,9 +251,10 @@ def main() -> None:
         masks = [CAUSAL, *[DENSE] * (length <= arguments.dense), *PACKED, *BANDS, BOTH]
         found[length] = measure(masks, length, arguments.rounds)
     times, memory = time_table(found), memory_table(arguments.counted, arguments)
-    plot = arguments.output.with_suffix(".svg")
+    plot = arguments.output.with_name("document_attention.svg")
     plot.write_text(str(draw(found)))
-    arguments.output.write_text(
+    write_section(
+        arguments.output,
         PAGE.format(
             command=" ".join(("python", "benchmarks/document_attention.py", *sys.argv[1:])),
             device=pick().name,
@@ -268,7 +270,7 @@ def main() -> None:
             times=times,
             memory=memory,
             plot=plot.name,
-        )
+        ),
     )
 
 

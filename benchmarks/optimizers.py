@@ -1,4 +1,4 @@
-"""Loss and memory of optimizers: a page for each study of them.
+"""Loss and memory of optimizers: a section for each study of them.
 
     torchtitan compare train_configs/studies/optimizers_debug.toml
     python benchmarks/optimizers.py --output benchmarks/results/optimizers.md
@@ -22,6 +22,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quoted import write_section
 from variants import LAST, ROOT, Variant, draw, finished, model_size, studies
 
 from torchtitan.device import Device
@@ -34,7 +35,7 @@ WARM, TURNS = 5, 60
 """Steps of each optimizer before its times count, and while they do."""
 
 PAGE = """\
-# {title}
+## {title}
 
 <!-- Written by benchmarks/optimizers.py. -->
 
@@ -51,12 +52,10 @@ is the loss minus that of {base} with the same seed: the mean and the range.
 {table}
 ![Loss at the end, by seed]({plot})
 
-## All rates
-
-From one seed. A best rate at the end of a row may have a better one beyond it.
+All rates, from one seed; a best rate at the end of a row may have a better one beyond it.
 
 {rates}
-## Limits of this study
+Limits of this study:
 
 {limits}
 {spread}
@@ -92,7 +91,7 @@ class Words(NamedTuple):
 
 
 OPTIMIZERS = Words(
-    title="Optimizers: loss, time and memory",
+    title="Loss, time and memory",
     is_timed=True,
     about=""", by
 each optimizer at three rates from one seed; the best of them is run from {seeds} seeds. All else is
@@ -350,15 +349,14 @@ def main() -> None:
     ran, diverged = ended([study, *others])
     found = {name: each for name, each in ran.items() if not diverged[name]}
     listed = rates(study, ran, diverged)
-    plot = arguments.output.with_suffix(".svg").name if arguments.output else f"{name}.svg"
     command = " ".join(["python", "benchmarks/optimizers.py", *sys.argv[1:]])
     times = milliseconds(list(best(found).values())) if STUDIES[name].is_timed else {}
-    text = page(name, study, found, listed, times, plot, command)
+    text = page(name, study, found, listed, times, f"{name}.svg", command)
     print(text)
     if arguments.output:
-        arguments.output.write_text(text)
+        write_section(arguments.output, text)
         picture = draw(list(best(found).values()), "optimizer at its best rate")
-        arguments.output.with_suffix(".svg").write_text(str(picture))
+        arguments.output.with_name(f"{name}.svg").write_text(str(picture))
 
 
 if __name__ == "__main__":

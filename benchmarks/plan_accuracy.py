@@ -1,6 +1,6 @@
 """Predicted memory and speed beside measured ones: published rows, and this project's own card.
 
-    python benchmarks/plan_accuracy.py --output outputs/plan_accuracy.md
+    python benchmarks/plan_accuracy.py --output outputs/plan.md
     python benchmarks/plan_accuracy.py --only "8B, 8 GPUs"
 
 The model has physical quantities only, and the same few efficiencies for all rows of a machine. Two
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
+from quoted import write_section  # noqa: E402
 from svg import INK, LINE, MUTED, Picture  # noqa: E402
 
 from tests.gpu.fast import MODELS_HERE, ROWS, extended  # noqa: E402
@@ -227,10 +228,10 @@ def report(scored: Sequence[ScoredRow], failed: Sequence[str], plot: str) -> str
     """Return the page."""
     sources = tomllib.loads(PUBLISHED.read_text())["sources"]
     about = (__doc__ or "").split("\n\n")[-1]
-    parts = ["# How good a plan is\n\n<!-- Written by benchmarks/plan_accuracy.py. -->", about]
+    parts = ["## How good a plan is\n\n<!-- Written by benchmarks/plan_accuracy.py. -->", about]
     others = [one for one in scored if one.row.source != OWN]
     six = others[:SCORED]
-    parts.append(f"## Published rows\n\n{table(others)}\n\n{summary(others)}")
+    parts.append(f"### Published rows\n\n{table(others)}\n\n{summary(others)}")
     if len(six) == SCORED:
         within = {
             what: sum(abs(one.errors[what]) <= limit for one in six)
@@ -244,15 +245,15 @@ def report(scored: Sequence[ScoredRow], failed: Sequence[str], plot: str) -> str
     parts.append("Sources:\n\n" + "\n".join(f"- {k}: {v}" for k, v in sources.items()))
     parts.append("What differs there:\n\n" + "\n".join(notes) if notes else "")
     mine = [one for one in scored if one.row.source == OWN]
-    parts.append(f"## {OWN[0].upper()}{OWN[1:]}\n\n{table(mine)}\n\n{summary(mine)}")
-    parts.append(f"## Together\n\n{coverage(scored)}\n\n![predicted and measured]({plot})")
-    parts.append("## Left out\n\n" + "\n".join(f"- {line}" for line in failed) if failed else "")
+    parts.append(f"### {OWN[0].upper()}{OWN[1:]}\n\n{table(mine)}\n\n{summary(mine)}")
+    parts.append(f"### Together\n\n{coverage(scored)}\n\n![predicted and measured]({plot})")
+    parts.append("### Left out\n\n" + "\n".join(f"- {line}" for line in failed) if failed else "")
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="page; its plot has the suffix .svg")
+    parser.add_argument("--output", type=Path, help="page; plan_accuracy.svg is put next to it")
     parser.add_argument("--only", default="", help="only rows whose names match this pattern")
     arguments = parser.parse_args()
     scored, failed = [], []
@@ -268,9 +269,9 @@ def main() -> None:
                 failed.append(f"{row.name}: {error}")
                 print(failed[-1], flush=True)
             if scored and arguments.output:  # after each row, since all take an hour
-                plot = arguments.output.with_suffix(".svg")
+                plot = arguments.output.with_name("plan_accuracy.svg")
                 plot.write_text(str(draw(scored)))
-                arguments.output.write_text(report(scored, failed, plot.name))
+                write_section(arguments.output, report(scored, failed, plot.name))
     if not scored:
         raise SystemExit("no row could be planned")
 

@@ -1,6 +1,6 @@
 """Planned memory beside what real steps of every layout and system allocate on this machine.
 
-    python benchmarks/plan_memory.py --output benchmarks/results/plan_memory.md
+    python benchmarks/plan_memory.py --output benchmarks/results/plan.md
     python benchmarks/plan_memory.py --only "FSDP 2" "PP 2, 1F1B"
 
 Each layout of the parity tests, and each system, trains a few steps on gloo ranks, while torch's
@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from quoted import write_section  # noqa: E402
 
 from tests import layouts  # noqa: E402
 from tests.parallel import test_muon  # noqa: E402
@@ -167,7 +168,7 @@ def run(name: str) -> MemoryRow:
 
 
 PAGE = """\
-# Planned memory beside that of real steps
+## Planned memory beside that of real steps
 
 <!-- Written by benchmarks/plan_memory.py. -->
 
@@ -237,7 +238,7 @@ def main() -> None:
     )
     print(page)
     if arguments.output:
-        arguments.output.write_text(page)
+        write_section(arguments.output, page)
 
 
 if __name__ == "__main__":
