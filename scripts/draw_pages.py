@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from svg import EMPTY, GROUND, INK, LINE, MUTED, Picture
+from svg import EMPTY, GROUND, INK, LINE, MUTED, NARROW, Picture
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "images"
@@ -28,17 +28,17 @@ def one_curve() -> Picture:
     title = "One recipe on 1, 4 and 8 ranks: the same loss curve"
     names = [run["layout"] for run in runs]
     about = f"The losses of {'; '.join(names)} lie on each other; below, the relative differences."
-    picture = Picture(title, about, 680, 400)
+    picture = Picture(title, about, NARROW[0], 400)
     picture.text(16, 24, "training loss", bold=True)
     first = runs[0]["loss"]
     top = max(first)
 
     def x(step: int) -> float:
-        return 60 + 600 * step / (len(first) - 1)
+        return 48 + 326 * step / (len(first) - 1)
 
     def level(y: float, words: str) -> None:
-        picture.line([(60, y), (660, y)], EMPTY)
-        picture.text(52, y + 4, words, "end", MUTED)
+        picture.line([(48, y), (374, y)], EMPTY)
+        picture.text(42, y + 4, words, "end", MUTED)
 
     for loss in range(0, int(top) + 1, 2):
         level(220 - 180 * loss / top, str(loss))
@@ -46,7 +46,7 @@ def one_curve() -> Picture:
         # The first is the widest, under the others.
         points = [(x(step), 220 - 180 * loss / top) for step, loss in enumerate(run["loss"])]
         picture.line(points, color, 9 - 3.5 * number)
-        picture.text(660, 48 + 18 * number, run["layout"], "end", color, bold=True)
+        picture.text(374, 160 + 18 * number, run["layout"], "end", color, bold=True)
     others = [[(a - b) / b for a, b in zip(run["loss"], first, strict=True)] for run in runs[1:]]
     most = max(abs(each) for other in others for each in other)
     picture.text(16, 252, "difference from 1 rank, relative to the loss", bold=True)
@@ -57,7 +57,7 @@ def one_curve() -> Picture:
         picture.line(points, color, width)
     for step in range(0, len(first) + 1, 10):
         picture.text(x(max(step - 1, 0)), 378, max(step, 1), "middle", MUTED)
-    picture.text(360, 394, "step", "middle", MUTED)
+    picture.text(211, 394, "step", "middle", MUTED)
     return picture
 
 
@@ -69,22 +69,22 @@ def killed_run() -> Picture:
     title = "A run that is killed, and resumed on another layout"
     about = f"The losses of {killed['layout']} until kill -9 after step {last}, and of "
     about += f"{resumed['layout']} from step {first}, lie on the curve of an undisturbed run."
-    picture = Picture(title, about, 680, 320)
+    picture = Picture(title, about, NARROW[0], 320)
     picture.text(16, 24, "training loss", bold=True)
     top = max(whole)
 
     def x(step: float) -> float:
-        return 60 + 600 * (step - 1) / (len(whole) - 1)
+        return 48 + 326 * (step - 1) / (len(whole) - 1)
 
     def y(loss: float) -> float:
         return 270 - 230 * loss / top
 
     for loss in range(0, int(top) + 1, 2):
-        picture.line([(60, y(loss)), (660, y(loss))], EMPTY)
-        picture.text(52, y(loss) + 4, loss, "end", MUTED)
+        picture.line([(48, y(loss)), (374, y(loss))], EMPTY)
+        picture.text(42, y(loss) + 4, loss, "end", MUTED)
     for step in range(0, len(whole) + 1, 10):
         picture.text(x(max(step, 1)), 290, max(step, 1), "middle", MUTED)
-    picture.text(360, 308, "step", "middle", MUTED)
+    picture.text(211, 308, "step", "middle", MUTED)
     picture.line([(x(step), y(loss)) for step, loss in enumerate(whole, 1)], LINE, 10)
     for run, color, width in ((killed, COLORS[1], 5), (resumed, COLORS[2], 2)):
         points = zip(run["steps"], run["loss"], strict=True)
@@ -98,7 +98,7 @@ def killed_run() -> Picture:
     picture.text(x(last) + 6, 246, f"after step {last}", color=COLORS[1])
     names = (("undisturbed: 1 rank", MUTED), (killed["layout"], COLORS[1]))
     for number, (name, color) in enumerate((*names, (resumed["layout"], COLORS[2]))):
-        picture.text(660, 48 + 18 * number, name, "end", color, bold=True)
+        picture.text(374, 48 + 18 * number, name, "end", color, bold=True)
     return picture
 
 
@@ -109,21 +109,21 @@ def memory_over_step() -> Picture:
     title = "Memory over a step: llama3_8b on 8 H100, FSDP 8"
     parts = ", ".join(f"{name} {max(size):.1f}" for name, size in sizes.items())
     about = f"GiB on a device, at most: {parts}; the limit is {limit:.1f}."
-    picture = Picture(title, about, 680, 340)
+    picture = Picture(title, about, NARROW[0], 430)
     picture.text(16, 24, title, bold=True)
     ends = [*found["kernels"][1:], found["kernels"][-1] + 1]
 
     def x(kernels: float) -> float:
-        return round(60 + 450 * kernels / ends[-1], 1)
+        return round(60 + 314 * kernels / ends[-1], 1)
 
     def y(gib: float) -> float:
         return round(290 - 240 * gib / limit, 1)
 
     for gib in range(0, int(limit) + 1, 20):
-        picture.line([(60, y(gib)), (510, y(gib))], EMPTY)
+        picture.line([(60, y(gib)), (374, y(gib))], EMPTY)
         picture.text(52, y(gib) + 4, f"{gib} GiB" if gib else 0, "end", MUTED)
-    picture.line([(60, y(limit)), (510, y(limit))], INK, 1.5, "6 4")
-    picture.text(510, y(limit) + 16, f"limit of a device: {limit:.1f} GiB", "end")
+    picture.line([(60, y(limit)), (374, y(limit))], INK, 1.5, "6 4")
+    picture.text(374, y(limit) + 16, f"limit of a device: {limit:.1f} GiB", "end")
     below = [0.0] * len(ends)
     spans = [*zip(found["kernels"], ends, strict=True)]
     for number, ((name, size), color) in enumerate(zip(sizes.items(), LAYERS, strict=True)):
@@ -138,15 +138,16 @@ def memory_over_step() -> Picture:
             color,
         )
         below = levels
-        picture.rect(526, 272 - 20 * number, 12, 12, color)
-        picture.text(546, 282 - 20 * number, name)
+        left, top = 60 + 150 * (number % 2), 350 + 20 * (number // 2)
+        picture.rect(left, top, 12, 12, color)
+        picture.text(left + 20, top + 10, name)
     kinds = [moment.removeprefix("end of ").split()[0] for moment in found["moments"]]
     starts = [i for i, kind in enumerate(kinds) if kind in PHASES and kind not in kinds[i - 1 : i]]
     for start, end in zip(starts, [*starts[1:], len(ends) - 1], strict=True):
         middle = (found["kernels"][start] + found["kernels"][end]) / 2
         picture.line([(x(found["kernels"][start]), 290), (x(found["kernels"][start]), 296)], INK)
         picture.text(x(middle), 310, kinds[start], "middle", MUTED)
-    picture.text(285, 330, "first and last of 128 accumulated batches, then the update", "middle")
+    picture.text(195, 330, "first and last of 128 accumulated batches, then the update", "middle")
     return picture
 
 
@@ -156,15 +157,14 @@ PHASES = ("forward", "backward")
 def recipe_to_run() -> Picture:
     """The values and verbs between a recipe and a run."""
     title, about = "How a recipe becomes a run", "; ".join(f"{a}: {b}" for a, *b in STAGES)
-    picture = Picture(title, about, 680, 128)
-    for number, (name, first, second) in enumerate(STAGES):
-        x = 16 + 166 * number
-        picture.rect(x, 20, 142, 88, PALE[number], LINE)
-        picture.text(x + 71, 44, name, "middle", bold=True)
-        picture.text(x + 71, 70, first, "middle", size=11)
-        picture.text(x + 71, 88, second, "middle", size=11)
+    picture = Picture(title, about, NARROW[0], 16 + 76 * len(STAGES))
+    for number, (name, *words) in enumerate(STAGES):
+        y = 16 + 76 * number
+        picture.rect(45, y, 300, 54, PALE[number], LINE)
+        picture.text(195, y + 21, name, "middle", bold=True)
+        picture.text(195, y + 42, " ".join(words), "middle")
         if number:
-            picture.arrow(x - 22, 64, x - 3, 64)
+            picture.arrow(195, y - 22, 195, y - 3)
     return picture
 
 

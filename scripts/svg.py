@@ -37,6 +37,9 @@ STYLE = "".join(
     for light, dark in DARK.items()
 )
 
+NARROW = 390, 507
+"""Width of a picture whose text can be read on a narrow screen, and its width on another."""
+
 Box = tuple[float, float, float, float]
 """Left, top, width and height."""
 
@@ -45,7 +48,10 @@ class Picture:
     """An SVG that grows by what is drawn; lengths are pixels."""
 
     def __init__(self, title: str, about: str, width: int, height: int) -> None:
-        box = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        # One for a narrow screen is larger where there is space.
+        scale = max(1, NARROW[1] / width)
+        size = f'width="{width * scale:g}" height="{height * scale:g}"'
+        box = f'viewBox="0 0 {width} {height}" {size}'
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" '
             'aria-labelledby="title about" font-family="sans-serif" font-size="12">',
