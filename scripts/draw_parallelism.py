@@ -7,8 +7,9 @@ that it computes.
 import sys
 from collections import defaultdict
 from pathlib import Path
+from textwrap import wrap
 
-from svg import EMPTY, INK, LINE, MUTED, Box, Picture
+from svg import EMPTY, INK, LINE, MUTED, NARROW, Box, Picture
 
 from torchtitan.parallel import schedules
 from torchtitan.parallel.context_pieces import Cut
@@ -22,13 +23,16 @@ SECOND = {"F": "#4f83d6", "B": "#d97f2b", "I": "#d97f2b", "W": "#4a9d61"}
 
 def copies_and_parts(copies: int, parts: int, title: str, about: str, notes: list[str]) -> Picture:
     """Six blocks on copies x parts ranks; the third block is in use, so it is gathered."""
-    blocks, width, height, gap = 6, 66, 26, 10
+    blocks, width, height, gap = 6, 42, 26, 10
     ranks = copies * parts
     bottom = 38 + ranks * (height + gap) + (copies - 1) * 14
-    picture = Picture(title, about, 660, bottom + 20 * len(notes) + 8)
+    lines = [
+        line for note in ("Every rank reads its own samples.", *notes) for line in wrap(note, 54)
+    ]
+    picture = Picture(title, about, NARROW[0], bottom + 20 * len(lines) + 8)
 
     def left(block: int) -> int:
-        return 180 + block * (width + 12)
+        return 66 + block * (width + 12)
 
     def top(rank: int) -> int:
         return 38 + rank * (height + gap) + rank // parts * 14
@@ -37,7 +41,6 @@ def copies_and_parts(copies: int, parts: int, title: str, about: str, notes: lis
         picture.text(left(block) + width / 2, 24, f"block {block}", "middle", MUTED)
     for rank in range(ranks):
         picture.text(16, top(rank) + 17, f"rank {rank}", bold=True)
-        picture.text(76, top(rank) + 17, "own samples", color=MUTED)
         for block in range(blocks):
             for part in range(parts):
                 is_here = part == rank % parts or block == 2
@@ -52,8 +55,8 @@ def copies_and_parts(copies: int, parts: int, title: str, about: str, notes: lis
     for block in range(blocks if copies > 1 else 0):
         x = left(block) + width / 2
         picture.arrow(x, top(parts - 1) + height + 1, x, top(ranks - parts) - 1, both=True)
-    for number, note in enumerate(notes):
-        picture.text(16, bottom + 16 + 20 * number, note)
+    for number, line in enumerate(lines):
+        picture.text(16, bottom + 16 + 20 * number, line)
     return picture
 
 
