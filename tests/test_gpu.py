@@ -31,7 +31,8 @@ def gpu(output, *arguments):
 
 QUICK = ["float32", "attention kernels", "CP 2, ring", "matrix product", "calibration"]
 QUICK += ["8B: FSDP, grad-op"]
-EACH_STAGE = [*QUICK, "trains", "toy: eager", "refresh of 4,096", "405B, TP"]
+EACH_STAGE = [*QUICK, "trains", "toy: eager", "refresh of 4,096", "405B, TP", "real run"]
+COUNTS = {"right": 2, "ranks": 1, "fast": 3, "many": 1, "systems": 2, "real": 1}
 
 
 @pytest.mark.parametrize(
@@ -40,10 +41,7 @@ EACH_STAGE = [*QUICK, "trains", "toy: eager", "refresh of 4,096", "405B, TP"]
         pytest.param(
             *(QUICK, 1, {"right": 2, "ranks": 1, "fast": 2, "systems": 1}), marks=pytest.mark.gate
         ),
-        pytest.param(
-            *(EACH_STAGE, 2, {"right": 2, "ranks": 1, "fast": 3, "many": 1, "systems": 2}),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(EACH_STAGE, 2, COUNTS, marks=pytest.mark.slow),
     ],
     ids=["quick", "each stage"],
 )

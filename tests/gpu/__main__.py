@@ -35,6 +35,7 @@ STAGES = {
     "many": Stage("one rank of many", 8, 240, False),
     # The first bases of 7B and two refreshes took most of two minutes on an H100.
     "systems": Stage("memory and speed of systems from papers", 12, 300, False),
+    "real": Stage("a piece of the real run", 9, 540, False),
 }
 
 

@@ -5,7 +5,7 @@ A column is a format of the figures of a case; where one of these is not there, 
 
 import json
 
-STAGES = ("right", "runs", "ranks", "fast", "many", "systems")
+STAGES = ("right", "runs", "ranks", "fast", "many", "systems", "real")
 PAGE = """\
 # On a GPU
 
@@ -85,6 +85,7 @@ SYSTEMS = {
     ),
 }
 """Tables: the beginning of their cases, and their columns."""
+REAL = {"loss": "{end:.3f}", "tokens/s": "{tokens_per_second:,.0f}", "s": "{seconds:,.0f}"}
 BASES = {"ms (range)": "{ms[0]:.1f} ({ms[1]:.1f} to {ms[2]:.1f})", "energy": "{energy:.4f}"}
 
 
@@ -94,7 +95,7 @@ def write(folder):
     stages = {name: read(folder / f"{name}.jsonl") for name in STAGES}
     summary = "\n".join(f"| {name} | {' | '.join(counts(rows))} |" for name, rows in stages.items())
     parts = [failures(stages)]
-    for part in (right, fast, many, systems):
+    for part in (right, fast, many, systems, real):
         rows = stages[part.__name__]
         parts += part({case: row["figures"] for case, row in rows.items()})
     shown = ("device", "driver", "torch", "torchao", "python", "cores", "date")
@@ -283,3 +284,9 @@ def systems(rows):
     for case, row in rows.items():
         if methods := row.get("methods"):
             yield f"## {case.capitalize()}\n\n{table(methods, BASES)}"
+
+
+def real(rows):
+    if found := {case: row for case, row in rows.items() if "end" in row}:
+        yield "## The real run"
+        yield table(found, REAL)
