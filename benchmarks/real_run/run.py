@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 WORK = Path("outputs/real_run")
 LAST = 20
 """Steps at the end of a run whose mean is its loss."""
-RATES = {"AdamW": (1e-3, 3e-3, 1e-2), "Muon": (3e-3, 1e-2, 3e-2)}
+RATES = {"AdamW": (1e-3, 3e-3, 1e-2), "Muon": (1e-3, 3e-3, 1e-2)}
 SIZES = {"smaller": ("--model.dim=48", "--model.n_layers=4"), "chosen": ()}
 PROMPTS = ("def test_", "The kernel ", "static int ")
 SEEDS = (0, 1, 2)
