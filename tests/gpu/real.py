@@ -39,8 +39,7 @@ def piece(folder, results, *flags):
     found = {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
     if "main" not in found:
         return {"left out": f"done: {', '.join(found)}; the same command continues"}
-    keys = ("end", "tokens_per_second", "seconds")
-    return {key: found["main"][key] for key in keys}
+    return {key: found["main"][key] for key in ("end", "tokens_per_second", "seconds")}
 
 
 def write_text(work):

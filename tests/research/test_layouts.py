@@ -75,8 +75,6 @@ SENDING = installed(
     }
 )
 SENDING_DAILY = ("FSDP 2, LoCo", "HSDP 2 x 2, DeMo", "rotated 2")
-
-
 SENDING_IN_GATE = (
     *("SimpleFSDP, HSDP 2 x 2, full recomputation", "rotated 2, copies 2", "DDP 3, LoCo"),
     *("HSDP 2 x 2, LoCo in two hops", "FSDP 2, QSDP with learned levels"),

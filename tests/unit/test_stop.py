@@ -1,11 +1,13 @@
 """A request to stop may come in two forms, also when the run has saved and is leaving."""
 
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from torchtitan.resilience import exit_codes
 from torchtitan.resilience.stop import SIGNALS, status_of_stop
 
 SCRIPT = """
@@ -56,9 +58,13 @@ with StopSignal() as stop, compilers_spared(handled()):
 
 
 def test_a_run_that_saved_is_requeued_unless_its_user_stopped_it():
-    requeued = {by.name for by in SIGNALS if status_of_stop(by, True) == 75}
-    assert requeued == {"SIGTERM", "SIGUSR1", "SIGHUP"}
-    assert [status_of_stop(*stop) for stop in ((None, True), (SIGNALS[1], False))] == [0, 1]
+    stopped = {by: status_of_stop(by, True) for by in (*SIGNALS, None)}
+    requeued = {by for by, code in stopped.items() if code == 75}
+    assert requeued == {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+    assert set(stopped.values()) == {0, 75}
+    assert status_of_stop(signal.SIGTERM, False) == 1
+    codes = re.findall(r"^\| (\d.*?) \|", exit_codes.page(), re.MULTILINE)
+    assert codes == ["0", "1", "2", "3", "75", "128 + n"]
 
 
 @pytest.mark.gate  # it imports torch's compiler

@@ -24,7 +24,7 @@ class ExitCode(IntEnum):
     DIVERGED = 3
     """The run diverged: too many [skipped steps](spikes.md) in a row. It saved the state before
     them. | report it; a restart repeats the same steps"""
-    REQUEUE = 75
+    REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: try again later
     """SIGTERM, SIGUSR1 or SIGHUP stopped the run, and it saved. | start the same command again"""
     SIGNALED = 128
     """Signal n ended the run immediately: a second signal while it was stopping, or a signal to a
