@@ -142,6 +142,16 @@ class Run:
             self.contents.before_data = self.follow_stage
         self.calls_after_step: Sequence[Callable[[int], object]] = ()
         self.sessions: Sequence[AbstractContextManager[object]] = ()
+        # Their threads may ask at once.
+        for monitor in self.observer.monitors:
+            monitor.watch(
+                self.timeline,
+                unit=self.task.unit,
+                rate=self.task.rate,
+                total_steps=self.job.training.steps,
+                saved_step=lambda: self.checkpoint.saved_step,
+                is_finished=self.is_finished,
+            )
 
     def attach(self, features: Sequence[Hooks]) -> None:
         """Call each feature in the steps from here on, in order at each point."""
@@ -258,20 +268,11 @@ class Run:
         )
 
     def sinks(self, context: SinkContext) -> Sequence[Sink]:
-        """Return the sinks of this rank, with the monitors, which learn of the run here."""
+        """Return the sinks of this rank, with the monitors."""
         sinks = self.observer.sinks
         if sinks is None:
             ledger = [self.ledger] if self.has_ledger and self.world.rank == 0 else []
             sinks = [*ledger, *build_sinks(self.job.metrics, context)]
-        for monitor in self.observer.monitors:
-            monitor.watch(
-                self.timeline,
-                unit=self.task.unit,
-                rate=self.task.rate,
-                total_steps=self.job.training.steps,
-                saved_step=lambda: self.checkpoint.saved_step,
-                is_finished=self.is_finished,
-            )
         return [*sinks, *self.observer.monitors]
 
 

@@ -37,6 +37,7 @@ RATES = {"AdamW": (1e-3, 3e-3, 1e-2), "Muon": (1e-3, 3e-3, 1e-2)}
 SIZES = {"smaller": ("--model.dim=48", "--model.n_layers=4"), "chosen": ()}
 PROMPTS = ("def test_", "The kernel ", "static int ")
 SEEDS = (0, 1, 2)
+RANKS = [] if torch.cuda.is_available() else ["--processes=2"]
 SAVED = 75  # the status of a run that a signal has ended
 BEGINNING = 600
 """Characters of a held-out document that both we and transformers score, in one window."""
@@ -97,7 +98,7 @@ class Driver:
     def train(self, name: str, *flags: str, until: Callable[[], int] | None = None) -> None:
         """Train in the folder `name`, to the end or until a signal is to be sent."""
         folder = f"--job.dump_folder={WORK / 'runs' / name}"
-        line = [sys.executable, "-m", "torchtitan", "train", str(self.recipe), folder, *flags]
+        line = [sys.executable, "-m", "torchtitan", "train", self.recipe, folder, *RANKS, *flags]
         sent, is_late = 0, False
         log = (WORK / f"{name}.log").open("a")
         with subprocess.Popen(line, stdout=log, stderr=log, start_new_session=True) as process:
@@ -169,19 +170,22 @@ class Driver:
     def main(self) -> Any:
         """The run: another layout for a while, and a `kill -9` within a save."""
         saves, path = WORK / "runs/main/checkpoint", WORK / "marks.json"
-        some = self.steps // 60 or 2
+        quarter, some = self.steps // 4, self.steps // 60 or 2
 
         def saved(step: int) -> Callable[[], int]:
             return lambda: signal.SIGTERM * (saves / f"step-{step}").exists()
 
-        split = ["--processes=4", "--parallelism.tensor_parallel_degree=2"]
-        split += ["--parallelism.data_parallel_shard_degree=2", f"--checkpoint.interval={some}"]
+        often = f"--checkpoint.interval={some}"
+        split = ["--processes=4", "--parallelism.tensor_parallel_degree=2", often]
         phases = (
-            ([], saved(self.steps // 4), "FSDP 2 x TP 2"),
-            (split, saved(self.steps // 4 + some), "one rank"),
+            ([], saved(quarter), "FSDP 2 x TP 2"),
+            (split, saved(quarter + some), "one rank"),
+            (["--processes=1", often], saved(quarter + 2 * some), "FSDP 2"),
             ([], lambda: signal.SIGKILL * any(saves.glob("*.saving")), "kill -9 in a save"),
             ([], None, ""),
         )
+        if not RANKS:  # one GPU has no other layout
+            phases = phases[-2:]
         marks = json.loads(path.read_text()) if path.exists() else []
         for flags, until, what in phases[len(marks) :]:
             self.train("main", *self.best("Muon"), *flags, until=until)
@@ -208,7 +212,7 @@ class Driver:
         program += [str(WORK / "settings.json"), str(WORK / "batches.npy")]
         found: dict[str, Any] = {"ours": [], "by hand": []}
         for seed in SEEDS:
-            self.train(f"seed_{seed}", *shared, f"--debug.seed={seed}")
+            self.train(f"seed_{seed}", "--processes=1", *shared, f"--debug.seed={seed}")
             ours = curve(f"seed_{seed}")
             rates = [row["lr"] for row in rows(f"seed_{seed}") if "loss" in row]
             chosen = settings | {"rates": rates, "seed": seed}

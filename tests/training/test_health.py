@@ -23,6 +23,7 @@ from torchtitan.device import Device
 from torchtitan.metrics import parse_address
 from torchtitan.optim.optimizer_group import Optimizers
 from torchtitan.provenance import to_toml
+from torchtitan.resilience.divergence import Divergence
 from torchtitan.timeline import Timeline
 from torchtitan.trainer import main as train_main
 from torchtitan.validate import Validator
@@ -94,7 +95,7 @@ def asked(folder, port, **sections):
 
         setattr(kind, method, call)
 
-    asks(Checkpointer, "__init__", "starting")
+    asks(Divergence, "__init__", "starting")
     asks(Validator, "run", "validation")
     asks(Checkpointer, "save", "checkpoint")
     asks(Checkpointer, "finish", "finishing")
