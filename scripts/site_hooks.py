@@ -97,6 +97,7 @@ def examples() -> dict[str, tuple[str, str]]:
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     """Fill in what is computed, name files, and point links to where the site has theirs."""
     from scripts.write_config_docs import index
+    from torchtitan.resilience import exit_codes
 
     markdown = FILE.sub(r'```\2 title="\1"', markdown)
     if command := COMMANDS.get(uri := page.file.src_uri):
@@ -111,6 +112,8 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
         markdown += "\n\n" + "\n".join(help_of_verbs())
     if page.file.src_uri == "config.md":
         markdown += "\n\n" + "\n".join(index())
+    if page.file.src_uri == "exit_codes.md":
+        markdown = exit_codes.page()
     if page.file.src_uri == "architecture.md":
         markdown = re.sub(r"(?<=\n## The road\n).*?(?=\n## )", with_lines, markdown, flags=re.S)
         markdown += "\n\n| package | contents |\n|---|---|\n" + "\n".join(packages())

@@ -23,7 +23,6 @@ from torchtitan.models import MODELS
 from torchtitan.models.attention import attends
 from torchtitan.models.experts import idle_parameters
 from torchtitan.models.spec import ModelSpec, build_empty, count_parameters
-from torchtitan.resilience import exit_codes
 from torchtitan.tasks import TASKS
 from torchtitan.tools.cli import command, verbs
 from torchtitan.tools.commands import REFERENCE, as_json
@@ -39,7 +38,6 @@ def pages() -> dict[str, str]:
         )
         for name, parts in sections_by_page().items()
     }
-    written["exit_codes.md"] = exit_codes.page()
     written["config/recipes.md"] = "\n".join(recipes())
     written["config/families.md"] = "\n".join(families())
     written["config/torchtitan_keys.md"] = "\n".join(old_keys())
