@@ -289,18 +289,18 @@ def test_command_refuses_what_cannot_be(tmp_path, capsys):
 
 
 def test_models_from_outside_are_imported(tmp_path, monkeypatch):
-    folder = run(saved(tmp_path / "ours"), tmp_path / "hf")
+    folder = run(saved(tmp_path / "ours", recipe={"job.imports": ["own"]}), tmp_path / "hf")
+    module = "from tests.small_weights import MODELS, SPEC\nMODELS['small'] = SPEC\n"
+    for name in ("small_outside", "own"):
+        (tmp_path / f"{name}.py").write_text(module)
     monkeypatch.delitem(MODELS._entries, "small")
-    (tmp_path / "small_outside.py").write_text(
-        "from tests.small_weights import SPEC\n"
-        "from torchtitan.models import MODELS\n"
-        "MODELS['small'] = SPEC\n"
-    )
     monkeypatch.syspath_prepend(tmp_path)
     words = ["checkpoint", "convert", str(folder), str(tmp_path / "new"), "--model", "small"]
     assert main(words) == 2
     assert main([*words, "--imports", "small_outside"]) == 0
     assert same(content(tmp_path / "new"), weights())
+    monkeypatch.delitem(MODELS._entries, "small")
+    assert main([*words[:2], str(tmp_path / "ours"), str(tmp_path / "named by its recipe")]) == 0
 
 
 def test_numbers_that_a_dtype_cannot_hold_are_told(tmp_path):

@@ -24,7 +24,7 @@ from torchtitan.losses import AuxiliaryLossConfig, ModelLossConfig, MultiToken, 
 from torchtitan.models import MODELS
 from torchtitan.models.attention import attends
 from torchtitan.models.output import auxiliary_losses
-from torchtitan.models.spec import ExpertShape, ModelSpec, build_empty
+from torchtitan.models.spec import ExpertShape, ModelSpec, build_empty, tensor_roles
 from torchtitan.tasks import TASKS
 from torchtitan.torch_private.compiler import can_count_once_where_recomputed
 
@@ -95,11 +95,8 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
     outputs = model.spec.shapes(args, 1).outputs[-1]
     if -(-outputs // tp) * (tp - 1) >= outputs:
         what = f"the {outputs} {TASKS[model.spec.task].outputs} of {model.title}"
-        yield Problem(
-            TENSOR,
-            f"{what} are too few for all ranks to have some; use a smaller degree",
-            ("model",),
-        )
+        message = f"{what} are too few for all ranks to have some; use a smaller degree"
+        yield Problem(TENSOR, message, ("model",))
     fsdp = job.degrees(world.ranks).fsdp
     for what, dim in dims.items() if fsdp > 0 else ():
         if dim % fsdp:
@@ -112,12 +109,17 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
 
 
 def _unmatched(model: RecipeModel) -> Iterator[Problem]:
-    """Find patterns of the tensor plan without a module, whose weights would not be split."""
-    network = model.empty()
-    modules = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in network.named_modules()}
-    for pattern in model.spec.unmatched(network):
-        message = f'in its tensor_plan, "{pattern}" matches no module{nearest(pattern, modules)}'
-        yield Problem("model.name", f"{message}; correct the plan of {model.spec.name}", (TENSOR,))
+    """Find patterns of the tensor plan without a module, whose weights would not be split, and
+    weights without a role, whose gradients would lack a sum."""
+    spec, network, number = model.spec, model.empty(), re.compile(r"\.\d+(?=\.|$)")
+    modules = {number.sub(".*", name) for name, _ in network.named_modules()}
+    found = {name: f"matches no module{nearest(name, modules)}" for name in spec.unmatched(network)}
+    weighted = {name.rpartition(".")[0] for name, _ in network.named_parameters()}
+    without = weighted - tensor_roles(network, spec.tensor_plan).keys()
+    found |= {number.sub(".*", name): "has weights, but no role" for name in sorted(without)}
+    for name, fault in found.items():
+        message = f'in its tensor_plan, "{name}" {fault}; correct the plan of {spec.name}'
+        yield Problem("model.name", message, (TENSOR,))
 
 
 def context_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
@@ -305,12 +307,9 @@ def losses(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     model, seen = model_of(job), dict[str, int]()
     for number, config in enumerate(job.auxiliary_losses):
         key = f"auxiliary_losses.{number}"
-        if config.name in seen:
-            message = (
-                f"auxiliary_losses.{seen[config.name]} has the same name; remove one of the two"
-            )
+        if (first := seen.setdefault(config.name, number)) != number:
+            message = f"auxiliary_losses.{first} has the same name; remove one of the two"
             yield Problem(f"{key}.name", message)
-        seen.setdefault(config.name, number)
         if model is None:
             continue
         for reason in conflicts(config, job, model) if config.reported else ():

@@ -72,7 +72,8 @@ if it has experts, which tokens count."""
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderArgs:
-    """Sizes of one flavor."""
+    """Sizes of one flavor. A family that overrides `build_norm` or `build_attention` also overrides
+    `norm_parameters` or `attention_parameters`, which FLOPs are computed from."""
 
     dim: int
     n_layers: int
@@ -155,7 +156,7 @@ class DecoderArgs:
 
     @property
     def rotated_size(self) -> int:
-        """Number of rotated elements of a head."""
+        """Number of elements that `rope` rotates: of a whole head, in `Attention`."""
         return self.head_size
 
     @property

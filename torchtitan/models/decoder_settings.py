@@ -34,6 +34,7 @@ class DecoderConfig(TextConfig):
     """A decoder with rotary positions, grouped queries and SwiGLU."""
 
     args_type: ClassVar[type[DecoderArgs]] = DecoderArgs
+    """Class of the flavors."""
     theirs: ClassVar[Mapping[str, str]] = {}
     """Names of sizes that only this family has in Hugging Face's config.json."""
     rope: ClassVar[Mapping[str, str]] = ROPE

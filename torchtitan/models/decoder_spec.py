@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from torchtitan.config import ConfigError
 from torchtitan.models.decoder import (
     AheadModule,
     BlockBuilder,
@@ -69,11 +70,6 @@ def of_block(args: DecoderArgs, name: str) -> DecoderArgs:
     return args.of_layer(int(number) if number.isdigit() else args.n_layers)
 
 
-def attended(args: DecoderArgs, seq_len: int) -> int:
-    """Return the number of keys per token in `flops_of`."""
-    return min(args.sliding_window or seq_len, seq_len)
-
-
 def flops_of(args: DecoderArgs, seq_len: int, name: str) -> int:
     """Return the floating-point operations of one token's forward and backward in a module.
 
@@ -83,10 +79,11 @@ def flops_of(args: DecoderArgs, seq_len: int, name: str) -> int:
     prediction. Attention multiplies S keys and S values per token and head dimension, with no
     discount for the masked half, or as many as a window has.
     """
-    dim = args.dim
-    parameters = args.attention_parameters + of_block(args, name).ffn_parameters
+    dim, own = args.dim, of_block(args, name)
+    parameters = args.attention_parameters + own.ffn_parameters
     parameters += args.block_norms * args.norm_parameters
-    block = 6 * (parameters + args.attended_size * attended(of_block(args, name), seq_len))
+    attended = min(own.sliding_window or seq_len, seq_len)  # keys per token
+    block = 6 * (parameters + args.attended_size * attended)
     output = 6 * args.vocab_size * dim
     if name.startswith("layers."):
         return block
@@ -221,9 +218,12 @@ def decoder_spec(
 
     `ModelSpec` describes the other arguments.
     """
-    ((each, jointly, biased),) = {  # the same in a family
-        (args.head_norms, args.joint_norms, args.qkv_bias) for args in flavors.values()
-    }
+    kinds = {(args.head_norms, args.joint_norms, args.qkv_bias) for args in flavors.values()}
+    if len(kinds) != 1:
+        raise ConfigError(
+            f"{name}: flavors differ in head_norms, joint_norms or qkv_bias; use two families"
+        )
+    ((each, jointly, biased),) = kinds
     return ModelSpec(
         name=name,
         flavors=flavors,

@@ -131,18 +131,18 @@ def test_every_pattern_of_a_tensor_plan_matches_a_module(name):
         assert spec.unmatched(build_empty(spec.build, few, 1)) == []
 
 
-def test_a_pattern_of_a_tensor_plan_without_a_module_is_refused(monkeypatch):
-    plan = MODELS["llama3"].tensor_plan | {"layers.*.attention.wz": "colwise"}
-    misspelt = dataclasses.replace(MODELS["llama3"], name="misspelt", tensor_plan=plan)
-    monkeypatch.setitem(MODELS, "misspelt", misspelt)
-    model = {"name": "misspelt", "flavor": "debugmodel"}
+def test_a_tensor_plan_of_other_modules_is_refused(monkeypatch):
+    plan = dict(MODELS["llama3"].tensor_plan)
+    plan["nrm"] = plan.pop("norm")
+    misspelt = dataclasses.replace(MODELS["llama3"], name="odd", tensor_plan=plan)
+    monkeypatch.setitem(MODELS, "odd", misspelt)
+    model = {"name": "odd", "flavor": "debugmodel"}
     assert not tiny.problems(tiny.job(model=model))
-    (found,) = tiny.problems(tiny.job(model=model, parallelism={"tensor_parallel_degree": 2}))
-    assert found.path == "model.name"
-    assert found.message == (
-        'in its tensor_plan, "layers.*.attention.wz" matches no module; '
-        "did you mean layers.*.attention.wv?; correct the plan of misspelt"
-    )
+    found = tiny.problems(tiny.job(model=model, parallelism={"tensor_parallel_degree": 2}))
+    assert [each.message for each in found if each.path == "model.name"] == [
+        'in its tensor_plan, "nrm" matches no module; did you mean norm?; correct the plan of odd',
+        'in its tensor_plan, "norm" has weights, but no role; correct the plan of odd',
+    ]
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

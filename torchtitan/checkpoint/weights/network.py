@@ -245,7 +245,7 @@ def _families(
         near = "".join(f"; the nearest is {stems[each]}" for each in near_names(stem, stems))
         raise ConfigError(
             f"{path}: architectures: got {show(said)}{near}; allowed: {', '.join(known)}; "
-            "add a model for the weights of another network, see docs/extending.md"
+            "add a model for the weights of another network and import it, see docs/extending.md"
         )
     reading = [spec for spec in able if said in spec.formats[kind].architectures]
     return [spec for spec in reading if spec.formats[kind].architectures[0] == said] or reading
