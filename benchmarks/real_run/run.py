@@ -37,6 +37,7 @@ RATES = {"AdamW": (1e-3, 3e-3, 1e-2), "Muon": (1e-3, 3e-3, 1e-2)}
 SIZES = {"smaller": ("--model.dim=48", "--model.n_layers=4"), "chosen": ()}
 PROMPTS = ("def test_", "The kernel ", "static int ")
 SEEDS = (0, 1, 2)
+PAUSES = ("validation_s", "checkpoint_s")
 RANKS = [] if torch.cuda.is_available() else ["--processes=2"]
 SAVED = 75  # the status of a run that a signal has ended
 BEGINNING = 600
@@ -72,9 +73,10 @@ def curve(name: str) -> dict[str, Any]:
         "losses": losses,
         "held_out": [[row["step"], row["validation_loss"]] for row in held],
         "bits_per_byte": [[row["step"], row["validation_bits_per_byte"]] for row in held],
-        "tokens": steps[-1]["tokens"],
-        "tokens_per_second": statistics.median(row["tps"] for row in steps),
-        "times": [[round(row["time"] - steps[0]["time"], 2), round(row["tps"])] for row in steps],
+        "tokens": (tokens := steps[-1]["tokens"]),
+        "tokens_per_second": tokens / len(steps) / statistics.median(r["step_time"] for r in steps),
+        "times": [[row["time"], row["step_time"]] for row in steps],
+        "pauses": [[row["step"], *map(row.get, PAUSES)] for row in steps if PAUSES[0] in row],
         "seconds": sum(row["step_time"] for row in steps),
         "memory_gib": max(row["memory_gib"] for row in steps),
         "end": statistics.fmean(losses[-LAST:]),
@@ -143,8 +145,8 @@ class Driver:
         found = {}
         for name, flags in SIZES.items():
             self.train(f"size_{name}", *self.short(20), *flags)
-            on = ("--hardware", WORK / "hardware.toml")
-            plan = command("plan", self.recipe, *flags, *on, json_out=True)
+            on = f"--hardware={WORK / 'hardware.toml'}"
+            plan = command("plan", self.recipe, *flags, on, json_out=True)
             found[name] = curve(f"size_{name}") | {"plan": plan}
         return found
 
@@ -184,8 +186,7 @@ class Driver:
             ([], lambda: signal.SIGKILL * any(saves.glob("*.saving")), "kill -9 in a save"),
             ([], None, ""),
         )
-        if not RANKS:  # one GPU has no other layout
-            phases = phases[-2:]
+        phases = phases if RANKS else phases[-2:]  # one GPU has no other layout
         marks = json.loads(path.read_text()) if path.exists() else []
         for flags, until, what in phases[len(marks) :]:
             self.train("main", *self.best("Muon"), *flags, until=until)
@@ -205,8 +206,7 @@ class Driver:
         parts = [[np.c_[b.tokens.cpu(), b.targets.cpu()[:, -1:]] for b in step] for step in micro]
         batches = np.stack([np.concatenate(step) for step in parts])
         np.save(WORK / "batches.npy", batches)
-        settings = vars(job.model_args()) | vars(job.optimizer)
-        settings |= {"seq_len": job.training.seq_len, "max_norm": job.training.max_norm}
+        settings = vars(job.training) | vars(job.model_args()) | vars(job.optimizer)
         settings["accumulated"] = len(micro[0])
         program = [sys.executable, "-m", "benchmarks.real_run.by_hand"]
         program += [str(WORK / "settings.json"), str(WORK / "batches.npy")]

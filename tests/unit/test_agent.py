@@ -74,7 +74,8 @@ def signalled(mine, number, ready, times=1):
             time.sleep(0.01)
         for _ in range(times):
             os.kill(os.getpid(), number)
-            time.sleep(0.3)
+            while mine.stopped_by is None:
+                time.sleep(0.01)
 
     threading.Thread(target=send).start()
     mine.work()
