@@ -4,7 +4,8 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.config import PlannedWorld, Problem, local_path, show
+from torchtitan.checks.model import model_of
+from torchtitan.config import PlannedWorld, Problem, RecipeError, local_path, show
 from torchtitan.data import DATASETS
 from torchtitan.job import JobConfig
 from torchtitan.models import MODELS
@@ -69,11 +70,23 @@ def _refused(path: Path) -> str | None:
 
 
 def formats(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Check that the model supports the export formats."""
-    spec = MODELS[job.model.name]
-    if job.checkpoint.last_save_in_hf and "hf" not in spec.formats:
+    """Check that the format of the last save has a place for the model."""
+    key, spec, model = "checkpoint.last_save_in_hf", MODELS[job.model.name], model_of(job)
+    if not job.checkpoint.last_save_in_hf or model is None:
+        return
+    if "hf" not in spec.formats:
         message = f"the spec of {spec.name} does not define this format of its weights; use false"
-        yield Problem("checkpoint.last_save_in_hf", message, ("model.name",))
+        yield Problem(key, message, ("model.name",))
+        return
+    try:
+        spec.formats["hf"].config(model.args, job.training.seq_len)
+        for name, _ in model.empty().named_parameters():
+            spec.formats["hf"].name(name)
+    except RecipeError as error:
+        for line in error.lines:
+            yield Problem(key, f"the format cannot express {line}", ("model",))
+    except KeyError:
+        yield Problem(key, f"{spec.name} has no name for {name} in this format", ("model.name",))
 
 
 def skipped(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

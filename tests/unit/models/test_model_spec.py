@@ -134,7 +134,10 @@ def test_every_pattern_of_a_tensor_plan_matches_a_module(name):
 def test_a_tensor_plan_of_other_modules_is_refused(monkeypatch):
     plan = dict(MODELS["llama3"].tensor_plan)
     plan["nrm"] = plan.pop("norm")
-    misspelt = dataclasses.replace(MODELS["llama3"], name="odd", tensor_plan=plan)
+    nameless = dataclasses.replace(MODELS["llama3"].formats["hf"], name={}.__getitem__)
+    misspelt = dataclasses.replace(
+        MODELS["llama3"], name="odd", tensor_plan=plan, formats={"hf": nameless}
+    )
     monkeypatch.setitem(MODELS, "odd", misspelt)
     model = {"name": "odd", "flavor": "debugmodel"}
     assert not tiny.problems(tiny.job(model=model))
@@ -143,6 +146,9 @@ def test_a_tensor_plan_of_other_modules_is_refused(monkeypatch):
         'in its tensor_plan, "nrm" matches no module; did you mean norm?; correct the plan of odd',
         'in its tensor_plan, "norm" has weights, but no role; correct the plan of odd',
     ]
+    saves = {"enable": True, "last_save_in_hf": True}
+    (found,) = tiny.problems(tiny.job(model=model, checkpoint=saves))
+    assert found.message == "odd has no name for tok_embeddings.weight in this format"
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
