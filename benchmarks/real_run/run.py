@@ -83,10 +83,6 @@ def curve(name: str) -> dict[str, Any]:
     }
 
 
-def with_rate(optimizer: str, rate: object) -> tuple[str, str]:
-    return f"--optimizer.name={optimizer}", f"--optimizer.lr={rate}"
-
-
 @dataclass
 class Driver:
     """Runs stages; one that is out of time is left, to be continued by the next call."""
@@ -107,9 +103,8 @@ class Driver:
             while process.poll() is None:
                 is_late = time.monotonic() > self.until
                 if not sent and (sent := is_late * signal.SIGTERM or (until() if until else 0)):
-                    send = os.killpg if sent == signal.SIGKILL else os.kill
-                    send(process.pid, sent)
-                time.sleep(0.02)
+                    os.kill(process.pid, sent)
+                time.sleep(0.005)
         if process.returncode not in {0, sent and SAVED, -sent}:
             sys.exit(f"{name} failed: see {log.name}")
         if is_late:
@@ -123,7 +118,7 @@ class Driver:
 
     def best(self, name: str) -> tuple[str, str]:
         ends = json.loads((self.results / "rates.json").read_text())[name]
-        return with_rate(name, min(ends, key=ends.get))
+        return f"--optimizer.name={name}", f"--optimizer.lr={min(ends, key=ends.get)}"
 
     def tokens(self) -> Any:
         """Tokenizer, tokens, and this machine's speed for plans."""
@@ -156,7 +151,8 @@ class Driver:
         for name, rates in RATES.items():
             for rate in rates:
                 run = f"rate_{name}_{rate}"
-                self.train(run, *self.short(10), *with_rate(name, rate))
+                flags = (f"--optimizer.name={name}", f"--optimizer.lr={rate}")
+                self.train(run, *self.short(10), *flags)
                 found.setdefault(name, {})[str(rate)] = curve(run)["end"]
         return found
 
@@ -170,23 +166,26 @@ class Driver:
         return curve("adamw")
 
     def main(self) -> Any:
-        """The run: another layout for a while, and a `kill -9` within a save."""
+        """The run: on other layouts for a while, and two `kill -9` within saves."""
         saves, path = WORK / "runs/main/checkpoint", WORK / "marks.json"
         quarter, some = self.steps // 4, self.steps // 60 or 2
 
         def saved(step: int) -> Callable[[], int]:
             return lambda: signal.SIGTERM * (saves / f"step-{step}").exists()
 
+        late = saves / f"step-{3 * quarter}.saving"
+        end = ["pkill", "-KILL", "-f", "runs/main"]
         often = f"--checkpoint.interval={some}"
         split = ["--processes=4", "--parallelism.tensor_parallel_degree=2", often]
         phases = (
             ([], saved(quarter), "FSDP 2 x TP 2"),
             (split, saved(quarter + some), "one rank"),
             (["--processes=1", often], saved(quarter + 2 * some), "FSDP 2"),
-            ([], lambda: signal.SIGKILL * any(saves.glob("*.saving")), "kill -9 in a save"),
+            ([], lambda: signal.SIGKILL * any(saves.glob("*.saving")), "kill -9 of the launcher"),
+            ([], lambda: late.exists() and 9 * (not subprocess.call(end)), "kill -9 of everything"),
             ([], None, ""),
         )
-        phases = phases if RANKS else phases[-2:]  # one GPU has no other layout
+        phases = phases if RANKS else phases[-3:]  # one GPU has no other layout
         marks = json.loads(path.read_text()) if path.exists() else []
         for flags, until, what in phases[len(marks) :]:
             self.train("main", *self.best("Muon"), *flags, until=until)
