@@ -60,7 +60,8 @@ def rows(name: str) -> list[dict[str, Any]]:
     for line in path.read_text().splitlines():
         with suppress(json.JSONDecodeError):  # the end of a run that was killed
             row = json.loads(line)
-            found[row.get("step", 0), "validation_loss" in row] = row
+            if "event" not in row:
+                found[row["step"], "validation_loss" in row] = row
     return [found[key] for key in sorted(found)]
 
 
