@@ -38,7 +38,7 @@ SIZES = {"smaller": ("--model.dim=48", "--model.n_layers=4"), "chosen": ()}
 PROMPTS = ("def test_", "The kernel ", "static int ")
 SEEDS = (0, 1, 2)
 PAUSES = ("validation_s", "checkpoint_s")
-RANKS = [] if torch.cuda.is_available() else ["--processes=2"]
+RANKS = [] if torch.cuda.is_available() else ["--processes=2"]  # of one thread each
 SAVED = 75  # the status of a run that a signal has ended
 BEGINNING = 600
 """Characters of a held-out document that both we and transformers score, in one window."""
@@ -175,7 +175,7 @@ class Driver:
             return lambda: signal.SIGTERM * (saves / f"step-{step}").exists()
 
         late = saves / f"step-{3 * quarter}.saving"
-        end = ["pkill", "-KILL", "-f", "runs/main"]
+        end = ["pkill", "-KILL", "-f", f"dump_folder={WORK / 'runs/main'}"]
         often = f"--checkpoint.interval={some}"
         split = ["--processes=4", "--parallelism.tensor_parallel_degree=2", often]
         phases = (

@@ -109,8 +109,10 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
 
 
 def _unmatched(model: RecipeModel) -> Iterator[Problem]:
-    """Find patterns of the tensor plan without a module, whose weights would not be split, and
-    weights without a role, whose gradients would lack a sum."""
+    """Find patterns of the tensor plan without a module, and weights without a role.
+
+    The weights of the former would not be split; the gradients of the latter would lack a sum.
+    """
     spec, network, number = model.spec, model.empty(), re.compile(r"\.\d+(?=\.|$)")
     modules = {number.sub(".*", name) for name, _ in network.named_modules()}
     found = {name: f"matches no module{nearest(name, modules)}" for name in spec.unmatched(network)}

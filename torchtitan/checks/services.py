@@ -70,23 +70,27 @@ def _refused(path: Path) -> str | None:
 
 
 def formats(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
-    """Check that the format of the last save has a place for the model."""
-    key, spec, model = "checkpoint.last_save_in_hf", MODELS[job.model.name], model_of(job)
-    if not job.checkpoint.last_save_in_hf or model is None:
+    """Check that the format of the last save can express the model, and names all weights."""
+    key, spec = "checkpoint.last_save_in_hf", MODELS[job.model.name]
+    if not job.checkpoint.last_save_in_hf:
         return
     if "hf" not in spec.formats:
         message = f"the spec of {spec.name} does not define this format of its weights; use false"
         yield Problem(key, message, ("model.name",))
-        return
-    try:
-        spec.formats["hf"].config(model.args, job.training.seq_len)
+    elif model := model_of(job):
+        written = spec.formats["hf"]
+        try:
+            written.config(model.args, job.training.seq_len)
+        except RecipeError as error:
+            for line in error.lines:
+                yield Problem(key, f"the format cannot express {line}", ("model",))
         for name, _ in model.empty().named_parameters():
-            spec.formats["hf"].name(name)
-    except RecipeError as error:
-        for line in error.lines:
-            yield Problem(key, f"the format cannot express {line}", ("model",))
-    except KeyError:
-        yield Problem(key, f"{spec.name} has no name for {name} in this format", ("model.name",))
+            try:
+                written.name(name)
+            except KeyError:
+                message = f"{spec.name} has no name for {name} in this format"
+                yield Problem(key, message, ("model.name",))
+                return  # others may lack theirs alike
 
 
 def skipped(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ from torchtitan.config.registry import (
     absent_wings,
     has_wing,
     import_extension,
+    import_modules,
     import_wing,
     lacks,
     load_entry,

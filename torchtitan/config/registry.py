@@ -6,7 +6,7 @@ that are not installed, whose names are then unknown to recipes.
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import cache, cached_property
 from importlib import import_module
 from inspect import isfunction, signature
@@ -124,6 +124,15 @@ def import_extension(name: str) -> None:
         raise ConfigError(f"it cannot be imported: {shorten(str(error))}") from error
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{_line_of(error)}: {error}") from error
+
+
+def import_modules(names: Iterable[str], where: str) -> None:
+    """Import modules from outside the package, which are named in `where`."""
+    for name in names:
+        try:
+            import_extension(name)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: got {name}; {error}") from None
 
 
 def _line_of(error: Exception) -> str:

@@ -21,7 +21,7 @@ from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
 from torchtitan.checkpoint.weights import conversion as weights
 from torchtitan.checkpoint.weights.opening import find
 from torchtitan.checks import load_job
-from torchtitan.config import ConfigError, hub, is_hub_id
+from torchtitan.config import ConfigError, hub, import_modules, is_hub_id
 from torchtitan.digest import digest
 from torchtitan.logging import logger, make_console, on_terminal
 from torchtitan.provenance import versions
@@ -35,7 +35,6 @@ from torchtitan.tools.options import (
     Text,
     Verb,
     count,
-    import_modules,
     number,
     readable,
     separated,

@@ -13,7 +13,7 @@ import numpy as np
 import typer
 from pydantic import ValidationError
 
-from torchtitan.config import ConfigError, allowed_names, counted, print_message
+from torchtitan.config import ConfigError, allowed_names, counted, import_modules, print_message
 from torchtitan.data import DataConfig, check_local, load_tokenizer
 from torchtitan.data.file_cache import reading
 from torchtitan.data.tokenizer import Tokenizer, separator_note
@@ -52,7 +52,6 @@ from torchtitan.tools.options import (
     TokenizerPath,
     Verb,
     all_cores,
-    import_modules,
     verb,
 )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.folder import read_state, read_verified_manifest
 from torchtitan.checkpoint.weights.opening import find, find_format
-from torchtitan.config import ConfigError, Registry, Setting
+from torchtitan.config import ConfigError, Registry, Setting, import_modules
 from torchtitan.config.load import Gathered, load
 from torchtitan.data import DataConfig, separators
 from torchtitan.data.order import Source as DataSource
@@ -33,7 +33,7 @@ from torchtitan.tools.inference import (
     find_model,
     padded,
 )
-from torchtitan.tools.options import Count, Flag, Flavor, Imports, Model, Text, import_modules, verb
+from torchtitan.tools.options import Count, Flag, Flavor, Imports, Model, Text, verb
 
 AT_A_TIME = 256
 """Documents that are held in memory."""

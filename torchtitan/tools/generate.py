@@ -15,7 +15,7 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, import_modules
 from torchtitan.data import Tokenizer
 from torchtitan.logging import on_terminal, tell
 from torchtitan.models.attention import SelfAttention, masked_attention
@@ -35,17 +35,7 @@ from torchtitan.tools.inference import (
     find_model,
     padded,
 )
-from torchtitan.tools.options import (
-    Count,
-    Flag,
-    Flavor,
-    Imports,
-    Model,
-    Text,
-    import_modules,
-    number,
-    verb,
-)
+from torchtitan.tools.options import Count, Flag, Flavor, Imports, Model, Text, number, verb
 
 TEMPERATURE = number("a number >= 0", lambda value: 0 <= value < float("inf"))
 SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)

@@ -24,7 +24,7 @@ from torchtitan.checkpoint.weights.extras import BYTES, longest_in_recipe
 from torchtitan.checkpoint.weights.foreign import weights_of
 from torchtitan.checkpoint.weights.network import Network, of_recipe
 from torchtitan.checkpoint.weights.opening import OPEN, Verified, find, find_format
-from torchtitan.config import ConfigError, KeyPath, Setting, read_flags
+from torchtitan.config import ConfigError, KeyPath, Setting, import_modules, read_flags
 from torchtitan.config.load import Gathered, load
 from torchtitan.convert import ConverterConfig, apply
 from torchtitan.data import Tokenizer, check_vocabulary, leading_tokens, load_tokenizer
@@ -34,7 +34,7 @@ from torchtitan.logging import logger
 from torchtitan.models.spec import build_empty
 from torchtitan.parallel import Launch
 from torchtitan.tasks import TASKS
-from torchtitan.tools.options import Choice, Count, Text, Verb, import_modules, readable
+from torchtitan.tools.options import Choice, Count, Text, Verb, readable
 from torchtitan.torch_private.dtensor import allocate
 
 DTYPES = ("float32", "bfloat16", "float16")

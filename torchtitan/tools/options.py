@@ -1,20 +1,14 @@
 """Options that the verbs of the command line share, and the flags of a recipe."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from torchtitan.config import (
-    ConfigError,
-    allowed_names,
-    help_sections,
-    import_extension,
-    split_options,
-)
+from torchtitan.config import ConfigError, allowed_names, help_sections, split_options
 from torchtitan.logging import status
 from torchtitan.remote import path_to_read
 from torchtitan.tools.commands import (
@@ -133,15 +127,6 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
         return word
 
     return read
-
-
-def import_modules(names: Iterable[str], where: str) -> None:
-    """Import modules that add to MODELS; `where` they are named."""
-    for name in names:
-        try:
-            import_extension(name)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: got {name}; {error}") from None
 
 
 def all_cores() -> int:

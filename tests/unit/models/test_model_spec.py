@@ -132,7 +132,7 @@ def test_every_pattern_of_a_tensor_plan_matches_a_module(name):
 
 
 def test_a_tensor_plan_of_other_modules_is_refused(monkeypatch):
-    plan = dict(MODELS["llama3"].tensor_plan)
+    plan = MODELS["llama3"].tensor_plan | {"layers.*.attention.wz": "colwise"}
     plan["nrm"] = plan.pop("norm")
     nameless = dataclasses.replace(MODELS["llama3"].formats["hf"], name={}.__getitem__)
     misspelt = dataclasses.replace(
@@ -143,6 +143,8 @@ def test_a_tensor_plan_of_other_modules_is_refused(monkeypatch):
     assert not tiny.problems(tiny.job(model=model))
     found = tiny.problems(tiny.job(model=model, parallelism={"tensor_parallel_degree": 2}))
     assert [each.message for each in found if each.path == "model.name"] == [
+        'in its tensor_plan, "layers.*.attention.wz" matches no module; '
+        "did you mean layers.*.attention.wv?; correct the plan of odd",
         'in its tensor_plan, "nrm" matches no module; did you mean norm?; correct the plan of odd',
         'in its tensor_plan, "norm" has weights, but no role; correct the plan of odd',
     ]

@@ -20,7 +20,7 @@ from torchtitan.checkpoint.weights.hugging_face_files import INDEX as HUGGING_FA
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.checkpoint.weights.meta_files import PARAMS, MetaWeights
 from torchtitan.checkpoint.weights.network import Network, in_recipe, of_recipe, of_shapes
-from torchtitan.config import ConfigError, RecipeError, allowed_names, import_extension, show
+from torchtitan.config import ConfigError, RecipeError, allowed_names, import_modules, show
 from torchtitan.logging import logger
 from torchtitan.models import MODELS
 from torchtitan.models.spec import ModelSpec
@@ -117,8 +117,7 @@ def open_ours(folder: Path, model: str | None, flavor: str | None) -> Opened:
     state = read_state(path, manifest)
     recipe, source = state["recipe"], Verified(path)
     if (model or recipe["model.name"]) not in MODELS:
-        for module in recipe.get("job.imports") or ():
-            import_extension(module)
+        import_modules(recipe.get("job.imports") or (), f"{path}: job.imports")
     network, extras = of_recipe(path, recipe, model, flavor), Extras.of_recipe(recipe)
     return Opened(source, network, extras, None if manifest.model_only else lambda: state)
 
