@@ -141,7 +141,7 @@ def check(name, device, backend):
     if name in EXPERTS:
         layer, rounds = EXPERTS[name], 20 if device.type == "cuda" else 2
         layer = layer if device.type == "cuda" else layer.shrunk(64)
-        return mixture.timed(layer, device, torch.bfloat16, rounds, in_eight_bits=True)
+        return mixture.timed(layer, device, torch.bfloat16, rounds)
     if name == CALIBRATION:
         model = MODELS_HERE["8B, 4 layers"] if device.type == "cuda" else TOY
         return calibration(job_of("compiled", model, device, backend), device)

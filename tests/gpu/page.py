@@ -217,8 +217,6 @@ def experts(rows):
         yield f"### {case[0].upper()}{case[1:]}"
         yield "Forward and backward of a layer in bf16; MFU is by the FLOPs of the chosen experts."
         yield table(ways, EXPERTS)
-        if off := row.get("off"):
-            yield "Relative differences: " + ", ".join(f"{k} {v:.1e}" for k, v in off.items()) + "."
 
 
 def models(rows):

@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.config import Registry
 from torchtitan.convert.float8 import MXFP8, Float8
-from torchtitan.convert.rounded_experts import experts
 from torchtitan.convert.settings import (
     Conversion,
     ConversionTarget,
@@ -68,7 +67,7 @@ def describe(config: ConverterConfig, done: Conversion) -> str:
         for reason, names in by_reason.items()
     ]
     end = f"; skipped {'; '.join(skipped)}" if skipped else ""
-    return f"{config.name}{done.how}: {changed} of {many} {done.kind}{end}"
+    return f"{config.name}{done.how}: {changed} of {many} linears{end}"
 
 
 def before_pass(converters: Iterable[ConverterConfig], parts: Iterable[nn.Module]) -> None:
