@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, get_args
+from unittest import mock
 
 import torch
 
@@ -25,6 +26,7 @@ from torchtitan.losses import AuxiliaryLossConfig
 from torchtitan.models.attention import causal_attention
 from torchtitan.research.common.codec import Codec, Form
 from torchtitan.research.hadamard_attention import LowPrecisionAttention
+from torchtitan.torch_private import segment_kernels
 from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
 
 Sections = Mapping[str, dict[str, Any]]
@@ -322,7 +324,8 @@ def document_attention(device):
         [torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in lengths]
     )
     sizes = ((4, 4, 64), (8, 2, 128))
-    masks = ((documents, 0), (None, 50), (documents, 50), (documents, 2))
+    whole = torch.zeros_like(documents)
+    masks = ((documents, 0), (None, 50), (documents, 50), (documents, 2), (whole, 0), (whole, 400))
     for dtype, (heads, kv_heads, size), (ids, window) in itertools.product(ALLOWED, sizes, masks):
         torch.manual_seed(0)
         shapes = [(2, count, 300, size) for count in (heads, kv_heads, kv_heads, heads)]
@@ -340,6 +343,13 @@ def document_attention(device):
         name = str(dtype).removeprefix("torch.")
         worst[name] = max(worst.get(name, 0.0), off)
     return worst
+
+
+def long_documents(device):
+    """The same, where some documents are long enough to be computed by themselves."""
+    segment_kernels._by_length.cache_clear()
+    with mock.patch.object(segment_kernels, "LONG", 50):
+        return document_attention(device)
 
 
 def codec(device):
@@ -387,6 +397,7 @@ FUNCTIONS = {
     "attention kernels": attention,
     "attention holds no scores": attention_memory,
     "document attention": document_attention,
+    "attention of long documents": long_documents,
     "codec": codec,
 }
 

@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.torch_private import segment_kernels
 from torchtitan.torch_private.segment_kernels import Segment, segments_backward, segments_forward
@@ -140,9 +142,10 @@ def test_any_segments_equal_dense_attention(monkeypatch):
 
 
 @pytest.mark.usefixtures("packed")
-def test_any_packed_segments_equal_dense_attention():
+def test_any_packed_segments_equal_dense_attention(monkeypatch):
     rng = random.Random(0)
     for _ in range(50):
+        monkeypatch.setattr(segment_kernels, "LONG", rng.choice((2, 10, 100)))
         check(random_segments(rng), groups=rng.choice((1, 2, 4)))
 
 
@@ -180,13 +183,28 @@ def test_contributions_of_parts_of_the_keys_add_up(way, request):
         torch.testing.assert_close(sum(shares), wanted)
 
 
-def test_the_flash_kernel_takes_what_it_is_given(monkeypatch):
+@pytest.mark.parametrize(
+    ("names", "long", "backend", "kernel"),
+    [
+        (("window", "causal after other keys", "rectangle"), 100, "MATH", "_flash"),
+        (("causal", "rectangle"), 20, "FLASH_ATTENTION", "_scaled_dot_product_flash"),
+        (("causal", "rectangle"), 20, "CUDNN_ATTENTION", "_scaled_dot_product_cudnn"),
+    ],
+)
+def test_kernels_of_cuda_take_what_they_are_given(names, long, backend, kernel, monkeypatch):
     """By its shapes, on tensors without values, as there is no such kernel on a CPU."""
     monkeypatch.setattr(segment_kernels, "has_varlen_kernels", lambda *_: True)
+    monkeypatch.setattr(segment_kernels, "LONG", long)
+    segment_kernels._by_length.cache_clear()
+    chosen = getattr(SDPBackend, backend).value
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: chosen)
     q, k, v, grad = (x.to("meta") for x in operands(2, 8, torch.bfloat16))
-    for name in ("window", "causal after other keys", "rectangle"):
-        out, lse = segments_forward(q, k, v, CASES[name])
-        grads = segments_backward(grad, q, k, v, out, lse, CASES[name])
+    for name in names:
+        with FlopCounterMode(display=False) as counter:
+            out, lse = segments_forward(q, k, v, CASES[name])
+            grads = segments_backward(grad, q, k, v, out, lse, CASES[name])
+        called = {f"aten.{kernel}_attention{way}" for way in ("_forward", "", "_backward")}
+        assert {str(each) for each in counter.get_flop_counts()["Global"]} < called
         for found, like in zip((out, *grads), (q, q, k, v), strict=True):
             assert (found.shape, found.dtype) == (like.shape, torch.bfloat16)
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
