@@ -1,9 +1,7 @@
 """Stage 8: training beside TorchTitan 0.2.2: the same sizes, text, tokenizer and length, in turns.
 
 It is installed from wheels into an environment of its own, without a network; what it needs beside
-them is taken from here. To fetch them:
-
-    pip download --dest outputs/peer torchtitan==0.2.2
+them is taken from here.
 """
 
 import json
@@ -12,10 +10,9 @@ import re
 import statistics
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import venv
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from tests.gpu.planned import planned
@@ -30,8 +27,8 @@ FETCH = "pip download --dest outputs/peer torchtitan==0.2.2"
 TURNS = 2
 
 
-class Size(NamedTuple):
-    """What both train, and the step from which rows of the log count."""
+class Run(NamedTuple):
+    """What both train; their rates count from step `first` on."""
 
     flavor: str
     layers: int
@@ -44,15 +41,10 @@ class Size(NamedTuple):
     """Pattern of the files of this project that are the text."""
 
 
-LARGE = Size("8B", 4, 8192, 50, 35, 5, 8192, "torchtitan/**/*.py")
-TOY = Size("debugmodel", 2, 64, 4, 2, 1, 300, "torchtitan/data/*.py")
-SHARED = (
-    *("--model.name", "llama3", "--optimizer.lr", "3e-4", "--lr_scheduler.warmup_steps", "2"),
-    *("--training.local_batch_size", "1", "--activation_checkpoint.mode", "none"),
-    *("--compile.enable", "--metrics.disable_color_printing"),
-)
-OURS = {"bf16": (), "Float8": ("--convert.0.name", "float8")}
-THEIRS = {"bf16": (), "Float8": ("--model.converters", "quantize.linear.float8")}
+LARGE = Run("8B", 4, 8192, 50, 35, 5, 8192, "torchtitan/**/*.py")
+TOY = Run("debugmodel", 2, 64, 4, 2, 1, 300, "torchtitan/data/*.py")
+OURS = {"bf16": [], "Float8": ["--convert.0.name", "float8", "--convert.0.emulate"]}
+THEIRS = {"bf16": [], "Float8": ["--model.converters", "quantize.linear.float8"]}
 SIZES = """\
 from dataclasses import replace
 from torchtitan.models.llama3 import llama3_args
@@ -77,27 +69,27 @@ def check(name, device, backend):
     wheels = sorted(map(str, WHEELS.glob("*.whl")))
     if not any("torchtitan-0.2.2-" in wheel for wheel in wheels):
         return {"left out": f"TorchTitan's wheel is not here; fetch it by {FETCH}"}
-    size = LARGE if device.type == "cuda" else TOY
-    precision = name.removeprefix("peer: ")
-    with tempfile.TemporaryDirectory() as place:
+    run, precision = LARGE if device.type == "cuda" else TOY, name.removeprefix("peer: ")
+    found = {"ours": [], "theirs": []}
+    with TemporaryDirectory() as place:
         folder = Path(place)
-        write_text(folder, size)
+        write_text(folder, run)
         python = install(wheels, folder)
-        found = {"ours": [], "theirs": []}
+        flags = [*flags_of_ours(folder, run, backend), *OURS[precision]]
         for turn in range(TURNS):
-            found["ours"].append(ours(folder / f"ours{turn}", size, precision, device, backend))
-            found["theirs"].append(theirs(folder, python, size, precision))
-        plan = planned(job_of(folder, size, precision, device, backend), 1, 0, device)
-    return compared(found, size.first) | plan
+            found["ours"].append(ours(folder / f"ours{turn}", flags))
+            found["theirs"].append(theirs(python, folder, run, precision))
+        job = load_job(recipe(folder), flags, 1, device.type).config
+    return compared(found, run.first) | planned(job, 1, 0, device)
 
 
-def write_text(folder, size):
+def write_text(folder, run):
     """Write this project's text as a data set of both, and a tokenizer of it."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(size.text))]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(run.text))]
     (folder / "text").mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "text/train.jsonl").write_text(lines)
-    train_bpe(texts, size.vocabulary, folder / "tokenizer/tokenizer.json")
+    train_bpe(texts, run.vocabulary, folder / "tokenizer/tokenizer.json")
 
 
 def install(wheels, folder):
@@ -105,15 +97,17 @@ def install(wheels, folder):
     venv.create(folder / "env", with_pip=False)
     place = next((folder / "env").glob("lib/python*/site-packages"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    run([*pip, "--target", str(place), *wheels], folder)
+    started([*pip, "--target", str(place), *wheels], folder)
     # What is not among them is found here, after them.
-    (place / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    here = [path for path in sys.path if path.endswith("-packages")]
+    (place / "beside.pth").write_text("\n".join(here) + "\n")
     return str(folder / "env/bin/python")
 
 
-def run(command, folder, **environment):
+def started(command, folder, **environment):
     """Run a program in `folder` without this project's modules; return what it says."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    kept |= {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, cwd=folder, env=kept | environment, capture_output=True, text=True
     )
@@ -122,71 +116,72 @@ def run(command, folder, **environment):
     return said
 
 
-def flags_of(size):
-    numbers = {"seq_len": size.seq_len, "steps": size.steps}
-    return (
-        *(word for key, value in numbers.items() for word in (f"--training.{key}", str(value))),
-        *("--metrics.log_freq", str(size.freq)),
-    )
+def flags_of_both(run):
+    settings = {
+        "model.name": "llama3",
+        "optimizer.lr": "3e-4",
+        "lr_scheduler.warmup_steps": "2",
+        "training.local_batch_size": "1",
+        "training.seq_len": str(run.seq_len),
+        "training.steps": str(run.steps),
+        "metrics.log_freq": str(run.freq),
+        "activation_checkpoint.mode": "none",
+    }
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    return [*words, "--compile.enable", "--metrics.disable_color_printing"]
 
 
-def flags_of_ours(folder, size, precision, backend):
-    flavor = ("--model.flavor", size.flavor, "--model.n_layers", str(size.layers))
-    data = ("--data.dataset", str(folder / "text"), "--compile.backend", backend)
-    tokenizer = ("--model.tokenizer_path", str(folder / "tokenizer"))
-    return (*SHARED, *flags_of(size), *flavor, *data, *tokenizer, *OURS[precision])
+def flags_of_ours(folder, run, backend):
+    return [
+        *(*flags_of_both(run), "--compile.backend", backend),
+        *("--model.flavor", run.flavor, "--model.n_layers", str(run.layers)),
+        *("--model.tokenizer_path", str(folder / "tokenizer")),
+        *("--data.dataset", str(folder / "text")),
+    ]
 
 
 def recipe(folder):
-    """An empty recipe, so that flags and defaults are all."""
+    """Return an empty recipe, so that flags and defaults are all."""
     path = folder / "empty.toml"
-    path.write_text("")
+    path.touch()
     return path
 
 
-def job_of(folder, size, precision, device, backend):
-    flags = flags_of_ours(folder, size, precision, backend)
-    return load_job(recipe(folder), flags, 1, device.type).config
-
-
-def ours(output, size, precision, device, backend):
+def ours(output, flags):
     """Return the rows of a run of this project."""
-    folder = output.parent
-    emulate = ("--convert.0.emulate",) * (precision == "Float8" and device.type == "cpu")
-    flags = (*flags_of_ours(folder, size, precision, backend), *emulate)
-    command = [sys.executable, "-m", "torchtitan", "train", str(recipe(folder)), *flags]
-    run([*command, "--job.dump_folder", str(output)], folder, PYTHONPATH=str(ROOT))
-    return [Row(r["step"], r["memory_gib"], r["tps"]) for r in rows(output) if "tps" in r]
+    command = [sys.executable, "-m", "torchtitan", "train", str(recipe(output.parent)), *flags]
+    started([*command, "--job.dump_folder", str(output)], output.parent, PYTHONPATH=os.fspath(ROOT))
+    return [Row(row["step"], row["memory_gib"], row["tps"]) for row in rows(output) if "tps" in row]
 
 
-def theirs(folder, python, size, precision):
+def theirs(python, folder, run, precision):
     """Return the rows of a run of TorchTitan."""
-    (folder / "peer_sizes.py").write_text(SIZES.format(**size._asdict()))
-    flags = (
+    (folder / "peer_sizes.py").write_text(SIZES.format(**run._asdict()))
+    flags = [
         *("--model.flavor", "peer", "--experimental.custom_import", "peer_sizes"),
         *("--model.hf_assets_path", str(folder / "tokenizer")),
         *("--training.dataset", "c4_test", "--training.dataset_path", str(folder / "text")),
-    )
+        *THEIRS[precision],
+    ]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    command = [python, "-m", "torchtitan.train", *SHARED, *flags_of(size), *flags]
-    said = run([*command, *THEIRS[precision]], folder, **alone, MASTER_PORT=str(free_port()))
+    command = [python, "-m", "torchtitan.train", *flags_of_both(run), *flags]
+    said = started(command, folder, **alone, MASTER_PORT=str(free_port()))
     found = [Row(int(s), float(g), float(t.replace(",", ""))) for s, g, t in ROW.findall(said)]
     assert found, f"no row of its log was understood:\n{said[-1500:]}"
     return found
 
 
 def compared(found, first):
-    """Return rates from step `first` on, the ratio of their medians and its spread over turns."""
+    """Return the rates from step `first` on, and the ratios of all pairs of turns."""
     rates = {
-        who: [[row.rate for row in turn if row.step >= first] for turn in turns]
+        who: [statistics.median(row.rate for row in turn if row.step >= first) for turn in turns]
         for who, turns in found.items()
     }
-    middles = {who: [statistics.median(turn) for turn in turns] for who, turns in rates.items()}
-    ratios = [mine / other for mine in middles["ours"] for other in middles["theirs"]]
     gib = {who: max(row.gib for turn in turns for row in turn) for who, turns in found.items()}
+    ratios = [mine / other for mine in rates["ours"] for other in rates["theirs"]]
     return {
-        "tokens/s": statistics.median(middles["ours"]),
-        "tokens/s of TorchTitan": statistics.median(middles["theirs"]),
+        "tokens/s": statistics.median(rates["ours"]),
+        "tokens/s of TorchTitan": statistics.median(rates["theirs"]),
         "ratio": statistics.median(ratios),
         "spread": [min(ratios), max(ratios)],
         "GiB": gib["ours"],

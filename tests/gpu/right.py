@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, get_args
-from unittest import mock
 
 import torch
 
@@ -26,7 +25,6 @@ from torchtitan.losses import AuxiliaryLossConfig
 from torchtitan.models.attention import causal_attention
 from torchtitan.research.common.codec import Codec, Form
 from torchtitan.research.hadamard_attention import LowPrecisionAttention
-from torchtitan.torch_private import segment_kernels
 from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
 
 Sections = Mapping[str, dict[str, Any]]
@@ -345,13 +343,6 @@ def document_attention(device):
     return worst
 
 
-def long_documents(device):
-    """The same, where some documents are long enough to be computed by themselves."""
-    segment_kernels._by_length.cache_clear()
-    with mock.patch.object(segment_kernels, "LONG", 50):
-        return document_attention(device)
-
-
 def codec(device):
     """What few bits hold: rounded to nearest on the device as on the CPU, to the bit."""
     apart = 0
@@ -397,7 +388,6 @@ FUNCTIONS = {
     "attention kernels": attention,
     "attention holds no scores": attention_memory,
     "document attention": document_attention,
-    "attention of long documents": long_documents,
     "codec": codec,
 }
 

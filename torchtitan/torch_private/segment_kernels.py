@@ -2,13 +2,13 @@
 
 Memory is linear in the length of the sequence, and time follows the segments. The kernels:
 
-    all segments are rows, and causal     that of plain causal attention, in one call
-    16 bits on CUDA: of at least `LONG`   that of plain attention, on views: a call each
-    16 bits on CUDA: others               flash, packed: a call for all with the same band
-    CPU, float32 on CUDA, ROCm            the fused kernel, on views: a call each
+    segments that are whole rows, causal  that of plain causal attention, one call
+    others in 16 bits on CUDA             flash, packed one after the other: a call for each band
+    others                                the fused kernel, on views: a call for each
 
 What is the same in all rows is one call for all. A band that the fused kernel cannot express is cut
-into blocks of queries with a small mask each.
+into blocks of queries with a small mask each. Long documents stay packed: cuDNN, which computes
+plain attention on Hopper, prepares an execution plan for each new length.
 
 Shapes: B batch, S queries, T keys, H query heads, K key/value heads, E head dim.
 """
@@ -27,11 +27,6 @@ from torchtitan.torch_private.attention_kernels import (
     attention_forward,
     flash_can,
 )
-
-LONG = 4_000
-"""Number of queries and of keys from which a segment is not packed. On an H100, the packed kernel
-took 1.05 of the time of plain causal attention over 8,192 tokens for documents of 4,000, and 1.81
-for documents of 8,000."""
 
 
 class Segment(NamedTuple):
@@ -92,12 +87,14 @@ def segments_forward(
         The output (B, H, S, E), and the log-sum-exp of the scores (B, H, S) in float32 or wider;
         zeros and minus infinity for queries that see no key.
     """
-    alone, packed = _by_kernel(tuple(segments), q, k)
-    if _are_causal_rows(alone, q, k):
+    if _are_causal_rows(segments, q, k):
         out, lse = attention_forward(q, k, v, causal=True, bias=None)
         return _with_tokens_first(out), lse.contiguous()
-    out, lse = _packed_forward(q, k, v, packed)
-    for rows, tile, bias in _tiles(alone, q):
+    if has_varlen_kernels(q.device.type, q.dtype, q.shape[-1]):
+        return _packed_forward(q, k, v, tuple(segments))
+    out = tokens_first(q).zero_()
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
+    for rows, tile, bias in _tiles(segments, q):
         queries, keys = slice(*tile.queries), slice(*tile.keys)
         out[rows, :, queries], lse[rows, :, queries] = attention_forward(
             q[rows, :, queries],
@@ -123,15 +120,15 @@ def segments_backward(
     `out` and `lse` may come from attention over more keys than these; the result is then the
     contribution of these keys to the gradients.
     """
-    alone, packed = _by_kernel(tuple(segments), q, k)
-    if _are_causal_rows(alone, q, k):
+    if _are_causal_rows(segments, q, k):
         grads = attention_backward(grad_out, q, k, v, out, lse, causal=True, bias=None)
         of_q, of_k, of_v = map(_with_tokens_first, grads)
         return of_q, of_k, of_v
-    grad_q, grad_k, grad_v = _packed_backward(grad_out, q, k, v, out, lse, packed)
-    if alone:  # whose tiles share keys
-        grad_k, grad_v = (x.to(wide(x)) for x in (grad_k, grad_v))
-    for rows, tile, bias in _tiles(alone, q):
+    if has_varlen_kernels(q.device.type, q.dtype, q.shape[-1]):
+        return _packed_backward(grad_out, q, k, v, out, lse, tuple(segments))
+    grad_q = tokens_first(q).zero_()
+    grad_k, grad_v = (tokens_first(kv, wide(kv)).zero_() for kv in (k, v))  # tiles share keys
+    for rows, tile, bias in _tiles(segments, q):
         queries, keys = slice(*tile.queries), slice(*tile.keys)
         of_q, of_k, of_v = attention_backward(
             grad_out[rows, :, queries],
@@ -163,28 +160,6 @@ def tokens_first(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _with_tokens_first(tensor: Tensor) -> Tensor:
     """Return the tensor in the memory format of `tokens_first`."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _by_kernel(
-    segments: tuple[Segment, ...], q: Tensor, k: Tensor
-) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-    """Divide segments into those that are computed one by one, and those that are packed."""
-    can_pack = has_varlen_kernels(q.device.type, q.dtype, q.shape[-1])
-    if not can_pack or _are_causal_rows(segments, q, k):
-        return segments, ()
-    return _by_length(segments)
-
-
-@lru_cache(maxsize=256)  # all layers have the same segments, forward and backward
-def _by_length(segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-    parts = [segment.trimmed() for segment in segments]
-    is_long = [
-        min(stop - start for start, stop in (part.queries, part.keys)) >= LONG
-        and (part.is_causal or part.is_rectangle)
-        for part in parts
-    ]
-    packed = tuple(itertools.compress(parts, (not each for each in is_long)))
-    return tuple(itertools.compress(parts, is_long)), packed
 
 
 def _are_causal_rows(segments: Sequence[Segment], q: Tensor, k: Tensor) -> bool:

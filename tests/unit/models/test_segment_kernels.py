@@ -142,10 +142,9 @@ def test_any_segments_equal_dense_attention(monkeypatch):
 
 
 @pytest.mark.usefixtures("packed")
-def test_any_packed_segments_equal_dense_attention(monkeypatch):
+def test_any_packed_segments_equal_dense_attention():
     rng = random.Random(0)
     for _ in range(50):
-        monkeypatch.setattr(segment_kernels, "LONG", rng.choice((2, 10, 100)))
         check(random_segments(rng), groups=rng.choice((1, 2, 4)))
 
 
@@ -183,26 +182,30 @@ def test_contributions_of_parts_of_the_keys_add_up(way, request):
         torch.testing.assert_close(sum(shares), wanted)
 
 
+WHOLE = [Segment(row, (0, QUERIES), (0, QUERIES), 0, QUERIES) for row in range(BATCH)]
+
+
 @pytest.mark.parametrize(
-    ("names", "long", "backend", "kernel"),
+    ("names", "backend", "kernel"),
     [
-        (("window", "causal after other keys", "rectangle"), 100, "MATH", "_flash"),
-        (("causal", "rectangle"), 20, "FLASH_ATTENTION", "_scaled_dot_product_flash"),
-        (("causal", "rectangle"), 20, "CUDNN_ATTENTION", "_scaled_dot_product_cudnn"),
+        (("window", "causal after other keys", "rectangle"), "CUDNN_ATTENTION", "_flash"),
+        (("whole",), "FLASH_ATTENTION", "_scaled_dot_product_flash"),
+        (("whole",), "CUDNN_ATTENTION", "_scaled_dot_product_cudnn"),
     ],
 )
-def test_kernels_of_cuda_take_what_they_are_given(names, long, backend, kernel, monkeypatch):
+def test_kernels_of_cuda_take_what_they_are_given(names, backend, kernel, monkeypatch):
     """By its shapes, on tensors without values, as there is no such kernel on a CPU."""
     monkeypatch.setattr(segment_kernels, "has_varlen_kernels", lambda *_: True)
-    monkeypatch.setattr(segment_kernels, "LONG", long)
-    segment_kernels._by_length.cache_clear()
     chosen = getattr(SDPBackend, backend).value
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: chosen)
     q, k, v, grad = (x.to("meta") for x in operands(2, 8, torch.bfloat16))
     for name in names:
+        segments = WHOLE if name == "whole" else CASES[name]
+        if name == "whole":
+            k, v = (x[:, :, :QUERIES] for x in (k, v))
         with FlopCounterMode(display=False) as counter:
-            out, lse = segments_forward(q, k, v, CASES[name])
-            grads = segments_backward(grad, q, k, v, out, lse, CASES[name])
+            out, lse = segments_forward(q, k, v, segments)
+            grads = segments_backward(grad, q, k, v, out, lse, segments)
         called = {f"aten.{kernel}_attention{way}" for way in ("_forward", "", "_backward")}
         assert {str(each) for each in counter.get_flop_counts()["Global"]} < called
         for found, like in zip((out, *grads), (q, q, k, v), strict=True):
