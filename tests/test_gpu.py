@@ -130,8 +130,8 @@ from dataclasses import make_dataclass
 llama3_args = {"debugmodel": make_dataclass("Sizes", ["n_layers"])(6)}
 """,
     "torchtitan/train.py": """
-import importlib, sys, torch
-assert not hasattr(sys.modules["torchtitan"], "build")
+import importlib.util, sys
+assert importlib.util.find_spec("torch") and not importlib.util.find_spec("torchtitan.build")
 importlib.import_module(sys.argv[sys.argv.index("--experimental.custom_import") + 1])
 for step in range(1, 5):
     print(f"step: {step:2}  loss:  8.1  memory: {step}.50GiB(1.0%)  tps: {1000 * step:,}  mfu: 1%")
