@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +22,7 @@ from torchtitan.models.experts import (
     expert_gradients,
     expert_products,
 )
+from torchtitan.optim.parameters import global_norm
 from torchtitan.parallel import expert_parallel
 from torchtitan.parallel.expert_parallel import exchange_counts
 from torchtitan.torch_private.fake_ranks import fake_process_group
@@ -247,6 +250,7 @@ def each_rank_has_an_expert():
     mine, generator = slice(rank, rank + 1), torch.Generator().manual_seed(0)
     whole, own = Experts(dim, 2, hidden), Experts(dim, 1, hidden)
     own.exchange = expert_parallel._RowExchange(dist.group.WORLD, 1)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
     for one, other in zip(whole.parameters(), own.parameters(), strict=True):
         one.data.normal_(0, 0.3, generator=generator)
         other.data.copy_(one.data[mine])
@@ -262,7 +266,11 @@ def each_rank_has_an_expert():
             results.append([out, of_x, *of_weights])
         for expected, found in zip(*results, strict=True):
             torch.testing.assert_close(found, expected[mine], msg=lambda m, w=where: f"{w}: {m}")
+        wholes, parts = (of_weights for _, _, *of_weights in results)
+        norm = global_norm(DTensor.from_local(x, mesh, [Shard(0), Shard(0)]) for x in parts)
+        torch.testing.assert_close(norm, torch.cat([x.flatten() for x in wholes]).norm())
 
 
 def test_ranks_with_few_rows_compute_what_one_does():
+    """And the norm of their gradients is that of all experts."""
     run_ranks(each_rank_has_an_expert, 2)
