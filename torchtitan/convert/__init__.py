@@ -67,7 +67,7 @@ def describe(config: ConverterConfig, done: Conversion) -> str:
         for reason, names in by_reason.items()
     ]
     end = f"; skipped {'; '.join(skipped)}" if skipped else ""
-    return f"{config.name}{done.how}: {changed} of {many} linears{end}"
+    return f"{config.name}{done.how}: {changed} of {many} {done.kind}{end}"
 
 
 def before_pass(converters: Iterable[ConverterConfig], parts: Iterable[nn.Module]) -> None:

@@ -27,6 +27,8 @@ class Conversion:
     """Reason for each skipped module."""
     how: str = ""
     """Further remarks for the log."""
+    kind: str = "linears"
+    """Kind of modules, for the log."""
 
 
 @dataclass(frozen=True)
