@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import venv
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -45,7 +46,6 @@ LARGE = Run("8B", 4, 8192, 50, 35, 5, 8192, "torchtitan/**/*.py")
 TOY = Run("debugmodel", 2, 64, 4, 2, 1, 300, "torchtitan/data/*.py")
 OURS = {"bf16": [], "Float8": ["--convert.0.name", "float8", "--convert.0.emulate"]}
 THEIRS = {"bf16": [], "Float8": ["--model.converters", "quantize.linear.float8"]}
-# The name of the table is an implementation detail.
 SIZES = """\
 from dataclasses import is_dataclass, replace
 import torchtitan.models.llama3 as family
@@ -72,6 +72,8 @@ def check(name, device, backend):
     wheels = sorted(map(str, WHEELS.glob("*.whl")))
     if not any("torchtitan-0.2.2-" in wheel for wheel in wheels):
         return {"left out": f"TorchTitan's wheel is not here; fetch it by {FETCH}"}
+    if not find_spec("triton"):
+        return {"left out": "TorchTitan imports triton, which torch for CPUs does not bring"}
     run, precision = LARGE if device.type == "cuda" else TOY, name.removeprefix("peer: ")
     found = {"ours": [], "theirs": []}
     with TemporaryDirectory() as place:
