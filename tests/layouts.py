@@ -397,35 +397,6 @@ EXPERT_PARALLEL = {
     ).of(**LATENT),
 }
 """Ranks have different experts: of EP n, each n neighbors that share parameters have all."""
-EIGHT_BITS = {"experts": True, "emulate": True}
-WIDE_EXPERTS = {"expert_dim": 64}
-"""Whose halves are multiples of 32."""
-ROUNDED = {
-    "rowwise": (Float8(recipe="rowwise", **EIGHT_BITS),),
-    "rowwise_with_gw_hp": (Float8(recipe="rowwise_with_gw_hp", **EIGHT_BITS),),
-    "MXFP8": (MXFP8(**EIGHT_BITS),),
-}
-ROUNDED_EXPERTS = {
-    f"{name}, {rounding}": dataclasses.replace(layout, convert=ROUNDED[rounding]).of(**WIDE_EXPERTS)
-    for roundings, layouts in {
-        # After tensor parallelism, gradients that are not rounded let AdamW enlarge every bit.
-        ("rowwise", "rowwise_with_gw_hp", "MXFP8"): {
-            "FSDP 2": apart(1, shard=2),
-            "EP 2": apart(2, shard=2),
-            "CP 2": apart(1, cp=2),
-            "EP 2, operators recomputed": apart(2, shard=2, recompute=OPERATORS),
-        },
-        ("rowwise", "MXFP8"): {
-            "TP 2": apart(1, tp=2),
-            "EP 2, full recomputation": apart(2, shard=2, recompute=FULL),
-            "EP 2, FSDP 2 x TP 2": apart(2, shard=2, tp=2),
-            "EP 2, FSDP 2 x PP 2, ZBVZeroBubble": apart(2, 2, shard=2, **ZBV),
-        },
-    }.items()
-    for rounding in roundings
-    for name, layout in layouts.items()
-}
-"""Experts with products in 8 bits."""
 WINDOW = {"sliding_window": 9}
 OF_LATENT = (
     *("FSDP 2, accumulating 4", "FSDP 2, operators recomputed", "HSDP 2 x 2", "CP 2, ring"),
@@ -477,7 +448,6 @@ FAMILIES = {
         ),
     },
     "Qwen3-MoE, expert parallelism": EXPERT_PARALLEL,
-    "Qwen3-MoE, experts in 8 bits": ROUNDED_EXPERTS,
     "DeepSeek-V3": {name: LAYOUTS[name].of(**LATENT) for name in OF_LATENT},
     "GPT-OSS": {
         **{name: LAYOUTS[name].of(**OSS) for name in OF_OSS},

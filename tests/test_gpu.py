@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.gpu import page
+from tests.gpu import page, peer
 from tests.gpu.hosted import HostedGroup
+from torchtitan.device import Device
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -117,6 +119,55 @@ def test_systems_have_tables(tmp_path):
         "| 3b: from files | - | - | - |",
     ):
         assert line in text, text
+
+
+INFO = "torchtitan-0.2.2.dist-info"
+PEER = {
+    "torchtitan/__init__.py": "",
+    "torchtitan/models/__init__.py": "",
+    "torchtitan/models/llama3.py": """
+from dataclasses import make_dataclass
+llama3_args = {"debugmodel": make_dataclass("Sizes", ["n_layers"])(6)}
+""",
+    "torchtitan/train.py": """
+import importlib.util, sys
+assert importlib.util.find_spec("torch") and not importlib.util.find_spec("torchtitan.build")
+importlib.import_module(sys.argv[sys.argv.index("--experimental.custom_import") + 1])
+for step in range(1, 5):
+    print(f"step: {step:2}  loss:  8.1  memory: {step}.50GiB(1.0%)  tps: {1000 * step:,}  mfu: 1%")
+""",
+    f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.2.2",
+    f"{INFO}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any",
+    f"{INFO}/RECORD": "",
+}
+"""A wheel that stands for TorchTitan's, which needs a GPU."""
+
+
+def test_a_peer_is_installed_beside_this_project(tmp_path, monkeypatch):
+    """And runs without it; where there is no wheel, that is said."""
+    monkeypatch.setattr(peer, "WHEELS", tmp_path)
+    monkeypatch.setattr(peer, "find_spec", lambda name: name == "triton")
+    device = Device("cpu")
+    assert "pip download" in peer.check("peer: bf16", device, "aot_eager")["left out"]
+    with zipfile.ZipFile(tmp_path / "torchtitan-0.2.2-py3-none-any.whl", "w") as wheel:
+        for name, text in PEER.items():
+            wheel.writestr(name, text)
+    speeds = iter((6000, 9000))
+    monkeypatch.setattr(peer, "planned", lambda *_: {"planned GiB": 2.0})
+    monkeypatch.setattr(peer, "ours", lambda *_: [peer.Row(4, 2.0, next(speeds))])
+    figures = peer.check("peer: bf16", device, "aot_eager")
+    assert figures.pop("spread") == [2.0, 3.0]
+    assert figures == {
+        "tokens/s": 7500,
+        "tokens/s of TorchTitan": 3000,
+        "ratio": 2.5,
+        "GiB": 2.0,
+        "GiB of TorchTitan": 4.5,
+        "planned GiB": 2.0,
+    }
+    rows = [{"case": "peer: bf16", "error": None, "figures": figures | {"spread": [2.0, 3.0]}}]
+    line = "| peer: bf16 | 7,500 | 3,000 | 2.500 (2.000 to 3.000) | - | 2.0 | 4.5 | 2.0 (+0.0%) |"
+    assert line in written(tmp_path, "peer", rows)
 
 
 def test_no_recipe_can_choose_the_hosted_group():

@@ -36,6 +36,7 @@ STAGES = {
     # The first bases of 7B and two refreshes took most of two minutes on an H100.
     "systems": Stage("memory and speed of systems from papers", 12, 300, False),
     "real": Stage("a piece of the real run", 9, 540, False),
+    "peer": Stage("speed beside TorchTitan 0.2.2, from its wheel", 18, 540, False),
 }
 
 

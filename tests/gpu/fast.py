@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.dense import dense_attention
 from tests.gpu import mixture
@@ -137,11 +138,11 @@ def check(name, device, backend):
     if name in CODECS:
         return codec(CODECS[name], device, backend)
     if name in ATTENTION:
-        return document_attention(ATTENTION[name], device)
+        return document_attention(ATTENTION[name], device, backend)
     if name in EXPERTS:
         layer, rounds = EXPERTS[name], 20 if device.type == "cuda" else 2
         layer = layer if device.type == "cuda" else layer.shrunk(64)
-        return mixture.timed(layer, device, torch.bfloat16, rounds, in_eight_bits=True)
+        return mixture.timed(layer, device, torch.bfloat16, rounds)
     if name == CALIBRATION:
         model = MODELS_HERE["8B, 4 layers"] if device.type == "cuda" else TOY
         return calibration(job_of("compiled", model, device, backend), device)
@@ -407,7 +408,33 @@ def each_alone(q, k, v, documents, window):
     return torch.cat(list(alone), 2)
 
 
-def document_attention(length, device):
+def flex_ways(given, backend):
+    """Attention by FlexAttention, and what makes its block mask: all layers of a batch share it."""
+    attend = torch.compile(flex_attention, backend=backend, dynamic=False)
+    create = torch.compile(create_block_mask, backend=backend, dynamic=False)
+    length, where = given[0].shape[2], given[0].device
+    if where.type == "cpu":  # which has no backward of it
+        given = [x.detach() for x in given]
+
+    def block_mask(documents, window):
+        ids = torch.zeros(length, dtype=torch.int64, device=where)
+        ids = ids if documents is None else documents[0].to(where)
+        limit = torch.tensor(window or length, device=where)
+
+        def sees(_, head, i, j):
+            return (ids[i] == ids[j]) & (i >= j) & (i - j < limit)
+
+        return create(sees, None, None, length, length, device=where)
+
+    def forward_backward(mask):
+        out = attend(*given, block_mask=mask, enable_gqa=True)
+        if out.requires_grad:
+            torch.autograd.grad(out, given, out.detach())
+
+    return block_mask, forward_backward
+
+
+def document_attention(length, device, backend):
     """Milliseconds of attention forward and backward by mask, and ratios to causal attention."""
     on_cuda = device.type == "cuda"
     scale, rounds = (1, 20) if on_cuda else (length // 256, 3)
@@ -421,12 +448,18 @@ def document_attention(length, device):
     def forward_backward(core, documents, window):
         torch.autograd.grad(core(*given, documents, window), given, q.detach())
 
-    ways = {}
+    ways, (block_mask, flex) = {}, flex_ways(given, backend)
     for name, (size, window) in MASKS.items():
         documents = torch.arange(length)[None] // max(size // scale, 1) if size else None
-        ways[name] = partial(forward_backward, causal_attention, documents, window // scale)
+        mask = documents, window // scale
+        ways[name] = partial(forward_backward, causal_attention, *mask)
         if size:
             ways[f"{name}, a call each"] = partial(forward_backward, each_alone, documents, 0)
+        if window or size in (1000, 8000):  # few, as each may be compiled
+            ways[f"{name}, FlexAttention"] = partial(flex, block_mask(*mask))
+    ways["a block mask"] = partial(block_mask, *mask)
+    whole = torch.zeros(1, length, dtype=torch.int64)
+    ways["one document"] = partial(forward_backward, causal_attention, whole, 0)
     dense = torch.arange(length, device=device.torch_device)[None] // max(1000 // scale, 1)
     ways[DENSE] = partial(forward_backward, dense_attention, dense, 0)
     taken, first = in_turns(ways, device, rounds)

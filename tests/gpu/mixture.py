@@ -7,7 +7,6 @@ import warnings
 import torch
 
 from tests.gpu.timing import in_turns, relative
-from torchtitan.convert.rounded_experts import RoundedProducts
 from torchtitan.models.experts import (
     MixtureOfExperts,
     Routing,
@@ -57,64 +56,29 @@ LAYERS = {
 }
 
 
-EIGHT_BITS = "grouped, Float8"
-
-
-def timed(layer, device, dtype, rounds, in_eight_bits=False):
+def timed(layer, device, dtype, rounds):
     """Return milliseconds by what is computed, ratios to the feed-forward, and host waits."""
     where = {"device": device.torch_device, "dtype": dtype}
     x = torch.randn(1, layer.tokens, layer.dim, **where, requires_grad=True)
     mixture = _drawn(layer.build, device, dtype)
     dense = _drawn(lambda: FeedForward(layer.dim, layer.active_dim), device, dtype)
 
-    rounded = RoundedProducts(is_native=device.type == "cuda")
-
-    def of(products):
-        def run():
-            mixture.experts.multiply = rounded if products == EIGHT_BITS else None
-            mixture(x).backward(x.detach())
-
-        return run
-
-    by_products = ["grouped", *([EIGHT_BITS] if in_eight_bits else [])]
     ways = {
         "feed-forward": lambda: dense(x).backward(x.detach()),
-        **{products: of(products) for products in by_products},
+        "grouped": lambda: mixture(x).backward(x.detach()),
         **_parts(mixture, x),
     }
     given = [x, *mixture.parameters(), *dense.parameters()]
     found, _ = in_turns(ways, device, rounds, given)
     figures = {"ways": relative(found, "feed-forward")}
     if peak := device.peak_flops(dtype):
-        for name in ("feed-forward", *by_products):
+        for name in ("feed-forward", "grouped"):
             figures[f"MFU, {name}"] = layer.flops / statistics.median(found[name]) / peak
     if device.type == "cuda":
-        figures["waits"] = {name: _waits(ways[name]) for name in by_products}
+        figures["waits"] = {"grouped": _waits(ways["grouped"])}
         assert not figures["waits"]["grouped"], "the host waits for the device"
         figures["GiB"] = device.memory_peak()
-    if in_eight_bits:
-        figures["off"] = _off(mixture, x, rounded)
     return figures
-
-
-def _off(mixture, x, rounded):
-    """Return how far results in 8 bits are from emulated ones, and these from plain ones."""
-    emulated = dataclasses.replace(rounded, is_native=False)
-    experts, found = mixture.experts, []
-    given = [x, *experts.parameters()]
-    for multiply in (rounded, emulated, None):
-        experts.multiply = multiply
-        y = mixture(x)
-        found.append([y.detach(), *torch.autograd.grad(y, given, x.detach())])
-    names = ("output", "gradient of x", *(name for name, _ in experts.named_parameters()))
-    off = {}
-    for title, (ours, theirs) in {
-        "Float8 to emulated": (found[0], found[1]),
-        "emulated to bf16": (found[1], found[2]),
-    }.items():
-        for name, a, b in zip(names, ours, theirs, strict=True):
-            off[f"{title}, {name}"] = ((a - b).float().norm() / b.float().norm()).item()
-    return off
 
 
 def _parts(mixture, x):

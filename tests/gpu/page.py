@@ -5,7 +5,7 @@ A column is a format of the figures of a case; where one of these is not there, 
 
 import json
 
-STAGES = ("right", "runs", "ranks", "fast", "many", "systems", "real")
+STAGES = ("right", "runs", "ranks", "fast", "many", "systems", "real", "peer")
 PAGE = """\
 # On a GPU
 
@@ -86,6 +86,15 @@ SYSTEMS = {
 }
 """Tables: the beginning of their cases, and their columns."""
 REAL = {"loss": "{end:.3f}", "tokens/s": "{tokens_per_second:,.0f}", "s": "{seconds:,.0f}"}
+PEER = {
+    "tokens/s": "{tokens/s:,.0f}",
+    "of TorchTitan": "{tokens/s of TorchTitan:,.0f}",
+    "ratio (range over turns)": "{ratio:.3f} ({spread[0]:.3f} to {spread[1]:.3f})",
+    "planned": "{planned tokens/s:,.0f} ({tokens/s off:+.1%})",
+    "GiB": "{GiB:.1f}",
+    "GiB of TorchTitan": "{GiB of TorchTitan:.1f}",
+    "GiB planned": "{planned GiB:.1f} ({GiB off:+.1%})",
+}
 BASES = {"ms (range)": "{ms[0]:.1f} ({ms[1]:.1f} to {ms[2]:.1f})", "energy": "{energy:.4f}"}
 
 
@@ -95,7 +104,7 @@ def write(folder):
     stages = {name: read(folder / f"{name}.jsonl") for name in STAGES}
     summary = "\n".join(f"| {name} | {' | '.join(counts(rows))} |" for name, rows in stages.items())
     parts = [failures(stages)]
-    for part in (right, fast, many, systems, real):
+    for part in (right, fast, many, systems, real, peer):
         rows = stages[part.__name__]
         parts += part({case: row["figures"] for case, row in rows.items()})
     shown = ("device", "driver", "torch", "torchao", "python", "cores", "date")
@@ -217,8 +226,6 @@ def experts(rows):
         yield f"### {case[0].upper()}{case[1:]}"
         yield "Forward and backward of a layer in bf16; MFU is by the FLOPs of the chosen experts."
         yield table(ways, EXPERTS)
-        if off := row.get("off"):
-            yield "Relative differences: " + ", ".join(f"{k} {v:.1e}" for k, v in off.items()) + "."
 
 
 def models(rows):
@@ -290,3 +297,9 @@ def real(rows):
     if found := {case: row for case, row in rows.items() if "end" in row}:
         yield "## The real run"
         yield table(found, REAL)
+
+
+def peer(rows):
+    if found := {case: row for case, row in rows.items() if "ratio" in row}:
+        yield "## Beside TorchTitan 0.2.2"
+        yield table(found, PEER)

@@ -322,7 +322,8 @@ def document_attention(device):
         [torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in lengths]
     )
     sizes = ((4, 4, 64), (8, 2, 128))
-    masks = ((documents, 0), (None, 50), (documents, 50), (documents, 2))
+    whole = torch.zeros_like(documents)
+    masks = ((documents, 0), (None, 50), (documents, 50), (documents, 2), (whole, 0), (whole, 400))
     for dtype, (heads, kv_heads, size), (ids, window) in itertools.product(ALLOWED, sizes, masks):
         torch.manual_seed(0)
         shapes = [(2, count, 300, size) for count in (heads, kv_heads, kv_heads, heads)]

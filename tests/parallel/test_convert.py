@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -10,18 +9,15 @@ from torch import nn
 
 from tests import layouts, tiny
 from tests.collectives import message
-from tests.layouts import GATHERED, MICROSCALED, ROUNDED_EXPERTS, ROWWISE, TENSORWISE, case
+from tests.layouts import GATHERED, MICROSCALED, ROWWISE, TENSORWISE, case
 from tests.ranks import run_ranks
 from tests.runs import trace, train
 from torchtitan import convert
 from torchtitan.config import Context, PlannedWorld
 from torchtitan.convert import MXFP8, Float8
-from torchtitan.convert.rounded_experts import RoundedProducts
 from torchtitan.device import Device
 from torchtitan.flight_recorder.records import recorded
-from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
-from torchtitan.models.experts import expert_products
 from torchtitan.models.spec import build_empty
 from torchtitan.tools.verify.measure import training
 
@@ -68,13 +64,6 @@ def test_converters_are_applied_in_order():
         (Float8(), (8, 9), None),
         (MXFP8(), (9, 0), "its compute capability is 9.0, and matrix products in MXFP8 need 10.0"),
         (MXFP8(), (10, 0), None),
-        (
-            Float8(recipe="rowwise", experts=True),
-            (8, 9),
-            "its compute capability is 8.9, and matrix products of experts in Float8 need 9.0",
-        ),
-        (Float8(recipe="rowwise", experts=True), (9, 0), None),
-        (MXFP8(experts=True), (10, 0), "products of experts in MXFP8 are emulated on every device"),
     ],
 )
 def test_what_a_device_lacks(config, capability, lack, monkeypatch):
@@ -133,96 +122,6 @@ def test_products_are_of_rounded_factors(recipe):
     own = rounded(gradient, of_gradient, column).T @ rounded(x.detach(), e4m3, column)
     torch.testing.assert_close(model[0].weight.grad, own)
     assert not torch.allclose(y, x.detach() @ weight.T, atol=1e-3), "nothing was rounded"
-
-
-ROWS = (13, 0, 27, 10)
-"""Number of rows of each expert."""
-
-
-def of_experts(x, weight, block):
-    """Forward and both gradients of products of experts, by hand, each expert by itself."""
-    e4m3, found = torch.float8_e4m3fn, []
-    gradient = torch.linspace(-1, 2, len(x) * weight.shape[1]).view(len(x), -1).sin()
-
-    def by_blocks(x, axis):
-        pieces = x.split(block or x.shape[axis], axis)
-        return torch.cat([rounded(piece, e4m3, axis) for piece in pieces], axis)
-
-    start = 0
-    for number, count in enumerate(ROWS):
-        rows, of_rows = (each[start : start + count] for each in (x, gradient))
-        matrix, start = weight[number], start + count
-        y = by_blocks(rows, 1) @ by_blocks(matrix, 1).T
-        own = by_blocks(of_rows, 1) @ by_blocks(matrix, 0)
-        summed = torch.zeros_like(matrix)
-        if count:
-            summed = by_blocks(of_rows, 0).T @ by_blocks(rows, 0)
-        found.append((y, own, summed))
-    outputs, of_x, of_weight = zip(*found, strict=True)
-    return [torch.cat(outputs), torch.cat(of_x), torch.stack(of_weight), gradient]
-
-
-def operands():
-    torch.manual_seed(0)
-    x = torch.randn(sum(ROWS), 32) * torch.logspace(-2, 2, sum(ROWS))[:, None]
-    ends = torch.tensor(ROWS).cumsum(0, dtype=torch.int32)
-    return x.requires_grad_(), torch.randn(4, 64, 32, requires_grad=True), ends
-
-
-@pytest.mark.parametrize("block", [0, 32])
-def test_products_of_experts_are_of_rounded_factors(block):
-    x, weight, ends = operands()
-    *expected, gradient = of_experts(x.detach(), weight.detach(), block)
-    y = RoundedProducts(block)(x, weight, ends, 1)
-    y.backward(gradient)
-    for found, value in zip((y, x.grad, weight.grad), expected, strict=True):
-        torch.testing.assert_close(found, value)
-    plain = expert_products(x, weight, ends)
-    assert not torch.allclose(y, plain, rtol=1e-3, atol=1e-3), "nothing was rounded"
-    wide = RoundedProducts(block, keeps_gradients=True)(x, weight, ends, 1)
-    (found,) = torch.autograd.grad(wide, weight, gradient)
-    torch.testing.assert_close(found, torch.autograd.grad(plain, weight, gradient)[0])
-
-
-def test_products_on_a_gpu_have_the_same_factors(monkeypatch):
-    """Torch's product of Float8 is replaced by its definition, as a CPU lacks it."""
-
-    def product(a, b, *scales, offs, **_):
-        bounds = list(pairwise([0, *offs.tolist()]))
-        assert a.stride(-1) == b.stride(-2) == 1, "factors are read along what is summed"
-        if b.ndim == 3:
-            wide = (a.float() * scales[0][:, None], b.float() * scales[1][:, None, :])
-            return torch.cat([wide[0][i:j] @ wide[1][n] for n, (i, j) in enumerate(bounds)])
-        assert not any(j % 16 for _, j in bounds)
-        of_a, of_b = (scale.view(len(bounds), -1) for scale in scales)
-        return torch.stack(
-            [
-                (a[:, i:j].float() * of_a[n][:, None]) @ (b[i:j].float() * of_b[n])
-                for n, (i, j) in enumerate(bounds)
-            ]
-        )
-
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", product)
-    x, weight, ends = operands()
-    *expected, gradient = of_experts(x.detach(), weight.detach(), 0)
-    y = RoundedProducts(is_native=True)(x, weight, ends, 1)
-    y.backward(gradient)
-    for found, value in zip((y, x.grad, weight.grad), expected, strict=True):
-        torch.testing.assert_close(found, value)
-
-
-def test_experts_are_converted_if_asked_for():
-    build = MODELS["tiny_sparse"].build
-    for asked, said in ((False, "(experts = false)"), (True, "12 of 13 linears and experts")):
-        config = Float8(recipe="rowwise", experts=asked)
-        model = build_empty(build, tiny.SPARSE["even"], 32)
-        (done,) = convert.apply(model, [config], capability=(9, 0), has_fsdp=False)
-        assert said in convert.describe(config, done)
-        assert ("layers.1.mixture.experts" in done.changed) == asked
-    narrow = MXFP8(experts=True)
-    model = build_empty(build, tiny.SPARSE["even"], 32)
-    (done,) = convert.apply(model, [narrow], capability=(10, 0), has_fsdp=False)
-    assert done.skipped["layers.1.mixture.experts"] == "48 x 64, not multiples of 32"
 
 
 def recipe(layout, folder="unused", **sections):
@@ -342,8 +241,6 @@ def test_a_resumed_run_is_the_same(converters, tmp_path):
         (case(tp=2, convert=TENSORWISE), {"backend": "aot_eager"}),
         (case(tp=2, convert=SENT_SO), {"backend": "aot_eager"}),
         (case(tp=2, convert=MICROSCALED), {"backend": "aot_eager"}),
-        (ROUNDED_EXPERTS["EP 2, rowwise"], {}),
-        (ROUNDED_EXPERTS["TP 2, rowwise"], {"backend": "aot_eager"}),
     ],
 )
 def test_what_is_compiled_is_the_same_run(layout, compiler):

@@ -22,8 +22,7 @@ from torchtitan.torch_private.runtime import is_in_backward
 
 TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
 BALANCED, APART = "Qwen3-MoE, balanced", "Qwen3-MoE, expert parallelism"
-LATENTS, ROUNDED = "DeepSeek-V3", "Qwen3-MoE, experts in 8 bits"
-OSSES = "GPT-OSS"
+LATENTS, OSSES = "DeepSeek-V3", "GPT-OSS"
 ALL = [(family, name) for family, cases in FAMILIES.items() for name in cases if family != "Llama"]
 DAILY = [
     ("Qwen3", "TP 2"),
@@ -35,7 +34,6 @@ DAILY = [
     ("Qwen3-MoE", "FSDP 2, operators recomputed"),
     *((BALANCED, name) for name in ("TP 2", "PP 2, ZBVZeroBubble")),
     *((APART, name) for name in ("EP 2", "EP 2, HSDP 2 x 2")),
-    (ROUNDED, "EP 2, rowwise"),
     *((LATENTS, name) for name in ("TP 2", "TP 2, no sequence parallelism", "CP 2, ring")),
     *((OSSES, name) for name in ("TP 2", "CP 2, ring")),
     *((family, "TP 2") for family in ("OLMo 2", "Gemma 3")),

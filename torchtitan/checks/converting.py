@@ -7,7 +7,7 @@ from torch import nn
 
 from torchtitan.checks.model import model_of
 from torchtitan.config import PlannedWorld, Problem
-from torchtitan.convert import Conversion, LinearConverterConfig, experts, linears
+from torchtitan.convert import Conversion, LinearConverterConfig, linears
 from torchtitan.job import JobConfig
 from torchtitan.models.output import has_linear_loss
 from torchtitan.models.spec import TensorRole
@@ -81,7 +81,6 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             )
             yield Problem(f"{key}.name", message, SECTIONS)
         seen |= dict.fromkeys(wanted, number)
-        yield from _experts(key, converter, p.tensor_parallel_degree, network)
         tp, plan = p.tensor_parallel_degree, model.spec.tensor_plan
         is_fast = world.device_type == "cuda" and not converter.emulate
         largest = max(shape.numel() for shape in wanted.values()) // tp
@@ -95,26 +94,6 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
                 f"weights need a multiple of {converter.multiple}"
             )
             yield Problem(f"{key}.name", message, SECTIONS)
-
-
-def _experts(
-    key: str, converter: LinearConverterConfig, tp: int, network: nn.Module
-) -> Iterator[Problem]:
-    """Check that there are experts to convert, with shards of their hidden dim that can be."""
-    done = Conversion()
-    sizes = {module.w1.shape[1:] for _, module in experts(network, converter, done)}
-    if converter.experts and not sizes:
-        reasons = " and ".join(sorted(set(done.skipped.values())))
-        message = f"the experts are {reasons}" if reasons else "the model has no experts"
-        yield Problem(f"{key}.experts", f"{message}; use false", SECTIONS)
-    for hidden, _ in sizes:
-        if hidden % (tp * converter.multiple):
-            message = (
-                f"experts have {hidden} hidden features, and {tp} shards of them "
-                f"(tensor_parallel_degree) are not multiples of {converter.multiple}; use false, "
-                "or a smaller degree"
-            )
-            yield Problem(f"{key}.experts", message, SECTIONS)
 
 
 def _uneven_parts(

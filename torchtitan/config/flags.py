@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core.core_schema import ModelSchema
 
-from torchtitan.config.other_names import OLD_KEYS, Moved
+from torchtitan.config.other_names import Moved, old_key
 from torchtitan.config.schema import (
     NOUNS,
     Kind,
@@ -121,7 +121,7 @@ def read_flags(
 
 def _meant(path: KeyPath, schema: type[Config]) -> KeyPath:
     """Return the present path of a key, in the nearest section if its own is unknown."""
-    row = OLD_KEYS.get(dotted(path))
+    row = old_key(path)
     section, *rest = row.to.split(".") if isinstance(row, Moved) else path
     if section not in schema.model_fields and not section.startswith("no_"):
         section = next(iter(near_names(section, schema.model_fields)), section)

@@ -86,8 +86,18 @@ OLD_KEYS: Mapping[str, Moved | Gone] = {
         for key in ("learn_steps", "learn_rate")
     },
     "model.expert_products": Gone("products of experts are always grouped", just(None, "grouped")),
+    "convert.0.experts": Gone(
+        "experts keep their dtype: on an H100, a layer of Qwen3-30B-A3B took 87 ms in Float8 and "
+        "11.5 ms in bfloat16; remove the key, and linears alone are converted",
+        falsy,
+    ),
 }
-"""Keys that this project once had."""
+"""Keys that this project once had; in a list of sections, 0 stands for any number."""
+
+
+def old_key(path: KeyPath) -> Moved | Gone | None:
+    """Return what became of a key, if this project once had it and no longer does."""
+    return OLD_KEYS.get(dotted(tuple("0" if name.isdecimal() else name for name in path)))
 
 
 class Translation(NamedTuple):
@@ -104,7 +114,7 @@ def translate(settings: Settings) -> Translation:
     """Read the settings of one source, whatever version it was written for."""
     result = Translation({}, [], [], {})
     for path, setting in settings.items():
-        translate_key(OLD_KEYS.get(dotted(path)), path, setting, settings, result)
+        translate_key(old_key(path), path, setting, settings, result)
     return result
 
 

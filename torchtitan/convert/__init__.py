@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.config import Registry
 from torchtitan.convert.float8 import MXFP8, Float8
-from torchtitan.convert.rounded_experts import experts
 from torchtitan.convert.settings import (
     Conversion,
     ConversionTarget,

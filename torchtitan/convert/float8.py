@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from torchtitan.config import Context, Problem
-from torchtitan.convert.rounded_experts import convert_experts
 from torchtitan.convert.settings import (
     Conversion,
     ConversionTarget,
@@ -63,12 +62,6 @@ class Float8(LinearConverterConfig):
                     f'recipe = "tensorwise", not "{self.recipe}"'
                 )
                 yield Problem(name, message, ("recipe",))
-        if self.experts and self.recipe == "tensorwise":
-            message = (
-                "the number of rows of an expert depends on the microbatch and the layout, so one "
-                'scale for all of them would too; use recipe = "rowwise", or false'
-            )
-            yield Problem("experts", message, ("recipe",))
         if self.precompute_float8_dynamic_scale_for_fsdp and not self.packs_weights:
             needs = "enable_fsdp_float8_all_gather"
             message = f"it computes the scales for {needs} = true; set that too, or use false"
@@ -97,11 +90,10 @@ class Float8(LinearConverterConfig):
     def lacks(self, capability: tuple[int, int] | None) -> str | None:
         if capability is None:
             return "a CPU has no matrix products in Float8"
-        first = (9, 4) if torch.version.hip else (9, 0) if self.experts else (8, 9)
+        first = (9, 4) if torch.version.hip else (8, 9)
         if capability < first:
             has, needs = (".".join(map(str, version)) for version in (capability, first))
-            what = "matrix products of experts" if self.experts else "matrix products"
-            return f"its compute capability is {has}, and {what} in Float8 need {needs}"
+            return f"its compute capability is {has}, and matrix products in Float8 need {needs}"
         return None
 
     def convert(self, model: nn.Module, target: ConversionTarget) -> Conversion:
@@ -122,8 +114,6 @@ class Float8(LinearConverterConfig):
             for name in wanted:
                 linear: Any = model.get_submodule(name)
                 linear.wire = Wire(_Cast(linear), _CastGradient(linear))
-        keeps_gradients = self.recipe == "rowwise_with_gw_hp"
-        convert_experts(model, self, target, done, keeps_gradients=keeps_gradients)
         return done
 
     def _gathers(self, target: ConversionTarget) -> str:
@@ -216,8 +206,6 @@ class MXFP8(LinearConverterConfig):
         if capability < (10, 0):
             has = ".".join(map(str, capability))
             return f"its compute capability is {has}, and matrix products in MXFP8 need 10.0"
-        if self.experts:
-            return "products of experts in MXFP8 are emulated on every device"
         return None
 
     def convert(self, model: nn.Module, target: ConversionTarget) -> Conversion:
@@ -237,6 +225,4 @@ class MXFP8(LinearConverterConfig):
                 )
             converted.weight, converted.bias = linear.weight, linear.bias
             replace(model, name, converted)
-        wide = self.high_precision_weight_gradients
-        convert_experts(model, self, target, done, block=BLOCK, keeps_gradients=wide)
         return done

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.config import Config, Context, Problem
 from torchtitan.device import Device
+from torchtitan.models.experts import Experts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -89,8 +90,6 @@ class LinearConverterConfig(ConverterConfig):
 
     filter_fqns: tuple[str, ...] = ("output",)
     """Skip linear layers whose name contains one of these."""
-    experts: bool = False
-    """Also convert the matrix products of experts."""
     emulate: bool = False
     """Emulate the matrix products on a device that lacks them: round the operands in the same way,
     and multiply them in their original dtype."""
@@ -129,6 +128,8 @@ def linears(
 ) -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linears that `config` converts; `done` records all, with reasons for skipping."""
     for name, module in list(model.named_modules()):
+        if isinstance(module, Experts):
+            done.skipped[name] = "grouped products"
         if not isinstance(module, nn.Linear):
             continue
         outputs, inputs = module.weight.shape

@@ -41,8 +41,6 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 Exchange = Callable[[Tensor, Tensor, Tensor, Compute], Tensor]
 """Function of rows sorted by expert, their scores, these experts, and how to compute rows of the
 experts here, that lets all rows be computed where their experts are."""
-Multiply = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""Function like `expert_products` of rows, matrices, `ends`, and the dim of F of the matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,8 +239,6 @@ class Experts(nn.Module):
         super().__init__()
         self.limit = form.limit
         self.exchange: Exchange | None = None
-        self.multiply: Multiply | None = None
-        """Product in another precision, if any."""
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
@@ -299,18 +295,20 @@ class Experts(nn.Module):
         b1, b2, b3 = biases or (None, None, None)
         numbers = torch.arange(len(w1), device=rows.device, dtype=expert.dtype)
         ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)  # (E,)
-        multiply, score = self.multiply or _multiply, score[:, None]
+        score = score[:, None]
 
-        def linear(x: Tensor, weight: Tensor, hidden_dim: int, bias: Tensor | None) -> Tensor:
-            out = multiply(x, weight, ends, hidden_dim)
+        def linear(
+            x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor | None = None
+        ) -> Tensor:
+            out: Tensor = expert_products(x, weight, ends)
             if bias is None:
                 return out
             added = _by_row(bias, expert)
-            return (out + (added if hidden_dim == 1 else added * score)).to(out.dtype)
+            return (out + (added if factor is None else added * factor)).to(out.dtype)
 
-        gate, up = linear(rows, w1, 1, b1), linear(rows, w3, 1, b3)  # (N, F)
+        gate, up = linear(rows, w1, b1), linear(rows, w3, b3)  # (N, F)
         hidden = clamped_swiglu(gate, up, self.limit) if self.limit else F.silu(gate) * up
-        return linear((hidden * score).to(hidden.dtype), w2, 2, b2)
+        return linear((hidden * score).to(hidden.dtype), w2, b2, score)
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -370,11 +368,6 @@ class _AddUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-def _multiply(rows: Tensor, weight: Tensor, ends: Tensor, hidden_dim: int) -> Tensor:
-    out: Tensor = expert_products(rows, weight, ends)
-    return out
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:

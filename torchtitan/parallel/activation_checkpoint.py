@@ -148,10 +148,8 @@ def _save_expensive_operators() -> Any:
     Each block counts its own matrix products, so its choice does not depend on other blocks.
     """
     aten = torch.ops.aten
-    products = {
-        *(aten.mm.default, aten.addmm.default),
-        *(torch.ops.torchtitan.expert_products.default, aten._scaled_grouped_mm.default),
-    }
+    experts = torch.ops.torchtitan.expert_products.default
+    products = {aten.mm.default, aten.addmm.default, experts}
     expensive = (
         KEPT_OPERATORS
         | ALWAYS_KEPT_OPERATORS

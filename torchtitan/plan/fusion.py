@@ -44,7 +44,7 @@ REDUCTIONS = frozenset(
     ]
 )
 ONE_BY_ONE = {
-    *(aten._scaled_grouped_mm, aten._grouped_mm, aten.sort, aten.topk),
+    *(aten._grouped_mm, aten.sort, aten.topk),
     *(aten._scaled_dot_product_flash_attention_for_cpu,),
     *(aten._scaled_dot_product_flash_attention_for_cpu_backward,),
 }

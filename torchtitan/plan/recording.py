@@ -61,9 +61,8 @@ def _grouped_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
     return 2 * a.numel() * b[-1]
 
 
-for _product in (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm):
-    if _product not in flop_registry:  # torch 2.13 does not count them
-        register_flop_formula(_product)(_grouped_flops)
+if torch.ops.aten._grouped_mm not in flop_registry:  # torch 2.13 does not count it
+    register_flop_formula(torch.ops.aten._grouped_mm)(_grouped_flops)
 
 DISPATCH = Kernel("dispatch", 0, 0, 0, torch.int64, ())
 """Work of the host alone: it finds the operators on this rank of one on a DTensor."""

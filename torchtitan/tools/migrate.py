@@ -25,7 +25,7 @@ from torchtitan.config import (
     read_text,
     show,
 )
-from torchtitan.config.other_names import OLD_KEYS, Moved, Translation, move, translate_key
+from torchtitan.config.other_names import Moved, Translation, move, old_key, translate_key
 from torchtitan.tools.options import Output, Verb, verb, write_output
 from torchtitan.torchtitan_keys import (
     DEFAULTS,
@@ -45,7 +45,7 @@ LOAD_IN_HF: KeyPath = ("checkpoint", "initial_load_in_hf")
 NAMES: KeyPath = ("model", "converters")
 SWITCH: KeyPath = ("float8", "enable_float8_linear")
 EXPERTS = ("quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
-ONLY_EXPERTS = 'set experts = true in a [[convert]] section with recipe = "rowwise" or of mxfp8'
+ONLY_EXPERTS = "experts keep their dtype; leave it out"
 CONVERTERS = {
     "float8": "float8",
     "quantize.linear.float8": "float8",
@@ -118,7 +118,7 @@ def _translate_key(
     result: Translation,
 ) -> None:
     dotted, (value, origin) = ".".join(path), setting
-    where, row = located(origin, dotted), OLD_KEYS.get(dotted, TABLE.get(dotted))
+    where, row = located(origin, dotted), old_key(path) or TABLE.get(dotted)
     converter = CONVERTERS.get(".".join(path[:-1]))
     if row is None and f"{dotted}.".startswith(OLD_SECTIONS):
         if unknown := _unknown(path, is_section=value == {}):

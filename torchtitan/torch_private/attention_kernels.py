@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 
 def attention_forward(
@@ -25,6 +26,11 @@ def attention_forward(
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, is_causal=causal, attn_mask=bias
         )
+    elif bias is None and _takes_cudnn(q, k, v, causal):
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, compute_log_sumexp=True, is_causal=causal
+        )
+        lse = lse.view(q.shape[:3])
     elif bias is None and flash_can(q.dtype, q.shape[-1]):
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
     else:
@@ -59,23 +65,18 @@ def attention_backward(
         )
         return grads[0], grads[1], grads[2]
     no_dropout = torch.empty(0, dtype=torch.int64, device=q.device)  # in place of a random state
+    # The kernels assume without a check that `lse` is contiguous.
+    given, lengths = (grad_out, q, k, v, out), (None, None, q.shape[2], k.shape[2])
+    if bias is None and _takes_cudnn(q, k, v, causal):
+        rows = lse.contiguous()[..., None]
+        state = (no_dropout, no_dropout, None)
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *given, rows, *state, *lengths, 0.0, causal
+        )
+        return grads[0], grads[1], grads[2]
     if bias is None and flash_can(q.dtype, q.shape[-1]):
-        # The kernel assumes without a check that `lse` is contiguous.
         grads = aten._scaled_dot_product_flash_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
-            no_dropout,
-            no_dropout,
+            *given, lse.contiguous(), *lengths, 0.0, causal, no_dropout, no_dropout
         )
         return grads[0], grads[1], grads[2]
     keys, values, bias = _for_efficient(q, k, v, bias)
@@ -105,6 +106,13 @@ def flash_can(dtype: torch.dtype, head_dim: int) -> bool:
     return is_half and head_dim % 8 == 0 and head_dim <= 256
 
 
+def _takes_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Whether torch's own attention takes cuDNN's kernel, which is the fastest on Hopper."""
+    choice: int = torch._fused_sdp_choice(q, k, v, is_causal=causal, enable_gqa=True)
+    is_chosen = choice == SDPBackend.CUDNN_ATTENTION.value
+    return is_chosen and not torch.are_deterministic_algorithms_enabled()
+
+
 def _for_efficient(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -117,5 +125,5 @@ def _for_efficient(
     k, v = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (k, v))
     if bias is not None:
         keys = bias.shape[-1]
-        bias = F.pad(bias, (0, -keys % 16))[..., :keys].expand(-1, heads, -1, -1)
+        bias = F.pad(bias, (0, -keys % 16))[..., :keys].expand(len(q), heads, -1, -1)
     return k, v, bias

@@ -1,14 +1,20 @@
 """Attention within segments of a sequence: documents, sliding windows, parts on other ranks.
 
-Memory is linear in the length of the sequence, and time follows the segments. On a CPU, and in
-float32 on CUDA, each segment is one call of the fused kernel, on views; a band that the kernel
-cannot express is cut into blocks of queries with a small mask each. In 16 bits on CUDA, the flash
-kernel takes all segments with the same band in one call, packed one after the other.
+Memory is linear in the length of the sequence, and time follows the segments. The kernels:
+
+    segments that are whole rows, causal  that of plain causal attention, one call
+    others in 16 bits on CUDA             flash, packed one after the other: a call for each band
+    others                                the fused kernel, on views: a call for each
+
+What is the same in all rows is one call for all. A band that the fused kernel cannot express is cut
+into blocks of queries with a small mask each. Long documents stay packed: cuDNN, which computes
+plain attention on Hopper, prepares an execution plan for each new length.
 
 Shapes: B batch, S queries, T keys, H query heads, K key/value heads, E head dim.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Self
@@ -81,21 +87,22 @@ def segments_forward(
         The output (B, H, S, E), and the log-sum-exp of the scores (B, H, S) in float32 or wider;
         zeros and minus infinity for queries that see no key.
     """
+    if _are_causal_rows(segments, q, k):
+        out, lse = attention_forward(q, k, v, causal=True, bias=None)
+        return _with_tokens_first(out), lse.contiguous()
     if has_varlen_kernels(q.device.type, q.dtype, q.shape[-1]):
         return _packed_forward(q, k, v, tuple(segments))
     out = tokens_first(q).zero_()
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
-    for tile, bias in _tiles(segments, q):
-        row, queries, keys = tile.row, slice(*tile.queries), slice(*tile.keys)
-        of_tile, lse_of_tile = attention_forward(
-            q[row, None, :, queries],
-            k[row, None, :, keys],
-            v[row, None, :, keys],
+    for rows, tile, bias in _tiles(segments, q):
+        queries, keys = slice(*tile.queries), slice(*tile.keys)
+        out[rows, :, queries], lse[rows, :, queries] = attention_forward(
+            q[rows, :, queries],
+            k[rows, :, keys],
+            v[rows, :, keys],
             causal=tile.is_causal,
             bias=bias,
         )
-        out[row, :, queries] = of_tile[0]
-        lse[row, :, queries] = lse_of_tile[0]
     return out, lse
 
 
@@ -113,25 +120,29 @@ def segments_backward(
     `out` and `lse` may come from attention over more keys than these; the result is then the
     contribution of these keys to the gradients.
     """
+    if _are_causal_rows(segments, q, k):
+        grads = attention_backward(grad_out, q, k, v, out, lse, causal=True, bias=None)
+        of_q, of_k, of_v = map(_with_tokens_first, grads)
+        return of_q, of_k, of_v
     if has_varlen_kernels(q.device.type, q.dtype, q.shape[-1]):
         return _packed_backward(grad_out, q, k, v, out, lse, tuple(segments))
     grad_q = tokens_first(q).zero_()
     grad_k, grad_v = (tokens_first(kv, wide(kv)).zero_() for kv in (k, v))  # tiles share keys
-    for tile, bias in _tiles(segments, q):
-        row, queries, keys = tile.row, slice(*tile.queries), slice(*tile.keys)
+    for rows, tile, bias in _tiles(segments, q):
+        queries, keys = slice(*tile.queries), slice(*tile.keys)
         of_q, of_k, of_v = attention_backward(
-            grad_out[row, None, :, queries],
-            q[row, None, :, queries],
-            k[row, None, :, keys],
-            v[row, None, :, keys],
-            out[row, None, :, queries],
-            lse[row, None, :, queries],
+            grad_out[rows, :, queries],
+            q[rows, :, queries],
+            k[rows, :, keys],
+            v[rows, :, keys],
+            out[rows, :, queries],
+            lse[rows, :, queries],
             causal=tile.is_causal,
             bias=bias,
         )
-        grad_q[row, :, queries] = of_q[0]
-        grad_k[row, :, keys] += of_k[0]
-        grad_v[row, :, keys] += of_v[0]
+        grad_q[rows, :, queries] = of_q
+        grad_k[rows, :, keys] += of_k
+        grad_v[rows, :, keys] += of_v
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
@@ -146,10 +157,35 @@ def tokens_first(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.new_empty(batch, length, heads, dim, dtype=dtype).transpose(1, 2)
 
 
-def _tiles(segments: Sequence[Segment], q: Tensor) -> Iterator[tuple[Segment, Tensor | None]]:
+def _with_tokens_first(tensor: Tensor) -> Tensor:
+    """Return the tensor in the memory format of `tokens_first`."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _are_causal_rows(segments: Sequence[Segment], q: Tensor, k: Tensor) -> bool:
+    """Whether segments are all rows of `q` and `k`, each with causal attention."""
+    span = (0, q.shape[2])
+    return len(segments) == len(q) and all(
+        (each.queries, each.keys) == (span, (0, k.shape[2])) and each.is_causal for each in segments
+    )
+
+
+def _of_rows(segments: Sequence[Segment], rows: int) -> Iterator[tuple[slice, Segment]]:
+    """Yield segments with their row, and once with all rows those that all rows have."""
+    counts = Counter(segment._replace(row=0) for segment in segments)
+    for segment in segments:
+        if counts[segment._replace(row=0)] < rows:
+            yield slice(segment.row, segment.row + 1), segment
+        elif segment.row == 0:
+            yield slice(None), segment
+
+
+def _tiles(
+    segments: Sequence[Segment], q: Tensor
+) -> Iterator[tuple[slice, Segment, Tensor | None]]:
     """Cut segments into those that a kernel can compute, with a small mask if at all."""
     bias, band = None, None
-    for segment in segments:
+    for rows, segment in _of_rows(segments, len(q)):
         whole = segment.trimmed()
         if whole.is_causal or whole.is_rectangle:
             block = max(1, whole.queries[1] - whole.queries[0])
@@ -160,7 +196,7 @@ def _tiles(segments: Sequence[Segment], q: Tensor) -> Iterator[tuple[Segment, Te
             tile = whole._replace(queries=(start, stop)).trimmed()
             if tile.band != band:  # all blocks in the middle of a segment share a mask
                 bias, band = _bias(tile, q), tile.band
-            yield tile, bias
+            yield rows, tile, bias
 
 
 MIN_BLOCK, MAX_BLOCK = 64, 256

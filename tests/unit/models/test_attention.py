@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.dense import dense_attention
 from torchtitan.models import attention
 from torchtitan.models.attention import causal_attention, document_attention
+from torchtitan.torch_private import segment_kernels
 
 LENGTH = 150
 DOCUMENTS = {
@@ -77,16 +78,26 @@ def test_16_bits_are_as_close_as_with_a_dense_mask(dtype):
         assert (x - wanted).norm() <= 1.2 * (other - wanted).norm()
 
 
-def test_plain_causal_attention_is_that_of_torch_to_the_bit():
-    given = operands()
+def test_plain_causal_attention_is_that_of_torch_to_the_bit(monkeypatch):
+    """So is that of rows of one document, all in one call, where others would be packed, too."""
+    given, kernel, calls = operands(), segment_kernels.attention_forward, []
+
+    def noted(q, *rest, **options):
+        calls.append((q.shape, options))
+        return kernel(q, *rest, **options)
+
+    monkeypatch.setattr(segment_kernels, "attention_forward", noted)
+    monkeypatch.setattr(segment_kernels, "has_varlen_kernels", lambda *_: True)
 
     def torchs(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     expected = differentiate(torchs, given)
-    for window in (0, LENGTH, LENGTH + 1):
-        found = differentiate(causal_attention, given, None, window)
-        assert all(torch.equal(x, wanted) for x, wanted in zip(found, expected, strict=True))
+    for documents in (None, DOCUMENTS["one"]):
+        for window in (0, LENGTH, LENGTH + 1):
+            found = differentiate(causal_attention, given, documents, window)
+            assert all(torch.equal(x, wanted) for x, wanted in zip(found, expected, strict=True))
+    assert calls == 3 * [(given[0].shape, {"causal": True, "bias": None})]
 
 
 def largest_tensor(core, length, size, window):
@@ -135,11 +146,11 @@ def test_evaluation_keeps_nothing():
     assert causal_attention(q, k, v, DOCUMENTS["any"]).requires_grad
 
 
-@pytest.mark.parametrize("window", [0, 20])
-def test_the_compiler_is_told_the_truth(window):
+@pytest.mark.parametrize(("name", "window"), [("any", 0), ("any", 20), ("one", 0)])
+def test_the_compiler_is_told_the_truth(name, window):
     """Shapes, strides, dtypes, and that nothing is an alias of an input."""
     inputs = [x.requires_grad_() for x in operands()[:3]]
-    torch.library.opcheck(document_attention, (*inputs, DOCUMENTS["any"], window))
+    torch.library.opcheck(document_attention, (*inputs, DOCUMENTS[name], window))
 
 
 @pytest.mark.parametrize("window", [0, 20])

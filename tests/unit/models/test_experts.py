@@ -7,17 +7,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ranks import run_ranks
 from torchtitan.models import experts
 from torchtitan.models.experts import (
+    Experts,
     MixtureOfExperts,
     Router,
     Routing,
     expert_gradients,
     expert_products,
 )
+from torchtitan.optim.parameters import global_norm
 from torchtitan.parallel import expert_parallel
 from torchtitan.parallel.expert_parallel import exchange_counts
 from torchtitan.torch_private.fake_ranks import fake_process_group
@@ -230,3 +235,42 @@ def test_all_tokens_may_choose_the_same_experts_and_one_token_is_enough():
         torch.testing.assert_close(made(x), by_formula(made, x), atol=1e-5, rtol=1e-5)
     made(tokens()).sum().backward()
     assert made.experts.w1.grad[3:].eq(0).all()
+
+
+FEW_ROWS = {
+    "an expert without tokens of one rank": [[0, 0, 0, 0], [0, 0, 0, 1]],
+    "a rank without rows": [[1, 1, 1, 1], [1, 1, 1, 1]],
+    "one token": [[1], [0]],
+}
+"""The expert of each token of two ranks, each of which has one expert."""
+
+
+def each_rank_has_an_expert():
+    rank, (dim, _, hidden) = dist.get_rank(), SIZES
+    mine, generator = slice(rank, rank + 1), torch.Generator().manual_seed(0)
+    whole, own = Experts(dim, 2, hidden), Experts(dim, 1, hidden)
+    own.exchange = expert_parallel._RowExchange(dist.group.WORLD, 1)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("efsdp", "ep"))
+    for one, other in zip(whole.parameters(), own.parameters(), strict=True):
+        one.data.normal_(0, 0.3, generator=generator)
+        other.data.copy_(one.data[mine])
+    for where, choices in FEW_ROWS.items():
+        chosen = torch.tensor(choices)[..., None]
+        x = torch.randn(*chosen.shape[:2], dim, generator=generator)
+        scores = torch.rand(chosen.shape, generator=generator)
+        results = []
+        for layer, part in ((whole, slice(None)), (own, mine)):
+            given = x[part].clone().requires_grad_()
+            out = layer(given, scores[part], chosen[part])
+            of_x, *of_weights = torch.autograd.grad(out.square().sum(), [given, *layer.weights])
+            results.append([out, of_x, *of_weights])
+        for expected, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected[mine], msg=lambda m, w=where: f"{w}: {m}")
+        wholes, parts = (of_weights for _, _, *of_weights in results)
+        norm = global_norm(DTensor.from_local(x, mesh, [Shard(0), Shard(0)]) for x in parts)
+        torch.testing.assert_close(norm, torch.cat([x.flatten() for x in wholes]).norm())
+
+
+def test_ranks_with_few_rows_compute_what_one_does():
+    """And the norm of their gradients is that of all experts."""
+    run_ranks(each_rank_has_an_expert, 2)

@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.torch_private import segment_kernels
 from torchtitan.torch_private.segment_kernels import Segment, segments_backward, segments_forward
@@ -180,13 +182,32 @@ def test_contributions_of_parts_of_the_keys_add_up(way, request):
         torch.testing.assert_close(sum(shares), wanted)
 
 
-def test_the_flash_kernel_takes_what_it_is_given(monkeypatch):
+WHOLE = [Segment(row, (0, QUERIES), (0, QUERIES), 0, QUERIES) for row in range(BATCH)]
+
+
+@pytest.mark.parametrize(
+    ("names", "backend", "kernel"),
+    [
+        (("window", "causal after other keys", "rectangle"), "CUDNN_ATTENTION", "_flash"),
+        (("whole",), "FLASH_ATTENTION", "_scaled_dot_product_flash"),
+        (("whole",), "CUDNN_ATTENTION", "_scaled_dot_product_cudnn"),
+    ],
+)
+def test_kernels_of_cuda_take_what_they_are_given(names, backend, kernel, monkeypatch):
     """By its shapes, on tensors without values, as there is no such kernel on a CPU."""
     monkeypatch.setattr(segment_kernels, "has_varlen_kernels", lambda *_: True)
+    chosen = getattr(SDPBackend, backend).value
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: chosen)
     q, k, v, grad = (x.to("meta") for x in operands(2, 8, torch.bfloat16))
-    for name in ("window", "causal after other keys", "rectangle"):
-        out, lse = segments_forward(q, k, v, CASES[name])
-        grads = segments_backward(grad, q, k, v, out, lse, CASES[name])
+    for name in names:
+        segments = WHOLE if name == "whole" else CASES[name]
+        if name == "whole":
+            k, v = (x[:, :, :QUERIES] for x in (k, v))
+        with FlopCounterMode(display=False) as counter:
+            out, lse = segments_forward(q, k, v, segments)
+            grads = segments_backward(grad, q, k, v, out, lse, segments)
+        called = {f"aten.{kernel}_attention{way}" for way in ("_forward", "", "_backward")}
+        assert {str(each) for each in counter.get_flop_counts()["Global"]} < called
         for found, like in zip((out, *grads), (q, q, k, v), strict=True):
             assert (found.shape, found.dtype) == (like.shape, torch.bfloat16)
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
