@@ -319,8 +319,7 @@ def images(name, device, backend):
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         if how == "drawn":
-            recipe["data"] = recipe["data"] | {"dataset": "scenes"}
-            recipe["data"].pop("dataset_path")
+            recipe["data"] = {"dataset": "scenes", "num_workers": recipe["data"]["num_workers"]}
         else:
             recipe["data"]["dataset_path"] = folder
             try:

@@ -19,7 +19,7 @@ from torchtitan.research.vit_mae.images.settings import ImagesConfig
 MOST_STRETCHED = 4 / 3
 TRIES = 10
 """Number of draws of a random part that may exceed the image, before taking the largest square."""
-REDUCTIONS = (8, 4, 2)
+REDUCTIONS = (8, 4, 2, 1)
 """Factors by which a JPEG can be reduced while it is decoded."""
 
 Box = tuple[int, int, int, int]
@@ -44,24 +44,19 @@ class Crop(NamedTuple):
             ConfigError: if the image does not have the size that the section requires.
         """
         size, kind = self.size, self.config.crop
-        if kind == "none" and (height, width) != (size, size):
-            raise ConfigError(
-                f"{self.name}: it has {height} x {width} pixels, but the model takes {size} x "
-                f'{size}; use data.images.crop = "resized"'
-            )
-        if kind == "window" and min(height, width) < size:
-            raise ConfigError(
-                f"{self.name}: it has {height} x {width} pixels, too few for a window of {size} x "
-                f'{size}; use data.images.crop = "resized"'
-            )
         if kind == "resized":
             return _part(height, width, self.config.min_area, self.draw)
+        if min(height, width) < size or (kind == "none" and max(height, width) > size):
+            model = "but the model takes" if kind == "none" else "too few for a window of"
+            raise ConfigError(
+                f"{self.name}: it has {height} x {width} pixels, {model} {size} x {size}; use "
+                'data.images.crop = "resized"'
+            )
         return _window(height, width, size, self.draw)
 
     def reduction(self, box: Box) -> int:
         """Return the largest factor that leaves a part at least as large as the result."""
-        least = min(box[2:])
-        return next((factor for factor in REDUCTIONS if least >= factor * self.size), 1)
+        return next(n for n in REDUCTIONS if n == 1 or min(box[2:]) >= n * self.size)
 
     def part(self, image: Tensor) -> Tensor:
         """Return the part to read of a whole image (bands, H, W)."""
