@@ -65,7 +65,7 @@ class ForkedCalls:
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self._results, results = Pipe(duplex=False)
+        self._results, results = Pipe()  # of sockets, which hold more than the 64 KiB of a pipe
         parent, self._status = os.getpid(), 0
         with _blocked(signal.valid_signals()):
             self.pid = os.fork()  # `Process` refuses to start in a daemon, such as a local rank
@@ -84,7 +84,7 @@ class ForkedCalls:
             return pickle.loads(self._results.recv_bytes())
         except (EOFError, OSError):
             if self._end.alive:
-                self._status = self._end()
+                self._status = self._end() or 0
         why = f"with status {self._status}; its error is above"
         if self._status < 0:
             why = f"by signal {-self._status}, perhaps for lack of memory; lower data.num_workers"
@@ -96,8 +96,6 @@ def _serve(parent: int, call: Callable[[], Any], results: Connection) -> NoRetur
         _start(parent, torch.set_num_threads, (1,))  # others of OpenMP are not there after a fork
         while True:
             results.send_bytes(pickle.dumps(call(), pickle.HIGHEST_PROTOCOL))
-    except BrokenPipeError:
-        pass  # the parent was killed
     except BaseException:
         traceback.print_exc()
     finally:
