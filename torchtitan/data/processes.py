@@ -96,9 +96,8 @@ def _serve(parent: int, call: Callable[[], Any], results: Connection) -> NoRetur
         _start(parent, torch.set_num_threads, (1,))  # others of OpenMP are not there after a fork
         while True:
             results.send_bytes(pickle.dumps(call(), pickle.HIGHEST_PROTOCOL))
-    except BaseException:
-        traceback.print_exc()
     finally:
+        traceback.print_exc()
         os._exit(1)
 
 
