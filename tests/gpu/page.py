@@ -81,7 +81,14 @@ SYSTEMS = {
     ),
     "ViT-MAE": (
         "ViT-MAE ",
-        {"images/s": "{images/s:,.1f}", "images a step": "{images}", "GiB reserved": "{held}"},
+        {
+            "images/s": "{images/s:,.1f}",
+            "the same batch again": "{same/s:,.1f}",
+            "ratio": "{ratio:.3f}",
+            "images a step": "{images}",
+            "cores": "{cores}",
+            "GiB reserved": "{held}",
+        },
     ),
 }
 """Tables: the beginning of their cases, and their columns."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import statistics
 import sys
@@ -83,9 +84,10 @@ REFRESH = {
 SIZES = ("base", "huge", "1b", "3b")
 IMAGES = {
     f"ViT-MAE {size}: {how}": (size, how)
-    for how in ("the same batch", "drawn", "from files")
+    for how in ("files of 256 x 256", "files of 1,024 x 768", "drawn")
     for size in SIZES
 }
+"""Size, and the images: each case trains on one batch again and again too, for the ratio."""
 
 
 def names(rehearsed):
@@ -301,32 +303,39 @@ def ways_to_find(gradient, rank, iterations=2, oversampling=8):
 
 
 def images(name, device, backend):
-    """Train a ViT-MAE on drawn images, on those of a folder, or on one batch again and again."""
+    """Train a ViT-MAE on new images, and on one batch again and again."""
     size, how = IMAGES[name]
     own = tomllib.loads((ROOT / f"train_configs/vit_mae_{size}.toml").read_text())
     base = tomllib.loads((ROOT / "train_configs/base/vit_mae.toml").read_text())
     recipe = {key: {**base.get(key, {}), **own.get(key, {})} for key in {*base, *own} - {"extends"}}
-    recipe |= {"checkpoint": {}, "data": {"dataset": "scenes"}}
+    recipe |= {"checkpoint": {}}
     recipe["training"].pop("global_batch_size")
     recipe["compile"]["backend"] = backend
     if device.type == "cpu":
         recipe["model"]["flavor"] = "debugmodel"
         recipe["training"]["local_batch_size"] = 4
         recipe["compile"]["enable"] = False
+        recipe["data"]["num_workers"] = 2
     with ExitStack() as stack:
-        if how == "from files":
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        if how == "drawn":
+            recipe["data"] = {"dataset": "scenes", "num_workers": recipe["data"]["num_workers"]}
+        else:
+            recipe["data"]["dataset_path"] = folder
             try:
-                write_images(Path(folder), 1024 if device.type == "cuda" else 16)
+                write_images(Path(folder), how, 512 if device.type == "cuda" else 16)
             except ModuleNotFoundError as error:
                 return {"left out": f"{error.name} is not installed"}
-            recipe["data"] = {"dataset": "image_folder", "dataset_path": folder}
         run = stack.enter_context(opened(recipe, device))
-        if how == "the same batch":
-            run.batches = Same(next(run.batches))
-        found = steps(Trainer(run).step, device, rounds=10)
-        count = recipe["training"]["local_batch_size"]
-        return found | {"images": count, "images/s": 1000 * count / found["ms"]}
+        step = Trainer(run).step
+        found = steps(step, device, rounds=20)
+        again = Same(next(run.batches))
+        run.batches.close()
+        run.batches = again
+        same = steps(step, device, rounds=20)["ms"]
+        count, cores = recipe["training"]["local_batch_size"], len(os.sched_getaffinity(0))
+        rates = {"images/s": 1000 * count / found["ms"], "same/s": 1000 * count / same}
+        return found | rates | {"images": count, "ratio": same / found["ms"], "cores": cores}
 
 
 class Same:
@@ -342,15 +351,16 @@ class Same:
         """Nothing is open."""
 
 
-def write_images(folder, count):
-    """Write photographs of 256 x 256 as JPEG, and every fourth as PNG, of smooth noise."""
+def write_images(folder, how, count):
+    """Write photographs as JPEG, and every fourth of the small ones as PNG, of smooth noise."""
     from PIL import Image
 
+    width, height = (int(side.replace(",", "")) for side in how.split()[2::2])
     for number in range(count):
         torch.manual_seed(number)
-        coarse = torch.rand(1, 3, 16, 16)
-        pixels = F.interpolate(coarse, 256, mode="bilinear")[0].mul(255).byte()
-        form = "png" if number % 4 == 3 else "jpeg"
+        coarse = torch.rand(1, 3, height // 16, width // 16)
+        pixels = F.interpolate(coarse, (height, width), mode="bilinear")[0].mul(255).byte()
+        form = "png" if number % 4 == 3 and width == height else "jpeg"
         Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(folder / f"{number}.{form}")
 
 

@@ -47,7 +47,7 @@ def batch(images=2):
         for number in range(images)
     )
     lane = packing.lane(0, documents, None)
-    return packing.collate([lane.next_sample() for _ in range(images)])
+    return packing.collate([lane.next_sample() for _ in range(images)]).to("cpu")
 
 
 @pytest.mark.parametrize("flavor", PUBLISHED)

@@ -5,7 +5,9 @@ import dataclasses
 import io
 import itertools
 import os
+import signal
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +15,18 @@ import pytest
 import torch
 from PIL import Image
 
-from torchtitan.config import ConfigError, Context
+from tests.ranks import descendants
+from torchtitan.config import ConfigError, Context, Unreachable
 from torchtitan.config.node_files import POINTER
 from torchtitan.data import DataConfig
-from torchtitan.data.order import Position
+from torchtitan.data.order import Document, Position
 from torchtitan.data.stream import DataStream, merge_states
 from torchtitan.research.vit_mae.images import decoding
+from torchtitan.research.vit_mae.images.crop import Crop, unit
 from torchtitan.research.vit_mae.images.decoding import CorruptImage, decode
 from torchtitan.research.vit_mae.images.open_images import Scenes, open_images, open_view
 from torchtitan.research.vit_mae.images.settings import ImageData, ImagesConfig
-from torchtitan.research.vit_mae.images.source import ImageView, ShuffledImages, view
+from torchtitan.research.vit_mae.images.source import ImageView, ShuffledImages
 from torchtitan.research.vit_mae.masked_autoencoder import MaskedPatches
 from torchtitan.research.vit_mae.spec import FLAVORS
 
@@ -70,6 +74,11 @@ def test_the_order_and_what_is_cut_depend_on_seed_and_epoch_alone():
     sample = one[0].content
     later = open_view(config, size=16, bands=3).sample(sample.number, epoch=1, seed=5)
     assert not torch.equal(later.image, sample.image)
+
+
+def view(image, config, size, draw):
+    crop = Crop(config, size, draw, "x")
+    return crop.finish(crop.part(image))
 
 
 @pytest.fixture
@@ -125,10 +134,10 @@ class Broken(Scenes):
 
     broken: frozenset[int] = frozenset()
 
-    def image(self, index):
+    def image(self, index, crop=None):
         if index in self.broken:
             raise CorruptImage(f"{self.name(index)}: bits are missing")
-        return super().image(index)
+        return super().image(index, crop)
 
 
 def broken(*numbers, length=12, corrupt="skip"):
@@ -154,16 +163,15 @@ def test_a_corrupt_image_is_left_out_of_its_lane_alone(caplog):
     )
 
 
-@pytest.mark.parametrize("threads", [0, 2])
-def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume(threads):
+def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume():
+    """With any number of processes."""
     args = FLAVORS["debugmodel"]
     packing = MaskedPatches(dataclasses.replace(args, image_size=8), seed=0)
-    config = DataConfig(dataset="scenes", num_workers=threads)
 
-    def streams(ranks):
+    def streams(ranks, processes):
         return [
             DataStream(
-                *(config, broken(4, 9), packing),
+                *(DataConfig(dataset="scenes", num_workers=processes), broken(4, 9), packing),
                 local_batch_size=2,
                 accumulation=4 // ranks,
                 rank=rank,
@@ -177,12 +185,11 @@ def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume(threads)
         for _ in range(steps):
             for stream in of_ranks:
                 for _ in range(4 // len(of_ranks)):
-                    batch = next(stream)
-                    seen |= {int(image.sum() * 1e4) for image in batch.images(args.patch_size)}
+                    seen |= {hash(image.numpy().tobytes()) for image in next(stream).pixels}
             counts.append(sum(stream.left_out() for stream in of_ranks))
         return counts, seen
 
-    one, four = streams(1), streams(4)
+    one, four = streams(1, 0), streams(4, 1)
     whole, seen = counted(one, 9)
     assert counted(four, 9) == (whole, seen)
     # A lane of 8 has served 9 images: what of the others' sequence cannot be read until the ninth?
@@ -190,7 +197,7 @@ def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume(threads)
     ninth = [[i for i, skipped in enumerate(lane) if not skipped][8] for lane in lanes]
     assert whole[-1] == sum(sum(lane[:end]) for lane, end in zip(lanes, ninth, strict=True)) > 9
 
-    first, second = streams(2), streams(4)
+    first, second = streams(2, 2), streams(4, 0)
     assert counted(first, 4)[0] == whole[:4]
     merged = merge_states([stream.state_dict() for stream in first])
     for stream in second:
@@ -198,6 +205,42 @@ def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume(threads)
     assert counted(second, 5)[0] == whole[4:]
     for stream in (*one, *four, *first, *second):
         stream.close()
+
+
+def test_a_process_that_is_killed_is_named_and_none_is_left(capfd):
+    packing = MaskedPatches(dataclasses.replace(FLAVORS["debugmodel"], image_size=8), seed=0)
+    config = DataConfig(dataset="scenes", num_workers=2)
+    own = descendants(os.getpid())
+
+    def started():
+        return sorted({*descendants(os.getpid())} - {*own})
+
+    def are_gone():
+        for _ in range(300):  # a thread that stops may hold the last reference
+            if not started():
+                return True
+            time.sleep(0.1)
+        return False
+
+    stream = DataStream(
+        *(config, broken(), packing), local_batch_size=2, accumulation=2, rank=0, ranks=1
+    )
+    next(stream)
+    first, second = started()
+    os.kill(first, signal.SIGTERM)  # as a scheduler does, to all of a job
+    next(stream)
+    os.kill(second, signal.SIGKILL)
+    with pytest.raises(Unreachable, match=rf"process {second}, .* was ended by signal 9, perhaps"):
+        list(itertools.islice(stream, 20))
+    assert are_gone()
+    next(stream), next(stream)
+    assert len(started()) == 2
+    stream.close()
+    assert are_gone()
+    stream._source._images.images.broken = None  # a fault of ours
+    with pytest.raises(Unreachable, match="was ended with status 1; its error is above"):
+        next(stream)
+    assert "TypeError" in capfd.readouterr().err
 
 
 def test_a_lane_of_corrupt_images_alone_ends_the_run():
@@ -258,11 +301,11 @@ def test_subfolders_are_classes_in_the_order_of_their_names(folder):
     names = [Path(view.images.name(i)).relative_to(folder).as_posix() for i in range(len(view))]
     assert names == ["ants/d.png", "ants/e.jpg", "cats/a.png", "cats/b.PNG", "cats/x/c.png"]
     assert [view.images.label(i) for i in range(5)] == [0, 0, 1, 1, 1]
-    expected = torch.from_numpy(pixels(0)).permute(2, 0, 1) / 255
+    expected = torch.from_numpy(pixels(0)).permute(2, 0, 1)
     assert torch.equal(view[2].image, expected)
-    gray = open_view(data(folder), size=8, bands=1)[2].image
+    gray = unit(open_view(data(folder), size=8, bands=1)[2].image)
     assert gray.shape == (1, 8, 8)
-    assert torch.allclose(gray, expected.mean(0, keepdim=True), atol=0.25)
+    assert torch.allclose(gray, unit(expected).mean(0, keepdim=True), atol=0.25)
 
 
 def test_images_by_themselves_have_no_class(tmp_path):
@@ -274,8 +317,15 @@ def test_images_by_themselves_have_no_class(tmp_path):
 def test_sixteen_bits_are_kept(tmp_path):
     gray = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
     Image.fromarray(gray).save(tmp_path / "a.png")
-    found = open_view(data(tmp_path), size=8, bands=1)[0].image
-    assert torch.allclose(found[0], torch.from_numpy(gray.astype(np.float32) / 65535))
+    (tmp_path / "b.png").write_bytes(encoded(0))
+    view = open_view(data(tmp_path), size=8, bands=1)
+    assert torch.allclose(view[0].image[0], torch.from_numpy(gray.astype(np.float32) / 65535))
+    packing = MaskedPatches(
+        dataclasses.replace(FLAVORS["debugmodel"], image_size=8, channels=1), seed=0
+    )
+    lane = packing.lane(0, (Document(Position(0, n), view[n]) for n in range(2)), None)
+    batch = packing.collate([lane.next_sample() for _ in range(2)])
+    assert torch.equal(batch.pixels[1], view[1].image / 255), "with bytes in one batch"
 
 
 def shard(path, files):
@@ -305,7 +355,7 @@ def test_files_of_one_key_make_a_sample(shards):
     view = open_view(data(shards, "image_shards"), size=8, bands=3)
     assert [view.images.label(i) for i in range(len(view))] == [0, 1, 2, 0, 1, 2]
     assert view.images.name(4) == f"{shards / '1.tar'}: x/11.png"
-    expected = torch.from_numpy(pixels(11)).permute(2, 0, 1) / 255
+    expected = torch.from_numpy(pixels(11)).permute(2, 0, 1)
     assert torch.equal(view[4].image, expected)
     one = open_view(data(shards / "1.tar", "image_shards"), size=8, bands=3)
     assert torch.equal(one[1].image, expected)
@@ -340,6 +390,32 @@ def test_a_geotiff_is_read_band_by_band(planar, tmp_path):
         open_view(data(tmp_path, "rasters"), size=8, bands=5)[1]
 
 
+@pytest.mark.parametrize("bands", [1, 3])
+def test_a_jpeg_is_decoded_to_the_size_needed(bands):
+    """At a half, a quarter or an eighth, as the whole image: noise to 2 % of the range."""
+    shape, mode, file = (300, 420), "RGB" if bands == 3 else "L", io.BytesIO()
+    noise = Image.fromarray(pixels(0, size=24)).convert(mode)
+    noise.resize(shape[::-1], Image.Resampling.BICUBIC).save(file, "jpeg", quality=95)
+    whole = np.array(Image.open(file)).reshape(*shape, bands)
+    factors = []
+    for size, seed in itertools.product((300, 150, 75, 74, 40, 16), (None, 1, 2, 3)):
+        crop, again = (
+            Crop(ImagesConfig(), size, None if seed is None else np.random.default_rng(seed), "x")
+            for _ in range(2)
+        )
+        found = decode(file.getvalue(), ".jpg", bands, crop)
+        box = again.box(*shape)
+        factor = again.reduction(box)
+        top, left, height, width = (each // factor * factor for each in box)
+        assert found.shape == (bands, height // factor, width // factor)
+        full = torch.from_numpy(whole[top : top + height, left : left + width]).permute(2, 0, 1)
+        difference = crop.finish(found).float() - again.finish(full).float()
+        assert difference.abs().mean() < 0.02 * 255, (size, factor)
+        factors.append(factor)
+    assert factors[::4] == [1, 2, 4, 4, 4, 8], "of the center"
+    assert {*factors} == {1, 2, 4, 8}
+
+
 @pytest.mark.parametrize("suffix", [".png", ".jpeg", ".webp", ".bmp", ".npy"])
 def test_damaged_bytes_are_named_whatever_is_wrong_with_them(suffix):
     """The decoder may also make something of them, but raises nothing else."""
@@ -356,7 +432,7 @@ def test_damaged_bytes_are_named_whatever_is_wrong_with_them(suffix):
         damaged[places] = draw.integers(256, size=len(places))
         end = int(draw.integers(len(whole))) if trial % 3 == 0 else len(whole)
         try:
-            decode(damaged[:end].tobytes(), suffix, "x", PLAIN, 3)
+            decode(damaged[:end].tobytes(), suffix, 3, Crop(ImagesConfig(), 8, None, "x"))
         except CorruptImage as error:
             refused.append(str(error))
     assert len(refused) > 30

@@ -43,7 +43,7 @@ def test_what_is_restored_perfectly_is_the_input():
     stream = task.open_stream(
         data, seed=0, seq_len=1, local_batch_size=3, accumulation=1, rank=0, ranks=1
     )
-    batch = next(stream)
+    batch = next(stream).to("cpu")
     picture = task.picture(batch, normalized(batch.targets))
     assert picture.shape == (3, 3 * 16 + 2 * 2, 3 * 16 + 2 * 2)
     whole, seen, restored = (picture[:, 18 * row : 18 * row + 16] for row in range(3))
@@ -123,13 +123,13 @@ def images(tmp_path):
     return folder
 
 
-def skipping(folder, images, steps, threads, **parallelism):
+def skipping(folder, images, steps, processes, **parallelism):
     settings = {"corrupt": "skip"}
     data = {"dataset": "image_folder", "dataset_path": str(images), "images": settings}
     return tiny.job(
         folder,
         model=MODEL,
-        data={**data, "num_workers": threads},
+        data={**data, "num_workers": processes},
         training={"steps": steps, "local_batch_size": 2, "global_batch_size": 8},
         lr_scheduler={"total_steps": 6},
         checkpoint={"enable": True, "interval": 3},

@@ -1,4 +1,4 @@
-"""What a step need not wait for: batches are made, and pinned for their device, in threads."""
+"""What a step need not wait for: reading and joining samples, and pinning batches."""
 
 import threading
 
@@ -13,10 +13,10 @@ from tests.token_shards import build_stream
 from torchtitan.data import DataConfig, load_tokenizer
 from torchtitan.device import Device
 from torchtitan.research.vit_mae import masked_autoencoder
-from torchtitan.research.vit_mae.masked_autoencoder import MaskedImages
+from torchtitan.research.vit_mae.images.crop import Crop
+from torchtitan.research.vit_mae.masked_autoencoder import MaskedPatches
 
-# Not `take`: of the first batch, the log shows an image as a whole.
-PREPARATION = ("normalize", "patchify", "mask_order")
+READING = ("part", "finish", "mask_order")
 
 
 def main_thread_prepares(job):
@@ -31,22 +31,22 @@ def main_thread_prepares(job):
 
         return call
 
+    places = dict.fromkeys(("part", "finish"), Crop) | {"mask_order": masked_autoencoder}
+    places |= {"collate": MaskedPatches, "pin": Device}
     with pytest.MonkeyPatch.context() as patch:
-        for name in PREPARATION:
-            patch.setattr(
-                masked_autoencoder, name, watched(name, getattr(masked_autoencoder, name))
-            )
-        patch.setattr(MaskedImages, "join", staticmethod(watched("join", MaskedImages.join)))
-        patch.setattr(Device, "pin", watched("pin", Device.pin))
+        for name, place in places.items():
+            patch.setattr(place, name, watched(name, getattr(place, name)))
         train(job)
     return found
 
 
-def test_images_are_made_ready_by_threads(tmp_path):
-    data = {"dataset": "scenes", "num_workers": 2}
+@pytest.mark.parametrize("processes", [0, 2])
+def test_images_are_read_by_processes_and_joined_by_a_thread(processes, tmp_path):
+    data = {"dataset": "scenes", "num_workers": processes}
     job = tiny.job(tmp_path, model=tiny.VIT_MAE, data=data, training={"steps": 2})
     (found,) = run_ranks(main_thread_prepares, 1, job)
-    assert found == dict.fromkeys((*PREPARATION, "join", "pin"), False)
+    here = ("collate", "pin") if processes else (*READING, "collate", "pin")
+    assert found == dict.fromkeys(here, not processes)
 
 
 @pytest.fixture

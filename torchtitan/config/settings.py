@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
 
 class Unreachable(RuntimeError):
-    """Host that cannot be reached over the network; a later try may succeed."""
+    """Host or process that cannot be reached; a later try may succeed."""
 
 
 class RecipeError(ConfigError):

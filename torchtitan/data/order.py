@@ -47,7 +47,8 @@ class Source(Protocol):
     """Endless sequence of documents, assigned to lanes.
 
     It may also have a method `advice(lanes)`, which returns a warning about that number of lanes,
-    with a remedy, or None.
+    with a remedy, or None; and `in_processes = True` to be read by processes instead of threads,
+    if it computes much in Python. Its documents are pickled then.
     """
 
     identity: Identity

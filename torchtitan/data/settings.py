@@ -242,7 +242,8 @@ class DataConfig(Config):
     """Sequences to skip at the start of a run without a data position to resume from; -1: as many
     as the checkpoint in initial_load_path was trained on, by its token count."""
     num_workers: int = Field(1, ge=0)
-    """Threads per rank that read and tokenize ahead; 0: read data within the step."""
+    """Threads per rank that read and tokenize ahead, or processes that decode; 0: read data within
+    the step."""
     prefetch_factor: int = Field(2, ge=1)
     """Number of steps for which samples are prepared ahead."""
     report_unigram_loss: bool = False

@@ -40,6 +40,7 @@ from torchtitan.data.order import (
     merged_hash,
     sample_hash,
 )
+from torchtitan.data.processes import ForkedCalls
 from torchtitan.data.settings import DataConfig
 from torchtitan.data.sizes import StepSizes, least_lanes
 from torchtitan.data.sources import ShuffledDocuments
@@ -85,7 +86,7 @@ class Stateless(BaseNode[Any]):  # type: ignore[misc]
 
 
 class SampleWorker(Stateless):
-    """Reader of some of a rank's samples; optionally prefetched by a thread."""
+    """Reader of some of a rank's samples; optionally in a thread or process of its own."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         """`read` returns the next sample."""
@@ -169,6 +170,9 @@ class Collator(Stateless):
 class BatchStream:
     """Endless iterator over the microbatches of one data-parallel rank."""
 
+    _in_processes = False
+    """Whether workers are processes, not threads."""
+
     def __init__(
         self,
         config: DataConfig,
@@ -229,13 +233,15 @@ class BatchStream:
         raise NotImplementedError
 
     def _start(self) -> BaseNode[Any]:
-        """Start preparing batches, in separate threads unless `data.num_workers` is 0."""
+        """Start preparing batches; unless `data.num_workers` is 0, in threads or processes."""
         count, size = self._config.num_workers, self._local_batch_size
         workers = [self._worker(number, max(1, count)) for number in range(max(1, count))]
         first = self.samples + self._rank * self._per_step
         number = partial(sample_number, first, self._per_step, self._global_batch)
         if not count:
             return Collator(workers, size, self._packing, self._device, number)
+        if self._in_processes:
+            workers = [SampleWorker(ForkedCalls(worker.next)) for worker in workers]
         ahead = math.ceil(self._config.prefetch_factor * self._per_step / count)
         workers = [Prefetcher(worker, ahead, snapshot_frequency=0) for worker in workers]
         collator = Collator(workers, size, self._packing, self._device, number)
@@ -340,7 +346,7 @@ class BatchStream:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stop the threads. The stream stays usable, and rereads from the consumed position."""
+        """Stop all workers. The stream stays usable, and rereads from the consumed position."""
         # The last reference to a prefetcher stops and joins its thread.
         self._batches.clear()
 
@@ -352,6 +358,7 @@ class DataStream(BatchStream):
         """`part` is for `BatchStream`."""
         super().__init__(config, packing, **part)
         self._source = source
+        self._in_processes = getattr(source, "in_processes", False)
         # One rank of each replica group; groups are lost as a whole, so these ranks exchange the
         # positions of their lanes.
         each = self._ranks // self._groups

@@ -29,6 +29,7 @@ from torchtitan.data.file_cache import (
     stamps_of,
     writing,
 )
+from torchtitan.data.processes import process_pool
 from torchtitan.data.tokenizer import Tokenizer
 from torchtitan.data.tokens.formats import (
     TOKEN_FORMATS,
@@ -47,7 +48,6 @@ from torchtitan.data.tokens.index import (
     read_description,
     write_index,
 )
-from torchtitan.data.tokens.processes import process_pool
 from torchtitan.logging import logger
 from torchtitan.remote import RemotePath
 

@@ -28,6 +28,7 @@ from torchtitan.data.documents import NullTexts
 from torchtitan.data.file_cache import locked
 from torchtitan.data.lanes import tokenized
 from torchtitan.data.order import Document, DocumentRange, Position, SinglePass, Source
+from torchtitan.data.processes import process_pool
 from torchtitan.data.settings import DATASETS, DataConfig
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import Tokenizer, leading_tokens, separators
@@ -41,7 +42,6 @@ from torchtitan.data.tokens.index import (
     read_description,
     write_index,
 )
-from torchtitan.data.tokens.processes import process_pool
 from torchtitan.logging import TITLE, logger, make_progress, on_terminal
 
 SHARD_TOKENS = 2**27

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,18 +24,14 @@ from torchtitan.data.lanes import SampleStart, WholeLane, WholeSample
 from torchtitan.data.order import Document, Identity, Source
 from torchtitan.losses import at_least_float32, sum_over_ranks
 from torchtitan.models.settings import ModelConfig
+from torchtitan.research.vit_mae.images.crop import unit
 from torchtitan.research.vit_mae.images.open_images import IMAGES, check_images, open_images
 from torchtitan.research.vit_mae.images.settings import images_of
 from torchtitan.research.vit_mae.images.source import ImageSample
-from torchtitan.research.vit_mae.model import (
-    ViTMAEArgs,
-    normalize,
-    patchify,
-    restore,
-    take,
-    unpatchify,
-)
+from torchtitan.research.vit_mae.model import ViTMAEArgs, patchify, restore, take, unpatchify
 from torchtitan.tasks import LossFunction, Task
+
+Array = npt.NDArray[Any]
 
 GAP = 2
 """Number of pixels between images."""
@@ -79,6 +76,29 @@ class MaskedImages(Batch):
         return unpatchify(take(patches, self.order.argsort(1)), patch_size)
 
 
+@dataclasses.dataclass(frozen=True)
+class WholeImages(Batch):
+    """Microbatch of images as they were read, which become `MaskedImages` on a device."""
+
+    pixels: Tensor
+    """(B, C, height, width), uint8 or float32 in 0..1."""
+    order: Tensor
+    """As in `MaskedImages`."""
+    scale: Tensor
+    """Mean and deviation of each channel (2, C, 1, 1), sent with the images: a constant that is
+    made on the device would have the host wait for it."""
+    args: ViTMAEArgs
+    on_host = frozenset({"args"})
+
+    def to(self, device: torch.device | str) -> MaskedImages:  # type: ignore[override]
+        """Send the images, and normalize and mask them there."""
+        there, visible = super().to(device), self.args.visible
+        mean, std = there.scale
+        patches = patchify((unit(there.pixels) - mean) / std, self.args.patch_size)
+        masked = take(patches, there.order[:, visible:])
+        return MaskedImages(take(patches, there.order[:, :visible]), masked, there.order)
+
+
 def drawn(rows: Sequence[Tensor]) -> Tensor:
     """Draw rows of images, each (N, bands, H, W): (3, height, width) in 0..1.
 
@@ -110,21 +130,24 @@ class MaskedPatches:
     def lane(
         self, number: int, documents: Iterator[Document], start: SampleStart | None
     ) -> WholeLane:
-        """Open the samples of a lane from `start`; masked here, since workers read lanes."""
-        masked = (Document(position, self.masked(image)) for position, image in documents)
-        return WholeLane(number, masked, start)
+        """Open the samples of a lane from `start`."""
+        drawn = (Document(position, self._drawn(image)) for position, image in documents)
+        return WholeLane(number, drawn, start)
 
-    def masked(self, sample: ImageSample) -> MaskedImages:
-        """Return a batch of one image."""
-        args = self.args
-        patches = patchify(normalize(sample.image[None], args), args.patch_size)
-        order = mask_order(self.seed, sample.epoch, sample.number, args.patches)[None]
-        shuffled = take(patches, order)
-        return MaskedImages(shuffled[:, : args.visible], shuffled[:, args.visible :], order)
+    def _drawn(self, sample: ImageSample) -> tuple[Array, Array]:
+        """Return an image, and the order of its patches, as arrays, which are pickled faster."""
+        order = mask_order(self.seed, sample.epoch, sample.number, self.args.patches)
+        return sample.image.numpy(), order.numpy()
 
-    def collate(self, samples: Sequence[WholeSample]) -> MaskedImages:
+    def collate(self, samples: Sequence[WholeSample]) -> WholeImages:
         """Join the samples into a batch."""
-        return MaskedImages.join([sample.content for sample in samples])
+        args = self.args
+        images = [torch.from_numpy(sample.content[0]) for sample in samples]
+        if len({image.dtype for image in images}) > 1:
+            images = [unit(image) for image in images]
+        order = torch.from_numpy(np.stack([sample.content[1] for sample in samples]))
+        scale = torch.tensor([args.pixel_mean, args.pixel_std])[..., None, None]
+        return WholeImages(torch.stack(images), order, scale, args)
 
 
 class MaskedAutoencoder(Task):

@@ -28,6 +28,7 @@ from torchtitan.config import ConfigError
 from torchtitan.device import pick
 from torchtitan.logging import logger
 from torchtitan.models.spec import build_empty, initialize
+from torchtitan.research.vit_mae.images.crop import unit
 from torchtitan.research.vit_mae.images.decoding import CorruptImage
 from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.images.settings import ImageData
@@ -174,7 +175,7 @@ def encode(view: ImageView, limit: int | None, batch: int, encoders: Sequence[En
         held_out += [sample.number % HELD_OUT == HELD_OUT - 1 for sample in samples]
         for encoder, rows in zip(encoders, found, strict=True):
             if samples:
-                rows.append(encoder(torch.stack([sample.image for sample in samples])))
+                rows.append(encoder(torch.stack([unit(sample.image) for sample in samples])))
     made = [torch.cat(rows) if rows else torch.empty(0, 0) for rows in found]
     return Features(made, torch.tensor(labels, dtype=torch.int64), torch.tensor(held_out))
 

@@ -35,6 +35,7 @@ from torchtitan.data.discovery import fingerprint_files, walk
 from torchtitan.data.file_cache import reading
 from torchtitan.data.settings import DATASETS, DataConfig, Dataset
 from torchtitan.remote import path_to_read, refuse_pointer
+from torchtitan.research.vit_mae.images.crop import Crop
 from torchtitan.research.vit_mae.images.decoding import (
     PHOTOGRAPHS,
     RASTERS,
@@ -42,7 +43,7 @@ from torchtitan.research.vit_mae.images.decoding import (
     check_packages,
     decode,
 )
-from torchtitan.research.vit_mae.images.settings import ImagesConfig, images_of
+from torchtitan.research.vit_mae.images.settings import images_of
 from torchtitan.research.vit_mae.images.source import Images, ImageView, ShuffledImages
 
 Array = npt.NDArray[np.float64]
@@ -101,8 +102,8 @@ class Scenes:
         draw = np.random.default_rng([self._seed, index, 0, SCENES])
         return int(draw.integers(len(FIGURES))), draw
 
-    def image(self, index: int) -> Tensor:
-        """Return a scene, (channels, size, size) float32 in 0..1."""
+    def image(self, index: int, crop: Crop | None = None) -> Tensor:
+        """Return a scene, (channels, size, size) float32 in 0..1, or a part of it."""
         label, draw = self._begin(index)
         column, row = np.meshgrid(*2 * [np.arange(self._size)])
         right, down = draw.uniform(-MOVED, MOVED, size=2)
@@ -116,7 +117,8 @@ class Scenes:
         contrast = draw.uniform(0.25, 0.4) * (1 + 0.15 * tint)
         image = 0.5 + 0.05 * light + contrast * np.sin(TURN * turns)
         image += draw.normal(scale=0.03, size=image.shape)
-        return torch.from_numpy(np.clip(image, 0, 1).astype(np.float32))
+        whole = torch.from_numpy(np.clip(image, 0, 1).astype(np.float32))
+        return crop.part(whole) if crop else whole
 
 
 PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
@@ -140,9 +142,7 @@ class StoredImage(NamedTuple):
 class ImageFiles:
     """Images in a folder or in tar files, by number."""
 
-    def __init__(
-        self, entries: Sequence[StoredImage], root: Path, config: ImagesConfig, bands: int
-    ) -> None:
+    def __init__(self, entries: Sequence[StoredImage], root: Path, bands: int) -> None:
         """
         Args:
             entries: the images; all have a class, or none has.
@@ -152,7 +152,7 @@ class ImageFiles:
         Raises:
             ConfigError: if a decoder is not installed.
         """
-        self._entries, self._config, self._bands = entries, config, bands
+        self._entries, self._bands = entries, bands
         check_packages({entry.suffix for entry in entries})
         files = dict.fromkeys(entry.file for entry in entries)
         self.fingerprint = fingerprint_files([*files], root)
@@ -164,10 +164,10 @@ class ImageFiles:
     def name(self, index: int) -> str:
         return _name(self._entries[index])
 
-    def image(self, index: int) -> Tensor:
+    def image(self, index: int, crop: Crop) -> Tensor:
         entry = self._entries[index]
         content = _read(entry.file, entry.begin, entry.size)
-        return decode(content, entry.suffix, _name(entry), self._config, self._bands)
+        return decode(content, entry.suffix, self._bands, crop)
 
     def label(self, index: int) -> int:
         entry = self._entries[index]
@@ -211,7 +211,7 @@ def open_shards(dataset: Dataset, config: DataConfig, size: int, bands: int) -> 
             f"{_name(bare[0])}: it has no {LABEL}, but others have; give all of them one, or none"
         )
     root = path if path.is_dir() else path.parent
-    return ImageFiles(entries, root, images_of(config), bands)
+    return ImageFiles(entries, root, bands)
 
 
 def shards_at(path: Path) -> list[Path]:
@@ -303,7 +303,7 @@ def open_folder(dataset: Dataset, config: DataConfig, size: int, bands: int) -> 
         StoredImage(file, "", file.suffix.lower(), label=label)
         for file, label in zip(files, classes, strict=True)
     ]
-    return ImageFiles(entries, root, images_of(config), bands)
+    return ImageFiles(entries, root, bands)
 
 
 def classes_of(root: Path, files: Sequence[Path]) -> Sequence[str]:
