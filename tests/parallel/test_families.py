@@ -9,7 +9,7 @@ import torch
 
 from tests import layouts, tiny
 from tests.checkpoint import test_resume
-from tests.layouts import EXPERT_PARALLEL, FAMILIES, FULL, LATENT, LAYOUTS, OSS, QWEN3, SPARSE, case
+from tests.layouts import EXPERT_PARALLEL, FAMILIES, LATENT, LAYOUTS, OSS, QWEN3, SPARSE, case
 from tests.parallel import test_collectives, test_compile, test_muon, test_optimizers, test_parity
 from tests.ranks import run_ranks
 from tests.runs import train
@@ -94,45 +94,27 @@ def test_the_run_of_each_family_is_another():
         assert one != pytest.approx(other, rel=1e-3)
 
 
-COMMON = {name: LAYOUTS[name] for name in ("TP 2", "TP 2, neither", "FSDP 2 x TP 2")}
-EXPERTS = {
-    **COMMON,
-    "TP 2, full recomputation": case(tp=2, recompute=FULL),
-    "TP 2, operators recomputed": LAYOUTS["TP 2, operators recomputed"],
-}
-RING = {"CP 2, ring": LAYOUTS["CP 2, ring"]}
+COMMON = ("TP 2", "TP 2, neither", "FSDP 2 x TP 2")
+EXPERTS = (*COMMON, "TP 2, full recomputation", "TP 2, operators recomputed")
 WHOLE = "TP 2, no sequence parallelism, full recomputation"
-RING_AND_WHOLE = {**RING, WHOLE: case(tp=2, recompute=FULL, **layouts.NO_SEQUENCE)}
 SENDING = {
-    "Qwen3": {
-        **COMMON,
-        **RING_AND_WHOLE,
-        "CP 2, Ulysses": case(cp=2, **layouts.ULYSSES),
-        "FSDP 2, tied": case(shard=2).of(tied=True),
-        "TP 2, tied, loss in chunks": case(tp=2, chunk=64).of(tied=True),
-    },
+    "Qwen3": (
+        *(*COMMON, WHOLE, "CP 2, ring", "CP 2, Ulysses", "FSDP 2, tied"),
+        "TP 2, tied, loss in chunks",
+    ),
     "Qwen3-MoE": EXPERTS,
-    APART: {
-        name: EXPERT_PARALLEL[name]
-        for name in (
-            *("EP 2", "EP 2 of 4", "EP 2, HSDP 2 x 2", "EP 2, FSDP 2 x TP 2"),
-            *("EP 2, full recomputation", "EP 2, operators recomputed"),
-        )
-    },
-    LATENTS: {
-        **EXPERTS,
-        **RING_AND_WHOLE,
-        "CP 2 x TP 2, Ulysses": case(cp=2, tp=2, **layouts.ULYSSES),
-        "TP 2, no latent vector of queries": case(tp=2),
-    },
-    OSSES: {
-        **EXPERTS,
-        **RING,
-        **{name: EXPERT_PARALLEL[name] for name in ("EP 2, FSDP 2 x TP 2", "EP 2 of 4")},
-    },
-    WINDOWED: RING,
+    APART: (
+        *("EP 2", "EP 2 of 4", "EP 2, HSDP 2 x 2", "EP 2, FSDP 2 x TP 2"),
+        *("EP 2, full recomputation", "EP 2, operators recomputed"),
+    ),
+    LATENTS: (
+        *(*EXPERTS, WHOLE, "CP 2, ring", "CP 2 x TP 2, Ulysses"),
+        "TP 2, no latent vector of queries",
+    ),
+    OSSES: (*EXPERTS, "CP 2, ring", "EP 2, FSDP 2 x TP 2", "EP 2 of 4"),
+    WINDOWED: ("CP 2, ring",),
     "OLMo 2": COMMON,
-    "Gemma 3": {"TP 2": COMMON["TP 2"], **RING},
+    "Gemma 3": ("TP 2", "CP 2, ring"),
 }
 # Of 8 experts, so that the bias of a router is more than a few single numbers.
 MODEL = {"Qwen3": QWEN3, "Qwen3-MoE": SPARSE, LATENTS: LATENT, OSSES: OSS | layouts.EIGHT}
@@ -149,24 +131,18 @@ SENT_IN_GATE = [
 
 @pytest.mark.parametrize(("family", "name"), tiers(SENT, SENT_DAILY, gate=SENT_IN_GATE))
 def test_step_sends_what_is_planned(family, name, monkeypatch):
-    layout = SENDING[family][name].of(**MODEL[family])
-    if "no latent" in name:
-        layout = layout.of(query_rank=0)
-    test_collectives.sends_what_is_planned(layout, monkeypatch)
+    layout = EXPERT_PARALLEL[name] if name.startswith("EP") else layouts.layout(name)
+    test_collectives.sends_what_is_planned(layout.of(**MODEL[family]), monkeypatch)
 
 
-MUON = {
-    "Qwen3, FSDP 2 x TP 2": case(shard=2, tp=2).of(**QWEN3),
-    # Each expert is taken as a matrix.
-    "FSDP 2": case(shard=2).of(**SPARSE),
-    "FSDP 2 x TP 2": case(shard=2, tp=2).of(**SPARSE),
-    "HSDP 2 x 2 x TP 2": case(replicate=2, shard=2, tp=2).of(**SPARSE),
-}
+MUON = [("Qwen3", "FSDP 2 x TP 2")]
+# Each expert is taken as a matrix.
+MUON += [("Qwen3-MoE", name) for name in ("FSDP 2", "FSDP 2 x TP 2", "HSDP 2 x 2 x TP 2")]
 
 
-@pytest.mark.parametrize("name", tiers(MUON, [], ["HSDP 2 x 2 x TP 2"]))
-def test_muon_trains_the_same_run_as_one_rank(name):
-    test_muon.is_the_run_of_one_rank(MUON[name])
+@pytest.mark.parametrize(("family", "name"), tiers(MUON, [], MUON[-1:]))
+def test_muon_trains_the_same_run_as_one_rank(family, name):
+    test_muon.is_the_run_of_one_rank(FAMILIES[family][name])
 
 
 @pytest.mark.gate
@@ -202,18 +178,16 @@ def test_each_rank_has_its_experts_and_the_whole_has_the_shape_of_all(tmp_path):
     assert [first for _, _, first in ranks] == [[0, 0, 0], [3, 0, 0], [0, 0, 16], [3, 0, 16]]
 
 
+def apart(shard, expert_parallel_degree=2, **keys):
+    return case(shard=shard, expert_parallel_degree=expert_parallel_degree, **keys).of(**SPARSE)
+
+
 APART_REFUSED = {
-    "does not divide the 6 experts": (case(shard=4, expert_parallel_degree=4).of(**SPARSE), 4),
-    "does not divide the 4 ranks": (case(shard=4, expert_parallel_degree=3).of(**SPARSE), 4),
-    "has no experts; use 1": (case(shard=2, expert_parallel_degree=2), 2),
-    'cannot be sent by "loco"': (
-        layouts.apart(2, shard=2, communication={"gradients": {"name": "loco"}}),
-        2,
-    ),
-    "the ranks of an expert are others": (
-        layouts.apart(2, shard=4, sharding={"regather_size": 2}),
-        4,
-    ),
+    "does not divide the 6 experts": (apart(4, expert_parallel_degree=4), 4),
+    "does not divide the 4 ranks": (apart(4, expert_parallel_degree=3), 4),
+    "has no experts; use 1": (layouts.layout("EP 2"), 2),
+    'cannot be sent by "loco"': (apart(2, communication={"gradients": {"name": "loco"}}), 2),
+    "the ranks of an expert are others": (apart(4, sharding={"regather_size": 2}), 4),
 }
 
 

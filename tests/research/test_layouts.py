@@ -3,20 +3,11 @@
 import pytest
 
 from tests.checkpoint import test_resume
-from tests.layouts import FULL, LAYOUTS, RESHARD, RING, ROWWISE, UNBALANCED, ZBV, case
+from tests.layouts import LAYOUTS, ROWWISE, case
 from tests.parallel import test_collectives, test_convert, test_muon, test_optimizers, test_parity
 from tests.ranks import run_ranks
 from tests.research import layouts
-from tests.research.layouts import (
-    BESIDE_LATENT,
-    DAILY,
-    GATE,
-    IN_PLACE,
-    LATENT_BESIDE,
-    ROTATED,
-    SIMPLE,
-    installed,
-)
+from tests.research.layouts import DAILY, GATE, ROTATED, SIMPLE, installed, of_system
 from tests.runs import train
 from tests.tiers import tiers
 from tests.training import test_statistics
@@ -36,15 +27,21 @@ def test_layout_trains_the_same_run_as_one_rank(name):
     test_parity.is_the_run_of_one_rank(layouts.LAYOUTS[name], "cpu")
 
 
-FROM_PARITY = (
+IN_TENSORS = "TP 2, all losses, of latents too, full recomputation"
+IN_A_RING = "CP 2, ring, unbalanced, losses of latents"
+SENT = (
     *("SimpleFSDP, HSDP 2 x 2, full recomputation", "SimpleFSDP 2 x TP 2, accumulating"),
     *("SimpleFSDP 2 x PP 2", "rotated 2, copies 2", "rotated 2 x CP 2, documents"),
     *("PP 2, 1F1B, all losses, of latents too", "TP 2 x PP 2, all losses, of latents too"),
     *("SimpleFSDP 2, all losses, of latents too", "rotated 2, losses of latents"),
+    *("rotated 2", "rotated 4, bfloat16, full recomputation"),
+    *("rotated 2, in place, loss in chunks", "CP 2 x TP 2, all losses, of latents too"),
+    *("FSDP 2, all losses, of latents too, full recomputation", IN_TENSORS, IN_A_RING),
+    "SimpleFSDP 2 x PP 2, ZBVZeroBubble, full recomputation",
 )
 SENDING = installed(
     {
-        **{name: layouts.ALL[name] for name in FROM_PARITY},
+        **{name: of_system(name) for name in SENT},
         "FSDP 2, LoCo": case(shard=2, communication=LOCO),
         "FSDP 2, QSDP, bfloat16": case(shard=2, communication=QSDP, training=BFLOAT16),
         "FSDP 2 x TP 2, QSDP": case(shard=2, tp=2, communication=QSDP),
@@ -54,32 +51,13 @@ SENDING = installed(
         "DDP 3, LoCo": case(replicate=3, training={"global_batch_size": 12}, communication=HOP),
         "FSDP 2, QSDP with learned levels": case(shard=2, communication=LEARNED),
         "DDP 2 x PP 2, slices": case(2, replicate=2, batch=4, communication=SLICES),
-        "rotated 2": case(shard=2, sharding=ROTATED),
-        "rotated 4, bfloat16, full recomputation": case(
-            shard=4, training=BFLOAT16, recompute=FULL, sharding=ROTATED
-        ),
-        "rotated 2, in place, loss in chunks": case(shard=2, chunk=100, sharding=IN_PLACE),
-        "FSDP 2, all losses, of latents too, full recomputation": case(
-            shard=2, recompute=FULL, **LATENT_BESIDE, **{RESHARD: "always"}
-        ),
-        "TP 2, all losses, of latents too, full recomputation": case(
-            tp=2, recompute=FULL, **LATENT_BESIDE
-        ),
-        "SimpleFSDP 2 x PP 2, ZBVZeroBubble, full recomputation": case(
-            2, shard=2, batch=4, recompute=FULL, sharding=SIMPLE, **ZBV
-        ),
-        "CP 2 x TP 2, all losses, of latents too": case(cp=2, tp=2, **LATENT_BESIDE),
-        "CP 2, unbalanced ring, losses of latents": case(
-            cp=2, auxiliary=BESIDE_LATENT, **RING, **UNBALANCED
-        ),
     }
 )
 SENDING_DAILY = ("FSDP 2, LoCo", "HSDP 2 x 2, DeMo", "rotated 2")
 SENDING_IN_GATE = (
     *("SimpleFSDP, HSDP 2 x 2, full recomputation", "rotated 2, copies 2", "DDP 3, LoCo"),
     *("HSDP 2 x 2, LoCo in two hops", "FSDP 2, QSDP with learned levels"),
-    "TP 2, all losses, of latents too, full recomputation",
-    "CP 2, unbalanced ring, losses of latents",
+    *(IN_TENSORS, IN_A_RING),
 )
 
 
