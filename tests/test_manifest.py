@@ -14,31 +14,16 @@ import pytest
 import yaml
 
 from tests.submission import TARGETS
+from tests.tables import data
 from torchtitan.cluster.manifest import TEMPLATES, split, yaml_text
 from torchtitan.cluster.schedulers import fill
 from torchtitan.tools.cli import main
 
 ROOT = Path(__file__).parent.parent
 RECIPE = "train_configs/llama3_70b.toml"
-TWELVE = ["--training.global_batch_size", "12"]
-"""Of the blocks in docs/clusters that are no YAML."""
-SBATCH = {
-    "job-name": r"[\w-]+",
-    "nodes": r"\d+",
-    "ntasks-per-node": r"\d+",
-    "gpus-per-task": r"\d+",
-    "exclusive": None,
-    "account": r"[\w-]+",
-    "partition": r"[\w-]+",
-    "time": r"\d+",
-    "cpus-per-task": r"\d+",
-    "mem": r"\d+[KMGT]?",
-    "output": r"\S+",
-    "signal": r"(B:)?[A-Z0-9]+@\d{1,5}",
-    "requeue": None,
-    "open-mode": "append|truncate",
-}
-"""Options of https://slurm.schedmd.com/sbatch.html that are used, with the form of their values."""
+TABLE = data(__file__, "manifest.toml")
+ASKED, WHERE = TABLE["asked"], TABLE["where"]
+WHERE |= dict.fromkeys(("jobset", "kubeflow"), WHERE.pop("kubernetes"))
 
 
 def written(capsys, target, *words):
@@ -175,57 +160,11 @@ def test_slurm(capsys, tmp_path):
             break  # sbatch reads none after the first command
         option = re.fullmatch(r"#SBATCH --([a-z-]+)(?:=(.+))?", line)
         assert option
-        form = SBATCH[option[1]]
-        assert (option[2] is None) if form is None else re.fullmatch(form, option[2])
+        assert re.fullmatch(TABLE["sbatch"][option[1]], option[2] or "")
         found[option[1]] = option[2]
     assert "#SBATCH" not in "\n".join(lines[len(found) :])
     assert (found["nodes"], found["gpus-per-task"], found["signal"]) == ("32", "8", "USR1@900")
     assert "export TORCHTITAN_GRACE_SECONDS=900" in lines
-
-
-ASKED = {
-    "account": "physics",
-    "partition": "gpu",
-    "time_limit_minutes": "90",
-    "cpus": "96",
-    "memory_gib": "900",
-    "setup": "source venv/bin/activate",
-    "log_file": "logs/a b.txt",
-}
-KUBERNETES = {
-    "namespace: physics": "account",
-    "kueue.x-k8s.io/queue-name: gpu": "partition",
-    "activeDeadlineSeconds: 5400": "time_limit_minutes",
-    "cpu: 96": "cpus",
-    'memory: "900Gi"': "memory_gib",
-    "source venv/bin/activate && ": "setup",
-    "tee -a 'logs/a b.txt'": "log_file",
-}
-WHERE = {
-    "slurm": {
-        "#SBATCH --account=physics": "account",
-        "#SBATCH --partition=gpu": "partition",
-        "#SBATCH --time=90": "time_limit_minutes",
-        "#SBATCH --cpus-per-task=96": "cpus",
-        "#SBATCH --mem=900G": "memory_gib",
-        "\nsource venv/bin/activate || exit\n": "setup",
-        "#SBATCH --output='logs/a b.txt'": "log_file",
-    },
-    "jobset": KUBERNETES,
-    "kubeflow": KUBERNETES,
-    "skypilot": {
-        'cpus: "96+"': "cpus",
-        'memory: "900+"': "memory_gib",
-        "source venv/bin/activate &&\n": "setup",
-        "tee -a 'logs/a b.txt'": "log_file",
-    },
-    "torchx": {
-        "cpu=96": "cpus",
-        "memMB=921600": "memory_gib",
-        "source venv/bin/activate && ": "setup",
-        "tee -a 'logs/a b.txt'": "log_file",
-    },
-}
 
 
 @pytest.mark.parametrize("target", TEMPLATES)
@@ -356,31 +295,6 @@ def test_a_recipe_of_a_laptop_asks_for_no_devices(capsys):
     assert "resources" not in container
     assert main([*words, *hardware, "--for", "slurm"]) == 0
     assert "export PET_NPROC_PER_NODE=2\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--for", "slrum"], "got slrum"),
-        (["--for", "slrum"], "did you mean slurm?"),
-        ([], "--for"),
-        (
-            ["--for=slurm", "--world-size=12", "--devices-per-node=8", *TWELVE],
-            "--devices-per-node: got 8, but 12 ranks are not a multiple of that",
-        ),
-        (["--for", "slurm", "--training.stps", "5"], "unknown key"),
-        *(
-            (
-                ["--for", target, "--grace-seconds", "60"],
-                f"--grace-seconds: {target} has no time to stop to set",
-            )
-            for target in ("skypilot", "torchx")
-        ),
-    ],
-)
-def test_mistakes_are_named(words, told, capsys):
-    assert main(["manifest", "train_configs/debug_model.toml", *words]) == 2
-    assert told in capsys.readouterr().err
 
 
 def test_nothing_is_overwritten(tmp_path, capsys):
