@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.tables import data
 from tests.test_docs import ROOT, blocks
 from torchtitan.config.registry import PACKAGE
 from torchtitan.tools.cli import main
@@ -29,63 +30,8 @@ ALWAYS = [
 TINY = ["--model.name=tiny", "--model.flavor=tiny"]
 FAMILY = (PACKAGE / "models/qwen3.py").read_text(encoding="utf-8")
 SMALL = ["--model.flavor=debugmodel", "--model.n_layers=2", "--model.dim=64", "--model.n_heads=4"]
-SCHEDULE = """
-from typing import Literal
-from torchtitan.optim import SCHEDULES, ScheduleConfig
-
-class Halves(ScheduleConfig):
-    '''Warm-up in one half of the steps, decay in the other.'''
-
-    name: Literal["halves"] = "halves"
-    '''Name of the schedule.'''
-
-    def shares(self, steps):
-        return steps // 2, steps - steps // 2
-
-SCHEDULES["halves"] = Halves
-"""
-SINK = r"""
-from torchtitan.metrics import SINKS, SinkContext
-
-
-class Csv:
-    '''Steps and losses, for a spreadsheet.'''
-
-    def __init__(self, context: SinkContext) -> None:
-        self.path = context.folder / "loss.csv"
-
-    def open(self, start_step: int) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = self.path.open("a")
-
-    def write(self, step: int, metrics: dict) -> None:
-        if "loss" in metrics:
-            self.file.write(f"{step},{metrics['loss']}\n")
-
-    def close(self, summary: dict) -> None:
-        self.file.close()
-
-
-SINKS["csv"] = Csv
-"""
-NOISE = """
-import torch
-from torchtitan.config import Config
-from torchtitan.step import Hooks
-
-class NoiseConfig(Config):
-    '''Noise that is added to gradients.'''
-
-    std: float = 0.0
-    '''Standard deviation.'''
-
-def gradient_noise(config, model):
-    def add(batches, losses):
-        for part in model.parts:
-            for parameter in part.parameters():
-                parameter.grad.to_local().add_(config.std)
-    return Hooks(after_backward=add)
-"""
+MODULES = data(__file__, "extensions.toml")
+IMPORT = "from torchtitan.gradient_noise import"
 
 
 @dataclass(frozen=True)
@@ -130,7 +76,7 @@ CASES = {
     "a sink": Case(
         1,
         [*TINY, "--job.imports=mine"],
-        {"mine.py": SINK},
+        {"mine.py": MODULES["sink"]},
         shows="len(Path('out/loss.csv').read_text().splitlines()) == 2",
     ),
     "a data format": Case(
@@ -142,7 +88,7 @@ CASES = {
     "a schedule": Case(
         1,
         [*TINY, "--job.imports=mine", "--lr_scheduler.name=halves", "--optimizer.lr=1"],
-        {"mine.py": SCHEDULE},
+        {"mine.py": MODULES["schedule"]},
         shows="[row['lr'] for row in rows if 'lr' in row] == [1.0, 1.0]",
     ),
     "a local key": Case(
@@ -160,17 +106,14 @@ CASES = {
     "a key that cuts across": Case(
         4,
         [*TINY, "--noise.std=10"],
-        {"torchtitan/gradient_noise.py": NOISE},
+        {"torchtitan/gradient_noise.py": MODULES["gradient_noise"]},
         {
             "job.py": [
-                ("from torchtitan.losses", "from torchtitan.gradient_noise import NoiseConfig\n"),
+                ("from torchtitan.losses", f"{IMPORT} NoiseConfig\n"),
                 ("    spikes: SpikesConfig", "    noise: NoiseConfig = NoiseConfig()\n"),
             ],
             "build.py": [
-                (
-                    "from torchtitan.inputs",
-                    "from torchtitan.gradient_noise import gradient_noise\n",
-                ),
+                ("from torchtitan.inputs", f"{IMPORT} gradient_noise\n"),
                 (
                     "    if job.metrics.statistics_freq:",
                     "    if job.noise.std:\n        yield gradient_noise(job.noise, model)\n",
@@ -236,58 +179,13 @@ def test_a_family_with_a_block_of_its_own_is_named_in_few_files(family):
     assert 2 <= len(files) <= 4, files
 
 
-SPEC = "from torchtitan.models import MODELS\nfrom torchtitan.models.spec import ModelSpec\n"
-LACKING = {
-    "a name twice": (
-        "from torchtitan.optim import OPTIMIZERS, SGD\nOPTIMIZERS['AdamW'] = SGD\n",
-        "mine.py:2: AdamW of optimizer is registered already use another name",
-    ),
-    "a family without its parts": (
-        f"{SPEC}MODELS['x'] = ModelSpec(name='x', flavors={{}})\n",
-        "mine.py:3: ModelSpec.__init__() missing 6 required keyword-only arguments: 'build', ",
-    ),
-    "a family that is none": (
-        f"{SPEC}MODELS['x'] = dict(name='x')\n",
-        "mine.py:3: x of model is no torchtitan.models.spec.ModelSpec",
-    ),
-    "an optimizer": (
-        "from torchtitan.optim import OPTIMIZERS, OptimizerConfig\n"
-        "class Mine(OptimizerConfig):\n    pass\nOPTIMIZERS['Mine'] = Mine\n",
-        "mine.py:4: Mine of optimizer has no build add what torchtitan.optim.settings.",
-    ),
-    "a schedule": (
-        "from torchtitan.optim import SCHEDULES\nSCHEDULES['x'] = dict\n",
-        "mine.py:2: x of schedule is no subclass of torchtitan.optim.schedule.ScheduleConfig",
-    ),
-    "a sink": (
-        "from torchtitan.metrics import SINKS\nclass Mine:\n    def open(self, step): ...\n"
-        "SINKS['x'] = Mine\n",
-        "mine.py:4: x of sink has no close and no write add what torchtitan.metrics.sinks.Sink",
-    ),
-    "a data format": (
-        "from torchtitan.data.documents import FORMATS\nFORMATS['x'] = lambda files: []\n",
-        "mine.py:2: x of format cannot be called: too many positional arguments",
-    ),
-    "a source": (
-        "from torchtitan.data import SOURCES\nSOURCES['x'] = 'mine:Mine'\n",
-        "mine.py:2: x of source cannot be called: 'mine:Mine' is not a callable object",
-    ),
-    "a task": (
-        "from torchtitan.tasks import TASKS, Task\nclass Mine(Task):\n    unit = 'images'\n"
-        "TASKS['x'] = Mine\n",
-        "mine.py:4: x of task has no loss and no packing and no preview and no rate add what ",
-    ),
-}
-"""What a module of the user registers, and what is said of it, where `; ` begins a line."""
-
-
-@pytest.mark.parametrize("mistake", LACKING)
+@pytest.mark.parametrize("mistake", MODULES["lacking"])
 def test_what_lacks_a_part_is_refused_with_its_line(mistake, tmp_path, monkeypatch, capsys):
-    content, message = LACKING[mistake]
-    (tmp_path / "mine.py").write_text(content)
+    lacking = MODULES["lacking"][mistake]
+    (tmp_path / "mine.py").write_text(lacking["module"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["check", "debug_model", "--job.imports", "mine"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "--job.imports: got" in said
-    assert message in said
+    assert lacking["said"] in said

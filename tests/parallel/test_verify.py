@@ -30,22 +30,7 @@ from torchtitan.tools.verify.report import Comparison
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 RECIPES = main_road("*.toml")
 
-TINY = """
-[model]
-name = "tiny"
-flavor = "tiny"
-tokenizer_path = "assets/not/there"
-[data]
-dataset = "c4"
-[training]
-local_batch_size = 4
-seq_len = 32
-[checkpoint]
-enable = true
-[optimizer]
-lr = 1e-3
-[parallelism]
-"""
+TINY = Path(__file__).with_name("verify.toml").read_text()
 SHARD = "data_parallel_shard_degree = 2"
 
 
