@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, zeros
 
@@ -188,15 +184,15 @@ def test_torch_takes_the_step_that_the_run_takes(name, tmp_path, straight):
     peak = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
     assert peak == [1.0]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(factor))
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    options = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
     state = {
         **model.state_dict(),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "optimizer": state_dict.get_optimizer_state_dict(model, optimizer, options=options),
         "lr_scheduler": schedule.state_dict(),
         "train_state": {"step": 0, "ntokens_seen": 0},
     }
     dcp.load(state, checkpoint_id=folder, no_dist=True)
-    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    state_dict.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     schedule.load_state_dict(state["lr_scheduler"])
     assert state["train_state"] == {"step": 2, "ntokens_seen": 2 * 8 * 32}
 

@@ -13,20 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import tiny
+from tests import tiny, torchtitan_run
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.runs import listening, losses, rows, train, train_each, weights, world_of
 from tests.tables import table
-from tests.torchtitan_run import (
-    TorchTitanRun,
-    as_v01,
-    as_v03,
-    save,
-    save_for_hugging_face,
-    save_safetensors,
-    weights_only,
-)
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint.dcp.items import Item
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
@@ -81,19 +72,19 @@ class Theirs(NamedTuple):
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("theirs")
-    run = TorchTitanRun(recipe(folder))
-    seed = save(folder / "seed/step-0", {**run.state(), "train_state.step": 0})
+    run = torchtitan_run.TorchTitanRun(recipe(folder))
+    seed = torchtitan_run.save(folder / "seed/step-0", {**run.state(), "train_state.step": 0})
     assert (seed / ".metadata").exists()
     run.train(3)
     state = {n: v.clone() if isinstance(v, Tensor) else v for n, v in run.state().items()}
-    save(folder / "checkpoint/step-3", state)
-    save(folder / "v01/step-3", as_v01(state))
-    save(folder / "v03/step-3", as_v03(state))
-    save(folder / "weights/step-3", weights_only(state))
-    save_for_hugging_face(run, folder / "hf/step-3", whole=True)
-    save_for_hugging_face(run, folder / "hf blocks/step-3", whole=False)
+    torchtitan_run.save(folder / "checkpoint/step-3", state)
+    torchtitan_run.save(folder / "v01/step-3", torchtitan_run.as_v01(state))
+    torchtitan_run.save(folder / "v03/step-3", torchtitan_run.as_v03(state))
+    torchtitan_run.save(folder / "weights/step-3", torchtitan_run.weights_only(state))
+    torchtitan_run.save_for_hugging_face(run, folder / "hf/step-3", whole=True)
+    torchtitan_run.save_for_hugging_face(run, folder / "hf blocks/step-3", whole=False)
     tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
-    save_safetensors(folder / "safetensors/step-3", tensors, whole=False)
+    torchtitan_run.save_safetensors(folder / "safetensors/step-3", tensors, whole=False)
     return Theirs(folder, dict(enumerate(run.train(3), 4)), state)
 
 
@@ -144,9 +135,9 @@ def test_a_checkpoint_of_v03_goes_on_without_moments(tmp_path, theirs):
 
 def test_adam_goes_on_from_adam(tmp_path):
     adam = {"optimizer": {"name": "Adam"}}
-    run = TorchTitanRun(recipe(tmp_path, **adam))
+    run = torchtitan_run.TorchTitanRun(recipe(tmp_path, **adam))
     run.train(3)
-    save(tmp_path / "theirs/step-3", run.state())
+    torchtitan_run.save(tmp_path / "theirs/step-3", run.state())
     run_ranks(train, 1, resumed(tmp_path / "run", tmp_path / "theirs", **adam))
     expected = dict(enumerate(run.train(3), 4))
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
@@ -280,7 +271,9 @@ def test_of_a_recipe_that_is_the_same_nothing_is_told(tmp_path, theirs):
 
 def test_the_schedule_goes_on_where_it_was_begun_anew(tmp_path, theirs):
     """As after `exclude_from_loading = ["lr_scheduler"]` there."""
-    path = save(tmp_path / "theirs/step-3", {**theirs.state, "lr_scheduler.last_epoch": 1})
+    path = torchtitan_run.save(
+        tmp_path / "theirs/step-3", {**theirs.state, "lr_scheduler.last_epoch": 1}
+    )
     found = begun(resumed(tmp_path / "run", path))
     assert (found.step, found.schedule_start) == (3, 2)
 
@@ -328,13 +321,13 @@ def changed(state, words):
         case "step":
             return {**state, "train_state.step": json.loads(rest)}
         case "weights":
-            return weights_only(state)
+            return torchtitan_run.weights_only(state)
     return state
 
 
 @pytest.mark.parametrize(("change", "sections", "told"), table(__file__, "bad_starts.txt"))
 def test_what_does_not_fit_is_refused(change, sections, told, tmp_path, theirs):
-    path = save(tmp_path / "theirs/step-3", changed(theirs.state, change))
+    path = torchtitan_run.save(tmp_path / "theirs/step-3", changed(theirs.state, change))
     folder = tmp_path / "run"
     words = refusal(resumed(folder, path, **json.loads(sections)))
     assert words.startswith("checkpoint.initial_load_path: ")

@@ -3,15 +3,7 @@
 import math
 import random
 
-from torchtitan.tools.compare.results import (
-    Collectives,
-    CurveDifference,
-    FinishedRun,
-    Parity,
-    Report,
-    RunCurve,
-    Variant,
-)
+from torchtitan.tools.compare import results
 from torchtitan.tools.compare.runs import spread
 
 HOSTILE = (
@@ -37,7 +29,7 @@ def curve(off, seed, tokens, start, end):
         * (1 + off * step / len(STEPS))
         for step in STEPS
     ]
-    return RunCurve(STEPS, tuple(step * tokens for step in STEPS), tuple(values))
+    return results.RunCurve(STEPS, tuple(step * tokens for step in STEPS), tuple(values))
 
 
 def ran(
@@ -48,7 +40,7 @@ def ran(
     medians = [10_000 * speed * noise.uniform(0.97, 1.03) for _ in range(rounds)]
     shares = [noise.uniform(0.2, 1) * weight for weight in (1, 8, 16, 1, 1, 2, 1, 1)]
     grads = curve(10 * off, seed + 1, tokens, 3.0, 0.6)
-    return Variant(
+    return results.Variant(
         name=name,
         status="ran",
         reasons=(),
@@ -58,7 +50,7 @@ def ran(
         unit="tokens",
         units_per_step=tokens,
         runs=tuple(
-            FinishedRun(
+            results.FinishedRun(
                 f"runs/{round}-{noise.getrandbits(32):08x}",
                 round,
                 seed,
@@ -78,9 +70,9 @@ def ran(
         | ({"tp": 1.4e9} if (layout or {}).get("tp", 1) > 1 else {}),
         sent_note="From the flight recorder; tensor parallelism from a formula",
         collectives=(
-            Collectives("dp_shard", "all_gather", 12, 3e9 / speed, 12, 3e9 / speed),
-            Collectives("dp_shard", "send", None, None, 6, 1.5e8),
-            Collectives("loss", "all_reduce", 4, 1.2e3, None, None),
+            results.Collectives("dp_shard", "all_gather", 12, 3e9 / speed, 12, 3e9 / speed),
+            results.Collectives("dp_shard", "send", None, None, 6, 1.5e8),
+            results.Collectives("loss", "all_reduce", 4, 1.2e3, None, None),
         ),
         memory_formula={"parameters": 1.25, "gradients": 1.25, "states": 2.5},
         state_bytes=2_684_354_560,
@@ -96,7 +88,7 @@ def ran(
 
 def absent(name, status, reasons):
     """A variant without numbers."""
-    return Variant(
+    return results.Variant(
         name=name,
         status=status,
         reasons=reasons,
@@ -109,7 +101,7 @@ def absent(name, status, reasons):
         time_shares={},
         sent_bytes={},
         sent_note="",
-        parity=Parity("not judged", "It has no run."),
+        parity=results.Parity("not judged", "It has no run."),
         **dict.fromkeys(MEASURED),
     )
 
@@ -117,22 +109,24 @@ def absent(name, status, reasons):
 def sample():
     """Four variants that ran and have a parity verdict, one not judged, one that failed, one that
     cannot run."""
-    same = Parity(
+    same = results.Parity(
         "same",
         "Every loss is within the tolerance, which is ten times what bfloat16 rounds by.",
-        CurveDifference(2e-6, 10, 2.4e-3),
-        CurveDifference(2e-5, 10, 7.3e-2),
+        results.CurveDifference(2e-6, 10, 2.4e-3),
+        results.CurveDifference(2e-5, 10, 7.3e-2),
     )
-    rounded = Parity(
+    rounded = results.Parity(
         "not judged",
         "linears in Float8 or MXFP8 have no tolerance by dtype",
-        CurveDifference(0.019, 76, 0.0),
+        results.CurveDifference(0.019, 76, 0.0),
     )
-    differs = Parity(
-        "differs", "The loss is off by 6e-4 in the first step.", CurveDifference(6e-4, 1, 2.4e-4)
+    differs = results.Parity(
+        "differs",
+        "The loss is off by 6e-4 in the first step.",
+        results.CurveDifference(6e-4, 1, 2.4e-4),
     )
     degree = "parallelism.tensor_parallel_degree"
-    return Report(
+    return results.Report(
         title="Four devices, a 1B model: <which> layout & precision?",
         description="One recipe, six ways to lay it out; 100 steps of 16,384 tokens on C4.",
         created="2026-03-14T15:09:26+01:00",
@@ -155,7 +149,7 @@ def sample():
             ran(
                 "fsdp",
                 1.0,
-                Parity("baseline", "What the others are compared with."),
+                results.Parity("baseline", "What the others are compared with."),
                 differs={degree: 1, "compile.enable": False},
             ),
             ran(
@@ -185,7 +179,7 @@ def sample():
             ran(
                 "exact",
                 0.97,
-                Parity("not judged", "The study has [parity] enable = false for it."),
+                results.Parity("not judged", "The study has [parity] enable = false for it."),
                 rounds=1,
             ),
             absent(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchtitan.config import RecipeError
 from torchtitan.models.experts import idle_parameters
 from torchtitan.models.spec import MinShape, build_empty, count_parameters, initialize
+from torchtitan.tools.generate import cached
 
 BAD_CONFIGS = Path(__file__).with_name("bad_configs.txt")
 CONFIGS = Path(__file__).parents[2] / "data/published"
@@ -93,6 +94,17 @@ def shrunk(spec, large, tp):
     assert not [*spec.settings().size_problems(small)]
     assert count_parameters(build_empty(spec.build, small, 16)).total < 3e6
     return small
+
+
+def continues_a_text(model, seq_len=64):
+    """Parts of a text, one after the other, have the logits of the whole."""
+    tokens, parts = torch.arange(seq_len)[None], []
+    with torch.no_grad(), cached(model, seq_len) as cache:
+        for start, end in ((0, 20), (20, 21), (21, seq_len)):
+            positions = torch.arange(start, end)[None]
+            cache.move_to(positions, end)
+            parts.append(model(tokens[:, start:end], positions))
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=1e-5, rtol=0)
 
 
 def lines(call, *arguments):

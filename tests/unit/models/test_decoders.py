@@ -9,21 +9,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from tests.tables import table
-from tests.unit.models.families import (
-    drawn,
-    equals_transformers,
-    has_published_sizes,
-    lines,
-    of_transformers,
-    refuses_bad_configs,
-    to_transformers,
-)
+from tests.unit.models import families
 from torchtitan.checkpoint.weights.network import identify
 from torchtitan.config import ConfigError, RecipeError
 from torchtitan.models import MODELS
 from torchtitan.models.layers import Linear
 from torchtitan.models.spec import initialize
-from torchtitan.tools.generate import cached
 
 SIZES = {"dim": 48, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 128}
 WINDOW = {"sliding_window": 9}
@@ -51,8 +42,8 @@ SWITCHES = [
 def twin(name, args, model):
     """The network of transformers with the weights of ours."""
     spec = MODELS[name]
-    theirs = of_transformers(spec.formats["hf"].config(args, None)).float().eval()
-    weights = to_transformers(spec, args, model.state_dict().items())
+    theirs = families.of_transformers(spec.formats["hf"].config(args, None)).float().eval()
+    weights = families.to_transformers(spec, args, model.state_dict().items())
     theirs.load_state_dict(weights, strict=False)
     return theirs
 
@@ -64,8 +55,8 @@ SPREAD = {"gemma3": {"std": 0.04, "of_norms": 0.5}}
 @pytest.mark.parametrize(("name", "change"), SWITCHES)
 def test_logits_and_gradients_equal_those_of_transformers(name, change):
     args = small(name, **change)
-    model = drawn(MODELS[name], args, **SPREAD.get(name, {}))
-    equals_transformers(MODELS[name], args, model)
+    model = families.drawn(MODELS[name], args, **SPREAD.get(name, {}))
+    families.equals_transformers(MODELS[name], args, model)
     written = MODELS[name].formats["hf"]
     assert written.args(written.config(args, None)) == args
 
@@ -98,7 +89,7 @@ PARTS = {
 def test_the_comparison_sees_each_part(name):
     """Without any of them the logits are others."""
     args = small(name, **SWITCHED.get(name, {}))
-    model, tokens = drawn(MODELS[name], args), torch.arange(64)[None]
+    model, tokens = families.drawn(MODELS[name], args), torch.arange(64)[None]
     for part in PARTS[name]:
         other = MODELS[name].build(dataclasses.replace(args, **part), 64)
         other.load_state_dict(model.state_dict(), strict=False)
@@ -111,7 +102,7 @@ def test_logits_differ_from_those_of_transformers_by_roundings_alone(name):
     # The factor of embeddings, the root of dim, is a tensor in float32 there: here it is exact.
     args, tokens = small(name, dim=64, **SWITCHED.get(name, {})), torch.arange(64)[None]
     with InFloat64(), torch.no_grad():
-        ours = drawn(MODELS[name], args).double()
+        ours = families.drawn(MODELS[name], args).double()
         theirs = twin(name, args, ours)
         if name == "mixtral":
             theirs.set_experts_implementation("eager")  # the other has no float64
@@ -121,21 +112,14 @@ def test_logits_differ_from_those_of_transformers_by_roundings_alone(name):
 
 
 def test_a_text_is_continued_with_blocks_of_both_kinds():
-    model, tokens = drawn(MODELS["gemma3"], small("gemma3", **TWICE)), torch.arange(64)[None]
-    with torch.no_grad(), cached(model, 64) as cache:
-        parts = []
-        for start, end in ((0, 20), (20, 21), (21, 64)):
-            positions = torch.arange(start, end)[None]
-            cache.move_to(positions, end)
-            parts.append(model(tokens[:, start:end], positions))
-    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=1e-5, rtol=0)
+    families.continues_a_text(families.drawn(MODELS["gemma3"], small("gemma3", **TWICE)))
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_packed_documents_are_those_of_transformers(name):
     """To which positions that start again tell where a document does."""
     args, tokens = small(name, **SWITCHED.get(name, {})), torch.arange(64)[None]
-    model = drawn(MODELS[name], args, **SPREAD.get(name, {}))
+    model = families.drawn(MODELS[name], args, **SPREAD.get(name, {}))
     documents = (torch.arange(64)[None] >= 30).long()
     positions = torch.arange(64)[None] - 30 * documents
     expected = twin(name, args, model)(tokens, position_ids=positions, use_cache=False).logits
@@ -145,7 +129,7 @@ def test_packed_documents_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", PARTS)
 def test_greedy_text_is_that_of_transformers(name):
     args, tokens = small(name, **SWITCHED.get(name, {})), torch.arange(5)[None]
-    model = drawn(MODELS[name], args)
+    model = families.drawn(MODELS[name], args)
     theirs = twin(name, args, model)
     expected = theirs.generate(tokens, min_new_tokens=16, max_new_tokens=16, do_sample=False)
     with torch.no_grad():
@@ -197,7 +181,7 @@ PUBLISHED = table(__file__, "published.txt")
 @pytest.mark.parametrize(("name", "flavor", "sizes", "total", "active"), PUBLISHED)
 def test_flavors_have_the_published_sizes(name, flavor, sizes, total, active):
     spec, config = MODELS[name], of_flavor(name, sizes)
-    has_published_sizes(spec, flavor, config, int(total), int(active))
+    families.has_published_sizes(spec, flavor, config, int(total), int(active))
     written = spec.formats["hf"].config(spec.flavors[flavor], None)
     shared = written.keys() & config.keys() - {"rope_scaling"}
     assert {key: written[key] for key in shared} == {key: config[key] for key in shared}
@@ -209,19 +193,15 @@ def test_every_flavor_is_compared_with_a_published_one():
         assert flavors == [*MODELS[name].flavors]
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen2.5-7B", "Mistral-7B-v0.3", "Mixtral-8x7B", "OLMo-2-7B", "Gemma-3-4B"]
-)
+NAMED = {"Qwen2.5-7B": "qwen2 7B", "Mistral-7B-v0.3": "mistral 7B", "Mixtral-8x7B": "mixtral 8x7B"}
+NAMED |= {"OLMo-2-7B": "olmo2 7B", "Gemma-3-4B": "gemma3 4B"}
+
+
+@pytest.mark.parametrize("name", NAMED)
 def test_a_network_of_another_kind_is_refused_in_words(name):
-    family, flavor = {
-        "Qwen2.5-7B": ("qwen2", "7B"),
-        "Mistral-7B-v0.3": ("mistral", "7B"),
-        "Mixtral-8x7B": ("mixtral", "8x7B"),
-        "OLMo-2-7B": ("olmo2", "7B"),
-        "Gemma-3-4B": ("gemma3", "4B"),
-    }[name]
+    family, flavor = NAMED[name].split()
     (sizes,) = (sizes for of, size, sizes, *_ in PUBLISHED if (of, size) == (family, flavor))
-    refuses_bad_configs(MODELS[family].formats["hf"].args, name, of_flavor(family, sizes))
+    families.refuses_bad_configs(MODELS[family].formats["hf"].args, name, of_flavor(family, sizes))
 
 
 @pytest.mark.parametrize(
@@ -274,9 +254,9 @@ def test_windows_of_transformers_are_read():
     config = written.config(small("gemma3", n_layers=12), 64)
     del config["layer_types"]
     assert written.args(config).full_every == 6
-    assert lines(written.args, config | {"layer_types": ["full_attention"]}) == [
+    assert families.lines(written.args, config | {"layer_types": ["full_attention"]}) == [
         "num_hidden_layers 12 and layer_types of 1 blocks; make them equal"
     ]
     two = {"sliding_window_pattern": 6, "layer_types": ["sliding_attention", "full_attention"] * 6}
-    (told,) = lines(written.args, config | two)
+    (told,) = families.lines(written.args, config | two)
     assert told.startswith("sliding_window_pattern 6 and layer_types of every 2 are one fact")

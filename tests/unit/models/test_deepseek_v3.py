@@ -9,14 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
-from tests.unit.models.families import (
-    drawn,
-    equals_transformers,
-    has_published_sizes,
-    published,
-    refuses_bad_configs,
-    shrunk,
-)
+from tests.unit.models import families
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
 from torchtitan.models.experts import Router
@@ -40,7 +33,7 @@ ARGS = LatentArgs(**SIZES, **HEADS, **ROUTED, **GROUPED, **SCORES, **FACTS)
 
 def build(args):
     """A network with biases that change choices."""
-    model = drawn(SPEC, args)
+    model = families.drawn(SPEC, args)
     generator = torch.Generator().manual_seed(2)
     for module in model.modules():
         if isinstance(module, Router):
@@ -61,7 +54,7 @@ def build(args):
 )
 def test_logits_and_gradients_equal_those_of_transformers(change):
     args = dataclasses.replace(ARGS, **change)
-    equals_transformers(SPEC, args, build(args))
+    families.equals_transformers(SPEC, args, build(args))
 
 
 def test_the_comparison_sees_groups_bias_and_scales():
@@ -110,8 +103,8 @@ def test_yarn_is_that_of_transformers(head_dim, theta, truncate):
 )
 def test_flavors_have_the_published_sizes(flavor, total, active):
     """Moonlight counts 2.24 billion active parameters, without the embedding and the output."""
-    args, config = SPEC.flavors[flavor], published(f"deepseek_v3_{flavor}")
-    has_published_sizes(SPEC, flavor, config, total, active)
+    args, config = SPEC.flavors[flavor], families.published(f"deepseek_v3_{flavor}")
+    families.has_published_sizes(SPEC, flavor, config, total, active)
     written = HUGGING_FACE.config(args, None)
     assert written.pop("rope_interleave")
     scaling = dict(written.pop("rope_scaling") or {})
@@ -133,7 +126,7 @@ def test_a_config_is_read_as_it_was_written(truncate):
     assert HUGGING_FACE.args(HUGGING_FACE.config(args, None)) == args
     short = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
     for rope in (short, short | {"beta_fast": None, "mscale": None}):
-        read = HUGGING_FACE.args(published("deepseek_v3_671B") | {"rope_scaling": rope})
+        read = HUGGING_FACE.args(families.published("deepseek_v3_671B") | {"rope_scaling": rope})
         assert read.rope_scaling == Yarn(factor=40.0)
 
 
@@ -155,7 +148,7 @@ def test_operations_are_those_that_torch_counts(query_rank):
 @pytest.mark.parametrize("flavor", SPEC.flavors)
 def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
     large = SPEC.flavors[flavor]
-    small = shrunk(SPEC, large, tp)
+    small = families.shrunk(SPEC, large, tp)
     assert small.n_heads == small.n_kv_heads
     assert small.n_heads % tp == 0
     assert (small.query_rank > 0) == (large.query_rank > 0)
@@ -165,7 +158,9 @@ def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
 
 
 def test_a_network_of_another_kind_is_refused_in_words():
-    refuses_bad_configs(HUGGING_FACE.args, "DeepSeek-V3", published("deepseek_v3_671B"))
+    families.refuses_bad_configs(
+        HUGGING_FACE.args, "DeepSeek-V3", families.published("deepseek_v3_671B")
+    )
 
 
 def test_what_the_format_cannot_express_is_refused():

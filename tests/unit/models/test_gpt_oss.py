@@ -8,20 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
 from tests.dense import dense_attention
-from tests.unit.models.families import (
-    drawn,
-    equals_transformers,
-    has_published_sizes,
-    published,
-    refuses_bad_configs,
-    shrunk,
-)
+from tests.unit.models import families
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.gpt_oss import GptOssArgs
 from torchtitan.models.layers import Yarn
-from torchtitan.tools.generate import cached
 
 SPEC = MODELS["gpt_oss"]
 HUGGING_FACE = SPEC.formats["hf"]
@@ -39,7 +31,7 @@ def of_flavor(flavor):
     n_layers, experts = {"20B": (24, 32), "120B": (36, 128)}[flavor]
     kinds = ["sliding_attention", "full_attention"] * (n_layers // 2)
     sizes = {"num_hidden_layers": n_layers, "num_local_experts": experts}
-    return published("gpt_oss", layer_types=kinds, **sizes)
+    return families.published("gpt_oss", layer_types=kinds, **sizes)
 
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
@@ -47,12 +39,12 @@ def of_flavor(flavor):
     "change", [{}, {"swiglu_limit": 7.0, "rope_scaling": None}, {"sliding_window": 0}], ids=str
 )
 def test_logits_and_gradients_equal_those_of_transformers(change):
-    equals_transformers(SPEC, dataclasses.replace(ARGS, **change))
+    families.equals_transformers(SPEC, dataclasses.replace(ARGS, **change))
 
 
 def test_the_comparison_sees_each_part():
     """Without any of them the logits are others."""
-    model, tokens = drawn(SPEC, ARGS), torch.arange(SEQ_LEN)[None]
+    model, tokens = families.drawn(SPEC, ARGS), torch.arange(SEQ_LEN)[None]
     whole = model(tokens)
     for change in ({"swiglu_limit": 7.0}, {"sliding_window": 0}, {"rope_scaling": None}):
         other = SPEC.build(dataclasses.replace(ARGS, **change), SEQ_LEN)
@@ -88,14 +80,7 @@ def test_sinks_are_one_more_key_without_a_value(has_documents, window, dtype):
 
 
 def test_a_text_is_continued_with_sinks_and_windows():
-    model, tokens = drawn(SPEC, ARGS), torch.arange(SEQ_LEN)[None]
-    with torch.no_grad(), cached(model, SEQ_LEN) as cache:
-        parts = []
-        for start, end in ((0, 20), (20, 21), (21, SEQ_LEN)):
-            positions = torch.arange(start, end)[None]
-            cache.move_to(positions, end)
-            parts.append(model(tokens[:, start:end], positions))
-    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=1e-5, rtol=0)
+    families.continues_a_text(families.drawn(SPEC, ARGS), SEQ_LEN)
 
 
 @pytest.mark.filterwarnings("default")
@@ -106,7 +91,7 @@ def test_a_text_is_continued_with_sinks_and_windows():
 def test_flavors_have_the_published_sizes(flavor, total, active):
     """OpenAI counts 20.9 and 116.8 billion, and without the embedding 3.6 and 5.1 active ones."""
     args, config = SPEC.flavors[flavor], of_flavor(flavor)
-    has_published_sizes(SPEC, flavor, config, total, active)
+    families.has_published_sizes(SPEC, flavor, config, total, active)
     written = HUGGING_FACE.config(args, None)
     scaling = written.pop("rope_scaling")
     assert {key: scaling.pop(key) for key in config["rope_scaling"]} == config["rope_scaling"]
@@ -141,7 +126,7 @@ def test_operations_are_those_that_torch_counts():
 @pytest.mark.parametrize("flavor", SPEC.flavors)
 def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
     large = SPEC.flavors[flavor]
-    small = shrunk(SPEC, large, tp)
+    small = families.shrunk(SPEC, large, tp)
     assert small.ffn_dim == small.expert_dim
     assert 0 < small.sliding_window < 16
     assert SPEC.attention(small).is_mixed
@@ -150,7 +135,8 @@ def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
 
 def test_vectors_are_no_matrices_for_an_optimizer():
     roles = {
-        name: SPEC.role(name, weight.ndim) for name, weight in drawn(SPEC, ARGS).named_parameters()
+        name: SPEC.role(name, weight.ndim)
+        for name, weight in families.drawn(SPEC, ARGS).named_parameters()
     }
     block = {n.removeprefix("layers.1."): role for n, role in roles.items() if "layers.1." in n}
     assert {name for name, role in block.items() if role == "expert"} == {
@@ -162,7 +148,7 @@ def test_vectors_are_no_matrices_for_an_optimizer():
 
 
 def test_a_network_of_another_kind_is_refused_in_words():
-    refuses_bad_configs(HUGGING_FACE.args, "gpt-oss-20b", of_flavor("20B"))
+    families.refuses_bad_configs(HUGGING_FACE.args, "gpt-oss-20b", of_flavor("20B"))
 
 
 def test_what_the_format_cannot_express_is_refused():

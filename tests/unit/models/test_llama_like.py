@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.unit.models.families import lines, refuses_bad_configs
+from tests.unit.models.families import lines, published, refuses_bad_configs
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
@@ -15,23 +15,9 @@ HUGGING_FACE = SPEC.formats["hf"]
 
 
 def llama(dim, ffn_dim, layers, heads, kv_heads, **more):
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": dim,
-        "intermediate_size": ffn_dim,
-        "max_position_embeddings": 2048,
-        "model_type": "llama",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 32000,
-        **more,
-    }
+    sizes = {"hidden_size": dim, "intermediate_size": ffn_dim, "num_attention_heads": heads}
+    sizes |= {"num_hidden_layers": layers, "num_key_value_heads": kv_heads}
+    return published("llama2", **sizes, **more)
 
 
 def mistral(dim, layers, **more):

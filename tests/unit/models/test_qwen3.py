@@ -5,33 +5,21 @@ import dataclasses
 import pytest
 import torch
 
-from tests.unit.models.families import (
-    equals_transformers,
-    has_published_sizes,
-    of_transformers,
-    published,
-    refuses_bad_configs,
-)
+from tests.unit.models import families
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty, count_parameters
 
 SPEC = MODELS["qwen3"]
 HUGGING_FACE = SPEC.formats["hf"]
-ARGS = DecoderArgs(
-    dim=48,  # 8 heads of 16, so heads are together wider than the residual stream
-    n_layers=3,
-    n_heads=8,
-    n_kv_heads=2,
-    head_dim=16,
-    head_norms=True,
-    ffn_dim=160,
-    vocab_size=128,
-    norm_eps=1e-6,
-    rope_theta=1e6,
-)
+# 8 heads of 16, so heads are together wider than the residual stream.
+SIZES = {"dim": 48, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 160}
+FACTS = {"head_norms": True, "vocab_size": 128, "norm_eps": 1e-6, "rope_theta": 1e6}
+ARGS = DecoderArgs(**SIZES, **FACTS)
 
-# Flavor: hidden, layers, heads, intermediate, tied; and the same for all (Qwen's config.json).
+KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+KEYS += ("tie_word_embeddings",)
+# Other keys are the same for all (Qwen's config.json).
 PUBLISHED = {
     "0.6B": (1024, 28, 16, 3072, True),
     "1.7B": (2048, 28, 16, 6144, True),
@@ -44,16 +32,8 @@ PUBLISHED = {
 
 def of_flavor(flavor):
     """What matters of the config.json of `Qwen/Qwen3-{flavor}-Base`."""
-    hidden, layers, heads, intermediate, tied = PUBLISHED[flavor]
-    return published(
-        "qwen3",
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        max_window_layers=layers,
-        num_attention_heads=heads,
-        num_hidden_layers=layers,
-        tie_word_embeddings=tied,
-    )
+    sizes = dict(zip(KEYS, PUBLISHED[flavor], strict=True))
+    return families.published("qwen3", **sizes, max_window_layers=sizes["num_hidden_layers"])
 
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
@@ -61,7 +41,7 @@ def of_flavor(flavor):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_logits_and_gradients_equal_those_of_transformers(tied, window):
     args = dataclasses.replace(ARGS, tied=tied, sliding_window=window)
-    equals_transformers(SPEC, args, seq_len=96)
+    families.equals_transformers(SPEC, args, seq_len=96)
 
 
 @pytest.mark.filterwarnings("default")
@@ -75,11 +55,11 @@ def test_flavors_have_the_published_sizes(flavor):
     of_attention = 2 * dim * heads * 128 + 2 * dim * 8 * 128 + 2 * 128
     of_block = of_attention + 3 * dim * ffn + 2 * dim
     total = (1 if tied else 2) * 151_936 * dim + layers * of_block + dim
-    has_published_sizes(SPEC, flavor, config, total, active=total)
+    families.has_published_sizes(SPEC, flavor, config, total, active=total)
     ours = build_empty(SPEC.build, args, 16)
     assert count_parameters(ours).embedding == 151_936 * dim
     with torch.device("meta"):
-        theirs = of_transformers(config)
+        theirs = families.of_transformers(config)
     shapes = {HUGGING_FACE.name(name): w.shape for name, w in ours.state_dict().items()}
     aliases = {"lm_head.weight"} if tied else set()
     assert {n: w.shape for n, w in theirs.state_dict().items() if n not in aliases} == shapes
@@ -117,4 +97,4 @@ def test_no_block_has_a_window_without_use_sliding_window():
 
 
 def test_a_network_of_another_kind_is_refused_in_words():
-    refuses_bad_configs(HUGGING_FACE.args, "Qwen3-8B", of_flavor("8B"))
+    families.refuses_bad_configs(HUGGING_FACE.args, "Qwen3-8B", of_flavor("8B"))

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.unit.models.families import (
-    equals_transformers,
-    has_published_sizes,
-    published,
-    refuses_bad_configs,
-    shrunk,
-)
+from tests.unit.models import families
 from torchtitan.config import RecipeError
 from torchtitan.convert import Conversion, experts, linears
 from torchtitan.convert.float8 import Float8
@@ -33,15 +27,9 @@ ARGS = SparseArgs(**SIZES, **ROUTED, **FACTS)
 def of_flavor(flavor):
     """What matters of the config.json of `Qwen/Qwen3-{flavor}`."""
     sizes = {"30B-A3B": (2048, 48, 32, 6144, 768), "235B-A22B": (4096, 94, 64, 12288, 1536)}
-    hidden, layers, heads, intermediate, of_expert = sizes[flavor]
-    return published(
-        "qwen3_moe",
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        moe_intermediate_size=of_expert,
-        num_attention_heads=heads,
-        num_hidden_layers=layers,
-    )
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    found = dict(zip((*keys, "moe_intermediate_size"), sizes[flavor], strict=True))
+    return families.published("qwen3_moe", **found)
 
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
@@ -51,7 +39,7 @@ def of_flavor(flavor):
     ids=["renormalized", "not renormalized, first block dense"],
 )
 def test_logits_and_gradients_equal_those_of_transformers(change):
-    equals_transformers(SPEC, dataclasses.replace(ARGS, **change))
+    families.equals_transformers(SPEC, dataclasses.replace(ARGS, **change))
 
 
 @pytest.mark.filterwarnings("default")
@@ -61,7 +49,7 @@ def test_logits_and_gradients_equal_those_of_transformers(change):
 )
 def test_flavors_have_the_published_sizes(flavor, total, active):
     args, config = SPEC.flavors[flavor], of_flavor(flavor)
-    has_published_sizes(SPEC, flavor, config, total, active)
+    families.has_published_sizes(SPEC, flavor, config, total, active)
     written = HUGGING_FACE.config(args, None)
     assert {key: config[key] for key in written} == written
     # A token's share of attention to 4,096 others; the embedding is a look-up.
@@ -101,14 +89,14 @@ WEIGHTS = ("router.weight", "experts.w1", "experts.w2", "experts.w3", "shared.w2
 @pytest.mark.parametrize("flavor", SPEC.flavors)
 def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
     large = dataclasses.replace(SPEC.flavors[flavor], dense_layers=3, shared_dim=512)
-    small = shrunk(SPEC, large, tp)
+    small = families.shrunk(SPEC, large, tp)
     assert (small.n_experts, small.top_k, small.dense_layers) == (8, 2, 1)
     assert small.expert_dim % (8 * tp) == small.shared_dim % (8 * tp) == 0
     assert small.expert_dim / small.dim < 1.5
 
 
 def test_a_network_of_another_kind_is_refused_in_words():
-    refuses_bad_configs(HUGGING_FACE.args, "Qwen3-30B-A3B", of_flavor("30B-A3B"))
+    families.refuses_bad_configs(HUGGING_FACE.args, "Qwen3-30B-A3B", of_flavor("30B-A3B"))
 
 
 def test_a_shared_expert_has_no_place_in_the_format():
