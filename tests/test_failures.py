@@ -9,7 +9,7 @@ import pytest
 
 from tests import launched
 from tests.launched import OURS
-from tests.test_launch import RECIPE, ROOT, SMALL, environment
+from tests.test_launch import PIPED, RECIPE, ROOT, SMALL, environment
 from tests.tiers import tiers
 from torchtitan.flight_recorder import read_traces
 from torchtitan.tools.cli import main
@@ -48,15 +48,9 @@ def run(fault, folder):
         words = [*OURS, "train", RECIPE, *words, "--processes=2", "--max-restarts=0"]
         launcher = launched.start(words, environment(FAULT=f"{fault} 1 3"), folder / "log")
         return launcher.wait(BOUND), launcher.communicate()[0]
-    process = subprocess.Popen(
-        ["./run_train.sh", *words],
-        cwd=ROOT,
-        env=environment(NGPU="2", CONFIG_FILE=RECIPE, MAX_RESTARTS="0", FAULT=f"{fault} 1 3"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    own = environment(NGPU="2", CONFIG_FILE=RECIPE, MAX_RESTARTS="0", FAULT=f"{fault} 1 3")
+    of = {"cwd": ROOT, "env": own, "start_new_session": True, **PIPED}
+    process = subprocess.Popen(["./run_train.sh", *words], **of)
     try:
         output, _ = process.communicate(timeout=BOUND)
     finally:

@@ -177,13 +177,8 @@ def test_another_architecture_is_refused(change, told, tmp_path):
     assert open_hugging_face(with_config(tmp_path, change), None) == [f"HERE/config.json: {told}"]
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize("row", table(__file__, "two_values.txt"), ids=str)

@@ -17,15 +17,8 @@ from torchtitan.trainer import read
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 OLMO = FOLDER / "mixtures/olmo2_8b.toml"
-BILLIONS = {
-    "dclm": 3700,
-    "starcoder": 83.0,
-    "pes2o": 58.6,
-    "arxiv": 20.8,
-    "open-web-math": 12.2,
-    "algebraic-stack": 11.8,
-    "wiki": 3.66,
-}
+BILLIONS = {"dclm": 3700, "starcoder": 83.0, "pes2o": 58.6, "arxiv": 20.8, "open-web-math": 12.2}
+BILLIONS |= {"algebraic-stack": 11.8, "wiki": 3.66}
 
 
 def test_the_debug_mixture_has_its_shares_in_both_stages(tmp_path):

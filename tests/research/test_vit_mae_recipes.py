@@ -15,15 +15,8 @@ from torchtitan.checks import load_job
 from torchtitan.tools.cli import main
 
 ROOT = FOLDER.parent
-RANKS = {
-    "vit_mae_15b": 64,
-    "vit_mae_1b": 8,
-    "vit_mae_3b": 8,
-    "vit_mae_5b": 16,
-    "vit_mae_base": 8,
-    "vit_mae_debug": 1,
-    "vit_mae_huge": 8,
-}
+RANKS = {"15b": 64, "1b": 8, "3b": 8, "5b": 16, "base": 8, "debug": 1, "huge": 8}
+RANKS = {f"vit_mae_{size}": ranks for size, ranks in RANKS.items()}
 RECIPES = sorted(FOLDER.glob("vit_mae*.toml"))
 OWN = FOLDER / "research/vit_mae.toml"
 LARGE = [path for path in RECIPES if "debug" not in path.stem]

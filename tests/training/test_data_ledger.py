@@ -103,6 +103,9 @@ def without_step_4(found):
     return [row for row in found if row["step"] != 4 or row["event"] == "start"]
 
 
+ZERO, OTHER_REPORT = {"hash": "0" * 16}, "metrics.jsonl has the hash"
+OTHER_DATA = "they read different samples"
+OTHER_HASHES = "sessions 1 and 2 have different hashes at sample 40"
 TAMPERED = {
     "a row is removed": (without(2, "steps"), False, "a row before it is missing"),
     "the last row is removed": (lambda found: found[:-3], False, "its last rows are missing"),
@@ -111,21 +114,9 @@ TAMPERED = {
     "a start is removed": (without(1, "start"), True, "the start of a session is missing"),
     "a session skips": (with_values(1, "start", samples=40), True, "8 samples were skipped"),
     "a session repeats": (with_values(1, "start", samples=24), True, "8 samples were repeated"),
-    "a session has other data": (
-        with_values(1, "start", hash="0" * 16),
-        True,
-        "they read different samples",
-    ),
-    "a lost step had other data": (
-        with_values(4, "steps", hash="0" * 16),
-        True,
-        "sessions 1 and 2 have different hashes at sample 40",
-    ),
-    "a report had other data": (
-        with_values(-2, "steps", hash="0" * 16),
-        True,
-        "metrics.jsonl has the hash",
-    ),
+    "a session has other data": (with_values(1, "start", **ZERO), True, OTHER_DATA),
+    "a lost step had other data": (with_values(4, "steps", **ZERO), True, OTHER_HASHES),
+    "a report had other data": (with_values(-2, "steps", **ZERO), True, OTHER_REPORT),
 }
 
 

@@ -29,13 +29,9 @@ def recipe(tmp_path, monkeypatch):
 
 
 def read(folder, ranks, *flags, weight=0.01):
-    always = [
-        "--activation_checkpoint.mode=full",
-        "--training.global_batch_size=16",
-        "--training.seq_len=32",
-        f"--model.activity_weight={weight}",
-        f"--job.dump_folder={folder}",
-    ]
+    always = ["--activation_checkpoint.mode=full", "--training.global_batch_size=16"]
+    always += ["--training.seq_len=32", f"--model.activity_weight={weight}"]
+    always += [f"--job.dump_folder={folder}"]
     return load_job("images.toml", [*always, *flags], ranks, "cpu").config
 
 

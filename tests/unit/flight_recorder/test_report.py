@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from tests.tables import data
 from torchtitan.config import ConfigError
 from torchtitan.flight_recorder import read_traces, report
 from torchtitan.flight_recorder.records import load, name_ranks
@@ -18,25 +19,10 @@ ALL = {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}
 
 def record(group, number, operation="nccl:all_reduce", **changes):
     """What torch records of a collective of 5 float32; finished unless `changes` says otherwise."""
-    return {
-        "record_id": number,
-        "process_group": (group["name"], group["desc"]),
-        "collective_seq_id": number,
-        "p2p_seq_id": 0,
-        "profiling_name": operation,
-        "time_created_ns": 1_700_000_000_000_000_000 + number,
-        "input_sizes": [[5]],
-        "input_dtypes": ["Float"],
-        "output_sizes": [[5]],
-        "output_dtypes": ["Float"],
-        "state": "completed",
-        "retired": True,
-        "is_p2p": False,
-        "frames": [
-            {"name": "all_reduce", "filename": "x/torch/distributed/other.py", "line": 1},
-            {"name": "sum", "filename": "/home/me/torchtitan/parallel/world.py", "line": 12},
-        ],
-    } | changes
+    own = {"record_id": number, "collective_seq_id": number, "profiling_name": operation}
+    own |= {"process_group": (group["name"], group["desc"])}
+    own |= {"time_created_ns": 1_700_000_000_000_000_000 + number}
+    return data(__file__)["record"] | own | changes
 
 
 def waiting(group, number, **changes):
@@ -52,13 +38,8 @@ def leave(folder, rank, *records, error="", kind="collective", **step):
         ring = {"version": "2.10", "pg_config": config, "entries": list(records)}
         (folder / f"rank_{rank}").write_bytes(pickle.dumps(ring, protocol=2))
     if error:
-        failure = {
-            "time": 1.7e9,
-            "error": error,
-            "kind": kind,
-            "place": "me.py:3 (f)",
-            "groups": {},
-        }
+        failure = {"time": 1.7e9, "error": error, "kind": kind, "place": "me.py:3 (f)"}
+        failure["groups"] = {}
         (folder / f"{rank}.json").write_text(json.dumps(failure))
 
 
