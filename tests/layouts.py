@@ -67,37 +67,21 @@ class Case:
         return merged
 
 
-def case(
-    pp=1,
-    replicate=1,
-    shard=1,
-    cp=1,
-    tp=1,
-    *,
-    batch=0,
-    training=None,
-    recompute=None,
-    documents=False,
-    chunk=0,
-    convert=(),
-    auxiliary=(),
-    sharding=None,
-    communication=None,
-    **parallelism,
-):
+def case(pp=1, replicate=1, shard=1, cp=1, tp=1, *, batch=0, documents=False, chunk=0, **rest):
     """A layout in short: degrees, sequences in a microbatch, and keys of [parallelism].
 
-    Unless it is given, one replica has two microbatches to add up, several have up to two each.
+    Of `rest`, training, recompute, sharding and communication are sections. Unless it is given, one
+    replica has two microbatches to add up, several have up to two each.
     """
     batch = batch or (4 if replicate * shard == 1 else 2)
+    convert, auxiliary = rest.pop("convert", ()), rest.pop("auxiliary", ())
     sections = {
-        "training": {"local_batch_size": batch, **(training or {})},
-        "activation_checkpoint": recompute or {},
+        "training": {"local_batch_size": batch, **rest.pop("training", {})},
+        "activation_checkpoint": rest.pop("recompute", {}),
         "model": {"attn_mask_type": "block_causal"} if documents else {},
         "loss": {"vocabulary_chunk": chunk} if chunk else {},
-        "parallelism": parallelism,
-        "sharding": sharding or {},
-        "communication": communication or {},
+        **{name: rest.pop(name, {}) for name in ("sharding", "communication")},
+        "parallelism": rest,
     }
     sections = {name: section for name, section in sections.items() if section}
     return Case(pp, replicate, shard, cp, tp, sections, convert, auxiliary)
