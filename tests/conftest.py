@@ -77,6 +77,15 @@ def no_plan(monkeypatch):
 
 
 @pytest.fixture
+def small(monkeypatch):
+    """The model of `tests.small_weights` under its name."""
+    from tests.small_weights import SPEC
+    from torchtitan.models import MODELS
+
+    monkeypatch.setitem(MODELS, "small", SPEC)
+
+
+@pytest.fixture
 def uncompiled():
     """Nothing is compiled here, and in ranks that are forked."""
     torch.compiler.set_stance("force_eager")

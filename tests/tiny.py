@@ -92,14 +92,18 @@ def problems(job, device_type="cpu", severity="error", ranks=None):
     return [problem for problem in found if problem.severity == severity]
 
 
+def merged(defaults, sections):
+    """Sections of a recipe, key by key; the later win."""
+    return {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
+
+
 def job(dump_folder="unused", **sections):
     """The tiny recipe with the given keys changed, section by section."""
-    names = SECTIONS.keys() | sections.keys()
-    merged = {name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in names}
+    found = merged(SECTIONS, sections)
     # Most tests have nowhere to write to.
-    merged["metrics"] = {"save_events": str(dump_folder) != "unused"} | merged["metrics"]
-    merged["job"] = merged.get("job", {}) | {"dump_folder": str(dump_folder)}
-    return JobConfig.model_validate(merged)
+    found["metrics"] = {"save_events": str(dump_folder) != "unused"} | found["metrics"]
+    found["job"] = found.get("job", {}) | {"dump_folder": str(dump_folder)}
+    return JobConfig.model_validate(found)
 
 
 def help_text(schema):

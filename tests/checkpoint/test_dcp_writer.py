@@ -19,7 +19,7 @@ from tests.checkpoint.test_torch_reader import eager
 from tests.layouts import case
 from tests.ranks import run_ranks
 from tests.runs import losses, train
-from tests.small_weights import FLAVORS, IN_META, SCALING, SPEC, content, run, same, saved, weights
+from tests.small_weights import FLAVORS, IN_META, SCALING, content, run, same, saved, weights
 from tests.tiers import tiers
 from tests.torchtitan_run import TorchTitanRun, save
 from torchtitan.checkpoint.dcp import torchtitan as export
@@ -34,12 +34,10 @@ from torchtitan.models import MODELS
 from torchtitan.provenance import to_toml
 from torchtitan.tools.cli import main
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "small", SPEC)
+pytestmark = [
+    pytest.mark.usefixtures("small"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # so it is
+]
 
 
 # --- weights ---
@@ -148,9 +146,7 @@ def recipe(folder, layout, **sections):
         "lr_scheduler": {"warmup_steps": 1, "total_steps": 6},
         "checkpoint": {"enable": True, "interval": 1},
     }
-    names = defaults | sections
-    merged = {name: defaults.get(name, {}) | sections.get(name, {}) for name in names}
-    return tiny.job(folder, **layout.recipe(**merged))
+    return tiny.job(folder, **layout.recipe(**tiny.merged(defaults, sections)))
 
 
 def converted(folder, step):

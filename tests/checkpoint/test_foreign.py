@@ -17,10 +17,7 @@ from torchtitan.checkpoint.weights.network import read_config
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "small", SPEC)
+pytestmark = pytest.mark.usefixtures("small")
 
 
 def hugging_face(folder, flavor="plain"):

@@ -54,8 +54,7 @@ def recipe(folder, layout=ALONE, **sections):
         "optimizer": {"name": "AdamW", "lr": 1e-3},
         "lr_scheduler": {"warmup_steps": 2, "decay_type": "cosine", "min_lr_factor": 0.1},
     }
-    merged = {n: defaults.get(n, {}) | sections.get(n, {}) for n in defaults | sections}
-    return tiny.job(folder, **LAYOUTS[layout].recipe(**merged))
+    return tiny.job(folder, **LAYOUTS[layout].recipe(**tiny.merged(defaults, sections)))
 
 
 class Theirs(NamedTuple):

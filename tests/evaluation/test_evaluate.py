@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests import small_weights
-from tests.small_weights import SPEC
 from torchtitan.losses import cross_entropy
-from torchtitan.models import MODELS
 from torchtitan.tools.cli import main
 from torchtitan.tools.evaluate import Window, score_texts, windows
 from torchtitan.tools.inference import InferenceModel, ModelLocation, find_model
+
+pytestmark = pytest.mark.usefixtures("small")
 
 MODULE = """
 from torchtitan.tools.evaluate import EVALUATIONS, EvaluationRequest, Result
@@ -31,11 +31,6 @@ EVALUATIONS["count"] = count
 
 CONTEXT = [256, *b"The quick brown fox"]
 TEXTS = [[*b" jumps over the lazy dog"], [*b" is"], [*b"."], []]
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "small", SPEC)
 
 
 def test_a_module_adds_an_evaluation(tmp_path, monkeypatch, capsys):

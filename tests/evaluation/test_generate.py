@@ -9,26 +9,22 @@ import torch
 from tests import small_weights, tiny
 from tests.ranks import run_ranks
 from tests.runs import train
-from tests.small_weights import SEQ_LEN, SPEC
+from tests.small_weights import SEQ_LEN
 from torchtitan.config import ConfigError
 from torchtitan.convert import CONVERTERS
 from torchtitan.convert.settings import ConversionTarget
-from torchtitan.models import MODELS
 from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.tools import cli, generate
 from torchtitan.tools import generate as generating
 from torchtitan.tools.inference import InferenceModel, ModelLocation, find_model
+
+pytestmark = pytest.mark.usefixtures("small")
 
 GREEDY = generate.Sampling(temperature=0)
 ROUNDED = {"name": "low_precision_attention", "rotation": "qkv"}
 FLAGS = [f"--convert.0.{key}={value}" for key, value in ROUNDED.items()]
 PROMPTS = [[256, *b"a long prompt, of many tokens"], [256], [256, *b"short"]]
 RECIPE = {"model.tokenizer_path": None}
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "small", SPEC)
 
 
 def checkpoint(folder, flavor="plain"):

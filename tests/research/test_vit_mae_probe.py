@@ -13,17 +13,12 @@ from tests import small_weights, tiny
 from tests.ranks import run_ranks
 from tests.research.test_vit_mae_pictures import MODEL
 from tests.runs import train
-from tests.small_weights import SPEC
 from tests.test_docs import ROOT
-from torchtitan.models import MODELS
 from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.probe import HELD_OUT, ORDER_SEED, PENALTY, data_of, fit
 from torchtitan.tools.cli import main
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "small", SPEC)
+pytestmark = pytest.mark.usefixtures("small")
 
 
 def test_the_regression_is_the_minimum_of_what_it_says():

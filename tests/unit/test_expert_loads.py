@@ -82,8 +82,7 @@ def run(job, *, uneven=False):
 
 
 def recipe(**sections):
-    names = BALANCED.keys() | sections.keys()
-    merged = {name: BALANCED.get(name, {}) | sections.get(name, {}) for name in names}
+    merged = tiny.merged(BALANCED, sections)
     return tiny.job(**merged).model_copy(update={"auxiliary_losses": LOSSES})
 
 
