@@ -8,7 +8,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tests.tables import table
 from tests.unit.models import families
 from torchtitan.checkpoint.weights.network import identify
 from torchtitan.config import ConfigError, RecipeError
@@ -147,61 +146,31 @@ def test_factors_of_norms_start_at_1():
     torch.testing.assert_close(normed.square().mean(-1), torch.ones(2, 8), atol=1e-4, rtol=0)
 
 
-USUAL = {
-    "qwen2": ("Qwen2ForCausalLM", {"rope_theta": 1e6, "use_sliding_window": False}),
-    "mistral": ("MistralForCausalLM", {"num_attention_heads": 32, "num_key_value_heads": 8}),
-    "mixtral": (
-        "MixtralForCausalLM",
-        {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
-        | {"rope_theta": 1e6, "vocab_size": 32_000, "rms_norm_eps": 1e-5},
-    ),
-    "olmo2": ("Olmo2ForCausalLM", {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "vocab_size": 100_352}),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256}
-        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rms_norm_eps": 1e-6}
-        | {"query_pre_attn_scalar": 256, "sliding_window": 1024, "sliding_window_pattern": 6}
-        | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "vocab_size": 262_208},
-    ),
-}
-KEYS = {"dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
-KEYS |= {"kv": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size"}
-
-
-def of_flavor(name, sizes):
-    """What matters of the config.json of a published model."""
-    architecture, usual = USUAL[name]
-    own = {KEYS.get(key, key): value for key, value in json.loads(sizes).items()}
-    return {"architectures": [architecture], "model_type": name, **usual, **own}
-
-
-PUBLISHED = table(__file__, "published.txt")
-
-
-@pytest.mark.parametrize(("name", "flavor", "sizes", "total", "active"), PUBLISHED)
-def test_flavors_have_the_published_sizes(name, flavor, sizes, total, active):
-    spec, config = MODELS[name], of_flavor(name, sizes)
-    families.has_published_sizes(spec, flavor, config, int(total), int(active))
-    written = spec.formats["hf"].config(spec.flavors[flavor], None)
+@pytest.mark.parametrize(
+    ("name", "flavor"), [(name, flavor) for name in PARTS for flavor in families.FLAVORS[name]]
+)
+def test_flavors_have_the_published_sizes(name, flavor):
+    _, config, written = families.has_published_sizes(name, flavor)
     shared = written.keys() & config.keys() - {"rope_scaling"}
     assert {key: written[key] for key in shared} == {key: config[key] for key in shared}
 
 
 def test_every_flavor_is_compared_with_a_published_one():
-    for name in USUAL:
-        flavors = ["debugmodel", *(flavor for family, flavor, *_ in PUBLISHED if family == name)]
-        assert flavors == [*MODELS[name].flavors]
+    for name, published in families.FLAVORS.items():
+        assert ["debugmodel", *published] == [*MODELS[name].flavors]
 
 
 NAMED = {"Qwen2.5-7B": "qwen2 7B", "Mistral-7B-v0.3": "mistral 7B", "Mixtral-8x7B": "mixtral 8x7B"}
-NAMED |= {"OLMo-2-7B": "olmo2 7B", "Gemma-3-4B": "gemma3 4B"}
+NAMED |= {"OLMo-2-7B": "olmo2 7B", "Gemma-3-4B": "gemma3 4B", "Qwen3-8B": "qwen3 8B"}
+NAMED |= {"Qwen3-30B-A3B": "qwen3_moe 30B-A3B", "gpt-oss-20b": "gpt_oss 20B"}
+NAMED |= {"DeepSeek-V3": "deepseek_v3 671B"}
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_network_of_another_kind_is_refused_in_words(name):
     family, flavor = NAMED[name].split()
-    (sizes,) = (sizes for of, size, sizes, *_ in PUBLISHED if (of, size) == (family, flavor))
-    families.refuses_bad_configs(MODELS[family].formats["hf"].args, name, of_flavor(family, sizes))
+    config, *_ = families.FLAVORS[family][flavor]
+    families.refuses_bad_configs(MODELS[family].formats["hf"].args, name, config)
 
 
 @pytest.mark.parametrize(
