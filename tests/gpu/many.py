@@ -15,6 +15,7 @@ from tests.fusion import WITHOUT_CODE
 from tests.gpu.planned import fake_rank, planned
 from tests.gpu.timing import fresh
 from tests.orders import noted
+from tests.tables import table
 from torchtitan.checks import load_job
 from torchtitan.models import MODELS
 from torchtitan.research.simple_fsdp.bucketing import tallies
@@ -30,36 +31,11 @@ class Layout(NamedTuple):
     flags: str
 
 
-ONE = "--training.local_batch_size 1"
-PIPELINE = "--parallelism.pipeline_parallel_degree 16 --parallelism.pipeline_parallel_schedule 1F1B"
-MIDDLE = Layout("llama3_405b", 1024, 8 * 64, f"{PIPELINE} --training.local_batch_size 16")
 CASES = {
-    "8B, FSDP 8": Layout("llama3_8b", 8, 0, ONE),
-    "70B, TP 8 x FSDP 32": Layout("llama3_70b", 256, 0, ONE),
-    "405B, TP 8 x PP 16 x FSDP 8, a middle stage": MIDDLE,
-    "405B, a middle stage, Float8": MIDDLE._replace(
-        flags=f"{MIDDLE.flags} --convert.0.name float8"
-    ),
+    name: Layout(recipe, int(ranks), int(rank), flags)
+    for name, recipe, ranks, rank, flags in table(__file__, "many.txt")
 }
-
-
-def of_8_layers(flags):
-    return Layout("llama3_8b", 8, 0, f"{ONE} --model.n_layers 8 {flags}")
-
-
-def in_graph(bucketing):
-    compiled = "--compile.enable true --compile.granularity model"
-    return of_8_layers(f"{compiled} --sharding.name simple_fsdp --sharding.bucketing {bucketing}")
-
-
-SHARDED = {
-    "8B of 8 layers, FSDP2, compiled": of_8_layers("--compile.enable true"),
-    "8B of 8 layers, SimpleFSDP, by block": in_graph("block"),
-    "8B of 8 layers, SimpleFSDP, by torch's scheduler": in_graph("auto"),
-    "8B of 8 layers, SimpleFSDP, nothing merged": in_graph("none"),
-    "8B of 8 layers, FSDP2": of_8_layers("--compile.enable false"),
-}
-CASES |= SHARDED
+SHARDED = [name for name in CASES if name.startswith("8B of 8 layers, ")]
 
 
 def check(name, device, backend):

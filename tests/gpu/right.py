@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, reduce
 from typing import Any, get_args
 
 import torch
@@ -35,15 +35,6 @@ BF16 = {"training": {"mixed_precision_param": "bfloat16"}}
 DOCUMENTS = {"model": {"attn_mask_type": "block_causal"}}
 WINDOW = {"model": {"sliding_window": 12}}
 CHUNKS = {"loss": {"vocabulary_chunk": 100}}
-
-
-def merged(*sections):
-    """Sections of a recipe, key by key; the later win."""
-    found = {}
-    for part in sections:
-        for name, keys in part.items():
-            found[name] = found.get(name, {}) | keys
-    return found
 
 
 def recompute(mode, **rest):
@@ -86,7 +77,7 @@ class Case:
 
 
 def case(*sections, **rest):
-    found = merged(*sections)
+    found = reduce(tiny.merged, sections, {})
     # The CPU's recipe has the same model and data, unless it is given.
     like = {name: found[name] for name in ("model", "data") if name in found}
     return Case(found, **{"like": like, **rest})
@@ -168,7 +159,7 @@ def job(sections, name, this, emulated):
         "training": {"max_norm": 0.3},
         "optimizer": {"name": name, **layouts.OPTIMIZERS[name]},
     }
-    recipe = tiny.job(**merged(base, sections))
+    recipe = tiny.job(**tiny.merged(base, sections))
     convert = tuple(
         c.model_copy(update={"emulate": True}) if emulated and isinstance(c, Float8) else c
         for c in this.convert
@@ -199,7 +190,7 @@ def plain(this, name):
         for key, value in this.sections.get("training", {}).items()
         if key in ("mixed_precision_param", "local_batch_size")
     }
-    return job(merged({"training": precision}, this.like), name, this, emulated=True)
+    return job(tiny.merged({"training": precision}, this.like), name, this, emulated=True)
 
 
 def check(name, device, backend):
