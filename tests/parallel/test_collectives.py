@@ -11,51 +11,17 @@ from tests import layouts, tiny
 from tests.collectives import count, planned
 from tests.layouts import layout as named
 from tests.ranks import run_ranks
+from tests.tables import data
 from tests.tiers import tiers
 
-NAMES = (
-    *("DDP 2, accumulating 4", "DDP 4", "FSDP 2", "FSDP 4", "FSDP 2, never reshard"),
-    *("HSDP 2 x 2, accumulating 2", "TP 2", "TP 4", "TP 2, neither", "CP 2, ring", "CP 4"),
-    *("PP 2, 1F1B, accumulating 4", "PP 2, ZBVZeroBubble", "PP 4, Interleaved1F1B"),
-    *("DDP 2 x PP 2", "FSDP 2 x TP 2", "FSDP 2 x CP 2", "CP 2 x TP 2", "FSDP 2 x PP 2"),
-    "HSDP 2 x 2, accumulating 2, copies added up afterwards",
-    *("FSDP 4, regathered by 2", "HSDP 2 x 2, always reshard, accumulating 2 whole"),
-    "FSDP 2 x TP 2, accumulating 4 whole",
-    *("TP 2 x PP 2", "CP 2 x PP 2", "FSDP 2 x TP 2 x PP 2", "TP 2, neither, loss in chunks"),
-    *("one rank, bfloat16", "FSDP 2, bfloat16", "FSDP 3, which divides nothing"),
-    "FSDP 2, always reshard, full recomputation",
-    *("TP 2, bfloat16, full recomputation", "TP 2, operators recomputed"),
-    "TP 2, no sequence parallelism, operators recomputed",
-    "FSDP 2 x TP 2, all in bfloat16, no loss parallelism",
-    "CP 2, ring, bfloat16, every second block recomputed",
-    *("CP 2, operators recomputed", "CP 4, ring, balanced by documents"),
-    "CP 2, Ulysses, bfloat16, every second block recomputed",
-    *("CP 2, Ulysses, operators recomputed", "CP 4, Ulysses, repeated keys"),
-    *("CP 2 x TP 2, Ulysses, documents", "HSDP 2 x 2, which never agree"),
-    "FSDP 4, always reshard, regathered by 2, full recomputation",
-    "FSDP 2, all auxiliary losses, full recomputation",
-    *("PP 2, 1F1B, all auxiliary losses", "TP 2, all auxiliary losses, full recomputation"),
-    *("CP 2 x TP 2, all auxiliary losses", "FSDP 2 x PP 2, always reshard"),
-    # Each second half of a backward recomputes a block once for each of its weights.
-    *(f"{axis} 2 x PP 2, ZBVZeroBubble, full recomputation" for axis in ("TP", "CP")),
-)
-CASES = {name: named(name) for name in NAMES}
-DAILY = (
-    *("DDP 2, accumulating 4", "FSDP 2", "TP 2", "CP 2, ring", "one rank, bfloat16"),
-    *("CP 2, Ulysses, bfloat16, every second block recomputed", "PP 2, ZBVZeroBubble"),
-    *("FSDP 2, bfloat16", "FSDP 3, which divides nothing", "TP 2, operators recomputed"),
-)
-IN_GATE = (
-    *layouts.GATE,
-    *("HSDP 2 x 2, accumulating 2", "TP 2, neither", "FSDP 2 x TP 2"),
-    "FSDP 2 x PP 2, always reshard",
-)
+TABLE = data(__file__)
+CASES = {name: named(name) for name in TABLE["cases"]}
 
 
 NOTHING = Counter()
 
 
-@pytest.mark.parametrize("name", tiers(CASES, DAILY, gate=IN_GATE))
+@pytest.mark.parametrize("name", tiers(CASES, TABLE["daily"], gate=[*layouts.GATE, *TABLE["gate"]]))
 def test_step_sends_what_is_planned(name, monkeypatch):
     sends_what_is_planned(CASES[name], monkeypatch)
 

@@ -11,32 +11,13 @@ import pytest
 from tests import layouts, tiny
 from tests.layouts import Case
 from tests.parallel import test_parity
+from tests.tables import data
 
 FILE = Path(__file__).with_name("cover.json")
 MOST_RANKS = 4
 
 DENSE = ("Qwen2", "OLMo 2", "Gemma 3", "Mistral, tied")
-FACTORS = {
-    # Llama is Qwen2 without biases, and norms in heads are also those of Gemma 3 and Qwen3-MoE.
-    "family": (*DENSE, "Mixtral", "Qwen3-MoE, balanced", "DeepSeek-V3", "GPT-OSS"),
-    "replicate": ("DDP 2",),
-    "replicas": ("copies added up afterwards",),
-    "shard": ("FSDP 2",),
-    "reshard": ("always reshard", "never reshard", "gradients kept whole"),
-    "experts": ("EP 2",),
-    "context": ("CP 2, ring", "CP 2, all-gather", "CP 2, Ulysses"),
-    "balance": ("unbalanced", "balanced by documents"),
-    "tensor": ("TP 2", "TP 2, no sequence parallelism"),
-    "tensor loss": ("no loss parallelism",),
-    "pipeline": ("PP 2, 1F1B", "PP 2, Interleaved1F1B", "PP 2, ZBVZeroBubble"),
-    "recompute": ("full recomputation", "every second block recomputed", "operators recomputed"),
-    "documents": ("documents",),
-    "chunks": ("loss in chunks",),
-    "losses": ("z-loss", "all losses"),
-    "numbers": ("Float8", "MXFP8"),
-    "accumulation": ("accumulating",),
-    "host": ("CPU offload",),
-}
+FACTORS = data(__file__)
 CHANGES = layouts.CHANGES | {
     "Qwen2": {"model": layouts.QWEN2},
     "OLMo 2": {"model": layouts.OLMO},

@@ -13,6 +13,7 @@ from tests.layouts import EXPERT_PARALLEL, FAMILIES, LATENT, LAYOUTS, OSS, QWEN3
 from tests.parallel import test_collectives, test_compile, test_muon, test_optimizers, test_parity
 from tests.ranks import run_ranks
 from tests.runs import train
+from tests.tables import data
 from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import GRADIENTS
@@ -25,29 +26,11 @@ BALANCED, APART = "Qwen3-MoE, balanced", "Qwen3-MoE, expert parallelism"
 LATENTS, ROUNDED = "DeepSeek-V3", "Qwen3-MoE, experts in 8 bits"
 OSSES = "GPT-OSS"
 ALL = [(family, name) for family, cases in FAMILIES.items() for name in cases if family != "Llama"]
-DAILY = [
-    ("Qwen3", "TP 2"),
-    ("Qwen3", "PP 2, ZBVZeroBubble"),
-    (TIED, "FSDP 2, accumulating 4"),
-    (WINDOWED, "TP 2"),
-    *(("Qwen3-MoE", name) for name in ("TP 2", "TP 2, no sequence parallelism")),
-    ("Qwen3-MoE", "FSDP 4"),
-    ("Qwen3-MoE", "FSDP 2, operators recomputed"),
-    *((BALANCED, name) for name in ("TP 2", "PP 2, ZBVZeroBubble")),
-    *((APART, name) for name in ("EP 2", "EP 2, HSDP 2 x 2")),
-    (ROUNDED, "EP 2, rowwise"),
-    *((LATENTS, name) for name in ("TP 2", "TP 2, no sequence parallelism", "CP 2, ring")),
-    *((OSSES, name) for name in ("TP 2", "CP 2, ring")),
-    *((family, "TP 2") for family in ("OLMo 2", "Gemma 3")),
-]
-IN_GATE = {
-    BALANCED: ("PP 2, 1F1B, first stage without experts",),
-    APART: ("EP 2 of 4", "EP 2, FSDP 2 x PP 2, first stage without experts"),
-    OSSES: ("EP 2, FSDP 2 x TP 2",),
-    "Gemma 3": ("FSDP 2 x TP 2, tied",),
-    "Mixtral": ("EP 2, FSDP 2 x TP 2",),
+LISTS = {
+    kind: [(family, name) for family, names in chosen.items() for name in names]
+    for kind, chosen in data(__file__).items()
 }
-GATE = [(family, name) for family, names in IN_GATE.items() for name in names]
+DAILY, GATE = LISTS["daily"], LISTS["gate"]
 """Of the rest, test_cover.py has every pair of settings; all are compared before a release."""
 
 
@@ -94,42 +77,14 @@ def test_the_run_of_each_family_is_another():
         assert one != pytest.approx(other, rel=1e-3)
 
 
-COMMON = ("TP 2", "TP 2, neither", "FSDP 2 x TP 2")
-EXPERTS = (*COMMON, "TP 2, full recomputation", "TP 2, operators recomputed")
-WHOLE = "TP 2, no sequence parallelism, full recomputation"
-SENDING = {
-    "Qwen3": (
-        *(*COMMON, WHOLE, "CP 2, ring", "CP 2, Ulysses", "FSDP 2, tied"),
-        "TP 2, tied, loss in chunks",
-    ),
-    "Qwen3-MoE": EXPERTS,
-    APART: (
-        *("EP 2", "EP 2 of 4", "EP 2, HSDP 2 x 2", "EP 2, FSDP 2 x TP 2"),
-        *("EP 2, full recomputation", "EP 2, operators recomputed"),
-    ),
-    LATENTS: (
-        *(*EXPERTS, WHOLE, "CP 2, ring", "CP 2 x TP 2, Ulysses"),
-        "TP 2, no latent vector of queries",
-    ),
-    OSSES: (*EXPERTS, "CP 2, ring", "EP 2, FSDP 2 x TP 2", "EP 2 of 4"),
-    WINDOWED: ("CP 2, ring",),
-    "OLMo 2": COMMON,
-    "Gemma 3": ("TP 2", "CP 2, ring"),
-}
 # Of 8 experts, so that the bias of a router is more than a few single numbers.
 MODEL = {"Qwen3": QWEN3, "Qwen3-MoE": SPARSE, LATENTS: LATENT, OSSES: OSS | layouts.EIGHT}
 MODEL |= {WINDOWED: layouts.WINDOW, APART: {}, "OLMo 2": layouts.OLMO, "Gemma 3": layouts.GEMMA}
-SENT = [(family, name) for family, cases in SENDING.items() for name in cases]
-SENT_DAILY = [("Qwen3", "TP 2, neither"), ("Qwen3-MoE", "TP 2"), (APART, "EP 2")]
-SENT_IN_GATE = [
-    *(("Qwen3", name) for name in ("CP 2, Ulysses", "FSDP 2, tied", "TP 2, tied, loss in chunks")),
-    *(("Qwen3-MoE", "FSDP 2 x TP 2"), (APART, "EP 2 of 4"), (LATENTS, "CP 2, ring")),
-    *((LATENTS, "TP 2, operators recomputed"), (OSSES, "TP 2, full recomputation")),
-    *(("OLMo 2", "TP 2, neither"), ("Gemma 3", "CP 2, ring")),
-]
 
 
-@pytest.mark.parametrize(("family", "name"), tiers(SENT, SENT_DAILY, gate=SENT_IN_GATE))
+@pytest.mark.parametrize(
+    ("family", "name"), tiers(LISTS["sent"], LISTS["sent_daily"], gate=LISTS["sent_gate"])
+)
 def test_step_sends_what_is_planned(family, name, monkeypatch):
     layout = EXPERT_PARALLEL[name] if name.startswith("EP") else layouts.layout(name)
     test_collectives.sends_what_is_planned(layout.of(**MODEL[family]), monkeypatch)

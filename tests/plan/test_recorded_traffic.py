@@ -4,25 +4,10 @@ import pytest
 import torch.distributed.tensor  # noqa: F401  (its operators are recorded)
 
 from tests.plan import recorded
+from tests.tables import data
 from torchtitan.plan.messages import LinkTraffic, link_traffic, nodes
 
-GATHERED, REDUCED = 188_800, 151_680
-"""Bytes that FSDP sends over two ranks, which it does on ranks with parts of sequences, too."""
-
-
-SENT = {
-    # Gradients are reduced in float32.
-    "FSDP 2, bfloat16": {"all_gather": GATHERED // 2, "reduce_scatter": REDUCED},
-    # Each half of an all-reduce is as much (arXiv:2205.05198, section 4.2.2): the numbers of
-    # the loss, and of norms, are apart.
-    "TP 2": {"all_gather": 163_840, "reduce_scatter": 163_840, "all_reduce": 3_720},
-    "TP 2, no sequence parallelism": {"all_reduce": 2 * 163_840 + 3_080},
-    # A ring sends as much as fetching at once.
-    "CP 2": {"all_gather": GATHERED + 65_536, "reduce_scatter": REDUCED + 32_768},
-    "CP 2, ring": {"all_gather": GATHERED, "reduce_scatter": REDUCED, "send": 98_304},
-    "CP 2, Ulysses": {"all_gather": GATHERED, "reduce_scatter": REDUCED, "all_to_all": 98_304},
-    "PP 2, 1F1B": {"send": 32_768},
-}
+SENT = data(__file__)
 
 
 @pytest.mark.parametrize("name", SENT)
