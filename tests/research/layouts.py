@@ -61,35 +61,5 @@ DAILY = [name for name in TABLE["tiers"]["daily"] if name in LAYOUTS]
 GATE = TABLE["tiers"]["gate"]
 
 
-def few_bits(name, **settings):
-    return {"name": name, "bucket": 64, **settings}
-
-
-def exchanged(name, **settings):
-    """Of the sum, not its sign, which a number near zero could change."""
-    return {"replicas": {"name": name, "sign": False, **settings}}
-
-
-LOCO = {"gradients": few_bits("loco")}
-TWO_HOPS = LOCO | {"replicas": few_bits("loco")}
-QSDP = {"weights": few_bits("qsdp"), "gradients": few_bits("qsdp")}
-LEARNED = {"bits": 4, "levels": "learned", "learn_steps": 1}
-QSDP_LEARNED = QSDP | {"gradients": few_bits("qsdp", **LEARNED)}
-LOCAL_STEPS = {"replicas": {"name": "all_reduce", "every": 2}}
-COMPRESSED = installed(
-    {
-        "FSDP 2, QSDP, learned levels": case(shard=2, communication=QSDP_LEARNED),
-        "HSDP 2 x 2, LoCo in two hops": case(replicate=2, shard=2, communication=TWO_HOPS),
-        "HSDP 2 x 2, DeMo": case(replicate=2, shard=2, communication=exchanged("demo")),
-        "DDP 2, random": case(replicate=2, communication=exchanged("random")),
-        "DDP 2 x TP 2, striding": case(replicate=2, tp=2, communication=exchanged("striding")),
-        "DDP 2 x PP 2, slicing": case(2, replicate=2, batch=4, communication=exchanged("slicing")),
-        "HSDP 2 x 2, local steps": case(replicate=2, shard=2, communication=LOCAL_STEPS),
-        "DDP 2, DeMo of two steps": case(replicate=2, communication=exchanged("demo", every=2)),
-        "FSDP 2, accumulating 4, LoCo": case(shard=2, batch=1, communication=LOCO),
-        "FSDP 2 x TP 2, QSDP": case(shard=2, tp=2, communication=QSDP),
-        "FSDP 2 x CP 2, LoCo and QSDP": case(shard=2, cp=2, communication=QSDP | LOCO),
-        "FSDP 2 x PP 2, LoCo": case(2, shard=2, batch=4, communication=LOCO),
-    }
-)
+COMPRESSED = installed({name: case(**given) for name, given in TABLE["compressed"].items()})
 """Layouts that do not train the run of one rank, but that of a model of the ranks."""

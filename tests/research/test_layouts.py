@@ -9,17 +9,9 @@ from tests.ranks import run_ranks
 from tests.research import layouts
 from tests.research.layouts import DAILY, GATE, ROTATED, SIMPLE, installed, of_system
 from tests.runs import train
+from tests.tables import data
 from tests.tiers import tiers
 from tests.training import test_statistics
-
-BFLOAT16 = {"mixed_precision_param": "bfloat16"}
-LOCO = {"gradients": {"name": "loco", "bucket": 64, "scales": "bfloat16"}}
-DEMO = {"replicas": {"name": "demo", "sign": False, "chunk": 10, "verify_steps": 0}}
-SLICES = {"replicas": {"name": "slicing", "sign": False, "verify_steps": 0}}
-HOP = {"replicas": {"name": "loco", "bucket": 64}}
-TWO_HOPS = {**LOCO, "replicas": HOP["replicas"] | {"verify_steps": 0}}
-QSDP = {way: {"name": "qsdp", "bits": 5, "bucket": 64} for way in ("weights", "gradients")}
-LEARNED = QSDP | {"gradients": QSDP["gradients"] | {"bits": 4, "levels": "learned"}}
 
 
 @pytest.mark.parametrize("name", tiers(layouts.LAYOUTS, DAILY, gate=GATE))
@@ -27,44 +19,16 @@ def test_layout_trains_the_same_run_as_one_rank(name):
     test_parity.is_the_run_of_one_rank(layouts.LAYOUTS[name], "cpu")
 
 
-IN_TENSORS = "TP 2, all losses, of latents too, full recomputation"
-IN_A_RING = "CP 2, ring, unbalanced, losses of latents"
-SENT = (
-    *("SimpleFSDP, HSDP 2 x 2, full recomputation", "SimpleFSDP 2 x TP 2, accumulating"),
-    *("SimpleFSDP 2 x PP 2", "rotated 2, copies 2", "rotated 2 x CP 2, documents"),
-    *("PP 2, 1F1B, all losses, of latents too", "TP 2 x PP 2, all losses, of latents too"),
-    *("SimpleFSDP 2, all losses, of latents too", "rotated 2, losses of latents"),
-    *("rotated 2", "rotated 4, bfloat16, full recomputation"),
-    *("rotated 2, in place, loss in chunks", "CP 2 x TP 2, all losses, of latents too"),
-    *("FSDP 2, all losses, of latents too, full recomputation", IN_TENSORS, IN_A_RING),
-    "SimpleFSDP 2 x PP 2, ZBVZeroBubble, full recomputation",
-)
+TABLE = data(__file__)
 SENDING = installed(
-    {
-        **{name: of_system(name) for name in SENT},
-        "FSDP 2, LoCo": case(shard=2, communication=LOCO),
-        "FSDP 2, QSDP, bfloat16": case(shard=2, communication=QSDP, training=BFLOAT16),
-        "FSDP 2 x TP 2, QSDP": case(shard=2, tp=2, communication=QSDP),
-        "HSDP 2 x 2, LoCo": case(replicate=2, shard=2, batch=1, communication=LOCO),
-        "HSDP 2 x 2, DeMo": case(replicate=2, shard=2, batch=1, communication=DEMO),
-        "HSDP 2 x 2, LoCo in two hops": case(replicate=2, shard=2, batch=1, communication=TWO_HOPS),
-        "DDP 3, LoCo": case(replicate=3, training={"global_batch_size": 12}, communication=HOP),
-        "FSDP 2, QSDP with learned levels": case(shard=2, communication=LEARNED),
-        "DDP 2 x PP 2, slices": case(2, replicate=2, batch=4, communication=SLICES),
-    }
+    {name: of_system(name) for name in TABLE["systems"]}
+    | {name: case(**given) for name, given in TABLE["own"].items()}
 )
-SENDING_DAILY = ("FSDP 2, LoCo", "HSDP 2 x 2, DeMo", "rotated 2")
-SENDING_IN_GATE = (
-    *("SimpleFSDP, HSDP 2 x 2, full recomputation", "rotated 2, copies 2", "DDP 3, LoCo"),
-    *("HSDP 2 x 2, LoCo in two hops", "FSDP 2, QSDP with learned levels"),
-    *(IN_TENSORS, IN_A_RING),
-)
+SENT_DAILY = [name for name in TABLE["daily"] if name in SENDING]
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize(
-    "name", tiers(SENDING, [n for n in SENDING_DAILY if n in SENDING], gate=SENDING_IN_GATE)
-)
+@pytest.mark.parametrize("name", tiers(SENDING, SENT_DAILY, gate=TABLE["gate"]))
 def test_step_sends_what_is_planned(name, monkeypatch):
     test_collectives.sends_what_is_planned(SENDING[name], monkeypatch)
 

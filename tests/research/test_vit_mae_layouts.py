@@ -10,6 +10,7 @@ from tests.layouts import NO_SEQUENCE, OPTIMIZERS, case
 from tests.ranks import run_ranks
 from tests.research.layouts import of_system
 from tests.runs import assert_complete, compare, compare_converted, losses, trace, train
+from tests.tables import data
 from tests.tiers import tiers
 from torchtitan import build
 from torchtitan.job import JobConfig
@@ -25,24 +26,12 @@ BY_HAND = (
     ("layers.2", "bridge", "decoder.0", "decoder.1", "decoder_norm", "output"),
 )
 
+TABLE = data(__file__)
 LAYOUTS = {
-    **{
-        name: of_system(name)
-        for name in (
-            *("DDP 2", "HSDP 2 x 2", "FSDP 2, accumulating 4", "FSDP 2, CPU offload"),
-            *("FSDP 2, always reshard", "FSDP 2, never reshard", "FSDP 4, regathered by 2"),
-            *("FSDP 2, full recomputation", "FSDP 2, operators recomputed", "FSDP 2 x PP 2"),
-            *("FSDP 2, accumulating 4 whole", "HSDP 2 x 2, copies added up afterwards"),
-            *("SimpleFSDP 2", "rotated 2", "PP 2, 1F1B", "PP 2, GPipe", "PP 2, ZBVZeroBubble"),
-            "PP 2, Interleaved1F1B, full recomputation",
-        )
-    },
+    **{name: of_system(name) for name in TABLE["of_systems"]},
     **{
         name: layouts.layout(f"{name}, no sequence parallelism")
-        for name in (
-            *("TP 2", "TP 4", "TP 2, no loss parallelism", "TP 2, operators recomputed"),
-            *("FSDP 2 x TP 2", "FSDP 2 x TP 2 x PP 2"),
-        )
+        for name in TABLE["whole_sequences"]
     },
     "PP 2, cut by hand": case(2, module_fqns_per_model_part=BY_HAND),
     "FSDP 2, Float8 rowwise": case(shard=2, batch=16, convert=layouts.ROWWISE),
@@ -50,11 +39,6 @@ LAYOUTS = {
 }
 DRIFT = 2e-3
 """What Float8 may make of rounding in five steps; a nudge of all weights made 5e-4 of it."""
-DAILY = ("PP 2, 1F1B",)
-GATE = (
-    *("DDP 2", "FSDP 2, accumulating 4", "HSDP 2 x 2", "TP 2", "FSDP 2 x TP 2"),
-    *("PP 2, ZBVZeroBubble", "FSDP 2, Float8 rowwise", "rotated 2"),
-)
 
 
 def job(layout, optimizer, **sections):
@@ -101,7 +85,7 @@ def _reference(*recipes):
     return result
 
 
-@pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY, gate=GATE))
+@pytest.mark.parametrize("name", tiers(LAYOUTS, TABLE["daily"], gate=TABLE["gate"]))
 def test_layout_trains_the_same_run_as_one_rank(name):
     layout = LAYOUTS[name]
     optimizers = layouts.compared_by(layout)
