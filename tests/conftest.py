@@ -77,6 +77,19 @@ def no_plan(monkeypatch):
 
 
 @pytest.fixture
+def says(capsys):
+    """What a command prints, or its refusal if it ends with status 2."""
+    from torchtitan.tools.cli import main
+
+    def run(*words, status=0):
+        assert main([*words]) == status, words
+        printed = capsys.readouterr()
+        return printed.err if status == 2 else printed.out
+
+    return run
+
+
+@pytest.fixture
 def small(monkeypatch):
     """The model of `tests.small_weights` under its name."""
     from tests.small_weights import SPEC

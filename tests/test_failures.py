@@ -12,7 +12,6 @@ from tests.launched import OURS
 from tests.test_launch import PIPED, RECIPE, ROOT, SMALL, environment
 from tests.tiers import tiers
 from torchtitan.flight_recorder import read_traces
-from torchtitan.tools.cli import main
 
 TINY = [
     *("--job.imports=tests.tiny,tests.faults", "--model.name=tiny", "--model.flavor=tiny"),
@@ -60,17 +59,15 @@ def run(fault, folder):
 
 
 @pytest.mark.parametrize("fault", tiers(FAULTS, ["raise"], gate=["kill"]))
-def test_failure_ends_the_run_and_is_explained(fault, tmp_path, capsys):
+def test_failure_ends_the_run_and_is_explained(fault, tmp_path, says):
     status, output = run(fault, tmp_path)
     assert status == 1, output
     assert FAULTS[fault] in output
     assert re.search(RECEIVED if fault == "silent" else WAITED, output), output
 
     folder = tmp_path / "comm_traces"
-    assert main(["trace", str(folder)]) == 0
-    told = capsys.readouterr().out
-    assert main(["trace", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == told
+    told = says("trace", str(folder))
+    assert says("trace", str(tmp_path)) == told
     traceback = folder / "1.traceback"
     where = f"traceback: {traceback}\n" if fault == "raise" else ""
     assert output.endswith(f"{told}{where}traces of all ranks: {folder}\n"), "the report is last"

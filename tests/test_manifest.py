@@ -190,7 +190,7 @@ def test_what_a_recipe_asks_of_the_scheduler(target, capsys, tmp_path):
     "recipe", ["8b.toml", "日本.toml", f"{'x' * 70}.toml", "it's \\N.toml", ""]
 )
 @pytest.mark.parametrize("target", TEMPLATES)
-def test_any_recipe_and_any_line_of_a_shell(recipe, target, capsys, tmp_path, monkeypatch):
+def test_any_recipe_and_any_line_of_a_shell(recipe, target, says, tmp_path, monkeypatch):
     """A job has a name of Kubernetes, and no comment or operator hides what follows its line."""
     monkeypatch.chdir(tmp_path)
     if recipe:
@@ -198,8 +198,7 @@ def test_any_recipe_and_any_line_of_a_shell(recipe, target, capsys, tmp_path, mo
     lines = ["module load cuda # 12", "export A=b;", " "]
     words = [recipe, "--for", target, "--world-size", "8", "--hardware", "h100"]
     words += ["--training.steps", "7", "--job.manifest.setup", *lines]
-    assert main(["manifest", *filter(None, words)]) == 0
-    text = capsys.readouterr().out
+    text = says("manifest", *filter(None, words))
     assert "None" not in text
     if target == "slurm":
         (tmp_path / "job.sh").write_text(text)
@@ -213,18 +212,15 @@ def test_any_recipe_and_any_line_of_a_shell(recipe, target, capsys, tmp_path, mo
     assert "# 12' " in shell.replace("\\'", "'")
 
 
-def test_hardware_may_be_a_flag(capsys):
+def test_hardware_may_be_a_flag(says):
     words = ["manifest", "train_configs/debug_model.toml", "--world-size", "8", "--for", "slurm"]
     words += ["--job.hardware", ""]
-    assert main(words) == 2
-    told = capsys.readouterr().err
+    told = says(*words, status=2)
     assert "--hardware" in told
     assert "--devices-per-node" in told
     for hardware in ("h100", "torchtitan/plan/hardware/h100.toml"):
-        assert main([*words, "--hardware", hardware]) == 0
-        assert "--gpus-per-task=8" in capsys.readouterr().out
-    assert main([*words, "--hardware", hardware, "--for", "skypilot"]) == 0
-    assert 'accelerators: "H100:8"' in capsys.readouterr().out
+        assert "--gpus-per-task=8" in says(*words, "--hardware", hardware)
+    assert 'accelerators: "H100:8"' in says(*words, "--hardware", hardware, "--for", "skypilot")
 
 
 def test_a_grace_shorter_than_a_save_is_noted(capsys):
@@ -283,28 +279,25 @@ def test_without_a_preflight(capsys):
     assert task["run"] == f"cd /work\ntorchtitan train {RECIPE}\n"
 
 
-def test_a_recipe_of_a_laptop_asks_for_no_devices(capsys):
+def test_a_recipe_of_a_laptop_asks_for_no_devices(says):
     recipe = "train_configs/debug_model.toml"
     words = ["manifest", recipe, "--world-size", "4", "--devices-per-node", "2"]
     hardware = ["--job.hardware", "cpu"]
-    assert main([*words, *hardware, "--for", "jobset"]) == 0
-    [found] = checked(capsys.readouterr().out, "jobset")
+    [found] = checked(says(*words, *hardware, "--for", "jobset"), "jobset")
     [container] = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
         "containers"
     ]
     assert "resources" not in container
-    assert main([*words, *hardware, "--for", "slurm"]) == 0
-    assert "export PET_NPROC_PER_NODE=2\n" in capsys.readouterr().out
+    assert "export PET_NPROC_PER_NODE=2\n" in says(*words, *hardware, "--for", "slurm")
 
 
-def test_nothing_is_overwritten(tmp_path, capsys):
+def test_nothing_is_overwritten(tmp_path, says):
     file = tmp_path / "job.sh"
     words = ["manifest", "train_configs/debug_model.toml", "--for", "slurm", "-o", str(file)]
     assert main(words) == 0
     before = file.read_text()
     assert before.startswith("#!")
-    assert main(words) == 2
-    assert "already exists; nothing was written" in capsys.readouterr().err
+    assert "already exists; nothing was written" in says(*words, status=2)
     assert file.read_text() == before
 
 
@@ -319,10 +312,9 @@ def test_yaml_is_read_as_it_was_meant():
 
 
 @pytest.mark.parametrize("target", TEMPLATES)
-def test_what_is_written_is_kept(target, capsys):
+def test_what_is_written_is_kept(target, says):
     page = (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
     assert f"torchtitan manifest train_configs/qwen3_32b.toml --for {target}\n" in page
-    assert main(["manifest", "train_configs/qwen3_32b.toml", "--for", target]) == 0
-    text = capsys.readouterr().out
+    text = says("manifest", "train_configs/qwen3_32b.toml", "--for", target)
     assert text == (ROOT / f"tests/data/manifests/{target}.txt").read_text(encoding="utf-8")
     assert target != "slurm" or f"```text\n{text}```" in page

@@ -24,7 +24,6 @@ from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import to_ours, to_theirs
 from torchtitan.config import ConfigError
 from torchtitan.provenance import to_toml
-from torchtitan.tools import cli
 from torchtitan.trainer import Trainer, choose
 
 ALONE = "one rank, accumulating 8"
@@ -384,15 +383,13 @@ def test_it_does_not_write_beside_their_checkpoints(kind, tmp_path, theirs):
 
 
 @pytest.mark.usefixtures("no_plan")
-def test_check_says_what_a_run_begins_with(tmp_path, theirs, capsys):
+def test_check_says_what_a_run_begins_with(tmp_path, theirs, says):
     job = resumed(tmp_path, theirs.folder / "checkpoint", optimizer={"weight_decay": 0.2})
     (tmp_path / "recipe.toml").write_text(to_toml(job))
     words = ["check", str(tmp_path / "recipe.toml")]
-    assert cli.main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = says(*words).splitlines()
     at = lines.index(f"resumes from {theirs.folder}/checkpoint/step-3")
     assert lines[at + 1] == "optimizer.weight_decay: 0.1 -> 0.2"
-    assert cli.main([*words, "--model.ffn_dim", "96"]) == 2
-    told = capsys.readouterr().err
+    told = says(*words, "--model.ffn_dim", "96", status=2)
     assert "checkpoint.initial_load_path: got" in told
     assert "layers.0.feed_forward.w1.weight: has shape (64, 32); wanted (96, 32)" in told

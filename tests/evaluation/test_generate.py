@@ -249,7 +249,7 @@ def test_longer_than_in_training_is_said(tmp_path, capfd):
     assert "the model was trained on sequences of 96 tokens, but these have up to 97" in told
 
 
-def test_mistakes(tmp_path, capsys):
+def test_mistakes(tmp_path, says):
     path = checkpoint(tmp_path)
     lost = small_weights.saved(tmp_path / "lost", recipe={"model.tokenizer_path": "gone.json"})
     unsaid = small_weights.saved(tmp_path / "unsaid")
@@ -266,20 +266,18 @@ def test_mistakes(tmp_path, capsys):
         ),
     }
     for words, message in cases.items():
-        assert cli.main(["generate", *words]) == 2
-        assert message in capsys.readouterr().err
+        assert message in says("generate", *words, status=2)
     for words in (["--top-p", "1.5"], ["--temperature", "-1"], ["--tokens", "0"]):
         assert cli.main(["generate", str(path), *words]) == 2
 
 
-def test_a_weight_that_is_not_what_was_saved_is_refused(tmp_path, capsys):
+def test_a_weight_that_is_not_what_was_saved_is_refused(tmp_path, says):
     path = checkpoint(tmp_path)
     [file] = path.glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-8] ^= 1
     file.write_bytes(content)
-    assert cli.main(["generate", str(path)]) == 2
-    assert "differs from what was saved" in capsys.readouterr().err
+    assert "differs from what was saved" in says("generate", str(path), status=2)
 
 
 # --- converters ---

@@ -11,7 +11,6 @@ from torchtitan.config import ConfigError
 from torchtitan.flight_recorder import read_traces, report
 from torchtitan.flight_recorder.records import load, name_ranks
 from torchtitan.flight_recorder.traces import read_crash
-from torchtitan.tools.cli import main
 
 TP = {"name": "7", "desc": "mesh_tp", "ranks": "[2, 3]"}
 ALL = {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}
@@ -201,16 +200,14 @@ def test_trace_that_is_cut_off_is_left_out(tmp_path):
     assert (trace.fate, trace.collectives) == ("lost", [])
 
 
-def test_verb(tmp_path, capsys):
+def test_verb(tmp_path, says):
     leave(tmp_path, 0, state="finished", world_size=1)
-    assert main(["trace", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "rank 0 finished at step 7\n"
+    assert says("trace", str(tmp_path)) == "rank 0 finished at step 7\n"
 
 
 @pytest.mark.parametrize("name", ["", "nowhere"])
-def test_folder_without_traces_is_refused(name, tmp_path, capsys):
-    assert main(["trace", str(tmp_path / name)]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
+def test_folder_without_traces_is_refused(name, tmp_path, says):
+    assert str(tmp_path) in says("trace", str(tmp_path / name), status=2)
 
 
 class Malice:
@@ -223,10 +220,9 @@ class Malice:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_nothing_in_a_trace_is_executed(tmp_path, capsys):
+def test_nothing_in_a_trace_is_executed(tmp_path, says):
     leave(tmp_path, 0, record(ALL, 1, frames=Malice(tmp_path / "mark")))
-    assert main(["trace", str(tmp_path)]) == 2
-    assert "rank_0: refused: it refers to posix.system" in capsys.readouterr().err
+    assert "rank_0: refused: it refers to posix.system" in says("trace", str(tmp_path), status=2)
     assert not (tmp_path / "mark").exists()
 
 
