@@ -143,10 +143,10 @@ FULL, SECOND, OPERATORS = (
     CHANGES[each]["activation_checkpoint"]
     for each in ("full recomputation", "every second block recomputed", "operators recomputed")
 )
-ULYSSES, RING, UNBALANCED, NO_SEQUENCE, NO_LOSS, INTERLEAVED, ZBV = (
+RING, NO_SEQUENCE, NO_LOSS, INTERLEAVED, ZBV = (
     CHANGES[each]["parallelism"]
     for each in (
-        *("Ulysses", "ring", "unbalanced", "no sequence parallelism", "no loss parallelism"),
+        *("ring", "no sequence parallelism", "no loss parallelism"),
         *("Interleaved1F1B", "ZBVZeroBubble"),
     )
 )
@@ -160,7 +160,6 @@ ROWWISE, TENSORWISE, GATHERED, MICROSCALED = (
 BESIDE, ALL_LOSSES, OF_ROUTERS = (
     changed(each).auxiliary for each in ("auxiliary losses", "all auxiliary losses", "balanced")
 )
-ALL_BESIDE = {"chunk": 100, "auxiliary": ALL_LOSSES}
 LAYOUTS = {
     name: layout(name)
     for tier in (DAILY, GATE, TABLE["tiers"]["release"])

@@ -14,7 +14,6 @@ from tests.training.test_global_batch import assert_fits
 from torchtitan.checks import load_job
 from torchtitan.tools.cli import main
 
-ROOT = FOLDER.parent
 RANKS = {"15b": 64, "1b": 8, "3b": 8, "5b": 16, "base": 8, "debug": 1, "huge": 8}
 RANKS = {f"vit_mae_{size}": ranks for size, ranks in RANKS.items()}
 RECIPES = sorted(FOLDER.glob("vit_mae*.toml"))
