@@ -82,7 +82,7 @@ def says(capsys):
     from torchtitan.tools.cli import main
 
     def run(*words, status=0):
-        assert main([*words]) == status, words
+        assert main([*map(str, words)]) == status, words
         printed = capsys.readouterr()
         return printed.err if status == 2 else printed.out
 

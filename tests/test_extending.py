@@ -17,7 +17,6 @@ from tests import forked
 from tests.tables import data
 from tests.test_docs import ROOT, blocks
 from torchtitan.config.registry import PACKAGE
-from torchtitan.tools.cli import main
 
 PAGE = {b.marks["file"]: b.text for b in blocks(ROOT / "docs/extending.md") if "file" in b.marks}
 ALWAYS = [
@@ -92,12 +91,11 @@ def test_a_family_with_a_block_of_its_own_is_named_in_few_files(family):
 
 
 @pytest.mark.parametrize("mistake", MODULES["lacking"])
-def test_what_lacks_a_part_is_refused_with_its_line(mistake, tmp_path, monkeypatch, capsys):
+def test_what_lacks_a_part_is_refused_with_its_line(mistake, tmp_path, monkeypatch, says):
     lacking = MODULES["lacking"][mistake]
     (tmp_path / "mine.py").write_text(lacking["module"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["check", "debug_model", "--job.imports", "mine"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
+    said = " ".join(says("check", "debug_model", "--job.imports", "mine", status=2).split())
     assert "--job.imports: got" in said
     assert lacking["said"] in said

@@ -66,8 +66,8 @@ def test_failure_ends_the_run_and_is_explained(fault, tmp_path, says):
     assert re.search(RECEIVED if fault == "silent" else WAITED, output), output
 
     folder = tmp_path / "comm_traces"
-    told = says("trace", str(folder))
-    assert says("trace", str(tmp_path)) == told
+    told = says("trace", folder)
+    assert says("trace", tmp_path) == told
     traceback = folder / "1.traceback"
     where = f"traceback: {traceback}\n" if fault == "raise" else ""
     assert output.endswith(f"{told}{where}traces of all ranks: {folder}\n"), "the report is last"

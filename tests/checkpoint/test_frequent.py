@@ -278,17 +278,17 @@ def test_tools_tell_what_is_on_this_node(after_5, tmp_path, says):
     history = tmp_path / "run/checkpoint/frequent.json"
     told = json.loads(history.read_text()) | {"folder": str(own)}
     history.write_text(json.dumps(told))
-    rows = says("checkpoint", "ls", str(tmp_path / "run"))
+    rows = says("checkpoint", "ls", tmp_path / "run")
     assert [f"step-{step}" in rows for step in (2, 3, 4, 5)] == [True] * 4
     assert rows.count("1 of 2 ranks") == 3
-    lines = says("checkpoint", "verify", str(tmp_path / "run")).splitlines()
+    lines = says("checkpoint", "verify", tmp_path / "run").splitlines()
     assert lines[0] == f"{tmp_path}/run/checkpoint/step-3: OK"
     assert lines[3] == f"{own}/step-5: OK, the files of 1 of 2 ranks"
     # What starts from a run's newest checkpoint takes one that is whole.
     assert find(tmp_path / "run")[-1].name == "step-3"
     data = (own / "step-5/rank-0.safetensors").read_bytes()
     (own / "step-5/rank-0.safetensors").write_bytes(data[:-1] + b"?")
-    assert "step-5/rank-0.safetensors: damaged" in says("checkpoint", "verify", str(own), status=1)
+    assert "step-5/rank-0.safetensors: damaged" in says("checkpoint", "verify", own, status=1)
 
 
 def test_folder_that_all_share_is_one_node(tmp_path, whole):

@@ -64,10 +64,10 @@ def test_held_out_loss_is_that_of_each_document(tmp_path, monkeypatch, says):
     assert found["loss"] == pytest.approx(nats / count, rel=1e-5)
     size = sum(len(text.encode()) for text in texts[:2])
     assert found["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
-    shorter = json.loads(says(*words, "--dataset", str(file), "--length", "9"))["loss"]
+    shorter = json.loads(says(*words, "--dataset", file, "--length", "9"))["loss"]
     assert shorter["tokens"] == count
     assert shorter["loss"] != found["loss"]
-    assert "nowhere" in says(*words, "--dataset", str(tmp_path / "nowhere"), status=2)
+    assert "nowhere" in says(*words, "--dataset", tmp_path / "nowhere", status=2)
 
 
 # --- scores of texts ---

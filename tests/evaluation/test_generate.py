@@ -277,7 +277,7 @@ def test_a_weight_that_is_not_what_was_saved_is_refused(tmp_path, says):
     content = bytearray(file.read_bytes())
     content[-8] ^= 1
     file.write_bytes(content)
-    assert "differs from what was saved" in says("generate", str(path), status=2)
+    assert "differs from what was saved" in says("generate", path, status=2)
 
 
 # --- converters ---

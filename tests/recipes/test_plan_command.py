@@ -245,12 +245,12 @@ def test_hardware_is_told_with_all_other_mistakes(capsys, says, tmp_path):
     own = tmp_path / "own.toml"
     own.write_text("memory_gib = 1e9")
     for verb in ("check", "train", "plan"):
-        said = says(verb, str(recipe), status=2)
+        said = says(verb, recipe, status=2)
         assert f'{recipe}:2: job.hardware: got "h10"' in said
         assert "did you mean h100?" in said
         assert "training.steps" in said
         assert "training.local_batch_size" in said
-        said = says(verb, RECIPE, "--job.hardware", str(own), status=2)
+        said = says(verb, RECIPE, "--job.hardware", own, status=2)
         assert "memory_gib: got 1000000000.0" in said
         assert f"{own}: peaks is missing" in said
 

@@ -181,9 +181,8 @@ def repeated(path):
             yield f"{setting.origin}: {'.'.join(key)}"
 
 
-def test_tokenizer_is_asked_for(capsys):
-    assert main(["check", str(FOLDER / "llama3_8b.toml")]) == 2
-    line, fix = capsys.readouterr().err.splitlines()
+def test_tokenizer_is_asked_for(says):
+    line, fix = says("check", FOLDER / "llama3_8b.toml", status=2).splitlines()
     assert line.startswith(f"error: {FOLDER}/base/llama3.toml:8: model.tokenizer_path: got ")
     assert "hf download meta-llama/Llama-3.1-8B tokenizer.json" in fix
 

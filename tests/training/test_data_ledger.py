@@ -52,7 +52,7 @@ def test_every_report_has_the_hash_of_all_samples_on_any_layout(straight, killed
 
 
 def test_a_killed_and_resumed_run_is_complete(straight, killed, says):
-    found = json.loads(says("data", "ledger", str(killed), "--json", "--verify"))
+    found = json.loads(says("data", "ledger", killed, "--json", "--verify"))
     assert found["is_complete"]
     assert found["hash"] == read_consumption(straight).end["hash"]
     first, second = found["sessions"]
@@ -62,7 +62,7 @@ def test_a_killed_and_resumed_run_is_complete(straight, killed, says):
     assert found["verified_hashes"] > 8
     [(_, source)] = found["sources"].items()
     assert (source["samples"], source["tokens"]) == (64, found["tokens"])
-    text = says("data", "ledger", str(killed))
+    text = says("data", "ledger", killed)
     assert "8 more samples, until step 5, were lost and trained again" in text
     assert "complete: each sample was read once, in order" in text
 
@@ -122,7 +122,7 @@ TAMPERED = {
 def test_a_changed_ledger_is_found(what, killed, tmp_path, says):
     change, rechain, message = TAMPERED[what]
     folder = changed(killed, tmp_path / "run", change, rechain)
-    assert message in says("data", "ledger", str(folder), status=1)
+    assert message in says("data", "ledger", folder, status=1)
 
 
 def test_verify_finds_hashes_that_agree_with_each_other_but_not_with_the_recipe(
@@ -180,7 +180,7 @@ def test_a_rollback_is_no_gap(tmp_path):
 
 def test_a_run_without_a_ledger_is_refused(straight, tmp_path, says):
     shutil.copy(straight / "metrics.jsonl", tmp_path)
-    assert f"has no {LEDGER_FILE}" in says("data", "ledger", str(tmp_path), status=2)
+    assert f"has no {LEDGER_FILE}" in says("data", "ledger", tmp_path, status=2)
 
 
 @pytest.mark.parametrize("packing", ["join", pytest.param("best_fit", marks=pytest.mark.gate)])
@@ -196,7 +196,7 @@ def test_sources_of_a_mixture_are_counted_across_kills_and_stages(packing, tmp_p
     # The recipe of the resumed run has a stage that begins after the checkpoint.
     data["stages"] = [{"from_step": 5, "weights": [1, 1]}]
     trained(folder, "one rank", data=data, checkpoint={"resume": "must"})
-    found = json.loads(says("data", "ledger", str(folder), "--json", "--verify"))
+    found = json.loads(says("data", "ledger", folder, "--json", "--verify"))
     assert {name: counts["samples"] for name, counts in found["sources"].items()} == {
         "web": 30 + 12,
         "code": 10 + 12,
@@ -231,7 +231,7 @@ def test_a_kill_during_a_save_leaves_no_gap(place, number, resumed_at, tmp_path)
 @pytest.mark.gate
 def test_sources_of_a_run_that_was_killed_are_known_until_its_last_checkpoint(tmp_path, says):
     trained(tmp_path / "run", "one rank", kill=True)
-    text = says("data", "ledger", str(tmp_path / "run"))
+    text = says("data", "ledger", tmp_path / "run")
     assert "40 samples" in text
     assert "sources are recorded until sample 32, the last checkpoint" in text
 

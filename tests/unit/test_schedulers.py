@@ -11,7 +11,6 @@ from tests.tables import data, table
 from tests.test_launch import ROOT, TINY, TRAIN, finish, start
 from torchtitan.cluster.schedulers import fill, local_address
 from torchtitan.config import ConfigError
-from torchtitan.tools.cli import main
 
 KUBEFLOW, SKYPILOT, SLURM, STEP = data(__file__).values()
 SCHEDULERS = {"KUBEFLOW": KUBEFLOW, "SLURM": SLURM}
@@ -80,11 +79,10 @@ def test_what_cannot_be_is_refused(words, told):
     assert str(error.value) == told
 
 
-def test_a_command_is_refused_before_it_starts(monkeypatch, capsys):
+def test_a_command_is_refused_before_it_starts(monkeypatch, says):
     for name, value in (KUBEFLOW | {"SKYPILOT_NUM_NODES": "3"}).items():
         monkeypatch.setenv(name, value)
-    assert main(["train", str(ROOT / "train_configs/debug_model.toml")]) == 2
-    printed = capsys.readouterr().err
+    printed = says("train", ROOT / "train_configs/debug_model.toml", status=2)
     assert "SKYPILOT_NUM_NODES: got 3, but PET_NNODES is 2" in printed
     assert "Traceback" not in printed
 

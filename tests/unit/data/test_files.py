@@ -194,14 +194,13 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 
 @pytest.mark.parametrize("command", [["check"], ["train"]])
 @pytest.mark.parametrize("section", ["data", "validation"])
-def test_data_is_looked_at_first(command, section, tmp_path, monkeypatch, capsys):
+def test_data_is_looked_at_first(command, section, tmp_path, monkeypatch, says):
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
     Path("texts/a.txt").write_bytes(b"fine\n\xff\n")
     Path("r.toml").write_text(f'[{section}]\ndataset = "texts"\n', encoding="utf-8")
     words = ["r.toml", "--validation.enable"] if section == "validation" else ["r.toml"]
-    assert main([*command, *words]) == 2
-    message = capsys.readouterr().err.splitlines()[-1]
+    message = says(*command, *words, status=2).splitlines()[-1]
     assert message.startswith(
         f'error: r.toml:2: {section}.dataset: got "texts"; texts/a.txt:2: not UTF-8'
     )

@@ -43,7 +43,7 @@ def test_json_has_the_samples_that_a_run_reads(kind, recipes, tmp_path, capsys, 
     rows = (tmp_path / kind / "metrics.jsonl").read_text().splitlines()
     [last] = [row for row in map(json.loads, rows) if row["step"] == 2]
     capsys.readouterr()
-    samples = [json.loads(line) for line in says(*words, str(last["samples"])).splitlines()]
+    samples = [json.loads(line) for line in says(*words, last["samples"]).splitlines()]
     assert [sample["index"] for sample in samples] == list(range(last["samples"]))
     hashes = [sample_hash(s["index"], np.array(s["tokens"])) for s in samples]
     assert hash_text(sum(hashes)) == last["data_hash"]

@@ -423,8 +423,8 @@ def test_recorded_digests_of_files_are_compared(tmp_path, capsys, says):
     edit(shards / "index.json", say('"sha1": "', '"sha1": "0'))
     damage = f"{shards / MDS}: damaged: its sha1 is not what its index says"
     capsys.readouterr()
-    assert damage in says("data", "verify", str(shards), *words, status=1)
-    assert damage in says("data", "index", str(shards), *words, status=2)
+    assert damage in says("data", "verify", shards, *words, status=1)
+    assert damage in says("data", "index", shards, *words, status=2)
 
 
 def test_options_of_formats(tmp_path, says):
@@ -434,4 +434,4 @@ def test_options_of_formats(tmp_path, says):
         (["--set", "colum=x"], "--set colum: Extra inputs are not permitted"),
         (["--format", "raw"], "no tokens in the format raw"),
     ):
-        assert message in says("data", "index", str(shards), *words, status=2)
+        assert message in says("data", "index", shards, *words, status=2)

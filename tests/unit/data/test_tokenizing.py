@@ -337,8 +337,8 @@ def test_the_verb(tmp_path, monkeypatch, capsys, says):
         patch.setattr(f"{module}.load_tokenizer", lambda path: Interrupted())
         assert main([*words, str(tmp_path / "out"), "--processes", "1", "--no-bos"]) == 130
     assert "the same command continues" in capsys.readouterr().err
-    assert "59 documents" in says(*words, str(tmp_path / "out"), "--processes", "1", "--no-bos")
+    assert "59 documents" in says(*words, tmp_path / "out", "--processes", "1", "--no-bos")
     assert documents_of(tmp_path / "out")[0].tolist() == [*TEXTS[0].encode(), 257]
-    assert "add_bos was False, is True" in says(*words, str(tmp_path / "out"), status=2)
+    assert "add_bos was False, is True" in says(*words, tmp_path / "out", status=2)
     assert main(["data", "tokenize", "--dataset", "synthetic", "--output", "x"]) == 2
     assert "name a data set of text, or a path" in capsys.readouterr().err

@@ -202,12 +202,12 @@ def test_trace_that_is_cut_off_is_left_out(tmp_path):
 
 def test_verb(tmp_path, says):
     leave(tmp_path, 0, state="finished", world_size=1)
-    assert says("trace", str(tmp_path)) == "rank 0 finished at step 7\n"
+    assert says("trace", tmp_path) == "rank 0 finished at step 7\n"
 
 
 @pytest.mark.parametrize("name", ["", "nowhere"])
 def test_folder_without_traces_is_refused(name, tmp_path, says):
-    assert str(tmp_path) in says("trace", str(tmp_path / name), status=2)
+    assert str(tmp_path) in says("trace", tmp_path / name, status=2)
 
 
 class Malice:
@@ -222,7 +222,7 @@ class Malice:
 
 def test_nothing_in_a_trace_is_executed(tmp_path, says):
     leave(tmp_path, 0, record(ALL, 1, frames=Malice(tmp_path / "mark")))
-    assert "rank_0: refused: it refers to posix.system" in says("trace", str(tmp_path), status=2)
+    assert "rank_0: refused: it refers to posix.system" in says("trace", tmp_path, status=2)
     assert not (tmp_path / "mark").exists()
 
 
