@@ -13,5 +13,5 @@ def table(test, name):
 
 def data(test, name=None):
     """The TOML file beside a test, which has its name unless another is given."""
-    path = Path(test).with_name(name) if name else Path(test).with_suffix(".toml")
+    path = Path(test).parent / name if name else Path(test).with_suffix(".toml")
     return tomllib.loads(path.read_text(encoding="utf-8"))
