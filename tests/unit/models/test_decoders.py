@@ -202,6 +202,13 @@ def test_what_a_format_cannot_express_is_refused():
     for name, change, message in (
         ("olmo2", WINDOW, "sliding_window: got 9; Olmo2ForCausalLM has 0"),
         ("mixtral", {"router_bias": True}, "router_bias: got true; MixtralForCausalLM has false"),
+        ("qwen3_moe", {"shared_dim": 8}, "shared_dim: got 8; Qwen3MoeForCausalLM has 0"),
+        ("gpt_oss", {"router_bias": True}, "router_bias: got true; GptOssForCausalLM has false"),
+        ("gpt_oss", {"renormalize": False}, "renormalize: got false; GptOssForCausalLM has true"),
+        ("deepseek_v3", {"router_bias": False}, "router_bias: got false; Deepseek.* has true"),
+        ("deepseek_v3", {"router_scores": "softmax"}, 'router_scores: got "softmax"; .* "sigmoid"'),
+        ("deepseek_v3", {"expert_dim": 40, "shared_dim": 41}, "got 41; .* a multiple of .* 40"),
+        ("deepseek_v3", WINDOW, "sliding_window: got 9; DeepseekV3ForCausalLM has 0"),
     ):
         with pytest.raises(RecipeError, match=message):
             MODELS[name].formats["hf"].config(small(name, **change), None)

@@ -7,7 +7,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.models import families
-from torchtitan.config import RecipeError
 from torchtitan.convert import Conversion, experts, linears
 from torchtitan.convert.float8 import Float8
 from torchtitan.models import MODELS
@@ -80,11 +79,6 @@ def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
     assert (small.n_experts, small.top_k, small.dense_layers) == (8, 2, 1)
     assert small.expert_dim % (8 * tp) == small.shared_dim % (8 * tp) == 0
     assert small.expert_dim / small.dim < 1.5
-
-
-def test_a_shared_expert_has_no_place_in_the_format():
-    with pytest.raises(RecipeError, match="shared_dim: got 8; Qwen3MoeForCausalLM has 0"):
-        HUGGING_FACE.config(dataclasses.replace(ARGS, shared_dim=8), None)
 
 
 def test_float8_says_that_experts_are_not_converted():
