@@ -77,6 +77,28 @@ def no_plan(monkeypatch):
 
 
 @pytest.fixture
+def says(capsys):
+    """What a command prints, or its refusal if it ends with status 2."""
+    from torchtitan.tools.cli import main
+
+    def run(*words, status=0):
+        assert main([*map(str, words)]) == status, words
+        printed = capsys.readouterr()
+        return printed.err if status == 2 else printed.out
+
+    return run
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The model of `tests.small_weights` under its name."""
+    from tests.small_weights import SPEC
+    from torchtitan.models import MODELS
+
+    monkeypatch.setitem(MODELS, "small", SPEC)
+
+
+@pytest.fixture
 def uncompiled():
     """Nothing is compiled here, and in ranks that are forked."""
     torch.compiler.set_stance("force_eager")

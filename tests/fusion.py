@@ -8,16 +8,9 @@ from torch._dynamo import register_backend
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests import tiny
+from torchtitan import parallel
 from torchtitan.models.llama3 import LLAMA3
 from torchtitan.models.spec import initialize
-from torchtitan.parallel import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    activation_checkpoint,
-    async_tensor,
-    compile,
-    tensor,
-)
 from torchtitan.torch_private.graphs import enable_symmetric_memory
 
 ARGS, LENGTH = tiny.FLAVORS["deep"], 32
@@ -60,25 +53,27 @@ def run(batch, *, backend, fuse=False, recompute=None, sequence_parallel=True, d
     library = stand_in() if device == "cpu" else None
     mesh = init_device_mesh(device, (2,), mesh_dim_names=("tp",))
     model = LLAMA3.build(ARGS, LENGTH)
-    tensor.apply(
+    parallel.tensor.apply(
         model, LLAMA3.tensor_plan, mesh, sequence_parallel=sequence_parallel, loss_parallel=False
     )
     model.to(device)
     initialize(model.named_parameters(), partial(LLAMA3.init_std, ARGS), seed=0)
     blocks = LLAMA3.blocks(model)
-    config = ActivationCheckpointConfig.model_validate(recompute or {"mode": "none"})
-    activation_checkpoint.apply(blocks, list(blocks), config)
+    config = parallel.ActivationCheckpointConfig.model_validate(recompute or {"mode": "none"})
+    parallel.activation_checkpoint.apply(blocks, list(blocks), config)
     if fuse:
-        async_tensor.enable(mesh.get_group())
-    compile.apply(blocks.values(), CompileConfig(enable=backend is not None, backend=backend or ""))
+        parallel.async_tensor.enable(mesh.get_group())
+    parallel.compile.apply(
+        blocks.values(), parallel.CompileConfig(enable=backend is not None, backend=backend or "")
+    )
     tokens = torch.randint(ARGS.vocab_size, (batch, LENGTH), generator=torch.Generator())
     logits = model(tokens.to(device))
     logits.square().mean().backward()
-    tensor.redistribute_grads(model.parameters())
+    parallel.tensor.redistribute_grads(model.parameters())
     found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     found["logits"] = logits.detach()
     del library
-    return {name: value.cpu() for name, value in found.items()}, async_tensor.fused()
+    return {name: value.cpu() for name, value in found.items()}, parallel.async_tensor.fused()
 
 
 def compare(batch, recompute, backend, device="cpu"):
@@ -88,7 +83,7 @@ def compare(batch, recompute, backend, device="cpu"):
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
     assert none == (0, 0)
-    async_tensor.confirm()
+    parallel.async_tensor.confirm()
     return fused
 
 

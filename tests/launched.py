@@ -107,6 +107,3 @@ def call(name, *arguments):
     """Call a function of the C library that returns 0, as Python has it since 3.12."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         raise OSError(ctypes.get_errno(), name)
-
-
-Process = subprocess.Popen[str] | Forked

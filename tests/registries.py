@@ -4,14 +4,11 @@ import importlib
 import sys
 import sysconfig
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest.mock import patch
 
 import torchtitan.build
 import torchtitan.tools.evaluate  # noqa: F401
 from torchtitan.config import Registry
-
-Registries = dict[str, dict[str, Any]]
 
 INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 

@@ -27,13 +27,3 @@ def note(folder, rank, state, step, pid=None):
     known = {"state": state, "step": step, "world_size": 2, "time": time.time()}
     known |= {"pid": pid or os.getpid(), "host": socket.gethostname()}
     (folder / f"comm_traces/{rank}.step").write_text(json.dumps(known))
-
-
-def log(folder, rank, *events):
-    (folder / "events").mkdir(parents=True, exist_ok=True)
-    path = folder / f"events/rank{rank}.jsonl"
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
-
-
-def steps(step, busy, wall=None):
-    return {"step": step, "event": "steps", "steps": 1, "wall": wall or busy, "busy": busy}

@@ -8,17 +8,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import nn
 
-from torchtitan.comm import (
-    GRADIENTS,
-    REPLICAS,
-    WEIGHTS,
-    Gather,
-    GradientsConfig,
-    Reduce,
-    ReplicaReducer,
-    ReplicasConfig,
-    WeightsConfig,
-)
+from torchtitan import comm
 from torchtitan.parallel import SHARDING
 from torchtitan.parallel.sharding import Sharding, ShardingConfig
 
@@ -28,7 +18,7 @@ BUFFERS = {}
 """Of each unit, elements of a part as its parameters have them, and as they were sent."""
 
 
-class HalfWeights(WeightsConfig):
+class HalfWeights(comm.WeightsConfig):
     """Parameters are sent in bfloat16; all ranks compute with the same, the owner too."""
 
     name: Literal["half"] = Field("half", description="Method of gathering.")
@@ -37,7 +27,7 @@ class HalfWeights(WeightsConfig):
         return HalfGather(unit, group)
 
 
-class HalfGather(Gather):
+class HalfGather(comm.Gather):
     def __init__(self, unit, group):
         self.unit, self.group = unit, group
 
@@ -50,7 +40,7 @@ class HalfGather(Gather):
         whole.copy_(torch.cat(found))
 
 
-class HalfGradients(GradientsConfig):
+class HalfGradients(comm.GradientsConfig):
     """What each rank gets is rounded once, and added up in float32."""
 
     name: Literal["half"] = Field("half", description="Method of reduction.")
@@ -60,7 +50,7 @@ class HalfGradients(GradientsConfig):
         return HalfReduce(unit, group)
 
 
-class HalfReduce(Reduce):
+class HalfReduce(comm.Reduce):
     def __init__(self, unit, group):
         self.unit, self.group = unit, group
         elements = group.size() * sum(shape.numel() for shape in unit.shapes.values())
@@ -79,7 +69,7 @@ class HalfReduce(Reduce):
         part.copy_(found.view(self.group.size(), -1).float().sum(0))
 
 
-class Counted(ReplicasConfig):
+class Counted(comm.ReplicasConfig):
     """Gradients are added up all at once."""
 
     name: Literal["counted"] = Field("counted", description="Method of synchronizing replicas.")
@@ -88,7 +78,7 @@ class Counted(ReplicasConfig):
         return Flat(group)
 
 
-class Flat(ReplicaReducer):
+class Flat(comm.ReplicaReducer):
     def __init__(self, group):
         self.group = group
 
@@ -124,7 +114,7 @@ class WholeModel(Sharding):
                 dist.all_reduce(parameter.grad, group=group)
 
 
-WEIGHTS["half"] = HalfWeights
-GRADIENTS["half"] = HalfGradients
-REPLICAS["counted"] = Counted
+comm.WEIGHTS["half"] = HalfWeights
+comm.GRADIENTS["half"] = HalfGradients
+comm.REPLICAS["counted"] = Counted
 SHARDING["whole"] = Whole

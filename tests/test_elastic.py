@@ -21,6 +21,7 @@ from tests import launched
 from tests.launched import OURS
 from tests.ranks import descendants, free_port, run_ranks
 from tests.runs import losses, rows, train
+from tests.tables import table
 from tests.test_launch import RECIPE, ROOT, SMALL, environment, wait_for_step
 from torchtitan import trainer
 from torchtitan.checkpoint import saved_steps
@@ -295,41 +296,12 @@ def test_recipe_is_checked_for_every_number_of_ranks(capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("flag", "told"),
-    [
-        ("--no-checkpoint.enable", "checkpoint.enable: got false; {}\n  use true"),
-        ("--checkpoint.resume=never", 'checkpoint.resume: got "never"; {}\n  use "auto"'),
-        ("--checkpoint.load_only", "checkpoint.load_only: got true; {}\n  use false"),
-        ("--checkpoint.load_step=3", "checkpoint.load_step: got 3; {}\n  use -1"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "told"), table(__file__, "not_restarted.txt"))
 def test_restarts_that_could_not_go_on_are_refused(flag, told, tmp_path, capsys):
     words = f"--processes=2 --max-restarts=1 {ROOT / RECIPE} --job.dump_folder={tmp_path} {flag}"
     assert "\n".join(refused(capsys, words)).endswith(
         told.format("a restart continues from the newest checkpoint")
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (
-            "--nnodes=2",
-            "several nodes need a common endpoint\n  set PET_MASTER_ADDR, or add --rdzv-endpoint "
-            "HOST:PORT",
-        ),
-        ("--nnodes=2:1", "got 2:1\n  wanted 2, or 1:2 for one or two"),
-        ("--nnodes=two", "got two\n  wanted 2, or 1:2 for one or two"),
-        ("--max-restarts=-1", "got -1\n  wanted an integer >= 0"),
-        ("--processes=0", "got 0\n  wanted an integer >= 1"),
-        ("--rejoin-minutes=0", "got 0\n  wanted minutes, a number > 0"),
-        ("--rejoin-minutes=soon", "got soon\n  wanted minutes, a number > 0"),
-    ],
-)
-def test_launcher_says_what_it_wants(words, told, capsys):
-    assert main(["train", "--processes=1", words]) == 2
-    assert told in capsys.readouterr().err
 
 
 OUT_OF_REACH = "the rendezvous at a:1 cannot be reached: Connection refused"

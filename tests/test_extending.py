@@ -9,15 +9,14 @@ import math
 import re
 import shutil
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from tests import forked
+from tests.tables import data
 from tests.test_docs import ROOT, blocks
 from torchtitan.config.registry import PACKAGE
-from torchtitan.tools.cli import main
 
 PAGE = {b.marks["file"]: b.text for b in blocks(ROOT / "docs/extending.md") if "file" in b.marks}
 ALWAYS = [
@@ -26,170 +25,25 @@ ALWAYS = [
     *("--metrics.log_freq=1", "--lr_scheduler.warmup_steps=1", "--job.dump_folder=out"),
     "--parallelism.data_parallel_shard_degree=2",
 ]
-TINY = ["--model.name=tiny", "--model.flavor=tiny"]
-FAMILY = (PACKAGE / "models/qwen3.py").read_text(encoding="utf-8")
-SMALL = ["--model.flavor=debugmodel", "--model.n_layers=2", "--model.dim=64", "--model.n_heads=4"]
-SCHEDULE = """
-from typing import Literal
-from torchtitan.optim import SCHEDULES, ScheduleConfig
-
-class Halves(ScheduleConfig):
-    '''Warm-up in one half of the steps, decay in the other.'''
-
-    name: Literal["halves"] = "halves"
-    '''Name of the schedule.'''
-
-    def shares(self, steps):
-        return steps // 2, steps - steps // 2
-
-SCHEDULES["halves"] = Halves
-"""
-SINK = r"""
-from torchtitan.metrics import SINKS, SinkContext
-
-
-class Csv:
-    '''Steps and losses, for a spreadsheet.'''
-
-    def __init__(self, context: SinkContext) -> None:
-        self.path = context.folder / "loss.csv"
-
-    def open(self, start_step: int) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = self.path.open("a")
-
-    def write(self, step: int, metrics: dict) -> None:
-        if "loss" in metrics:
-            self.file.write(f"{step},{metrics['loss']}\n")
-
-    def close(self, summary: dict) -> None:
-        self.file.close()
-
-
-SINKS["csv"] = Csv
-"""
-NOISE = """
-import torch
-from torchtitan.config import Config
-from torchtitan.step import Hooks
-
-class NoiseConfig(Config):
-    '''Noise that is added to gradients.'''
-
-    std: float = 0.0
-    '''Standard deviation.'''
-
-def gradient_noise(config, model):
-    def add(batches, losses):
-        for part in model.parts:
-            for parameter in part.parameters():
-                parameter.grad.to_local().add_(config.std)
-    return Hooks(after_backward=add)
-"""
-
-
-@dataclass(frozen=True)
-class Case:
-    """An extension, and what shows that it acts."""
-
-    most: int
-    """Files that it may take."""
-    flags: list[str]
-    files: dict[str, str]
-    """New files, and their contents."""
-    edits: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    """Files of the package: each text there gets another before it."""
-    data: dict[str, str] = field(default_factory=dict)
-    shows: str = "all(row['loss'] > 0 for row in rows)"
-
-
+FAMILY = (PACKAGE / "models/qwen3.py").read_text(encoding="utf-8").replace("qwen3", "mine")
+MOVED = (ROOT / "tests/normalized.py").read_text().replace('"Normalized"', '"Moved"')
+MODULES = data(__file__, "extensions.toml")
+TEXTS = PAGE | MODULES["texts"] | {"normalized.py": MOVED}
+TEXTS["family.py"] = f'{FAMILY}\nfrom torchtitan.models import MODELS\nMODELS["mine"] = QWEN3\n'
 CASES = {
-    "a family like Llama": Case(
-        1,
-        ["--job.imports=mine", "--model.name=mine", *SMALL, "--model.n_kv_heads=2"],
-        {
-            "mine.py": f"{FAMILY.replace('qwen3', 'mine')}\nfrom torchtitan.models import MODELS\n"
-            'MODELS["mine"] = QWEN3\n'
-        },
-    ),
-    "a family with a block of its own": Case(
-        4,
-        ["--job.imports=my_decoder", "--model.name=after", "--model.flavor=tiny"],
-        {"my_decoder.py": PAGE["my_decoder.py"]},
-    ),
-    "an optimizer": Case(
-        1,
-        [*TINY, "--job.imports=mine", "--optimizer.name=Lion"],
-        {"mine.py": PAGE["my_optimizer.py"]},
-    ),
-    "an optimizer that communicates": Case(
-        4,
-        [*TINY, "--job.imports=mine", "--optimizer.name=Moved"],
-        {"mine.py": (ROOT / "tests/normalized.py").read_text().replace('"Normalized"', '"Moved"')},
-    ),
-    "a sink": Case(
-        1,
-        [*TINY, "--job.imports=mine"],
-        {"mine.py": SINK},
-        shows="len(Path('out/loss.csv').read_text().splitlines()) == 2",
-    ),
-    "a data format": Case(
-        1,
-        [*TINY, "--job.imports=my_csv", "--data.dataset=words.csv"],
-        {"my_csv.py": PAGE["my_csv.py"]},
-        data={"words.csv": PAGE["words.csv"]},
-    ),
-    "a schedule": Case(
-        1,
-        [*TINY, "--job.imports=mine", "--lr_scheduler.name=halves", "--optimizer.lr=1"],
-        {"mine.py": SCHEDULE},
-        shows="[row['lr'] for row in rows if 'lr' in row] == [1.0, 1.0]",
-    ),
-    "a local key": Case(
-        1,
-        [*TINY, "--lr_scheduler.idle_steps=1", "--optimizer.lr=1"],
-        {},
-        {
-            "optim/schedule.py": [
-                ("    def warmup(", "    idle_steps: int = 0\n    '''More warm-up.'''\n\n"),
-                ("min(self.warmup_steps,", "self.idle_steps + "),
-            ]
-        },
-        shows="[row['lr'] for row in rows if 'lr' in row] == [0.5, 1.0]",
-    ),
-    "a key that cuts across": Case(
-        4,
-        [*TINY, "--noise.std=10"],
-        {"torchtitan/gradient_noise.py": NOISE},
-        {
-            "job.py": [
-                ("from torchtitan.losses", "from torchtitan.gradient_noise import NoiseConfig\n"),
-                ("    spikes: SpikesConfig", "    noise: NoiseConfig = NoiseConfig()\n"),
-            ],
-            "build.py": [
-                (
-                    "from torchtitan.inputs",
-                    "from torchtitan.gradient_noise import gradient_noise\n",
-                ),
-                (
-                    "    if job.metrics.statistics_freq:",
-                    "    if job.noise.std:\n        yield gradient_noise(job.noise, model)\n",
-                ),
-            ],
-        },
-        shows="all(row['grad_norm'] > 100 for row in rows if 'grad_norm' in row)",
-    ),
+    name: {"files": {}, "edits": {}, "shows": "all(row['loss'] > 0 for row in rows)"} | case
+    for name, case in MODULES["trains"].items()
 }
 
 
 def write(case, folder):
     """Write the files of a case, and edit its own in a copy of the package."""
-    if case.edits:
+    if case["edits"]:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(PACKAGE, folder / "torchtitan", ignore=ignored)
-    for name, text in {**case.files, **case.data}.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    for name, edits in case.edits.items():
+    for name, of in (case["files"] | case.get("data", {})).items():
+        (folder / name).write_text(TEXTS[of], encoding="utf-8")
+    for name, edits in case["edits"].items():
         path = folder / "torchtitan" / name
         text = path.read_text(encoding="utf-8")
         for before, new in edits:
@@ -203,27 +57,27 @@ def trains(case):
 
     Torch itself is imported already.
     """
-    if case.edits:
+    if case["edits"]:
         for name in [*sys.modules]:
             if name.partition(".")[0] in ("torchtitan", "tests"):
                 del sys.modules[name]
     runs, ranks = importlib.import_module("tests.runs"), importlib.import_module("tests.ranks")
     checks = importlib.import_module("torchtitan.checks")
-    job = checks.load_job(None, [*ALWAYS, *case.flags], 2, "cpu").config
+    job = checks.load_job(None, [*ALWAYS, *case["flags"].split()], 2, "cpu").config
     ranks.run_ranks(runs.train, 2, job)
     rows = runs.rows(Path("out"))
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 2, rows
     assert all(map(math.isfinite, losses)), losses
     shown = [row for row in rows if "loss" in row]
-    assert eval(case.shows, {"rows": shown, "Path": Path}), f"{case.shows}: {shown}"
+    assert eval(case["shows"], {"rows": shown, "Path": Path}), f"{case['shows']}: {shown}"
 
 
 @pytest.mark.costs("two ranks that train")
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_and_takes_few_files(name, tmp_path):
     case = CASES[name]
-    assert len(case.files) + len(case.edits) <= case.most
+    assert len(case["files"]) + len(case["edits"]) <= case["most"]
     write(case, tmp_path)
     done = forked.run(lambda: trains(case), tmp_path)
     assert done.status == 0, done.stdout + done.stderr
@@ -236,58 +90,12 @@ def test_a_family_with_a_block_of_its_own_is_named_in_few_files(family):
     assert 2 <= len(files) <= 4, files
 
 
-SPEC = "from torchtitan.models import MODELS\nfrom torchtitan.models.spec import ModelSpec\n"
-LACKING = {
-    "a name twice": (
-        "from torchtitan.optim import OPTIMIZERS, SGD\nOPTIMIZERS['AdamW'] = SGD\n",
-        "mine.py:2: AdamW of optimizer is registered already use another name",
-    ),
-    "a family without its parts": (
-        f"{SPEC}MODELS['x'] = ModelSpec(name='x', flavors={{}})\n",
-        "mine.py:3: ModelSpec.__init__() missing 6 required keyword-only arguments: 'build', ",
-    ),
-    "a family that is none": (
-        f"{SPEC}MODELS['x'] = dict(name='x')\n",
-        "mine.py:3: x of model is no torchtitan.models.spec.ModelSpec",
-    ),
-    "an optimizer": (
-        "from torchtitan.optim import OPTIMIZERS, OptimizerConfig\n"
-        "class Mine(OptimizerConfig):\n    pass\nOPTIMIZERS['Mine'] = Mine\n",
-        "mine.py:4: Mine of optimizer has no build add what torchtitan.optim.settings.",
-    ),
-    "a schedule": (
-        "from torchtitan.optim import SCHEDULES\nSCHEDULES['x'] = dict\n",
-        "mine.py:2: x of schedule is no subclass of torchtitan.optim.schedule.ScheduleConfig",
-    ),
-    "a sink": (
-        "from torchtitan.metrics import SINKS\nclass Mine:\n    def open(self, step): ...\n"
-        "SINKS['x'] = Mine\n",
-        "mine.py:4: x of sink has no close and no write add what torchtitan.metrics.sinks.Sink",
-    ),
-    "a data format": (
-        "from torchtitan.data.documents import FORMATS\nFORMATS['x'] = lambda files: []\n",
-        "mine.py:2: x of format cannot be called: too many positional arguments",
-    ),
-    "a source": (
-        "from torchtitan.data import SOURCES\nSOURCES['x'] = 'mine:Mine'\n",
-        "mine.py:2: x of source cannot be called: 'mine:Mine' is not a callable object",
-    ),
-    "a task": (
-        "from torchtitan.tasks import TASKS, Task\nclass Mine(Task):\n    unit = 'images'\n"
-        "TASKS['x'] = Mine\n",
-        "mine.py:4: x of task has no loss and no packing and no preview and no rate add what ",
-    ),
-}
-"""What a module of the user registers, and what is said of it, where `; ` begins a line."""
-
-
-@pytest.mark.parametrize("mistake", LACKING)
-def test_what_lacks_a_part_is_refused_with_its_line(mistake, tmp_path, monkeypatch, capsys):
-    content, message = LACKING[mistake]
-    (tmp_path / "mine.py").write_text(content)
+@pytest.mark.parametrize("mistake", MODULES["lacking"])
+def test_what_lacks_a_part_is_refused_with_its_line(mistake, tmp_path, monkeypatch, says):
+    lacking = MODULES["lacking"][mistake]
+    (tmp_path / "mine.py").write_text(lacking["module"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert main(["check", "debug_model", "--job.imports", "mine"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
+    said = " ".join(says("check", "debug_model", "--job.imports", "mine", status=2).split())
     assert "--job.imports: got" in said
-    assert message in said
+    assert lacking["said"] in said

@@ -9,10 +9,9 @@ import pytest
 
 from tests import launched
 from tests.launched import OURS
-from tests.test_launch import RECIPE, ROOT, SMALL, environment
+from tests.test_launch import PIPED, RECIPE, ROOT, SMALL, environment
 from tests.tiers import tiers
 from torchtitan.flight_recorder import read_traces
-from torchtitan.tools.cli import main
 
 TINY = [
     *("--job.imports=tests.tiny,tests.faults", "--model.name=tiny", "--model.flavor=tiny"),
@@ -48,15 +47,9 @@ def run(fault, folder):
         words = [*OURS, "train", RECIPE, *words, "--processes=2", "--max-restarts=0"]
         launcher = launched.start(words, environment(FAULT=f"{fault} 1 3"), folder / "log")
         return launcher.wait(BOUND), launcher.communicate()[0]
-    process = subprocess.Popen(
-        ["./run_train.sh", *words],
-        cwd=ROOT,
-        env=environment(NGPU="2", CONFIG_FILE=RECIPE, MAX_RESTARTS="0", FAULT=f"{fault} 1 3"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    own = environment(NGPU="2", CONFIG_FILE=RECIPE, MAX_RESTARTS="0", FAULT=f"{fault} 1 3")
+    of = {"cwd": ROOT, "env": own, "start_new_session": True, **PIPED}
+    process = subprocess.Popen(["./run_train.sh", *words], **of)
     try:
         output, _ = process.communicate(timeout=BOUND)
     finally:
@@ -66,17 +59,15 @@ def run(fault, folder):
 
 
 @pytest.mark.parametrize("fault", tiers(FAULTS, ["raise"], gate=["kill"]))
-def test_failure_ends_the_run_and_is_explained(fault, tmp_path, capsys):
+def test_failure_ends_the_run_and_is_explained(fault, tmp_path, says):
     status, output = run(fault, tmp_path)
     assert status == 1, output
     assert FAULTS[fault] in output
     assert re.search(RECEIVED if fault == "silent" else WAITED, output), output
 
     folder = tmp_path / "comm_traces"
-    assert main(["trace", str(folder)]) == 0
-    told = capsys.readouterr().out
-    assert main(["trace", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == told
+    told = says("trace", folder)
+    assert says("trace", tmp_path) == told
     traceback = folder / "1.traceback"
     where = f"traceback: {traceback}\n" if fault == "raise" else ""
     assert output.endswith(f"{told}{where}traces of all ranks: {folder}\n"), "the report is last"

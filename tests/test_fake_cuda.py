@@ -9,7 +9,6 @@ from torchtitan import trainer
 from torchtitan.checkpoint.saver import Staging, after, in_thread
 from torchtitan.cluster import launcher
 from torchtitan.device import Device
-from torchtitan.tools.cli import main
 
 
 class Joined(Exception):
@@ -66,17 +65,15 @@ def test_a_rank_touches_its_own_device_alone(rank, contexts, monkeypatch):
     assert contexts == [rank]
 
 
-def test_who_only_looks_at_a_recipe_touches_no_device(contexts, capsys):
+def test_who_only_looks_at_a_recipe_touches_no_device(contexts, says):
     launcher.check(launcher.LaunchOptions(processes=2), RECIPE)
-    assert main(["check", "--here", "--world-size", "2", *RECIPE]) == 0
-    assert "valid on 2 ranks" in capsys.readouterr().out
+    assert "valid on 2 ranks" in says("check", "--here", "--world-size", "2", *RECIPE)
     assert contexts == []
 
 
-def test_the_smallest_of_the_devices_of_a_run_is_its_limit(contexts, capsys):
+def test_the_smallest_of_the_devices_of_a_run_is_its_limit(contexts, says):
     large = ["check", "--here", "--model.flavor", "405B", "--training.steps", "1"]
-    assert main([*large, "--world-size", "2"]) == 2
-    assert "GiB, and H100 has 16.0" in capsys.readouterr().err
+    assert "GiB, and H100 has 16.0" in says(*large, "--world-size", "2", status=2)
     assert contexts == []
 
 

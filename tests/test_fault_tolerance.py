@@ -15,7 +15,7 @@ import torch
 from tests.layouts import OPTIMIZERS
 from tests.ranks import free_port, run_ranks
 from tests.runs import rows, trace
-from tests.test_launch import RECIPE, ROOT, environment
+from tests.test_launch import PIPED, RECIPE, ROOT, environment
 from tests.token_shards import build_stream
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
@@ -50,26 +50,13 @@ def lighthouse(monkeypatch):
 def groups(folder, ranks, *flags, **variables):
     """Train with two groups of so many ranks, started again once if they die; their output."""
     (folder / "meeting").mkdir(parents=True)
-    launcher = [sys.executable, "-m", "torchtitan.launch", f"--processes={ranks}"]
-    started = [
-        subprocess.Popen(
-            [
-                *launcher,
-                "--max-restarts=1",
-                f"--job.config_file={RECIPE}",
-                *FLAGS,
-                *flags,
-                f"--fault_tolerance.replica_id={group}",
-                f"--job.dump_folder={folder / str(group)}",
-            ],
-            cwd=ROOT,
-            env=environment(MEETING=str(folder / "meeting"), **variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for group in range(2)
-    ]
+    words = [sys.executable, "-m", "torchtitan.launch", f"--processes={ranks}", "--max-restarts=1"]
+    words += [f"--job.config_file={RECIPE}", *FLAGS, *flags]
+    of = {"cwd": ROOT, "env": environment(MEETING=str(folder / "meeting"), **variables), **PIPED}
+    started = []
+    for group in range(2):
+        own = [f"--fault_tolerance.replica_id={group}", f"--job.dump_folder={folder / str(group)}"]
+        started.append(subprocess.Popen([*words, *own], **of))
     try:
         outputs = [process.communicate(timeout=240)[0] for process in started]
         assert [process.returncode for process in started] == [0, 0], "\n\n".join(outputs)
@@ -150,16 +137,8 @@ def test_a_group_dies_and_comes_back(ranks, dies, tmp_path):
 def positions(samples):
     """Where each lane stands after so many samples of it."""
     job = load_job(ROOT / RECIPE, ["--training.seq_len=32"], 1, "cpu").config
-    stream = build_stream(
-        job.data,
-        load_tokenizer(None),
-        seed=job.debug.seed,
-        seq_len=32,
-        local_batch_size=8,
-        accumulation=1,
-        rank=0,
-        ranks=1,
-    )
+    part = {"seed": job.debug.seed, "seq_len": 32, "local_batch_size": 8}
+    stream = build_stream(job.data, load_tokenizer(None), **part)
     found = {}
     for number in range(1, max(samples.values()) + 1):
         next(stream)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.gpu import page, peer
 from tests.gpu.hosted import HostedGroup
+from tests.tables import data
 from torchtitan.device import Device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,14 +36,13 @@ QUICK = ["float32", "attention kernels", "CP 2, ring", "matrix product", "calibr
 QUICK += ["8B: FSDP, grad-op"]
 EACH_STAGE = [*QUICK, "trains", "toy: eager", "refresh of 4,096", "405B, TP", "real run"]
 COUNTS = {"right": 2, "ranks": 1, "fast": 3, "many": 1, "systems": 2, "real": 1}
+FEW = {"right": 2, "ranks": 1, "fast": 2, "systems": 1}
 
 
 @pytest.mark.parametrize(
     ("cases", "workers", "counts"),
     [
-        pytest.param(
-            *(QUICK, 1, {"right": 2, "ranks": 1, "fast": 2, "systems": 1}), marks=pytest.mark.gate
-        ),
+        pytest.param(QUICK, 1, FEW, marks=pytest.mark.gate),
         pytest.param(EACH_STAGE, 2, COUNTS, marks=pytest.mark.slow),
     ],
     ids=["quick", "each stage"],
@@ -94,30 +94,11 @@ def test_a_later_result_replaces_an_earlier_one(tmp_path):
 
 def test_systems_have_tables(tmp_path):
     """A rank that ran out of memory is in them, as is what is planned of it."""
-    card = {"GiB": 20.0, "allowed GiB": 23.1, "ms": 900.0, "refresh s": 12.0}
-    figures = {
-        "8B: RTP": {"ranks": 8, "GiB": 20.0, "planned GiB": 19.0, "ms": 10, "spread": [9, 12]},
-        "8B: FSDP 1, full shard": {"out of memory": "CUDA", "planned GiB": 130.0},
-        "7B in 24 GB: GaLore": {**card, "losses": [10.5, 9.25]},
-        "7B in 24 GB: AdamW": {"out of memory": "CUDA"},
-        "refresh of 8 x 8": {"methods": {"exact": {"ms": [1.0, 0.5, 2.0], "energy": 0.9}}},
-        "ViT-MAE 3b: drawn": {"images/s": 100.5, "same/s": 201.0, "ratio": 0.5, "images": 32},
-        "ViT-MAE 3b: files": {"left out": "PIL is not installed"},
-    }
-    rows = [
-        {"case": case, "error": None, "figures": found, "seconds": 1.0}
-        for case, found in figures.items()
-    ]
+    given = data(__file__)
+    rest = {"error": None, "seconds": 1.0}
+    rows = [{"case": case, "figures": found, **rest} for case, found in given["figures"].items()]
     text = written(tmp_path, "systems", rows)
-    for line in (
-        "| RTP | 8 | 20.0 | 19.0 | -5.0% | 10 (9 to 12) |",
-        "| FSDP 1, full shard | - | out of memory | 130.0 | - | - |",
-        "| GaLore | 20.0 | 23.1 | 900.0 | 12.0 | 10.50 to 9.25 |",
-        "| AdamW | out of memory | - | - | - | - |",
-        "| exact | 1.0 (0.5 to 2.0) | 0.9000 |",
-        "| 3b: drawn | 100.5 | 201.0 | 0.500 | 32 | - | - |",
-        "| 3b: files | - | - | - | - | - | - |",
-    ):
+    for line in given["lines"]:
         assert line in text, text
 
 

@@ -12,37 +12,12 @@ from importlib import import_module
 import pytest
 
 from tests.sources import MODULES, PACKAGE, nodes, place, text, tree
+from tests.tables import table
 from torchtitan.config.registry import WINGS
 from torchtitan.job import JobConfig
 from torchtitan.tools.cli import verbs
 
-# A module may import what stands on a lower line, and its own package; never sideways, never up.
-LAYERS = [
-    ["plan", "cluster", "research"],
-    ["__main__", "train", "launch"],
-    ["tools.cli"],
-    ["tools.train", "tools.check", "tools.compare", "tools.verify", "tools.migrate"],
-    ["tools.recipes", "tools.help", "tools.doctor", "tools.plot", "tools.profile", "tools.trace"],
-    ["tools.generate", "tools.checkpoint", "tools.tokenizer", "tools.data"],
-    ["tools.evaluate", "tools.inspect", "tools.ledger"],
-    ["tools.inference"],
-    ["tools.history", "tools.options", "tools.page"],
-    ["tools.commands"],
-    ["trainer"],
-    ["build"],
-    ["inputs", "provenance"],
-    ["checks"],
-    ["job"],
-    ["resilience", "validate", "expert_loads"],
-    ["checkpoint", "metrics", "profiling", "torchtitan_keys"],
-    ["flight_recorder", "step"],
-    ["parallel"],
-    ["tasks", "convert"],
-    ["models", "data", "optim", "comm", "losses", "timeline"],
-    ["remote", "device"],
-    ["config", "digest", "torch_private", "local_ranks", "packages"],
-    ["logging"],
-]
+LAYERS = table(__file__, "layers.txt")
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 HEAVY = [
     *("datasets", "pyarrow", "tiktoken", "tokenizers", "wandb", "tensorboard", "rich", "torchao"),

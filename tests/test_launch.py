@@ -29,6 +29,7 @@ SMALL = [
     *("--training.local_batch_size=2", "--training.seq_len=32", "--metrics.log_freq=1"),
     *("--validation.steps=1", "--no-data.report_unigram_loss"),
 ]
+PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 def environment(**variables):
@@ -43,14 +44,7 @@ def start(command, folder, *flags, before=lambda: None, **variables):
     if command[:3] == OURS:
         log = folder.parent / f"{folder.name}-{next(NUMBERS)}.log"
         return launched.start(words, environment(**variables), log, before=before)
-    return subprocess.Popen(
-        words,
-        cwd=ROOT,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return subprocess.Popen(words, cwd=ROOT, env=environment(**variables), **PIPED)
 
 
 def finish(process, status=0):

@@ -11,33 +11,13 @@ import sys
 from pathlib import Path
 
 from tests.ranks import run_ranks
+from tests.tables import table
 from torchtitan.trainer import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torchtitan"
 
-ASIDE = {
-    "the model and its loss": ("models/", "tasks/", "losses.py", "parallel/loss.py"),
-    "settings and checks": (
-        *("config/", "checks/", "torchtitan_keys.py", "validate.py"),
-        "plan/hardware/",  # what a recipe says of it
-    ),
-    "data": ("data/", "inputs.py"),
-    "optimizers": ("optim/",),
-    "services of a run": (
-        *("checkpoint/", "metrics/", "resilience/", "profiling/", "flight_recorder/"),
-        *("provenance.py", "timeline.py"),
-    ),
-    "ranks and what they send": ("parallel/world.py", "comm.py"),
-    "techniques that say they are off": (
-        *("convert/", "expert_loads.py", "parallel/activation_checkpoint.py"),
-        *("parallel/compile.py", "parallel/replication.py", "parallel/stages.py"),
-    ),
-    "the ground": (
-        *("device.py", "digest.py", "logging.py", "packages.py", "remote.py"),
-        "torch_private/",
-    ),
-}
+ASIDE = {title: tuple(places) for title, *places in table(__file__, "road.txt")}
 """What a run calls beside the road; `settings.py` of any package."""
 
 

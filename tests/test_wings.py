@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import data
 from tests.tiers import tiers
 from torchtitan.config.registry import WINGS
 from torchtitan.research import ENTRIES
@@ -39,18 +40,7 @@ CORE = [
 ]
 LAYOUTS = "(not trains_the_same_run or DDP) and not compiles and not how_to_start_them"
 """Of those, the layouts that are compared, and nothing that is compiled or launched."""
-USES = {
-    "plan": (["plan", "debug_model", "--world-size", "2", "--hardware", "h100"], "GiB"),
-    "cluster": (["train", "debug_model", "--processes", "2", "--training.steps", "1"], "step 1"),
-    "research": (["check", "debug_model", "--sharding.name", "rotated"], "valid"),
-}
-"""What each wing does without the others: a command, and a part of its output."""
-OF_WINGS = {
-    "plan": ["plan", "debug_model"],
-    "cluster": ["preflight", "debug_model"],
-    "research": ["check", "debug_model", "--sharding.name", "rotated"],
-}
-"""Words of a wing that are refused without it."""
+TABLE = data(__file__, "wings.toml")
 KEYS = ["--metrics.serve=:9090", "--job.manifest.cpus=2"]
 """Keys of the core that only `cluster` heeds."""
 
@@ -152,21 +142,13 @@ def test_the_core_without_wings(tmp_path):
     layout = "--parallelism.data_parallel_shard_degree=2"
     done = run_in(folder, "-m", "torch.distributed.run", *words, recipe, layout)
     assert done.returncode == 0, done.stderr[-4000:]
-    for wing, words in OF_WINGS.items():
-        assert_refused(folder, words, REASONS[wing])
+    for wing in TABLE["wings"].values():
+        assert_refused(folder, wing["words"].split(), wing["reason"])
     for flag in KEYS:
         words = ["check", "debug_model", flag]
         assert_refused(folder, words, "it needs torchtitan.cluster, which is not installed")
     planned = run_in(folder, "-m", "torchtitan", "check", "debug_model", "--plan")
     assert "planned memory: unknown, as it needs torchtitan.plan" in planned.stdout
-
-
-REASONS = {
-    "plan": "there is no `torchtitan plan` without its package",
-    "cluster": "there is no `torchtitan preflight` without its package",
-    "research": 'got "rotated"',
-}
-"""Why each of `OF_WINGS` is refused. A note on absent wings follows every refusal."""
 
 
 def assert_refused(folder, words, reason):
@@ -181,45 +163,12 @@ def assert_refused(folder, words, reason):
 @pytest.mark.parametrize("wing", WINGS)
 def test_a_wing_without_the_others(wing, tmp_path):
     folder = copy_with({wing}, tmp_path)
-    words, part = USES[wing]
-    done = run_in(folder, "-m", "torchtitan", *words)
+    own = TABLE["wings"][wing]
+    done = run_in(folder, "-m", "torchtitan", *own["uses"].split())
     assert done.returncode == 0, done.stderr[-4000:]
-    assert part in done.stdout + done.stderr
-    for other in {*WINGS} - {wing}:
-        assert_refused(folder, OF_WINGS[other], REASONS[other])
-
-
-MISTAKES = {
-    "no list": ("plan/__init__.py", None, "torchtitan/plan/__init__.py is missing; reinstall"),
-    "no entry": (
-        "cluster/health.py",
-        None,
-        "torchtitan/cluster/__init__.py: serve of monitor needs torchtitan/cluster/health.py, "
-        "which is missing",
-    ),
-    "no module of an entry": (
-        "cluster/agent.py",
-        None,
-        "torchtitan.cluster.preflight: it needs torchtitan.cluster.agent, which is missing",
-    ),
-    "a name twice": (
-        "research/__init__.py",
-        'ENTRIES = {"monitor": {"serve": "galore.galore:GaLore"}}',
-        "torchtitan/research/__init__.py: serve of monitor is registered by "
-        "torchtitan.cluster.health:open_health too",
-    ),
-    "a name of the core": (
-        "research/__init__.py",
-        'ENTRIES = {"verb.Recipes": {"check": "galore.galore:GaLore"}}',
-        "torchtitan.research.galore.galore:GaLore: check of verb.Recipes is registered by the core",
-    ),
-    "no attribute": (
-        "cluster/__init__.py",
-        'ENTRIES = {"verb.Recipes": {"preflight": "health:run"}}',
-        "torchtitan.cluster.health: it has no app",
-    ),
-}
-"""A file of a wing, its content, and what is refused."""
+    assert own["prints"] in done.stdout + done.stderr
+    for other in (TABLE["wings"][name] for name in {*WINGS} - {wing}):
+        assert_refused(folder, other["words"].split(), other["reason"])
 
 
 @pytest.mark.costs("a process that imports torch")
@@ -235,19 +184,18 @@ def test_a_refusal_names_the_systems_that_are_not_installed(tmp_path):
 
 
 @pytest.mark.costs("a process that imports torch")
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", TABLE["mistakes"])
 def test_a_wing_that_is_half_there_is_refused(mistake, tmp_path):
-    file, content, message = MISTAKES[mistake]
+    mistake = TABLE["mistakes"][mistake]
     copy_package(WINGS, tmp_path)
-    path = tmp_path / "torchtitan" / file
-    if content is None:
-        path.unlink()
-    else:
-        path.write_text(content)
+    path = tmp_path / "torchtitan" / mistake["file"]
+    path.unlink()
+    if "content" in mistake:
+        path.write_text(mistake["content"])
     done = run_in(tmp_path, "-m", "torchtitan", "preflight", "debug_model")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert message in " ".join(done.stderr.split()), done.stderr
+    assert mistake["said"] in " ".join(done.stderr.split()), done.stderr
 
 
 @pytest.mark.slow

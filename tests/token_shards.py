@@ -134,21 +134,9 @@ def token_streams(
     tokenizer = ByteTokenizer()
     sources = open_token_sources(config, tokenizer, 258)
     packing = PackedTokens(tokenizer, seq_len, True, True, has_documents=True)
-    return [
-        TokenStream(
-            *(config, sources, packing),
-            seq_len=seq_len,
-            seed=0,
-            steps=steps,
-            once=once,
-            local_batch_size=batch // ranks // accumulation,
-            accumulation=accumulation,
-            rank=rank,
-            ranks=ranks,
-            groups=groups,
-        )
-        for rank in range(ranks)
-    ]
+    of = {"seq_len": seq_len, "seed": 0, "steps": steps, "once": once, "accumulation": accumulation}
+    of |= {"local_batch_size": batch // ranks // accumulation, "ranks": ranks, "groups": groups}
+    return [TokenStream(config, sources, packing, rank=rank, **of) for rank in range(ranks)]
 
 
 def rows(streams, steps):
@@ -173,10 +161,12 @@ def resume(streams, state):
 
 
 def stream_of(config, source, tokenizer, *, seq_len, **part):
+    """A stream of one rank without accumulation, unless `part` says otherwise."""
     packing = PackedTokens(tokenizer, seq_len, config.add_bos, config.add_eos, has_documents=True)
+    part = {"accumulation": 1, "rank": 0, "ranks": 1, **part}
     return data.build_stream(config, source, packing, **part)
 
 
-def build_stream(config, tokenizer, *, seed, seq_len, **part):
+def build_stream(config, tokenizer, *, seq_len, seed=0, **part):
     source = open_source(config, tokenizer, seed=seed)
     return stream_of(config, source, tokenizer, seq_len=seq_len, **part)

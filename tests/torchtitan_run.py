@@ -8,19 +8,14 @@ import warnings
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter, state_dict
 
 from torchtitan.inputs import open_stream, open_task
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import Decoder
 from torchtitan.parallel import Degrees
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class TorchTitanRun:
@@ -66,9 +61,9 @@ class TorchTitanRun:
         """What TorchTitan v0.2 saves, by its names."""
         schedule = self.schedule.state_dict()
         del schedule["lr_lambdas"]
-        states = get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
+        states = state_dict.get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
         return {
-            **get_model_state_dict(self.model),
+            **state_dict.get_model_state_dict(self.model),
             **{f"optimizer.{name}": value for name, value in states.items()},
             **{f"lr_scheduler.{name}": value for name, value in schedule.items()},
             "train_state.step": self.step,
@@ -155,7 +150,7 @@ def save_for_hugging_face(run, folder, *, whole):
     spec, args = MODELS[run.job.model.name], run.job.model_args()
     names, rows = spec.formats["hf"].name, spec.formats["hf"].rows
     state = {}
-    for name, weight in get_model_state_dict(run.model).items():
+    for name, weight in state_dict.get_model_state_dict(run.model).items():
         order = rows(args, name)
         state[names(name)] = weight if order is None else weight[order.argsort()].contiguous()
     save_safetensors(folder, state, whole=whole)

@@ -47,10 +47,7 @@ from torchtitan.tools.cli import main
 from torchtitan.tools.inference import ModelLocation, find_model
 from torchtitan.trainer import choose
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "small", SPEC)
+pytestmark = pytest.mark.usefixtures("small")
 
 
 # --- there and back ---

@@ -482,27 +482,24 @@ def line_of(text, path):
 
 
 @pytest.mark.parametrize("folder", ["outputs", "a name as long as a path may well be, " * 5])
-def test_ls_says_what_it_holds(folder, tmp_path, capsys):
+def test_ls_says_what_it_holds(folder, tmp_path, says):
     where = tmp_path / folder.strip()
     counters = {"step": torch.tensor(3), "ntokens_seen": torch.tensor(98_304)}
     state = {"weight": torch.ones(1000), "optimizer": {"state": {"weight": {"m": torch.ones(1)}}}}
     run = save(where / "step-3", {**state, "train_state": counters})
     weights = save(where / "step-4", {"weight": torch.ones(1000)})
     (save(where / "step-5", state) / ".metadata").unlink()
-    assert main(["checkpoint", "ls", str(where)]) == 0
-    said = capsys.readouterr().out
+    said = says("checkpoint", "ls", where)
     assert line_of(said, run) == f"{run} 3 run 1 DCP 98,304 0.0 MB complete"
     assert line_of(said, weights) == f"{weights} weights 1 DCP 0.0 MB complete"
     assert "step-5: still being written, or never finished" in " ".join(said.split())
 
 
-def test_verify_reads_every_item(saved, capsys):
-    assert main(["checkpoint", "verify", str(saved)]) == 0
-    said = capsys.readouterr().out
+def test_verify_reads_every_item(saved, capsys, says):
+    said = says("checkpoint", "verify", saved)
     assert f"{saved}: complete; every item matches its CRC-32. The format cannot tell" in said
     flip(saved / "__0_0.distcp", TENSORS["matrix"])
-    assert main(["checkpoint", "verify", str(saved)]) == 1
-    assert "tensors.matrix: damaged: its bytes" in capsys.readouterr().out
+    assert "tensors.matrix: damaged: its bytes" in says("checkpoint", "verify", saved, status=1)
     (saved / ".metadata").write_bytes(pickle.dumps(Attack(os.getpid)))
     assert main(["checkpoint", "verify", str(saved)]) == 1
     assert ".metadata: refused: it names posix.getpid" in capsys.readouterr().out

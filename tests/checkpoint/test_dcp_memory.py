@@ -17,14 +17,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.serialization import skip_data
@@ -64,11 +58,11 @@ def large(tmp_path_factory):
         for rank in range(SAVED_BY):
             rows, first = Shard.local_shard_size_and_offset(shape[0], SAVED_BY, rank)
             offsets, sizes = (first, *[0] * (len(shape) - 1)), (rows, *shape[1:])
-            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-            places[MetadataIndex(name, offsets)] = item(folder, sizes)
-        properties = TensorProperties(torch.float32)
-        tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(tensors, None, places)))
+            chunks.append(metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            places[metadata.MetadataIndex(name, offsets)] = item(folder, sizes)
+        properties = metadata.TensorProperties(torch.float32)
+        tensors[name] = metadata.TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata.Metadata(tensors, None, places)))
     return folder
 
 

@@ -4,7 +4,6 @@ from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import train
 from torchtitan.tools.checkpoint import SHOWN, Difference
-from torchtitan.tools.cli import main
 
 
 def saved(folder, seed):
@@ -13,12 +12,10 @@ def saved(folder, seed):
     return folder / "checkpoint/step-1"
 
 
-def test_weights_come_first_and_all_shows_the_rest(tmp_path, capsys):
+def test_weights_come_first_and_all_shows_the_rest(tmp_path, says):
     one, other = (str(saved(tmp_path / f"{seed}", seed)) for seed in (1, 2))
-    assert main(["checkpoint", "diff", one, other]) == 1
-    brief = capsys.readouterr().out.splitlines()
-    assert main(["checkpoint", "diff", one, other, "--all"]) == 1
-    full = capsys.readouterr().out.splitlines()
+    brief = says("checkpoint", "diff", one, other, status=1).splitlines()
+    full = says("checkpoint", "diff", one, other, "--all", status=1).splitlines()
 
     tensors = [line.split(":")[0] for line in full if ": off by " in line]
     are_weights = [name.startswith("model.") for name in tensors]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.small_weights import SEQ_LEN, content, run, same, write_run
-from tests.tables import table
+from tests.tables import data, table
 from tests.unit.data.test_tokenizer import like_qwen
 from torchtitan.checkpoint.folder import read_state, read_verified_manifest
 from torchtitan.checkpoint.storage import SavedTensors, StoredBlock, join_pieces, write_tensors
@@ -24,16 +24,6 @@ from torchtitan.tools.checkpoint import verify
 from torchtitan.tools.cli import main
 
 ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
-# 8 heads of 16, so heads are together wider than the residual stream.
-GROUPED = {"dim": 48, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2, "head_dim": 16}
-ROUTED = {"n_experts": 11, "top_k": 3, "expert_dim": 40, "vocab_size": 320}
-QWEN3 = {**GROUPED, "ffn_dim": 96, "vocab_size": 320}
-ROPE = {"rope_scaling": 4.0, "rope_original_context": 16}
-HEADS = {"latent_rank": 20, "plain_dim": 12, "rotated_dim": 8, "value_dim": 10}
-GEMMA = {"full_every": 2, "local_rope_theta": 100.0, "query_scalar": 24, "tied": True}
-EXPERTS = {"n_experts": 12, "top_k": 3, "expert_dim": 40, "shared_dim": 80, "expert_groups": 4}
-SIZES = {"dim": 48, "n_layers": 2, "n_heads": 4, "ffn_dim": 96, "vocab_size": 320}
-LATENT = {**SIZES, **HEADS, **EXPERTS, **ROPE, "dense_layers": 1}
 
 
 class Family(NamedTuple):
@@ -54,26 +44,7 @@ class Family(NamedTuple):
         return model
 
 
-OSS_SIZES = {**GROUPED, **ROUTED, "sliding_window": 9, "swiglu_limit": 0.05, **ROPE}
-FAMILIES = {
-    "Qwen3": Family("qwen3", {**QWEN3, "tied": False}, "Qwen3ForCausalLM"),
-    "Qwen3, tied": Family("qwen3", {**QWEN3, "tied": True}, "Qwen3ForCausalLM"),
-    "Qwen3-MoE": Family(
-        "qwen3_moe", {**GROUPED, **ROUTED, "ffn_dim": 96, "dense_layers": 1}, "Qwen3MoeForCausalLM"
-    ),
-    "DeepSeek-V3 671B": Family(
-        "deepseek_v3", {**LATENT, "query_rank": 28}, "DeepseekV3ForCausalLM"
-    ),
-    "DeepSeek-V3 16B": Family("deepseek_v3", {**LATENT, "query_rank": 0}, "DeepseekV3ForCausalLM"),
-    "GPT-OSS": Family("gpt_oss", OSS_SIZES, "GptOssForCausalLM"),
-    "Qwen2": Family("qwen2", {**QWEN3, "tied": False}, "Qwen2ForCausalLM"),
-    "Mistral": Family("mistral", {**QWEN3, "sliding_window": 9}, "MistralForCausalLM"),
-    "Mixtral": Family("mixtral", {**GROUPED, **ROUTED}, "MixtralForCausalLM"),
-    "OLMo 2": Family("olmo2", QWEN3, "Olmo2ForCausalLM"),
-    "Gemma 3": Family(
-        "gemma3", {**QWEN3, **GEMMA, "sliding_window": 9, "rope_scaling": 4.0}, "Gemma3ForCausalLM"
-    ),
-}
+FAMILIES = {name: Family(**given) for name, given in data(__file__).items()}
 DENSE = ("Qwen3", "Qwen2", "Mistral", "OLMo 2", "Qwen3, tied", "Gemma 3")
 
 

@@ -17,10 +17,7 @@ from torchtitan.checkpoint.weights.network import read_config
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "small", SPEC)
+pytestmark = pytest.mark.usefixtures("small")
 
 
 def hugging_face(folder, flavor="plain"):
@@ -177,13 +174,8 @@ def test_another_architecture_is_refused(change, told, tmp_path):
     assert open_hugging_face(with_config(tmp_path, change), None) == [f"HERE/config.json: {told}"]
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize("row", table(__file__, "two_values.txt"), ids=str)

@@ -20,7 +20,6 @@ from torchtitan.checkpoint.folder import read_state, read_verified_manifest, rep
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.tiers import is_past
 from torchtitan.checkpoint.weights.opening import find
-from torchtitan.tools.cli import main
 
 STEP = "torchtitan.trainer:Trainer.step"
 ALL = (0, 1, 2, 3)
@@ -273,26 +272,23 @@ def test_killed_during_a_save(when, mode, tmp_path, whole):
     is_the_same(tmp_path, ended, whole)
 
 
-def test_tools_tell_what_is_on_this_node(after_5, tmp_path, capsys):
+def test_tools_tell_what_is_on_this_node(after_5, tmp_path, says):
     copied(after_5, tmp_path)
     own = disk(tmp_path, 0)
     history = tmp_path / "run/checkpoint/frequent.json"
     told = json.loads(history.read_text()) | {"folder": str(own)}
     history.write_text(json.dumps(told))
-    assert main(["checkpoint", "ls", str(tmp_path / "run")]) == 0
-    rows = capsys.readouterr().out
+    rows = says("checkpoint", "ls", tmp_path / "run")
     assert [f"step-{step}" in rows for step in (2, 3, 4, 5)] == [True] * 4
     assert rows.count("1 of 2 ranks") == 3
-    assert main(["checkpoint", "verify", str(tmp_path / "run")]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = says("checkpoint", "verify", tmp_path / "run").splitlines()
     assert lines[0] == f"{tmp_path}/run/checkpoint/step-3: OK"
     assert lines[3] == f"{own}/step-5: OK, the files of 1 of 2 ranks"
     # What starts from a run's newest checkpoint takes one that is whole.
     assert find(tmp_path / "run")[-1].name == "step-3"
     data = (own / "step-5/rank-0.safetensors").read_bytes()
     (own / "step-5/rank-0.safetensors").write_bytes(data[:-1] + b"?")
-    assert main(["checkpoint", "verify", str(own)]) == 1
-    assert "step-5/rank-0.safetensors: damaged" in capsys.readouterr().out
+    assert "step-5/rank-0.safetensors: damaged" in says("checkpoint", "verify", own, status=1)
 
 
 def test_folder_that_all_share_is_one_node(tmp_path, whole):

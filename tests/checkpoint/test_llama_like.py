@@ -11,16 +11,9 @@ from safetensors.torch import load_file, save_file
 from torchtitan.data import train_bpe
 from torchtitan.tools.cli import main
 
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
+SIZES = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64}
+SIZES |= {"initializer_range": 0.1}
 CASES = {
     "llama": {"model_type": "llama"},
     "smollm": {"model_type": "llama", "tie_word_embeddings": True},

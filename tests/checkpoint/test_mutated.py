@@ -14,13 +14,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.mutations import mutate
-from tests.small_weights import SPEC, run, saved
+from tests.small_weights import run, saved
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.weights.opening import OPEN, find_format
 from torchtitan.checkpoint.weights.opening import open_ours as open_checkpoint
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig, check_local, load_tokenizer, open_source, train_bpe
-from torchtitan.models import MODELS
+
+pytestmark = pytest.mark.usefixtures("small")
 
 DOCUMENTS = 30
 LINES = "".join(json.dumps({"text": f"document {n} é"}) + "\n" for n in range(DOCUMENTS))
@@ -152,11 +153,6 @@ def break_often(kind, cases, folder):
             assert kind not in PROVED or is_moved or same(found, original), f"case {case}, {what}"
         shutil.rmtree(broken)
     assert refused > len(cases) // 10
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "small", SPEC)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -42,8 +42,7 @@ def recipe(folder, layout, steps, flavor="deep", **sections):
         "checkpoint": {"enable": True, "interval": 2},
         "validation": {"enable": True, "freq": 2, "steps": 1},
     }
-    merged = {n: defaults.get(n, {}) | sections.get(n, {}) for n in defaults | sections}
-    return layouts.job(layout, "AdamW", **merged)
+    return layouts.job(layout, "AdamW", **layouts.tiny.merged(defaults, sections))
 
 
 def flavor_of(*names):

@@ -26,9 +26,7 @@ MIXED = LAYOUTS["FSDP 2 x TP 2"]
 def recipe(folder, layout, **sections):
     """Two steps, the last of which is saved."""
     defaults = {"training": {"steps": 2}, "optimizer": {"lr": 1e-3}, "checkpoint": {"enable": True}}
-    names = defaults | sections
-    merged = {name: defaults.get(name, {}) | sections.get(name, {}) for name in names}
-    return tiny.job(folder, **layout.recipe(**merged))
+    return tiny.job(folder, **layout.recipe(**tiny.merged(defaults, sections)))
 
 
 def eager(job):

@@ -13,27 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import tiny
+from tests import tiny, torchtitan_run
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.runs import listening, losses, rows, train, train_each, weights, world_of
 from tests.tables import table
-from tests.torchtitan_run import (
-    TorchTitanRun,
-    as_v01,
-    as_v03,
-    save,
-    save_for_hugging_face,
-    save_safetensors,
-    weights_only,
-)
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint.dcp.items import Item
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import to_ours, to_theirs
 from torchtitan.config import ConfigError
 from torchtitan.provenance import to_toml
-from torchtitan.tools import cli
 from torchtitan.trainer import Trainer, choose
 
 ALONE = "one rank, accumulating 8"
@@ -63,8 +53,7 @@ def recipe(folder, layout=ALONE, **sections):
         "optimizer": {"name": "AdamW", "lr": 1e-3},
         "lr_scheduler": {"warmup_steps": 2, "decay_type": "cosine", "min_lr_factor": 0.1},
     }
-    merged = {n: defaults.get(n, {}) | sections.get(n, {}) for n in defaults | sections}
-    return tiny.job(folder, **LAYOUTS[layout].recipe(**merged))
+    return tiny.job(folder, **LAYOUTS[layout].recipe(**tiny.merged(defaults, sections)))
 
 
 class Theirs(NamedTuple):
@@ -81,19 +70,19 @@ class Theirs(NamedTuple):
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("theirs")
-    run = TorchTitanRun(recipe(folder))
-    seed = save(folder / "seed/step-0", {**run.state(), "train_state.step": 0})
+    run = torchtitan_run.TorchTitanRun(recipe(folder))
+    seed = torchtitan_run.save(folder / "seed/step-0", {**run.state(), "train_state.step": 0})
     assert (seed / ".metadata").exists()
     run.train(3)
     state = {n: v.clone() if isinstance(v, Tensor) else v for n, v in run.state().items()}
-    save(folder / "checkpoint/step-3", state)
-    save(folder / "v01/step-3", as_v01(state))
-    save(folder / "v03/step-3", as_v03(state))
-    save(folder / "weights/step-3", weights_only(state))
-    save_for_hugging_face(run, folder / "hf/step-3", whole=True)
-    save_for_hugging_face(run, folder / "hf blocks/step-3", whole=False)
+    torchtitan_run.save(folder / "checkpoint/step-3", state)
+    torchtitan_run.save(folder / "v01/step-3", torchtitan_run.as_v01(state))
+    torchtitan_run.save(folder / "v03/step-3", torchtitan_run.as_v03(state))
+    torchtitan_run.save(folder / "weights/step-3", torchtitan_run.weights_only(state))
+    torchtitan_run.save_for_hugging_face(run, folder / "hf/step-3", whole=True)
+    torchtitan_run.save_for_hugging_face(run, folder / "hf blocks/step-3", whole=False)
     tensors = {name: v for name, v in state.items() if isinstance(v, Tensor)}
-    save_safetensors(folder / "safetensors/step-3", tensors, whole=False)
+    torchtitan_run.save_safetensors(folder / "safetensors/step-3", tensors, whole=False)
     return Theirs(folder, dict(enumerate(run.train(3), 4)), state)
 
 
@@ -144,9 +133,9 @@ def test_a_checkpoint_of_v03_goes_on_without_moments(tmp_path, theirs):
 
 def test_adam_goes_on_from_adam(tmp_path):
     adam = {"optimizer": {"name": "Adam"}}
-    run = TorchTitanRun(recipe(tmp_path, **adam))
+    run = torchtitan_run.TorchTitanRun(recipe(tmp_path, **adam))
     run.train(3)
-    save(tmp_path / "theirs/step-3", run.state())
+    torchtitan_run.save(tmp_path / "theirs/step-3", run.state())
     run_ranks(train, 1, resumed(tmp_path / "run", tmp_path / "theirs", **adam))
     expected = dict(enumerate(run.train(3), 4))
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
@@ -280,7 +269,9 @@ def test_of_a_recipe_that_is_the_same_nothing_is_told(tmp_path, theirs):
 
 def test_the_schedule_goes_on_where_it_was_begun_anew(tmp_path, theirs):
     """As after `exclude_from_loading = ["lr_scheduler"]` there."""
-    path = save(tmp_path / "theirs/step-3", {**theirs.state, "lr_scheduler.last_epoch": 1})
+    path = torchtitan_run.save(
+        tmp_path / "theirs/step-3", {**theirs.state, "lr_scheduler.last_epoch": 1}
+    )
     found = begun(resumed(tmp_path / "run", path))
     assert (found.step, found.schedule_start) == (3, 2)
 
@@ -328,13 +319,13 @@ def changed(state, words):
         case "step":
             return {**state, "train_state.step": json.loads(rest)}
         case "weights":
-            return weights_only(state)
+            return torchtitan_run.weights_only(state)
     return state
 
 
 @pytest.mark.parametrize(("change", "sections", "told"), table(__file__, "bad_starts.txt"))
 def test_what_does_not_fit_is_refused(change, sections, told, tmp_path, theirs):
-    path = save(tmp_path / "theirs/step-3", changed(theirs.state, change))
+    path = torchtitan_run.save(tmp_path / "theirs/step-3", changed(theirs.state, change))
     folder = tmp_path / "run"
     words = refusal(resumed(folder, path, **json.loads(sections)))
     assert words.startswith("checkpoint.initial_load_path: ")
@@ -392,15 +383,13 @@ def test_it_does_not_write_beside_their_checkpoints(kind, tmp_path, theirs):
 
 
 @pytest.mark.usefixtures("no_plan")
-def test_check_says_what_a_run_begins_with(tmp_path, theirs, capsys):
+def test_check_says_what_a_run_begins_with(tmp_path, theirs, says):
     job = resumed(tmp_path, theirs.folder / "checkpoint", optimizer={"weight_decay": 0.2})
     (tmp_path / "recipe.toml").write_text(to_toml(job))
     words = ["check", str(tmp_path / "recipe.toml")]
-    assert cli.main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = says(*words).splitlines()
     at = lines.index(f"resumes from {theirs.folder}/checkpoint/step-3")
     assert lines[at + 1] == "optimizer.weight_decay: 0.1 -> 0.2"
-    assert cli.main([*words, "--model.ffn_dim", "96"]) == 2
-    told = capsys.readouterr().err
+    told = says(*words, "--model.ffn_dim", "96", status=2)
     assert "checkpoint.initial_load_path: got" in told
     assert "layers.0.feed_forward.w1.weight: has shape (64, 32); wanted (96, 32)" in told

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests import small_weights
-from tests.small_weights import SPEC
 from torchtitan.losses import cross_entropy
-from torchtitan.models import MODELS
 from torchtitan.tools.cli import main
 from torchtitan.tools.evaluate import Window, score_texts, windows
 from torchtitan.tools.inference import InferenceModel, ModelLocation, find_model
+
+pytestmark = pytest.mark.usefixtures("small")
 
 MODULE = """
 from torchtitan.tools.evaluate import EVALUATIONS, EvaluationRequest, Result
@@ -33,25 +33,18 @@ CONTEXT = [256, *b"The quick brown fox"]
 TEXTS = [[*b" jumps over the lazy dog"], [*b" is"], [*b"."], []]
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "small", SPEC)
-
-
-def test_a_module_adds_an_evaluation(tmp_path, monkeypatch, capsys):
+def test_a_module_adds_an_evaluation(tmp_path, monkeypatch, capsys, says):
     (tmp_path / "my_evaluations.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["evaluate", str(tmp_path), "--imports", "my_evaluations", "--limit", "3"]
-    assert main([*words, "--tasks", "count", "--dataset", "text"]) == 0
-    assert capsys.readouterr().out == "3 of text\n"
-    assert main([*words, "--tasks", "count", "--json"]) == 0
-    assert capsys.readouterr().out == '{"count": {"documents": 3}}\n'
+    assert says(*words, "--tasks", "count", "--dataset", "text") == "3 of text\n"
+    assert says(*words, "--tasks", "count", "--json") == '{"count": {"documents": 3}}\n'
     assert main([*words, "--tasks", "hellaswag"]) == 2
     message = "--tasks: got hellaswag\n  wanted loss or linear_probe or count\n  for benchmarks"
     assert message in capsys.readouterr().err
 
 
-def test_held_out_loss_is_that_of_each_document(tmp_path, monkeypatch, capsys):
+def test_held_out_loss_is_that_of_each_document(tmp_path, monkeypatch, says):
     """Of BOS, the text and EOS, against the forward; longer documents in windows."""
     texts = ["def add(a, b):\n    return a + b\n", "Größe 🙂, a longer text", "third"]
     file = tmp_path / "texts.jsonl"
@@ -66,18 +59,15 @@ def test_held_out_loss_is_that_of_each_document(tmp_path, monkeypatch, capsys):
         logits = model.logits(torch.tensor([tokens[:-1]]))
         nats += float(cross_entropy(logits, torch.tensor([tokens[1:]])))
         count += len(tokens) - 1
-    assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)["loss"]
+    found = json.loads(says(*words))["loss"]
     assert (found["tokens"], found["documents"]) == (count, 2)
     assert found["loss"] == pytest.approx(nats / count, rel=1e-5)
     size = sum(len(text.encode()) for text in texts[:2])
     assert found["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
-    assert main([*words, "--dataset", str(file), "--length", "9"]) == 0
-    shorter = json.loads(capsys.readouterr().out)["loss"]
+    shorter = json.loads(says(*words, "--dataset", file, "--length", "9"))["loss"]
     assert shorter["tokens"] == count
     assert shorter["loss"] != found["loss"]
-    assert main([*words, "--dataset", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere" in capsys.readouterr().err
+    assert "nowhere" in says(*words, "--dataset", tmp_path / "nowhere", status=2)
 
 
 # --- scores of texts ---

@@ -9,35 +9,22 @@ import torch
 from tests import small_weights, tiny
 from tests.ranks import run_ranks
 from tests.runs import train
-from tests.small_weights import SEQ_LEN, SPEC
+from tests.small_weights import SEQ_LEN
 from torchtitan.config import ConfigError
 from torchtitan.convert import CONVERTERS
 from torchtitan.convert.settings import ConversionTarget
-from torchtitan.models import MODELS
 from torchtitan.models.attention import SelfAttention, causal_attention
-from torchtitan.tools import cli
+from torchtitan.tools import cli, generate
 from torchtitan.tools import generate as generating
-from torchtitan.tools.generate import (
-    Row,
-    Sampling,
-    cached,
-    choose,
-    continue_rows,
-    generator_of,
-    read,
-)
 from torchtitan.tools.inference import InferenceModel, ModelLocation, find_model
 
-GREEDY = Sampling(temperature=0)
+pytestmark = pytest.mark.usefixtures("small")
+
+GREEDY = generate.Sampling(temperature=0)
 ROUNDED = {"name": "low_precision_attention", "rotation": "qkv"}
 FLAGS = [f"--convert.0.{key}={value}" for key, value in ROUNDED.items()]
 PROMPTS = [[256, *b"a long prompt, of many tokens"], [256], [256, *b"short"]]
 RECIPE = {"model.tokenizer_path": None}
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "small", SPEC)
 
 
 def checkpoint(folder, flavor="plain"):
@@ -50,12 +37,12 @@ def stored_of(path):
 
 
 def rows(prompts):
-    return [Row(prompt, generator_of(0, n)) for n, prompt in enumerate(prompts)]
+    return [generate.Row(prompt, generate.generator_of(0, n)) for n, prompt in enumerate(prompts)]
 
 
 def continued(model, prompts, how=GREEDY):
     asked = rows(prompts)
-    continue_rows(model, asked, 12, how)
+    generate.continue_rows(model, asked, 12, how)
     return asked
 
 
@@ -74,9 +61,9 @@ def test_cache_changes_nothing(flavor, at_a_time, tmp_path, monkeypatch):
     monkeypatch.setattr(generating, "PREFILL_CHUNK", at_a_time)
     model = InferenceModel(stored_of(checkpoint(tmp_path, flavor)), 64, torch.float32)
     whole = [model.logits(torch.tensor([prompt]))[0, -1] for prompt in PROMPTS]
-    with cached(model.network, 64) as cache:
+    with generate.cached(model.network, 64) as cache:
         torch.testing.assert_close(
-            read(model, cache, PROMPTS), torch.stack(whole), atol=1e-5, rtol=0
+            generate.read(model, cache, PROMPTS), torch.stack(whole), atol=1e-5, rtol=0
         )
     found = continued(model, PROMPTS)
     for prompt, row in zip(PROMPTS, found, strict=True):
@@ -104,12 +91,12 @@ def test_each_new_token_costs_one_position_and_has_the_logits_of_the_whole(tmp_p
 
 
 def test_a_row_knows_nothing_of_the_others(tmp_path):
-    how = Sampling(temperature=0.9, top_k=40, top_p=0.9)
+    how = generate.Sampling(temperature=0.9, top_k=40, top_p=0.9)
     model = InferenceModel(stored_of(checkpoint(tmp_path)), 64, torch.float32)
     together = [row.tokens for row in continued(model, PROMPTS, how)]
     for number, prompt in enumerate(PROMPTS):
-        alone = Row(prompt, generator_of(0, number))
-        continue_rows(model, [alone], 12, how)
+        alone = generate.Row(prompt, generate.generator_of(0, number))
+        generate.continue_rows(model, [alone], 12, how)
         assert alone.tokens == together[number]
 
 
@@ -145,8 +132,8 @@ def test_likeliest_tokens_are_those_of_transformers(flavor, tmp_path):
 
 def drawn(logits, how, count=4000):
     """How often each token is chosen."""
-    numbers = torch.rand(count, generator=generator_of(1))
-    chosen = choose(torch.tensor(logits).expand(count, -1), numbers, how)
+    numbers = torch.rand(count, generator=generate.generator_of(1))
+    chosen = generate.choose(torch.tensor(logits).expand(count, -1), numbers, how)
     return torch.bincount(chosen, minlength=len(logits)) / count
 
 
@@ -154,21 +141,21 @@ def test_tokens_are_drawn_by_their_probability():
     logits = [1.0, 3.0, 2.0, -1.0]
     for temperature in (0.5, 1.0, 2.0):
         expected = (torch.tensor(logits) / temperature).softmax(-1)
-        found = drawn(logits, Sampling(temperature))
+        found = drawn(logits, generate.Sampling(temperature))
         torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 
 
 def test_what_is_kept_of_the_likeliest():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
     cases = {
-        Sampling(top_k=2): [0.625, 0.375, 0, 0],
-        Sampling(top_k=9): [0.5, 0.3, 0.15, 0.05],
-        Sampling(top_p=0.7): [0.625, 0.375, 0, 0],
-        Sampling(top_p=0.81): [0.5263, 0.3158, 0.1579, 0],
-        Sampling(top_p=0.01): [1, 0, 0, 0],
-        Sampling(top_p=0): [1, 0, 0, 0],
-        Sampling(top_k=3, top_p=0.6): [0.625, 0.375, 0, 0],
-        Sampling(temperature=0): [1, 0, 0, 0],
+        generate.Sampling(top_k=2): [0.625, 0.375, 0, 0],
+        generate.Sampling(top_k=9): [0.5, 0.3, 0.15, 0.05],
+        generate.Sampling(top_p=0.7): [0.625, 0.375, 0, 0],
+        generate.Sampling(top_p=0.81): [0.5263, 0.3158, 0.1579, 0],
+        generate.Sampling(top_p=0.01): [1, 0, 0, 0],
+        generate.Sampling(top_p=0): [1, 0, 0, 0],
+        generate.Sampling(top_k=3, top_p=0.6): [0.625, 0.375, 0, 0],
+        generate.Sampling(temperature=0): [1, 0, 0, 0],
     }
     for how, expected in cases.items():
         found, wanted = drawn(logits, how), torch.tensor(expected, dtype=torch.float32)
@@ -177,10 +164,10 @@ def test_what_is_kept_of_the_likeliest():
 
 
 def test_the_largest_number_still_picks_a_token_that_is_kept():
-    logits = torch.randn(1, 1000, generator=generator_of(0))
+    logits = torch.randn(1, 1000, generator=generate.generator_of(0))
     almost = torch.tensor([1 - 2**-24])
     kept = logits[0].topk(5).indices
-    assert choose(logits, almost, Sampling(top_k=5))[0] == kept[-1]
+    assert generate.choose(logits, almost, generate.Sampling(top_k=5))[0] == kept[-1]
 
 
 # --- the command ---
@@ -262,7 +249,7 @@ def test_longer_than_in_training_is_said(tmp_path, capfd):
     assert "the model was trained on sequences of 96 tokens, but these have up to 97" in told
 
 
-def test_mistakes(tmp_path, capsys):
+def test_mistakes(tmp_path, says):
     path = checkpoint(tmp_path)
     lost = small_weights.saved(tmp_path / "lost", recipe={"model.tokenizer_path": "gone.json"})
     unsaid = small_weights.saved(tmp_path / "unsaid")
@@ -279,20 +266,18 @@ def test_mistakes(tmp_path, capsys):
         ),
     }
     for words, message in cases.items():
-        assert cli.main(["generate", *words]) == 2
-        assert message in capsys.readouterr().err
+        assert message in says("generate", *words, status=2)
     for words in (["--top-p", "1.5"], ["--temperature", "-1"], ["--tokens", "0"]):
         assert cli.main(["generate", str(path), *words]) == 2
 
 
-def test_a_weight_that_is_not_what_was_saved_is_refused(tmp_path, capsys):
+def test_a_weight_that_is_not_what_was_saved_is_refused(tmp_path, says):
     path = checkpoint(tmp_path)
     [file] = path.glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-8] ^= 1
     file.write_bytes(content)
-    assert cli.main(["generate", str(path)]) == 2
-    assert "differs from what was saved" in capsys.readouterr().err
+    assert "differs from what was saved" in says("generate", path, status=2)
 
 
 # --- converters ---
@@ -325,8 +310,8 @@ def test_model_is_converted(recorded, chosen, tmp_path):
     place = ModelLocation(path, convert=() if chosen == [] else convert)
     model = InferenceModel(find_model(place), SEQ_LEN, torch.float32)
     logits = model.logits(torch.tensor([PROMPTS[0]]))
-    row = Row(PROMPTS[0], generator_of(0, 0))
-    continue_rows(model, [row], 8, Sampling(temperature=0))
+    row = generate.Row(PROMPTS[0], generate.generator_of(0, 0))
+    generate.continue_rows(model, [row], 8, generate.Sampling(temperature=0))
     tokens = list(PROMPTS[0])
     for _ in range(8):
         tokens.append(int(model.logits(torch.tensor([tokens]))[0, -1, :258].argmax()))

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from tests import tiny
 from tests.dense import dense_attention
 from tests.gpu import mixture
 from tests.gpu.planned import calibration, planned
 from tests.gpu.timing import fresh, in_turns, relative, timed
+from tests.tables import data
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
@@ -34,21 +36,8 @@ from torchtitan.trainer import Trainer
 
 ROUNDS, STEPS, WARMUP = 5, 4, 3
 
-BASE = """\
-[job]
-dump_folder = "{folder}"
-[training]
-seq_len = {seq_len}
-local_batch_size = {batch}
-steps = 1000000
-mixed_precision_param = "bfloat16"
-[activation_checkpoint]
-mode = "none"
-[metrics]
-log_freq = 1000000
-[model]
-flavor = "{flavor}"
-"""
+RECIPES = data(__file__)
+ROWS = RECIPES["rows"]
 
 
 class Model(NamedTuple):
@@ -72,33 +61,6 @@ MODELS_HERE = {
 }
 TOY = Model("debugmodel", 2, 64, {}, 512, 16)
 
-COMPILE = "[compile]\nenable = true\n"
-WHOLE = COMPILE + 'granularity = "model"\n'
-CHUNKS = "[loss]\nvocabulary_chunk = {chunk}\n"
-
-
-def recompute(mode, option=""):
-    return f'[activation_checkpoint]\nmode = "{mode}"\n{option}'
-
-
-def float8(recipe):
-    return f'[[convert]]\nname = "float8"\nrecipe = "{recipe}"\n'
-
-
-ROWS = {
-    "compiled": COMPILE,
-    "eager": "",
-    "compiled, loss in chunks": COMPILE + CHUNKS,
-    "Float8 tensorwise": COMPILE + float8("tensorwise"),
-    "Float8 rowwise": COMPILE + float8("rowwise"),
-    "compiled whole": WHOLE,
-    "operators recomputed": COMPILE + recompute("selective", 'selective_ac_option = "op"\n'),
-    "every second block recomputed": COMPILE + recompute("selective", "selective_ac_option = 2\n"),
-    "full recomputation": COMPILE + recompute("full"),
-    "memory budget 0.5": COMPILE + recompute("memory_budget"),
-    "compiled, documents": COMPILE + '[model]\nattn_mask_type = "block_causal"\n',
-    "compiled, window": COMPILE + "[model]\nsliding_window = {window}\n",
-}
 BY_HAND = {"by hand, compiled by block": "block", "by hand, compiled whole": "model"}
 TRANSFORMERS = "transformers, compiled"
 HADAMARD = {f"Hadamard transform of {size:,}": size for size in (128, 256, 1024, 4096, 32768)}
@@ -174,21 +136,19 @@ def job_of(row, model, device, backend):
 
 
 def extended(row, model, folder, backend):
-    """The whole recipe of a row: sections may be named twice, as the parts are."""
+    """The whole recipe of a row."""
     import tomlkit
 
-    found = {}
-    texts = [BASE.format(folder=folder, **model._asdict()), row.format(**model._asdict())]
-    for text in texts:
-        for section, keys in tomlkit.parse(text).unwrap().items():
-            if isinstance(keys, list):
-                found[section] = keys
-            else:
-                found.setdefault(section, {}).update(keys)
+    numbers, rest = model._asdict(), {key: row[key] for key in row.keys() & {"convert"}}
+    found = tiny.merged(RECIPES["base"], {key: row[key] for key in row if key not in rest})
+    found = {
+        section: {key: numbers.get(value, value) for key, value in keys.items()}
+        for section, keys in found.items()
+    }
     found["model"].update(model.sizes)
     if "compile" in found:
         found["compile"]["backend"] = backend
-    return tomlkit.dumps(found)
+    return tomlkit.dumps({"job": {"dump_folder": folder}, **found, **rest})
 
 
 def arguments(model):

@@ -15,6 +15,7 @@ from tests.fusion import WITHOUT_CODE
 from tests.gpu.planned import fake_rank, planned
 from tests.gpu.timing import fresh
 from tests.orders import noted
+from tests.tables import table
 from torchtitan.checks import load_job
 from torchtitan.models import MODELS
 from torchtitan.research.simple_fsdp.bucketing import tallies
@@ -27,53 +28,20 @@ class Layout(NamedTuple):
     recipe: str
     ranks: int
     rank: int
-    flags: tuple[str, ...]
+    flags: str
 
 
-MIDDLE = Layout(
-    "llama3_405b",
-    1024,
-    8 * 64,
-    (
-        *("--parallelism.pipeline_parallel_degree", "16"),
-        *("--parallelism.pipeline_parallel_schedule", "1F1B"),
-        *("--training.local_batch_size", "16"),
-    ),
-)
-FLOAT8 = ("--convert.0.name", "float8")
 CASES = {
-    "8B, FSDP 8": Layout("llama3_8b", 8, 0, ("--training.local_batch_size", "1")),
-    "70B, TP 8 x FSDP 32": Layout("llama3_70b", 256, 0, ("--training.local_batch_size", "1")),
-    "405B, TP 8 x PP 16 x FSDP 8, a middle stage": MIDDLE,
-    "405B, a middle stage, Float8": MIDDLE._replace(flags=(*MIDDLE.flags, *FLOAT8)),
+    name: Layout(recipe, int(ranks), int(rank), flags)
+    for name, recipe, ranks, rank, flags in table(__file__, "many.txt")
 }
-
-
-def of_8_layers(*flags):
-    own = ("--training.local_batch_size", "1", "--model.n_layers", "8", *flags)
-    return Layout("llama3_8b", 8, 0, own)
-
-
-def in_graph(bucketing):
-    compiled = ("--compile.enable", "true", "--compile.granularity", "model")
-    simple = ("--sharding.name", "simple_fsdp", "--sharding.bucketing", bucketing)
-    return of_8_layers(*compiled, *simple)
-
-
-SHARDED = {
-    "8B of 8 layers, FSDP2, compiled": of_8_layers("--compile.enable", "true"),
-    "8B of 8 layers, SimpleFSDP, by block": in_graph("block"),
-    "8B of 8 layers, SimpleFSDP, by torch's scheduler": in_graph("auto"),
-    "8B of 8 layers, SimpleFSDP, nothing merged": in_graph("none"),
-    "8B of 8 layers, FSDP2": of_8_layers("--compile.enable", "false"),
-}
-CASES |= SHARDED
+SHARDED = [name for name in CASES if name.startswith("8B of 8 layers, ")]
 
 
 def check(name, device, backend):
     """Time the steps of a rank: forward and backward, and the update."""
     layout = CASES[name]
-    flags = [*layout.flags, "--model.tokenizer_path", "none"]
+    flags = [*layout.flags.split(), "--model.tokenizer_path", "none"]
     if device.type == "cpu":  # a rehearsal
         flags += ["--training.seq_len", "128", "--model.flavor", "debugmodel"]
         if name in SHARDED:
@@ -120,15 +88,9 @@ def check(name, device, backend):
         tokens = job.training.local_batch_size * job.training.seq_len
         parts = job.degrees(layout.ranks).tp * job.degrees(layout.ranks).pp
         flops = MODELS[job.model.name].flops_per_unit(args, job.training.seq_len) * tokens / parts
-        found = {
-            "forward and backward s": compute,
-            "spread": [min(seconds[1:]), max(seconds[1:])],
-            "update s": statistics.median(updates[1:]),
-            "first s": seconds[0],
-            "tokens": tokens,
-            "GiB": device.memory_peak(),
-            "TFLOP/s": flops / compute / 1e12,
-        }
+        found = {"forward and backward s": compute, "first s": seconds[0], "tokens": tokens}
+        found |= {"spread": [min(seconds[1:]), max(seconds[1:])], "GiB": device.memory_peak()}
+        found |= {"update s": statistics.median(updates[1:]), "TFLOP/s": flops / compute / 1e12}
         if peak := device.peak_flops(torch.bfloat16):
             found["MFU without waiting"] = flops / compute / peak
         if collectives := tallies():

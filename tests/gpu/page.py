@@ -5,6 +5,8 @@ A column is a format of the figures of a case; where one of these is not there, 
 
 import json
 
+from tests.tables import data
+
 STAGES = ("right", "runs", "ranks", "fast", "many", "systems", "real", "peer")
 PAGE = """\
 # On a GPU
@@ -21,88 +23,7 @@ PAGE = """\
 
 {parts}
 """
-QUARTILES = "{ms[1]:.2f} ({ms[0]:.2f} to {ms[2]:.2f})"
-RATIOS = "{ratio[1]:.3f} ({ratio[0]:.3f} to {ratio[2]:.3f})"
-RIGHT = {
-    "relative loss error": "{loss:.1e}",
-    "relative gradient norm error": "{norm:.1e}",
-    "largest difference of a weight": "{weight:.1e}",
-    "weight difference relative to update size": "{moved:.1e}",
-}
-SPEED = {
-    "tokens/s (quartiles)": "{tokens/s:,.0f} ({quartiles[0]:,.0f} to {quartiles[1]:,.0f})",
-    "to compiled": "{to compiled:.3f}",
-    "MFU": "{MFU:.1%}",
-    "of the product": "{of the product:.1%}",
-    "GiB": "{GiB:.1f}",
-    "GiB planned": "{planned GiB:.1f} ({GiB off:+.1%})",
-    "tokens/s planned": "{planned tokens/s:,.0f} ({tokens/s off:+.1%})",
-    "launches a step": "{launches:.0f}",
-    "idle": "{idle:.1%}",
-    "warm-up, s": "{warm-up s:.0f}",
-}
-ATTENTION = {"ms (quartiles)": QUARTILES, "to causal, by round": RATIOS, "GiB": "{GiB:.2f}"}
-EXPERTS = {
-    "ms (quartiles)": QUARTILES,
-    "to a feed-forward of equal FLOPs, by round": RATIOS,
-    "MFU": "{MFU:.1%}",
-    "waits of the host": "{waits}",
-}
-MANY = {
-    "tokens": "{tokens:,}",
-    "forward and backward, s": "{forward and backward s:.3f} ({spread[0]:.3f} to {spread[1]:.3f})",
-    "update, s": "{update s:.3f}",
-    "TFLOP/s": "{TFLOP/s:.0f}",
-    "MFU": "{MFU without waiting:.1%}",
-    "GiB": "{GiB:.1f}",
-    "GiB planned": "{planned GiB:.1f} ({GiB off:+.1%})",
-    "first step, s": "{first s:.0f}",
-}
-SYSTEMS = {
-    "8B on a rank of many, by system": (
-        "8B: ",
-        {
-            "ranks": "{ranks}",
-            "GiB reserved": "{held}",
-            "GiB planned": "{planned GiB:,.1f}",
-            "difference": "{GiB off:+.1%}",
-            "ms a step (range)": "{ms:,.0f} ({spread[0]:,.0f} to {spread[1]:,.0f})",
-        },
-    ),
-    "Llama 7B in 24 GB": (
-        "7B in 24 GB: ",
-        {
-            "GiB reserved": "{held}",
-            "of GiB": "{allowed GiB:,.1f}",
-            "ms a step": "{ms:,.1f}",
-            "more with a refresh, s": "{refresh s:,.1f}",
-            "loss": "{first loss:.2f} to {last loss:.2f}",
-        },
-    ),
-    "ViT-MAE": (
-        "ViT-MAE ",
-        {
-            "images/s": "{images/s:,.1f}",
-            "the same batch again": "{same/s:,.1f}",
-            "ratio": "{ratio:.3f}",
-            "images a step": "{images}",
-            "cores": "{cores}",
-            "GiB reserved": "{held}",
-        },
-    ),
-}
-"""Tables: the beginning of their cases, and their columns."""
-REAL = {"loss": "{end:.3f}", "tokens/s": "{tokens_per_second:,.0f}", "s": "{seconds:,.0f}"}
-PEER = {
-    "tokens/s": "{tokens/s:,.0f}",
-    "of TorchTitan": "{tokens/s of TorchTitan:,.0f}",
-    "ratio (range over turns)": "{ratio:.3f} ({spread[0]:.3f} to {spread[1]:.3f})",
-    "planned": "{planned tokens/s:,.0f} ({tokens/s off:+.1%})",
-    "GiB": "{GiB:.1f}",
-    "GiB of TorchTitan": "{GiB of TorchTitan:.1f}",
-    "GiB planned": "{planned GiB:.1f} ({GiB off:+.1%})",
-}
-BASES = {"ms (range)": "{ms[0]:.1f} ({ms[1]:.1f} to {ms[2]:.1f})", "energy": "{energy:.4f}"}
+COLUMNS = data(__file__)
 
 
 def write(folder):
@@ -186,7 +107,7 @@ def right(rows):
     compared = {case: row for case, row in rows.items() if row.keys() >= {"loss", "moved"}}
     if compared:
         yield "## How far five steps are from the CPU's"
-        yield table(compared, RIGHT)
+        yield table(compared, COLUMNS["right"])
 
 
 def fast(rows):
@@ -217,7 +138,7 @@ def attention(rows):
         if "causal" in masks:
             yield f"### {case.capitalize()}"
             yield "Forward and backward of 32 query heads and 8 key/value heads of 128, in bf16."
-            yield table(masks, ATTENTION)
+            yield table(masks, COLUMNS["attention"])
 
 
 def experts(rows):
@@ -232,7 +153,7 @@ def experts(rows):
                 found["MFU"] = mfu
         yield f"### {case[0].upper()}{case[1:]}"
         yield "Forward and backward of a layer in bf16; MFU is by the FLOPs of the chosen experts."
-        yield table(ways, EXPERTS)
+        yield table(ways, COLUMNS["experts"])
 
 
 def models(rows):
@@ -251,7 +172,7 @@ def models(rows):
             if product:
                 row["of the product"] = row["TFLOP/s"] / product
         yield f"### {model}"
-        yield table(found, SPEED)
+        yield table(found, COLUMNS["speed"])
         yield from traces(found)
 
 
@@ -268,7 +189,7 @@ def many(rows):
     timed = {case: row for case, row in rows.items() if "forward and backward s" in row}
     if timed:
         yield "## One rank of many"
-        yield table(timed, MANY)
+        yield table(timed, COLUMNS["many"])
     for case, row in timed.items():
         yield from collectives(case, row)
 
@@ -287,26 +208,22 @@ def collectives(case, row):
 
 def systems(rows):
     """A table of each kind of case."""
-    for title, (beginning, columns) in SYSTEMS.items():
-        found = {
-            case.removeprefix(beginning): row
-            for case, row in rows.items()
-            if case.startswith(beginning)
-        }
-        if found:
-            yield f"## {title}\n\n{table(found, columns)}"
+    for title, kind in COLUMNS["systems"].items():
+        names = {case: case.removeprefix(kind["cases"]) for case in rows}
+        if found := {name: rows[case] for case, name in names.items() if name != case}:
+            yield f"## {title}\n\n{table(found, kind['columns'])}"
     for case, row in rows.items():
         if methods := row.get("methods"):
-            yield f"## {case.capitalize()}\n\n{table(methods, BASES)}"
+            yield f"## {case.capitalize()}\n\n{table(methods, COLUMNS['bases'])}"
 
 
 def real(rows):
     if found := {case: row for case, row in rows.items() if "end" in row}:
         yield "## The real run"
-        yield table(found, REAL)
+        yield table(found, COLUMNS["real"])
 
 
 def peer(rows):
     if found := {case: row for case, row in rows.items() if "ratio" in row}:
         yield "## Beside TorchTitan 0.2.2"
-        yield table(found, PEER)
+        yield table(found, COLUMNS["peer"])

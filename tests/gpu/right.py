@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, reduce
 from typing import Any, get_args
 
 import torch
@@ -35,15 +35,6 @@ BF16 = {"training": {"mixed_precision_param": "bfloat16"}}
 DOCUMENTS = {"model": {"attn_mask_type": "block_causal"}}
 WINDOW = {"model": {"sliding_window": 12}}
 CHUNKS = {"loss": {"vocabulary_chunk": 100}}
-
-
-def merged(*sections):
-    """Sections of a recipe, key by key; the later win."""
-    found = {}
-    for part in sections:
-        for name, keys in part.items():
-            found[name] = found.get(name, {}) | keys
-    return found
 
 
 def recompute(mode, **rest):
@@ -86,7 +77,10 @@ class Case:
 
 
 def case(*sections, **rest):
-    return Case(merged(*sections), **rest)
+    found = reduce(tiny.merged, sections, {})
+    # The CPU's recipe has the same model and data, unless it is given.
+    like = {name: found[name] for name in ("model", "data") if name in found}
+    return Case(found, **{"like": like, **rest})
 
 
 def updated(*sections, bounds=ROUNDING, **keys):
@@ -94,9 +88,12 @@ def updated(*sections, bounds=ROUNDING, **keys):
     return case(optimizer(**keys), *sections, like=optimizer(**keys), bounds=bounds)
 
 
+OPERATORS = {"activation_checkpoint": layouts.OPERATORS}
 MUON = {"name": "Muon", "ns_dtype": "float32", "adamw": {"eps": 1e-6}}
 PICTURES = {"model": tiny.VIT_MAE, "data": {"dataset": "scenes"}}
-FLOAT8 = {name: (Float8(recipe=name),) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")}
+FLOAT8 = {name: (Float8(recipe=name),) for name in ("tensorwise", "rowwise")}
+HIGH_PRECISION = (Float8(recipe="rowwise_with_gw_hp"),)
+ROTATED = (LowPrecisionAttention(dtype="int8", rotation="qkv"),)
 CASES = {
     "float32": case(),
     "bf16": case(BF16, bounds=HALF),
@@ -106,33 +103,25 @@ CASES = {
     "compiled whole": case(WHOLE),
     "full recomputation": case(recompute("full")),
     "every second block recomputed": case(recompute("selective", selective_ac_option=2)),
-    "operators recomputed": case(recompute("selective", selective_ac_option="op")),
-    "operators recomputed, compiled": case(
-        COMPILE, recompute("selective", selective_ac_option="op")
-    ),
+    "operators recomputed": case(OPERATORS),
+    "operators recomputed, compiled": case(COMPILE, OPERATORS),
     "full recomputation, compiled": case(COMPILE, recompute("full")),
     "memory budget": case(COMPILE, recompute("memory_budget", memory_budget=0.3)),
-    "documents": case(DOCUMENTS, like=DOCUMENTS),
-    "documents, compiled": case(DOCUMENTS, COMPILE, like=DOCUMENTS),
-    "documents, bf16": case(DOCUMENTS, BF16, bounds=HALF, like=DOCUMENTS),
-    "documents, bf16, compiled whole": case(DOCUMENTS, BF16, WHOLE, bounds=HALF, like=DOCUMENTS),
-    "documents, operators recomputed": case(
-        DOCUMENTS, recompute("selective", selective_ac_option="op"), like=DOCUMENTS
-    ),
-    "window": case(WINDOW, like=WINDOW),
-    "window, bf16, compiled": case(WINDOW, BF16, COMPILE, bounds=HALF, like=WINDOW),
-    "documents and window, bf16": case(
-        DOCUMENTS, WINDOW, BF16, bounds=HALF, like=merged(DOCUMENTS, WINDOW)
-    ),
+    "documents": case(DOCUMENTS),
+    "documents, compiled": case(DOCUMENTS, COMPILE),
+    "documents, bf16": case(DOCUMENTS, BF16, bounds=HALF),
+    "documents, bf16, compiled whole": case(DOCUMENTS, BF16, WHOLE, bounds=HALF),
+    "documents, operators recomputed": case(DOCUMENTS, OPERATORS),
+    "window": case(WINDOW),
+    "window, bf16, compiled": case(WINDOW, BF16, COMPILE, bounds=HALF),
+    "documents and window, bf16": case(DOCUMENTS, WINDOW, BF16, bounds=HALF),
     "loss in chunks": case(CHUNKS),
     "loss in chunks, compiled": case(CHUNKS, COMPILE),
     "bf16, loss in chunks, compiled": case(BF16, CHUNKS, COMPILE, bounds=HALF),
     "CPU offload": case({"training": {"enable_cpu_offload": True}}),
     "Float8 tensorwise": case(BF16, COMPILE, convert=FLOAT8["tensorwise"], bounds=EIGHT, like=BF16),
     "Float8 rowwise": case(BF16, COMPILE, convert=FLOAT8["rowwise"], bounds=EIGHT),
-    "Float8 rowwise_with_gw_hp": case(
-        BF16, COMPILE, convert=FLOAT8["rowwise_with_gw_hp"], bounds=EIGHT
-    ),
+    "Float8 rowwise_with_gw_hp": case(BF16, COMPILE, convert=HIGH_PRECISION, bounds=EIGHT),
     "Float8 tensorwise, eager": case(BF16, convert=FLOAT8["tensorwise"], bounds=EIGHT),
     "Float8 rowwise, eager": case(BF16, convert=FLOAT8["rowwise"], bounds=EIGHT),
     "foreach": case(optimizer(implementation="foreach")),
@@ -152,15 +141,13 @@ CASES = {
     "Muon in bf16": updated(name="Muon", bounds=HALF),
     "GaLore": updated(name="GaLore", rank=8, bounds=HALF),
     "Ranger21": updated(name="Ranger21"),
-    "ViT-MAE": case(PICTURES, like=PICTURES),
-    "ViT-MAE, compiled": case(PICTURES, COMPILE, like=PICTURES),
+    "ViT-MAE": case(PICTURES),
+    "ViT-MAE, compiled": case(PICTURES, COMPILE),
     "auxiliary losses": case(auxiliary=BESIDE_LATENT),
     "auxiliary losses, compiled": case(COMPILE, auxiliary=layouts.BESIDE),
     "multi-token prediction": case(CHUNKS, auxiliary=LATENT_LOSSES, like=CHUNKS),
     "attention in Float8": case(convert=(LowPrecisionAttention(),), bounds=EIGHT),
-    "attention in int8, rotated": case(
-        convert=(LowPrecisionAttention(dtype="int8", rotation="qkv"),), bounds=EIGHT
-    ),
+    "attention in int8, rotated": case(convert=ROTATED, bounds=EIGHT),
     "deterministic": case({"debug": {"deterministic": True}}),
 }
 
@@ -172,7 +159,7 @@ def job(sections, name, this, emulated):
         "training": {"max_norm": 0.3},
         "optimizer": {"name": name, **layouts.OPTIMIZERS[name]},
     }
-    recipe = tiny.job(**merged(base, sections))
+    recipe = tiny.job(**tiny.merged(base, sections))
     convert = tuple(
         c.model_copy(update={"emulate": True}) if emulated and isinstance(c, Float8) else c
         for c in this.convert
@@ -203,7 +190,7 @@ def plain(this, name):
         for key, value in this.sections.get("training", {}).items()
         if key in ("mixed_precision_param", "local_batch_size")
     }
-    return job(merged({"training": precision}, this.like), name, this, emulated=True)
+    return job(tiny.merged({"training": precision}, this.like), name, this, emulated=True)
 
 
 def check(name, device, backend):

@@ -40,7 +40,8 @@ def train(folder, *flags, fails=False):
 def learns(folder):
     """The debug recipe's first steps, with validation."""
     train(
-        folder, "--training.steps", "30", "--validation.enable", "true", "--validation.freq", "15"
+        folder,
+        *["--training.steps", "30", "--validation.enable", "true", "--validation.freq", "15"],
     )
     found = losses(Path(folder))
     assert found[30] < found[1] - 1, found
@@ -63,14 +64,9 @@ def resumes(mode, *flags):
 
 
 def says_out_of_memory(folder):
-    said = train(
-        folder,
-        *("--training.steps", "2", "--training.local_batch_size", "540"),
-        *("--training.global_batch_size", "540"),
-        *("--training.seq_len", "8192", "--profiling.enable_memory_snapshot", "true"),
-        *("--checkpoint.enable", "false"),
-        fails=True,
-    )
+    flags = "--training.steps 2 --training.local_batch_size 540 --training.global_batch_size 540 "
+    flags += "--training.seq_len 8192 --profiling.enable_memory_snapshot true"
+    said = train(folder, *flags.split(), "--checkpoint.enable", "false", fails=True)
     assert "OutOfMemoryError" in said, said[-1500:]
     evidence = json.loads(Path(folder, "out_of_memory", "rank0.json").read_text())
     assert evidence["held_gib"] < evidence["peak_gib"] < evidence["capacity_gib"], evidence
@@ -79,15 +75,11 @@ def says_out_of_memory(folder):
 
 
 def traces(folder):
-    train(
-        folder,
-        *("--training.steps", "6", "--profiling.enable_profiling", "true"),
-        *("--profiling.profile_freq", "5", "--profiling.profiler_warmup", "1"),
-        *("--profiling.enable_memory_snapshot", "true", "--checkpoint.enable", "false"),
-    )
-    found = sorted(
-        str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()
-    )
+    flags = "--training.steps 6 --profiling.enable_profiling true --profiling.profile_freq 5 "
+    flags += "--profiling.profiler_warmup 1 --profiling.enable_memory_snapshot true"
+    train(folder, *flags.split(), "--checkpoint.enable", "false")
+    files = (path for path in Path(folder).rglob("*") if path.is_file())
+    found = sorted(str(path.relative_to(folder)) for path in files)
     assert any("profile_traces" in name for name in found), found
     assert any("memory_snapshot" in name for name in found), found
     start("plan", folder)

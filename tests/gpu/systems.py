@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from tests.gpu import page
 from tests.gpu.planned import fake_rank, planned
 from tests.gpu.timing import fresh, in_turns
+from tests.tables import table
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.device import GIB
@@ -37,39 +38,12 @@ CARD_GIB, CONTEXT_GIB = 23.6, 0.5
 
 class Rank(NamedTuple):
     ranks: int
-    flags: str = ""
-    is_compiled: bool = True
+    flags: str
 
 
-FULL = "--parallelism.fsdp_reshard_after_forward always"
-KEPT = "--parallelism.fsdp_reshard_after_forward never"
-TWO = "--parallelism.data_parallel_replicate_degree 2"
-GALORE = (
-    "--optimizer.name GaLore --optimizer.lr 5e-3 --optimizer.rank 1024 --optimizer.project rows"
-)
-FEW = "--optimizer.state_dtype 8bit --optimizer.basis_dtype 8bit"
-EARLY = "--optimizer.early_step_in_backward true --training.max_norm 0"
-DEMO = "--communication.replicas.name demo --optimizer.name SGD --training.max_norm 0"
-RING = "--sharding.name rotated"
-SYSTEMS = {
-    "FSDP, full shard": Rank(8, FULL),
-    "RTP in place": Rank(8, f"{RING} --sharding.in_place true", False),
-    "GaLore, 8 bits, in the backward": Rank(8, f"{FULL} {GALORE} {FEW} {EARLY}"),
-    "LoCo, 4 bits": Rank(8, f"{FULL} --communication.gradients.name loco"),
-    "DeMo, 2 replicas": Rank(8, f"{FULL} {TWO} {DEMO}"),
-    "Ranger21": Rank(8, f"{FULL} --optimizer.name Ranger21 --training.max_norm 0"),
-    "FSDP, grad-op": Rank(8, KEPT),
-    "FSDP, hybrid of 2 x 4, full shard": Rank(8, f"{FULL} {TWO}"),
-    "FSDP, full shard, not compiled": Rank(8, FULL, False),
-    "RTP": Rank(8, RING, False),
-    "FSDP, hybrid of 2 x 4, grad-op": Rank(8, f"{KEPT} {TWO}"),
-    "GaLore": Rank(8, f"{FULL} {GALORE}"),
-    "GaLore, 8 bits": Rank(8, f"{FULL} {GALORE} {FEW}"),
-    "AdamW, 8 bits": Rank(8, f"{FULL} --optimizer.state_dtype 8bit"),
-    **{f"FSDP {n}, full shard": Rank(n, FULL) for n in (512, 64, 4, 2, 256, 128, 32, 16, 1)},
+RANKS = {
+    f"8B: {name}": Rank(int(ranks), flags) for name, ranks, flags in table(__file__, "systems.txt")
 }
-RANKS = {f"8B: {name}": rank for name, rank in SYSTEMS.items()}
-
 SMALL_CARD = {
     "7B in 24 GB: GaLore, bases in 8 bits": {},
     "7B in 24 GB: AdamW, 8 bits": {"name": "AdamW"},
@@ -122,7 +96,7 @@ def job_of(name, kind, backend):
     flags = ["--training.local_batch_size", "1", "--training.global_batch_size", "-1"]
     flags += ["--model.tokenizer_path", "none", "--activation_checkpoint.mode", "full"]
     flags += ["--compile.backend", backend, *rank.flags.split()]
-    if not rank.is_compiled or kind == "cpu":
+    if kind == "cpu" and "--compile.enable" not in flags:
         flags += ["--compile.enable", "false"]
     if kind == "cpu":  # a rehearsal
         flags += ["--model.flavor", "debugmodel", "--training.seq_len", "32"]

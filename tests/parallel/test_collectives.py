@@ -9,89 +9,19 @@ import torch.distributed.tensor  # noqa: F401  (a fork has what its parent impor
 
 from tests import layouts, tiny
 from tests.collectives import count, planned
-from tests.layouts import FULL, LAYOUTS, NO_SEQUENCE, OPERATORS, RESHARD, SECOND, case
+from tests.layouts import layout as named
 from tests.ranks import run_ranks
+from tests.tables import data
 from tests.tiers import tiers
 
-BFLOAT16 = {"mixed_precision_param": "bfloat16"}
-ALL_BFLOAT16 = {**BFLOAT16, "mixed_precision_reduce": "bfloat16"}
-NEVER = {"replicas": {"name": "none"}}
-
-FROM_PARITY = (
-    *("DDP 2, accumulating 4", "DDP 4", "FSDP 2", "FSDP 4", "FSDP 2, never reshard"),
-    *("HSDP 2 x 2, accumulating 2", "TP 2", "TP 4", "TP 2, neither", "CP 2, ring", "CP 4"),
-    *("PP 2, 1F1B, accumulating 4", "PP 2, ZBVZeroBubble", "PP 4, Interleaved1F1B"),
-    *("DDP 2 x PP 2", "FSDP 2 x TP 2", "FSDP 2 x CP 2", "CP 2 x TP 2", "FSDP 2 x PP 2"),
-    "HSDP 2 x 2, accumulating 2, copies added up afterwards",
-    *("FSDP 4, regathered by 2", "HSDP 2 x 2, always reshard, accumulating 2 whole"),
-    "FSDP 2 x TP 2, accumulating 4 whole",
-    *("TP 2 x PP 2", "CP 2 x PP 2", "FSDP 2 x TP 2 x PP 2", "TP 2, neither, loss in chunks"),
-)
-CASES = {
-    **{name: LAYOUTS[name] for name in FROM_PARITY},
-    "one rank, bfloat16": case(batch=4, training=BFLOAT16),
-    "FSDP 2, bfloat16": case(shard=2, training=BFLOAT16),
-    "FSDP 3, which divides nothing": case(shard=3, training={"global_batch_size": 12}),
-    "FSDP 2, always reshard, full recomputation": case(
-        shard=2, recompute=FULL, **{RESHARD: "always"}
-    ),
-    "TP 2, bfloat16, full recomputation": case(tp=2, training=BFLOAT16, recompute=FULL),
-    "TP 2, operators recomputed": case(tp=2, recompute=OPERATORS),
-    "TP 2, no sequence parallelism, operators recomputed": case(
-        tp=2, recompute=OPERATORS, **NO_SEQUENCE
-    ),
-    "FSDP 2 x TP 2, all in bfloat16, no loss parallelism": case(
-        shard=2, tp=2, training=ALL_BFLOAT16, **layouts.NO_LOSS
-    ),
-    "CP 2, ring, bfloat16, every second block recomputed": case(
-        cp=2, training=BFLOAT16, recompute=SECOND, **layouts.RING
-    ),
-    "CP 2, operators recomputed": case(cp=2, recompute=OPERATORS),
-    "CP 2, Ulysses, bfloat16, every second block recomputed": case(
-        cp=2, training=BFLOAT16, recompute=SECOND, **layouts.ULYSSES
-    ),
-    "CP 4, ring, balanced by documents": LAYOUTS["CP 4, ring, balanced by documents"],
-    "CP 2, Ulysses, operators recomputed": case(cp=2, recompute=OPERATORS, **layouts.ULYSSES),
-    "CP 4, Ulysses, repeated keys": LAYOUTS["CP 4, Ulysses, repeated keys"],
-    "CP 2 x TP 2, Ulysses, documents": LAYOUTS["CP 2 x TP 2, Ulysses, documents"],
-    "HSDP 2 x 2, which never agree": case(replicate=2, shard=2, batch=1, communication=NEVER),
-    "FSDP 4, always reshard, regathered by 2, full recomputation": case(
-        shard=4, recompute=FULL, sharding=layouts.REGATHER, **{RESHARD: "always"}
-    ),
-    "PP 2, 1F1B, all auxiliary losses": LAYOUTS["PP 2, 1F1B, all auxiliary losses"],
-    "FSDP 2, all auxiliary losses, full recomputation": case(
-        shard=2, recompute=FULL, **layouts.ALL_BESIDE, **{RESHARD: "always"}
-    ),
-    "TP 2, all auxiliary losses, full recomputation": case(
-        tp=2, recompute=FULL, **layouts.ALL_BESIDE
-    ),
-    "CP 2 x TP 2, all auxiliary losses": case(cp=2, tp=2, **layouts.ALL_BESIDE),
-    "FSDP 2 x PP 2, always reshard": case(2, shard=2, batch=4, **{RESHARD: "always"}),
-    # Each second half of a backward recomputes a block once for each of its weights.
-    "TP 2 x PP 2, ZBVZeroBubble, full recomputation": case(
-        2, tp=2, batch=4, recompute=FULL, **layouts.ZBV
-    ),
-    "CP 2 x PP 2, ZBVZeroBubble, full recomputation": case(
-        2, cp=2, batch=4, recompute=FULL, **layouts.ZBV
-    ),
-}
-
-DAILY = (
-    *("DDP 2, accumulating 4", "FSDP 2", "TP 2", "CP 2, ring", "one rank, bfloat16"),
-    *("CP 2, Ulysses, bfloat16, every second block recomputed", "PP 2, ZBVZeroBubble"),
-    *("FSDP 2, bfloat16", "FSDP 3, which divides nothing", "TP 2, operators recomputed"),
-)
-IN_GATE = (
-    *layouts.GATE,
-    *("HSDP 2 x 2, accumulating 2", "TP 2, neither", "FSDP 2 x TP 2"),
-    "FSDP 2 x PP 2, always reshard",
-)
+TABLE = data(__file__)
+CASES = {name: named(name) for name in TABLE["cases"]}
 
 
 NOTHING = Counter()
 
 
-@pytest.mark.parametrize("name", tiers(CASES, DAILY, gate=IN_GATE))
+@pytest.mark.parametrize("name", tiers(CASES, TABLE["daily"], gate=[*layouts.GATE, *TABLE["gate"]]))
 def test_step_sends_what_is_planned(name, monkeypatch):
     sends_what_is_planned(CASES[name], monkeypatch)
 
@@ -152,23 +82,16 @@ def size(messages):
     return sum(each.bytes * count for each, count in messages.items())
 
 
-MUON = {
-    "FSDP 2": case(shard=2),
-    "FSDP 3, which divides nothing": CASES["FSDP 3, which divides nothing"],
-    "HSDP 2 x 2": case(replicate=2, shard=2),
-    "TP 2": case(tp=2),
-    "FSDP 2 x TP 2": case(shard=2, tp=2),
-    "FSDP 2 x PP 2": case(2, shard=2),
-    "CP 2, ring, full recomputation": case(cp=2, recompute=FULL, **layouts.RING),
-    "HSDP 2 x 2, copies added up afterwards": case(
-        replicate=2, shard=2, communication=layouts.AFTERWARDS
-    ),
-}
+MUON = (
+    *("FSDP 2", "FSDP 3, which divides nothing", "HSDP 2 x 2", "TP 2", "FSDP 2 x TP 2"),
+    *("FSDP 2 x PP 2", "CP 2, ring, full recomputation"),
+    "HSDP 2 x 2, copies added up afterwards",
+)
 
 
 @pytest.mark.parametrize("name", tiers(MUON, ["FSDP 2"], ["FSDP 2 x TP 2"]))
 def test_muon_sends_what_is_planned(name, monkeypatch):
-    muon_sends_what_is_planned(MUON[name], monkeypatch)
+    muon_sends_what_is_planned(named(name), monkeypatch)
 
 
 def muon_sends_what_is_planned(layout, monkeypatch, unplanned=NOTHING, **settings):

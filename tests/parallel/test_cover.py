@@ -11,81 +11,30 @@ import pytest
 from tests import layouts, tiny
 from tests.layouts import Case
 from tests.parallel import test_parity
+from tests.tables import data
 
 FILE = Path(__file__).with_name("cover.json")
 MOST_RANKS = 4
 
-PLAIN = Case()
-
-
-def parallel(keys, **degrees):
-    return Case(**degrees, sections={"parallelism": keys})
-
-
 DENSE = ("Qwen2", "OLMo 2", "Gemma 3", "Mistral, tied")
-FACTORS = {
-    # Llama is Qwen2 without biases, and norms in heads are also those of Gemma 3 and Qwen3-MoE.
-    "family": {
-        "Qwen2": PLAIN.of(**layouts.QWEN2),
-        "OLMo 2": PLAIN.of(**layouts.OLMO),
-        "Gemma 3": PLAIN.of(**layouts.GEMMA),
-        "Mistral, tied": PLAIN.of(**layouts.WINDOW, tied=True),
-        "Mixtral": PLAIN.of(**layouts.MIXTRAL),
-        "Qwen3-MoE, balanced": Case(auxiliary=layouts.OF_ROUTERS).of(
-            **layouts.SPARSE, router_bias=True
-        ),
-        "DeepSeek-V3": PLAIN.of(**layouts.LATENT),
-        "GPT-OSS": PLAIN.of(**layouts.OSS),
-    },
-    "replicate": {"DDP 2": Case(replicate=2)},
-    "replicas": {
-        "copies added up afterwards": Case(sections={"communication": layouts.AFTERWARDS})
-    },
-    "shard": {"FSDP 2": Case(shard=2)},
-    "reshard": {
-        "always reshard": parallel({layouts.RESHARD: "always"}),
-        "never reshard": parallel({layouts.RESHARD: "never"}),
-        "gradients kept whole": Case(sections={"sharding": layouts.WHOLE}),
-    },
-    "experts": {"EP 2": parallel({"expert_parallel_degree": 2})},
-    "context": {
-        "CP 2, ring": parallel(layouts.RING, cp=2),
-        "CP 2, all-gather": Case(cp=2),
-        "CP 2, Ulysses": parallel(layouts.ULYSSES, cp=2),
-    },
-    "balance": {
-        "unbalanced": parallel(layouts.UNBALANCED),
-        "balanced by documents": parallel({"context_parallel_load_balancer": "documents"}),
-    },
-    "tensor": {
-        "TP 2": Case(tp=2),
-        "TP 2, no sequence parallelism": parallel(layouts.NO_SEQUENCE, tp=2),
-    },
-    "tensor loss": {"no loss parallelism": parallel(layouts.NO_LOSS)},
-    "pipeline": {
-        "PP 2, 1F1B": Case(pp=2),
-        "PP 2, Interleaved1F1B": parallel(layouts.INTERLEAVED, pp=2),
-        "PP 2, ZBVZeroBubble": parallel(layouts.ZBV, pp=2),
-    },
-    "recompute": {
-        "full recomputation": Case(sections={"activation_checkpoint": layouts.FULL}),
-        "every second block recomputed": Case(sections={"activation_checkpoint": layouts.SECOND}),
-        "operators recomputed": Case(sections={"activation_checkpoint": layouts.OPERATORS}),
-    },
-    "documents": {"documents": PLAIN.of(attn_mask_type="block_causal")},
-    "chunks": {"loss in chunks": Case(sections={"loss": {"vocabulary_chunk": 100}})},
-    "losses": {
-        "z-loss": Case(auxiliary=layouts.BESIDE),
-        "all losses": Case(auxiliary=layouts.ALL_LOSSES),
-    },
-    "numbers": {
-        "Float8": Case(convert=layouts.ROWWISE),
-        "MXFP8": Case(convert=layouts.MICROSCALED),
-    },
-    "accumulation": {"accumulating": Case(sections={"training": {"local_batch_size": 1}})},
-    "host": {"CPU offload": Case(sections={"training": {"enable_cpu_offload": True}})},
+FACTORS = data(__file__)
+CHANGES = layouts.CHANGES | {
+    "Qwen2": {"model": layouts.QWEN2},
+    "OLMo 2": {"model": layouts.OLMO},
+    "Gemma 3": {"model": layouts.GEMMA},
+    "Mistral": {"model": layouts.WINDOW},
+    "Mixtral": {"model": layouts.MIXTRAL},
+    "Qwen3-MoE": {"model": layouts.SPARSE},
+    "DeepSeek-V3": {"model": layouts.LATENT},
+    "GPT-OSS": {"model": layouts.OSS},
+    "gradients kept whole": layouts.CHANGES["gradients whole"],
+    "all-gather": {},
+    "z-loss": layouts.CHANGES["auxiliary losses"],
+    "all losses": {"auxiliary_losses": layouts.CHANGES["all auxiliary losses"]["auxiliary_losses"]},
+    "Float8": layouts.CHANGES["Float8 rowwise"],
+    "accumulating": {"training": {"local_batch_size": 1}},
 }
-SETTINGS = {name: each for levels in FACTORS.values() for name, each in levels.items()}
+SETTINGS = {name: layouts.changed(name, CHANGES) for levels in FACTORS.values() for name in levels}
 FACTOR_OF = {name: factor for factor, levels in FACTORS.items() for name in levels}
 MIXTURES = [name for name in FACTORS["family"] if name not in DENSE]
 NEEDS = {
@@ -100,7 +49,7 @@ NEEDS = {
 
 
 def merged(names):
-    total = PLAIN
+    total = Case()
     for each in (SETTINGS[name] for name in names):
         degrees = {
             axis: max(getattr(total, axis), getattr(each, axis))

@@ -9,10 +9,11 @@ import torch
 
 from tests import layouts, tiny
 from tests.checkpoint import test_resume
-from tests.layouts import EXPERT_PARALLEL, FAMILIES, FULL, LATENT, LAYOUTS, OSS, QWEN3, SPARSE, case
+from tests.layouts import EXPERT_PARALLEL, FAMILIES, LATENT, LAYOUTS, OSS, QWEN3, SPARSE, case
 from tests.parallel import test_collectives, test_compile, test_muon, test_optimizers, test_parity
 from tests.ranks import run_ranks
 from tests.runs import train
+from tests.tables import data
 from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.comm import GRADIENTS
@@ -20,32 +21,12 @@ from torchtitan.models import experts
 from torchtitan.torch_private.dtensor import local_extent
 from torchtitan.torch_private.runtime import is_in_backward
 
-TIED, WINDOWED = "Qwen3, tied output", "Llama, sliding window"
-BALANCED, APART = "Qwen3-MoE, balanced", "Qwen3-MoE, expert parallelism"
-LATENTS, OSSES = "DeepSeek-V3", "GPT-OSS"
 ALL = [(family, name) for family, cases in FAMILIES.items() for name in cases if family != "Llama"]
-DAILY = [
-    ("Qwen3", "TP 2"),
-    ("Qwen3", "PP 2, ZBVZeroBubble"),
-    (TIED, "FSDP 2, accumulating 4"),
-    (WINDOWED, "TP 2"),
-    *(("Qwen3-MoE", name) for name in ("TP 2", "TP 2, no sequence parallelism")),
-    ("Qwen3-MoE", "FSDP 4"),
-    ("Qwen3-MoE", "FSDP 2, operators recomputed"),
-    *((BALANCED, name) for name in ("TP 2", "PP 2, ZBVZeroBubble")),
-    *((APART, name) for name in ("EP 2", "EP 2, HSDP 2 x 2")),
-    *((LATENTS, name) for name in ("TP 2", "TP 2, no sequence parallelism", "CP 2, ring")),
-    *((OSSES, name) for name in ("TP 2", "CP 2, ring")),
-    *((family, "TP 2") for family in ("OLMo 2", "Gemma 3")),
-]
-IN_GATE = {
-    BALANCED: ("PP 2, 1F1B, first stage without experts",),
-    APART: ("EP 2 of 4", "EP 2, FSDP 2 x PP 2, first stage without experts"),
-    OSSES: ("EP 2, FSDP 2 x TP 2",),
-    "Gemma 3": ("FSDP 2 x TP 2, tied",),
-    "Mixtral": ("EP 2, FSDP 2 x TP 2",),
+LISTS = {
+    kind: [(family, name) for family, names in chosen.items() for name in names]
+    for kind, chosen in data(__file__).items()
 }
-GATE = [(family, name) for family, names in IN_GATE.items() for name in names]
+DAILY, GATE = LISTS["daily"], LISTS["gate"]
 """Of the rest, test_cover.py has every pair of settings; all are compared before a release."""
 
 
@@ -92,79 +73,28 @@ def test_the_run_of_each_family_is_another():
         assert one != pytest.approx(other, rel=1e-3)
 
 
-COMMON = {name: LAYOUTS[name] for name in ("TP 2", "TP 2, neither", "FSDP 2 x TP 2")}
-EXPERTS = {
-    **COMMON,
-    "TP 2, full recomputation": case(tp=2, recompute=FULL),
-    "TP 2, operators recomputed": LAYOUTS["TP 2, operators recomputed"],
-}
-RING = {"CP 2, ring": LAYOUTS["CP 2, ring"]}
-WHOLE = "TP 2, no sequence parallelism, full recomputation"
-RING_AND_WHOLE = {**RING, WHOLE: case(tp=2, recompute=FULL, **layouts.NO_SEQUENCE)}
-SENDING = {
-    "Qwen3": {
-        **COMMON,
-        **RING_AND_WHOLE,
-        "CP 2, Ulysses": case(cp=2, **layouts.ULYSSES),
-        "FSDP 2, tied": case(shard=2).of(tied=True),
-        "TP 2, tied, loss in chunks": case(tp=2, chunk=64).of(tied=True),
-    },
-    "Qwen3-MoE": EXPERTS,
-    APART: {
-        name: EXPERT_PARALLEL[name]
-        for name in (
-            *("EP 2", "EP 2 of 4", "EP 2, HSDP 2 x 2", "EP 2, FSDP 2 x TP 2"),
-            *("EP 2, full recomputation", "EP 2, operators recomputed"),
-        )
-    },
-    LATENTS: {
-        **EXPERTS,
-        **RING_AND_WHOLE,
-        "CP 2 x TP 2, Ulysses": case(cp=2, tp=2, **layouts.ULYSSES),
-        "TP 2, no latent vector of queries": case(tp=2),
-    },
-    OSSES: {
-        **EXPERTS,
-        **RING,
-        **{name: EXPERT_PARALLEL[name] for name in ("EP 2, FSDP 2 x TP 2", "EP 2 of 4")},
-    },
-    WINDOWED: RING,
-    "OLMo 2": COMMON,
-    "Gemma 3": {"TP 2": COMMON["TP 2"], **RING},
-}
 # Of 8 experts, so that the bias of a router is more than a few single numbers.
-MODEL = {"Qwen3": QWEN3, "Qwen3-MoE": SPARSE, LATENTS: LATENT, OSSES: OSS | layouts.EIGHT}
-MODEL |= {WINDOWED: layouts.WINDOW, APART: {}, "OLMo 2": layouts.OLMO, "Gemma 3": layouts.GEMMA}
-SENT = [(family, name) for family, cases in SENDING.items() for name in cases]
-SENT_DAILY = [("Qwen3", "TP 2, neither"), ("Qwen3-MoE", "TP 2"), (APART, "EP 2")]
-SENT_IN_GATE = [
-    *(("Qwen3", name) for name in ("CP 2, Ulysses", "FSDP 2, tied", "TP 2, tied, loss in chunks")),
-    *(("Qwen3-MoE", "FSDP 2 x TP 2"), (APART, "EP 2 of 4"), (LATENTS, "CP 2, ring")),
-    *((LATENTS, "TP 2, operators recomputed"), (OSSES, "TP 2, full recomputation")),
-    *(("OLMo 2", "TP 2, neither"), ("Gemma 3", "CP 2, ring")),
-]
+MODEL = {"Qwen3": QWEN3, "Qwen3-MoE": SPARSE, "DeepSeek-V3": LATENT}
+MODEL |= {"GPT-OSS": OSS | layouts.EIGHT, "OLMo 2": layouts.OLMO, "Gemma 3": layouts.GEMMA}
+MODEL |= {"Llama, sliding window": layouts.WINDOW, "Qwen3-MoE, expert parallelism": {}}
 
 
-@pytest.mark.parametrize(("family", "name"), tiers(SENT, SENT_DAILY, gate=SENT_IN_GATE))
+@pytest.mark.parametrize(
+    ("family", "name"), tiers(LISTS["sent"], LISTS["sent_daily"], gate=LISTS["sent_gate"])
+)
 def test_step_sends_what_is_planned(family, name, monkeypatch):
-    layout = SENDING[family][name].of(**MODEL[family])
-    if "no latent" in name:
-        layout = layout.of(query_rank=0)
-    test_collectives.sends_what_is_planned(layout, monkeypatch)
+    layout = EXPERT_PARALLEL[name] if name.startswith("EP") else layouts.layout(name)
+    test_collectives.sends_what_is_planned(layout.of(**MODEL[family]), monkeypatch)
 
 
-MUON = {
-    "Qwen3, FSDP 2 x TP 2": case(shard=2, tp=2).of(**QWEN3),
-    # Each expert is taken as a matrix.
-    "FSDP 2": case(shard=2).of(**SPARSE),
-    "FSDP 2 x TP 2": case(shard=2, tp=2).of(**SPARSE),
-    "HSDP 2 x 2 x TP 2": case(replicate=2, shard=2, tp=2).of(**SPARSE),
-}
+MUON = [("Qwen3", "FSDP 2 x TP 2")]
+# Each expert is taken as a matrix.
+MUON += [("Qwen3-MoE", name) for name in ("FSDP 2", "FSDP 2 x TP 2", "HSDP 2 x 2 x TP 2")]
 
 
-@pytest.mark.parametrize("name", tiers(MUON, [], ["HSDP 2 x 2 x TP 2"]))
-def test_muon_trains_the_same_run_as_one_rank(name):
-    test_muon.is_the_run_of_one_rank(MUON[name])
+@pytest.mark.parametrize(("family", "name"), tiers(MUON, [], MUON[-1:]))
+def test_muon_trains_the_same_run_as_one_rank(family, name):
+    test_muon.is_the_run_of_one_rank(FAMILIES[family][name])
 
 
 @pytest.mark.gate
@@ -200,18 +130,16 @@ def test_each_rank_has_its_experts_and_the_whole_has_the_shape_of_all(tmp_path):
     assert [first for _, _, first in ranks] == [[0, 0, 0], [3, 0, 0], [0, 0, 16], [3, 0, 16]]
 
 
+def apart(shard, expert_parallel_degree=2, **keys):
+    return case(shard=shard, expert_parallel_degree=expert_parallel_degree, **keys).of(**SPARSE)
+
+
 APART_REFUSED = {
-    "does not divide the 6 experts": (case(shard=4, expert_parallel_degree=4).of(**SPARSE), 4),
-    "does not divide the 4 ranks": (case(shard=4, expert_parallel_degree=3).of(**SPARSE), 4),
-    "has no experts; use 1": (case(shard=2, expert_parallel_degree=2), 2),
-    'cannot be sent by "loco"': (
-        layouts.apart(2, shard=2, communication={"gradients": {"name": "loco"}}),
-        2,
-    ),
-    "the ranks of an expert are others": (
-        layouts.apart(2, shard=4, sharding={"regather_size": 2}),
-        4,
-    ),
+    "does not divide the 6 experts": (apart(4, expert_parallel_degree=4), 4),
+    "does not divide the 4 ranks": (apart(4, expert_parallel_degree=3), 4),
+    "has no experts; use 1": (layouts.layout("EP 2"), 2),
+    'cannot be sent by "loco"': (apart(2, communication={"gradients": {"name": "loco"}}), 2),
+    "the ranks of an expert are others": (apart(4, sharding={"regather_size": 2}), 4),
 }
 
 
@@ -257,7 +185,7 @@ def test_experts_are_the_same_run_compiled(name):
 
 @pytest.mark.slow
 def test_sinks_that_some_ranks_have_none_of_go_on_in_another_layout(tmp_path):
-    few = FAMILIES[OSSES]["FSDP 4 x TP 2, few heads"]
+    few = FAMILIES["GPT-OSS"]["FSDP 4 x TP 2, few heads"]
     for folder, layout, steps in (
         ("whole", case(batch=1), 6),
         ("parts", few, 2),
@@ -270,7 +198,7 @@ def test_sinks_that_some_ranks_have_none_of_go_on_in_another_layout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "is_balanced", tiers([False, True], [], slow=[False]), ids=["Qwen3", BALANCED]
+    "is_balanced", tiers([False, True], [], slow=[False]), ids=["Qwen3", "Qwen3-MoE, balanced"]
 )
 def test_another_layout_goes_on_with_the_same_run(is_balanced, tmp_path):
     for folder, name, steps in (

@@ -3,18 +3,11 @@
 import pytest
 
 from tests import layouts
-from tests.layouts import case
 from tests.runs import are_the_runs_of_one_rank
 from tests.tiers import tiers
 from tests.token_shards import drawn_documents, write_shards
 
-LAYOUTS = {
-    "FSDP 2 x PP 2": case(2, shard=2, documents=True),
-    "FSDP 4": case(shard=4, documents=True),
-    "HSDP 2 x 2": case(replicate=2, shard=2, documents=True),
-    "TP 2 x CP 2": case(tp=2, cp=2, documents=True),
-    "FSDP 2, accumulating 4": case(shard=2, batch=1, documents=True),
-}
+LAYOUTS = ("FSDP 2 x PP 2", "FSDP 4", "HSDP 2 x 2", "TP 2 x CP 2", "FSDP 2, accumulating 4")
 
 
 def mixture(folder, packing):
@@ -31,7 +24,7 @@ def mixture(folder, packing):
 @pytest.mark.parametrize("packing", ["join", "best_fit"])
 @pytest.mark.parametrize("name", tiers(LAYOUTS, ["FSDP 2 x PP 2"], gate=["TP 2 x CP 2"]))
 def test_a_mixture_is_the_same_run_on_every_layout(tmp_path, name, packing):
-    layout = LAYOUTS[name]
+    layout = layouts.layout(f"{name}, documents")
     data = mixture(tmp_path, packing)
 
     def job(of):

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from tests import tiny
-from tests.layouts import AFTERWARDS, ONE, case, named, resumed
+from tests import layouts, tiny
+from tests.layouts import ONE, named, resumed
 from tests.ranks import run_ranks
 from tests.runs import are_the_runs_of_one_rank, compare, losses, on_one_rank, trace, train
 from tests.tiers import tiers
@@ -25,10 +25,9 @@ LAYOUTS = named(
     *("DDP 2", "FSDP 2", "FSDP 4", "HSDP 2 x 2", "TP 2", "CP 2", "FSDP 2 x TP 2", "FSDP 2 x PP 2"),
     *("FSDP 2 x TP 2 x PP 2", "FSDP 2 x CP 2 x TP 2", "HSDP 2 x 2 x TP 2"),
 )
-LAYOUTS["PP 2"] = case(2, batch=4)
-LAYOUTS["HSDP 2 x 2, copies added up afterwards"] = case(
-    replicate=2, shard=2, communication=AFTERWARDS
-)
+LAYOUTS |= {
+    name: layouts.layout(name) for name in ("PP 2", "HSDP 2 x 2, copies added up afterwards")
+}
 VARIANTS = [{}, {"by_head": True, "nesterov": False, "scale": "original"}]
 
 

@@ -3,6 +3,7 @@ run of one rank, and resumed on another layout the run never stopped."""
 
 import importlib
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -147,21 +148,8 @@ def test_what_an_optimizer_is_told_of_parameters():
     assert all(found[name][3] == one[name][3] for found in stages for name in found)
 
 
-RECIPE = """
-[job]
-imports = ["tests.normalized"]
-[optimizer]
-name = "Normalized"
-adamw = {lr = 2e-3, beta1 = 0.8}
-[[optimizer.groups]]
-roles = ["norm"]
-eps = 1e-6
-"""
-
-
 def test_an_optimizer_outside_the_tree_has_a_section_within_its_own(tmp_path):
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(RECIPE)
+    recipe = Path(__file__).with_name("optimizer_groups.toml")
     flags = ["--optimizer.adamw.beta2", "0.9", "--optimizer.groups.0.lr_factor", "0.5"]
     made = load_job(recipe, flags, 1, "cpu").config.optimizer
     assert (made.adamw.lr, made.adamw.beta1, made.adamw.beta2) == (2e-3, 0.8, 0.9)

@@ -12,15 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import tiny
 from tests.dense import dense_attention
-from tests.parallel.test_context import (
-    DEVICES,
-    Tiny,
-    differentiate,
-    documents,
-    mine,
-    operands,
-    run_tiny,
-)
+from tests.parallel import test_context
 from tests.ranks import run_ranks
 from torchtitan.models.attention import causal_attention
 from torchtitan.parallel import SHARDING, activation_checkpoint, context
@@ -31,22 +23,26 @@ METHOD = "parallelism.context_parallel_rotate_method"
 
 
 def compare_with_whole(device):
-    for kv_heads, together, window in itertools.product((1, 2, 4), (None, documents()), (0, 7)):
+    for kv_heads, together, window in itertools.product(
+        (1, 2, 4), (None, test_context.documents()), (0, 7)
+    ):
         together = together if together is None or window else together.to(device)
-        *qkv, grad = operands(kv_heads, torch.float32, device)
+        *qkv, grad = test_context.operands(kv_heads, torch.float32, device)
         masked = partial(dense_attention, documents=together, window=window)
-        expected = differentiate(masked, *qkv, grad)
+        expected = test_context.differentiate(masked, *qkv, grad)
         core = exchanging_heads(causal_attention, dist.group.WORLD)
         attention = partial(core, documents=together, window=window)
-        found = differentiate(attention, *(mine(x, "none") for x in (*qkv, grad)))
+        found = test_context.differentiate(
+            attention, *(test_context.mine(x, "none") for x in (*qkv, grad))
+        )
         for name, value in found.items():
-            whole = mine(expected[name], "none")
+            whole = test_context.mine(expected[name], "none")
             off = ((value - whole).abs().max() / whole.abs().max()).item()
             where = f"{kv_heads} heads, window {window}, {together is not None}: {name}"
             assert off <= (1e-6 if name == "out" else 1e-5), f"{where} off by {off}"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", test_context.DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_with_exchanged_heads_equals_attention(ranks, device):
     """With as many key/value heads as ranks, more, and fewer."""
@@ -58,11 +54,11 @@ def run_as_operator():
     torch.library.opcheck(
         all_to_all, (torch.randn(2, 3, requires_grad=True), dist.group.WORLD.group_name)
     )
-    model, counts = Tiny(), []
+    model, counts = test_context.Tiny(), []
     context.apply(model, dist.group.WORLD, "ulysses", "none")
-    expected = run_tiny(model, model, "none")
+    expected = test_context.run_tiny(model, model, "none")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for found, value in zip(run_tiny(model, compiled, "none"), expected, strict=True):
+    for found, value in zip(test_context.run_tiny(model, compiled, "none"), expected, strict=True):
         torch.testing.assert_close(found, value, rtol=0, atol=1e-6)
 
     def recomputed(x, together, **how):
@@ -71,7 +67,7 @@ def run_as_operator():
     by_operator = partial(recomputed, context_fn=activation_checkpoint._save_expensive_operators)
     for forward in (model, recomputed, by_operator):
         with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
-            found = run_tiny(model, forward, "none")
+            found = test_context.run_tiny(model, forward, "none")
         counts.append(exchange.call_count)
         assert all(map(torch.equal, found, expected))
     return counts

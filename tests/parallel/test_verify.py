@@ -30,22 +30,7 @@ from torchtitan.tools.verify.report import Comparison
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 RECIPES = main_road("*.toml")
 
-TINY = """
-[model]
-name = "tiny"
-flavor = "tiny"
-tokenizer_path = "assets/not/there"
-[data]
-dataset = "c4"
-[training]
-local_batch_size = 4
-seq_len = 32
-[checkpoint]
-enable = true
-[optimizer]
-lr = 1e-3
-[parallelism]
-"""
+TINY = Path(__file__).with_name("verify.toml").read_text()
 SHARD = "data_parallel_shard_degree = 2"
 
 
@@ -169,10 +154,9 @@ def test_a_recipe_that_is_wrong(capsys):
     assert "did you mean python_stdlib?" in capsys.readouterr().err
 
 
-def test_a_model_that_is_too_large(capsys):
+def test_a_model_that_is_too_large(says):
     Path("r.toml").write_text('[model]\nflavor = "405B"\n')
-    assert main(["verify-parallelism", "r.toml"]) == 2
-    error = capsys.readouterr().err
+    error = says("verify-parallelism", "r.toml", status=2)
     assert error.startswith(
         'error: r.toml:2: model.flavor: got "405B"; checking its 405,853,388,800 '
     )

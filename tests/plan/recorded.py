@@ -4,7 +4,6 @@ import gc
 from unittest import mock
 
 from tests import layouts
-from tests.layouts import LAYOUTS
 from torchtitan.parallel.schedules import SCHEDULES
 from torchtitan.plan import fake_rank
 from torchtitan.plan.expansion import expand
@@ -25,7 +24,9 @@ def small(layout):
 
 def job(layout):
     """The recipe of a layout, or of the small one of a name, that all these tests record."""
-    return layouts.job(small(LAYOUTS[layout]) if isinstance(layout, str) else layout, "AdamW")
+    return layouts.job(
+        small(layouts.layout(layout)) if isinstance(layout, str) else layout, "AdamW"
+    )
 
 
 def record(job, ranks, rank=0, *, device_type="cpu", graphs=None):

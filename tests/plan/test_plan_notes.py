@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import table
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.plan.hardware import find_hardware
@@ -30,36 +31,7 @@ def job(flags, ranks=4):
     return load_job(str(RECIPE), [*QUIET, *flags], ranks, "cuda", exempt=exempt).config
 
 
-@pytest.mark.parametrize(
-    ("flags", "note"),
-    [
-        ("--checkpoint.enable true --checkpoint.interval 7", "a save every 7 steps"),
-        (
-            "--checkpoint.enable true --checkpoint.async_mode async_with_pinned_mem",
-            "each copies up to 2.5 GiB of a rank to host memory",
-        ),
-        ("--validation.enable true --validation.freq 9", "a validation every 9 steps"),
-        (
-            "--validation.enable true --validation.unit local --validation.local_batch_size 512",
-            "batches larger than in training are not in the peak",
-        ),
-        ("--metrics.statistics_freq 5", "a forward every 5 steps"),
-        ("--profiling.enable_profiling true", "the time of the profiler"),
-        ("--profiling.enable_memory_snapshot true", "the time of the profiler"),
-        ("--comm.debug_level detail", "the checks of each collective"),
-        ("--debug.deterministic true", "slower algorithms"),
-        ("--training.enable_cpu_offload true", "training.enable_cpu_offload: copies to and from"),
-        ("--compile.enable true --compile.backend aot_eager", "aot_eager is planned as code"),
-        ("--model.attn_mask_type block_causal", "the time of whole sequences"),
-        ("--optimizer.name Muon --compile.enable true", "the update, which is compiled"),
-        ("--optimizer.name GaLore --optimizer.refresh_period 5", "bases every 5 steps is left out"),
-        (
-            "--parallelism.data_parallel_replicate_degree 2 --communication.replicas.every 3",
-            "the exchange of weights every 3 steps",
-        ),
-        ("--convert.0.name mxfp8", "h100 has no products in mxfp8, so a run there is refused"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "note"), table(__file__, "plan_notes.txt"))
 def test_a_setting_that_is_left_out_is_named(flags, note):
     assert not [*plan_notes(job([]), 4, H100, 2.5)]
     found = [*plan_notes(job(flags.split()), 4, H100, 2.5)]

@@ -3,41 +3,18 @@
 import pytest
 import torch.distributed.tensor  # noqa: F401  (its operators are recorded)
 
-from tests.layouts import NO_SEQUENCE, ULYSSES, case
 from tests.plan import recorded
+from tests.tables import data
 from torchtitan.plan.messages import LinkTraffic, link_traffic, nodes
 
-GATHERED, REDUCED = 188_800, 151_680
-"""Bytes that FSDP sends over two ranks, which it does on ranks with parts of sequences, too."""
+SENT = data(__file__)
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        # Gradients are reduced in float32.
-        (
-            case(shard=2, training={"mixed_precision_param": "bfloat16"}),
-            {"all_gather": GATHERED // 2, "reduce_scatter": REDUCED},
-        ),
-        # Each half of an all-reduce is as much (arXiv:2205.05198, section 4.2.2): the numbers of
-        # the loss, and of norms, are apart.
-        (case(tp=2), {"all_gather": 163_840, "reduce_scatter": 163_840, "all_reduce": 3_720}),
-        (case(tp=2, **NO_SEQUENCE), {"all_reduce": 2 * 163_840 + 3_080}),
-        # A ring sends as much as fetching at once.
-        (case(cp=2), {"all_gather": GATHERED + 65_536, "reduce_scatter": REDUCED + 32_768}),
-        ("CP 2, ring", {"all_gather": GATHERED, "reduce_scatter": REDUCED, "send": 98_304}),
-        (
-            case(cp=2, **ULYSSES),
-            {"all_gather": GATHERED, "reduce_scatter": REDUCED, "all_to_all": 98_304},
-        ),
-        ("PP 2, 1F1B", {"send": 32_768}),
-    ],
-    ids=("FSDP, bfloat16", "TP", "TP without sequence parallelism", "CP", "ring", "Ulysses", "PP"),
-)
-def test_a_layout_sends_as_much_as_it_needs(layout, expected):
-    step = recorded.step(recorded.job(layout), 2)
+@pytest.mark.parametrize("name", SENT)
+def test_a_layout_sends_as_much_as_it_needs(name):
+    step = recorded.step(recorded.job(name), 2)
     sent = {one.operation: one.bytes for one in link_traffic(step, 2) if one.bytes > 8}
-    assert sent == expected
+    assert sent == SENT[name]
 
 
 def test_traffic_is_added_up_by_axis_and_link():

@@ -7,6 +7,7 @@ import torch
 
 from tests import layouts
 from tests.layouts import FULL, INTERLEAVED, RESHARD, case, schedule
+from tests.tables import table
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.models import MODELS
@@ -103,23 +104,7 @@ def test_first_and_last_microbatches_stand_for_themselves():
 RECIPES = {name: f"{name}_debug" for name in MODELS if not name.startswith("tiny")}
 RECIPES["llama3"] = "debug_model"
 """A recipe of each family; those of the tests are no others."""
-EAGER = ("--compile.enable=false", "--training.seq_len=128")
-SEVEN, TWELVE = "--model.n_layers=7", "--model.n_layers=12"
-SPARSE = ("--model.top_k=1", "--model.n_experts=2")
-EVERY_SECOND = "--activation_checkpoint.mode=selective"
-SMALL = {
-    "llama3": (*EAGER, TWELVE, EVERY_SECOND),
-    "qwen3_moe": (*EAGER, SEVEN, *SPARSE, "--parallelism.expert_parallel_degree=2"),
-    "deepseek_v3": (
-        *(*EAGER, "--model.n_layers=8", "--model.dense_layers=2", "--model.top_k=1"),
-        "--auxiliary_losses.0.name=multi_token",
-    ),
-    "gpt_oss": (*EAGER, TWELVE, *SPARSE, "--model.sliding_window=16"),
-    "mixtral": (*EAGER, SEVEN, *SPARSE),
-    "gemma3": (*EAGER, TWELVE, "--model.sliding_window=16", "--model.full_every=2"),
-    "vit_mae": (EAGER[0], SEVEN),
-}
-"""Flags of a small size of it with many blocks; `SEVEN` of the others."""
+SMALL = dict(table(__file__, "small_families.txt"))
 
 OF_A_RELEASE = ["qwen2", "mistral", "mixtral", "olmo2"]
 """Families whose blocks differ from those of others in nothing that a recording sees."""
@@ -152,12 +137,13 @@ def assert_alike(job):
 
 @pytest.mark.parametrize("family", tiers(RECIPES, ["deepseek_v3", "gpt_oss"], OF_A_RELEASE))
 def test_a_short_recording_of_a_family_stands_for_the_whole_step(family):
-    events, all_events = assert_alike(of_family(family, *SMALL.get(family, (*EAGER, SEVEN))))
+    events, all_events = assert_alike(of_family(family, *SMALL[family].split()))
     assert events < all_events
 
 
 def test_ranks_of_a_pipeline_are_alike_if_their_blocks_are():
-    flags = ("--model.n_layers=12", "--parallelism.pipeline_parallel_degree=4", *SPARSE)
+    flags = ("--model.n_layers=12", "--parallelism.pipeline_parallel_degree=4")
+    flags += ("--model.top_k=1", "--model.n_experts=2")
     path = "train_configs/gpt_oss_debug.toml"
     job = load_job(path, flags, 4, "cuda", exempt=("model.tokenizer_path",)).config
     # Of three blocks on a rank, two have windows on one and one on the next.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.test_bad_recipes import cases
-from tests.tables import table
+from tests.tables import data, table
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.config.other_names import OLD_KEYS, Gone, Moved
@@ -101,44 +101,23 @@ def test_every_key_has_its_notice_and_comments_stay(name):
     assert comments[0] == comments[1]
 
 
-def test_values():
+VALUES = data(__file__, "migrated/values.toml")
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values(name):
+    values = json.loads(json.dumps(read_whole(name)[0].flat()))
+    assert {key: values[key] for key in VALUES[name]} == VALUES[name]
+
+
+def test_what_values_come_to():
     assert list(OLD) == ["converters_v0_1", "converters_v0_2", "dec_2024", "v0_1", "v0_2"]
     job, _ = read_whole("v0_1")
-    assert job.job.print_config
-    assert job.job.imports == ("json",)
-    assert job.compile.enable
-    assert (job.debug.seed, job.debug.deterministic) == (42, True)
-    assert job.lr_scheduler.min_lr_factor == 0.1
-    assert job.checkpoint.enable
-    assert job.checkpoint.last_save_model_only
-    assert not job.checkpoint.initial_load_model_only
-    assert job.checkpoint.exclude_from_loading == ("data", "lr_scheduler")
-    assert job.activation_checkpoint.selective_ac_option == 3
-    assert job.parallelism.data_parallel_replicate_degree == 2
     assert job.accumulation(job.degrees(4)) == 4
     assert 'dataset = "c4"' in migrate(OLD["v0_1"])[0]
-
-    job, _ = read_whole("v0_2")
-    assert (job.data.dataset, job.data.num_workers, job.data.prefetch_factor) == ("c4", 2, 4)
-    assert (job.optimizer.name, job.lr_scheduler.total_steps) == ("Adam", 500)
-    assert job.validation.enable
-    assert job.debug.deterministic_warn_only
-
-    job, _ = read_whole("dec_2024")
-    assert job.training.local_batch_size == 4
-    assert job.lr_scheduler.warmup_steps == 2
-    assert job.flat()["optimizer.implementation"] == "fused"
-    assert not job.parallelism.disable_loss_parallel
-    assert not job.metrics.disable_color_printing
-    assert not job.metrics.save_for_all_ranks
-    assert job.parallelism.pipeline_parallel_schedule == "GPipe"
-
-    float8 = Float8(
-        emulate=True,
-        enable_fsdp_float8_all_gather=True,
-        precompute_float8_dynamic_scale_for_fsdp=True,
-        filter_fqns=("output", "attention"),
-    )
+    gathers = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+    filtered = {"filter_fqns": ("output", "attention")}
+    float8 = Float8(**dict.fromkeys(("emulate", *gathers), True), **filtered)
     rest = MXFP8(filter_fqns=("output", "feed_forward"))
     assert read_whole("converters_v0_1")[0].convert == (float8, rest)
     # There, nothing was left out unless the recipe said so.

@@ -17,15 +17,8 @@ from torchtitan.trainer import read
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 OLMO = FOLDER / "mixtures/olmo2_8b.toml"
-BILLIONS = {
-    "dclm": 3700,
-    "starcoder": 83.0,
-    "pes2o": 58.6,
-    "arxiv": 20.8,
-    "open-web-math": 12.2,
-    "algebraic-stack": 11.8,
-    "wiki": 3.66,
-}
+BILLIONS = {"dclm": 3700, "starcoder": 83.0, "pes2o": 58.6, "arxiv": 20.8, "open-web-math": 12.2}
+BILLIONS |= {"algebraic-stack": 11.8, "wiki": 3.66}
 
 
 def test_the_debug_mixture_has_its_shares_in_both_stages(tmp_path):
@@ -68,28 +61,6 @@ def test_the_mixture_of_olmo_reads_each_source_about_once(tmp_path, monkeypatch)
     assert 0.95 < tokens / (1e9 * sum(BILLIONS.values())) < 1
 
 
-TEXT_AND_TOKENS = """
-[data]
-cache = "cache"
-
-[[data.sources]]
-path = "prose"
-{}
-
-[[data.sources]]
-path = "stored"
-{}
-
-[training]
-steps = 100
-seq_len = 16
-global_batch_size = 4
-
-[job]
-dump_folder = "run"
-"""
-
-
 @pytest.mark.parametrize(
     ("text", "stored", "message"),
     [
@@ -105,7 +76,8 @@ def test_amounts_are_refused_before_text_is_tokenized(text, stored, message, tmp
     write_shards(tmp_path / "stored", drawn_documents(100))
     (tmp_path / "prose").mkdir()
     (tmp_path / "prose/a.txt").write_text("words " * 1000)
-    Path("recipe.toml").write_text(TEXT_AND_TOKENS.format(text, stored))
+    template = Path(__file__).with_name("text_and_tokens.txt").read_text()
+    Path("recipe.toml").write_text(template.format(text, stored))
     with pytest.raises(ConfigError) as raised:
         read(["recipe.toml"], 1, "cpu", local_ranks=1)
     assert message in str(raised.value)

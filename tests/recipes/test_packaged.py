@@ -69,9 +69,8 @@ def test_a_packaged_study_is_compared(capsys):
     assert "in outputs/studies/layouts_debug" in capsys.readouterr().out
 
 
-def test_list(capsys):
-    assert main(["recipes"]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
+def test_list(says):
+    head, *lines = says("recipes").splitlines()
     assert head.split() == ["recipe", "or", "study", "model", "ranks"]
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[:-2]}
     assert rows.keys() == {name for name in packaged_recipes() if not name.startswith("base/")}
@@ -84,13 +83,12 @@ def test_list(capsys):
 
 
 @pytest.mark.costs("every recipe of the package, twice")
-def test_a_copy_is_the_same_recipe(tmp_path, monkeypatch, capsys):
+def test_a_copy_is_the_same_recipe(tmp_path, monkeypatch, says):
     for name in packaged_recipes():
         folder = tmp_path / name.replace("/", " ")
         folder.mkdir()
         monkeypatch.chdir(folder)
-        assert main(["recipes", "copy", name, "mine"]) == 0
-        copied = capsys.readouterr().out.splitlines()
+        copied = says("recipes", "copy", name, "mine").splitlines()
         assert copied[0] == f"mine/{name}.toml"
         for file in copied:
             assert Path(file).read_bytes() == (FOLDER / Path(file).relative_to("mine")).read_bytes()
@@ -112,19 +110,17 @@ def test_a_copy_has_the_name_of_a_file():
     assert files == {"mine/first.toml", "mine/base/llama3.toml"}
 
 
-def test_a_file_cannot_extend_one_outside_its_folder(capsys):
-    assert main(["recipes", "copy", "research/loco", "mine.toml"]) == 2
-    assert "copy to a folder" in capsys.readouterr().err
+def test_a_file_cannot_extend_one_outside_its_folder(says):
+    assert "copy to a folder" in says("recipes", "copy", "research/loco", "mine.toml", status=2)
     assert os.listdir() == []
 
 
-def test_nothing_is_overwritten(capsys):
+def test_nothing_is_overwritten(says):
     assert main(["recipes", "copy", "llama3_8b"]) == 0
     assert main(["recipes", "copy", "llama3_70b"]) == 0, "which extends the same"
     Path("base/llama3.toml").write_text("mine", encoding="utf-8")
     Path("llama3_8b.toml").unlink()
-    assert main(["recipes", "copy", "llama3_8b"]) == 2
-    assert "base/llama3.toml exists" in capsys.readouterr().err
+    assert "base/llama3.toml exists" in says("recipes", "copy", "llama3_8b", status=2)
     assert Path("base/llama3.toml").read_text(encoding="utf-8") == "mine"
     assert not Path("llama3_8b.toml").exists()
 

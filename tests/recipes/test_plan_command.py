@@ -234,7 +234,7 @@ def test_bad_input_is_refused_with_the_nearest_possibility(capsys):
         assert expected in refusal(capsys, RECIPE, *words.split()), words
 
 
-def test_hardware_is_told_with_all_other_mistakes(capsys, tmp_path):
+def test_hardware_is_told_with_all_other_mistakes(capsys, says, tmp_path):
     recipe = tmp_path / "mine.toml"
     recipe.write_text("[training]\nstepz = 3\n")
     for search in (["--search"], ["--search", "--seconds", "1"]):
@@ -245,14 +245,12 @@ def test_hardware_is_told_with_all_other_mistakes(capsys, tmp_path):
     own = tmp_path / "own.toml"
     own.write_text("memory_gib = 1e9")
     for verb in ("check", "train", "plan"):
-        assert main([verb, str(recipe)]) == 2
-        said = capsys.readouterr().err
+        said = says(verb, recipe, status=2)
         assert f'{recipe}:2: job.hardware: got "h10"' in said
         assert "did you mean h100?" in said
         assert "training.steps" in said
         assert "training.local_batch_size" in said
-        assert main([verb, RECIPE, "--job.hardware", str(own)]) == 2
-        said = capsys.readouterr().err
+        said = says(verb, RECIPE, "--job.hardware", own, status=2)
         assert "memory_gib: got 1000000000.0" in said
         assert f"{own}: peaks is missing" in said
 
@@ -308,9 +306,8 @@ def test_a_recipe_is_wanted(capsys):
     assert "torchtitan plan debug_model" in refusal(capsys)
 
 
-def test_the_help_names_the_hardware(capsys):
-    assert main(["plan", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+def test_the_help_names_the_hardware(says):
+    text = " ".join(says("plan", "--help").split())
     assert all(name in text for name in hardware_names())
 
 

@@ -22,7 +22,6 @@ from torchtitan.models import MODELS
 from torchtitan.models.spec import count_parameters
 from torchtitan.plan.messages import messages_of
 from torchtitan.provenance import to_toml
-from torchtitan.tools.cli import main
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 SYSTEMS = ("vit_mae", "auxiliary_losses", "low_precision_attention")
@@ -88,32 +87,25 @@ PLANNED = [path for path in RECIPES if path.stem == "llama3_8b" or "debug" in pa
 
 
 @pytest.mark.costs("the shapes of every network")
-def test_recipes_are_valid_on_the_ranks_they_are_meant_for(tokenizer, capsys):
+def test_recipes_are_valid_on_the_ranks_they_are_meant_for(tokenizer, says):
     for path in RECIPES:
-        checked(path, tokenizer, capsys)
+        checked(says, path, RANKS[path.stem], "--model.tokenizer_path", tokenizer)
 
 
 @pytest.mark.parametrize(
     "path", tiers(RECIPES, PLANNED[1:2], gate=PLANNED), ids=lambda path: path.stem
 )
-def test_a_valid_recipe_is_planned(path, tokenizer, capsys):
-    told = checked(path, tokenizer, capsys, "--plan")
-    assert re.search(r"^planned memory of .* GiB allocated", told, re.M)
+def test_a_valid_recipe_is_planned(path, tokenizer, says):
+    checked(says, path, RANKS[path.stem], "--model.tokenizer_path", tokenizer, "--plan")
 
 
-def checked(path, tokenizer, capsys, *more):
-    """What is said of a recipe on its ranks."""
-    ranks = RANKS[path.stem]
-    words = ["check", str(path), "--world-size", str(ranks), "--model.tokenizer_path", tokenizer]
-    assert main([*words, *more]) == 0
-    output = capsys.readouterr().out
-    assert output.startswith(f"valid on {ranks} rank")
-    assert re.search(
-        r"\w+ .*: [\d,]+ parameters"
-        r"( \([\d,]+ used by a token\))?, ",
-        output,
-    )
-    return output
+def checked(says, path, ranks, *words, model=r"\w+"):
+    """Look at what is said of a recipe on its ranks."""
+    told = says("check", path, "--world-size", ranks, *words)
+    assert told.startswith(f"valid on {ranks} rank"), path
+    pattern = rf"{model} .*: [\d,]+ parameters( \([\d,]+ used by a token\))?, "
+    assert re.search(pattern, told), path
+    assert "--plan" not in words or re.search(r"^planned memory of .* GiB allocated", told, re.M)
 
 
 def test_settings(tokenizer):
@@ -181,9 +173,8 @@ def repeated(path):
             yield f"{setting.origin}: {'.'.join(key)}"
 
 
-def test_tokenizer_is_asked_for(capsys):
-    assert main(["check", str(FOLDER / "llama3_8b.toml")]) == 2
-    line, fix = capsys.readouterr().err.splitlines()
+def test_tokenizer_is_asked_for(says):
+    line, fix = says("check", FOLDER / "llama3_8b.toml", status=2).splitlines()
     assert line.startswith(f"error: {FOLDER}/base/llama3.toml:8: model.tokenizer_path: got ")
     assert "hf download meta-llama/Llama-3.1-8B tokenizer.json" in fix
 

@@ -22,18 +22,11 @@ def any_value():
     """A value of any type of TOML."""
     fields = (info for place in places(JobConfig) for info in place.settings.model_fields.values())
     words = sorted({str(info.default) for info in fields})
-    leaf = st.one_of(
-        st.booleans(),
-        st.sampled_from(EDGES),
-        st.integers(),
-        st.integers(-4, 100),
-        st.sampled_from(FLOATS),
-        st.floats(),
-        st.sampled_from(TEXTS),
-        st.sampled_from(words),
-        st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
-        st.sampled_from(DATES),
-    )
+    letters = st.characters(exclude_categories=["Cs"])
+    numbers = (st.integers(), st.integers(-4, 100), st.sampled_from(FLOATS), st.floats())
+    texts = (st.sampled_from(TEXTS), st.sampled_from(words), st.text(letters, max_size=20))
+    edges, dates = st.sampled_from(EDGES), st.sampled_from(DATES)
+    leaf = st.one_of(st.booleans(), edges, *numbers, *texts, dates)
     keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
     return st.recursive(
         leaf,

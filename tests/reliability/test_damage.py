@@ -79,16 +79,9 @@ def folder(draw, file):
     file.mkdir()
 
 
-HARMS = {
-    "cut short": cut,
-    "replaced by that of another checkpoint": other,
-    "deleted": delete,
-    "a bit flipped": flip,
-    "bytes appended": append,
-    "a block of zeros": zeros,
-    "all noise": noise,
-    "replaced by a folder": folder,
-}
+HARMS = {"cut short": cut, "replaced by that of another checkpoint": other, "deleted": delete}
+HARMS |= {"a bit flipped": flip, "bytes appended": append, "a block of zeros": zeros}
+HARMS |= {"all noise": noise, "replaced by a folder": folder}
 
 
 def harms():

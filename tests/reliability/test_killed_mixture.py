@@ -6,43 +6,10 @@ import random
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-RECIPE = """
-extends = "debug_mixture"
-[model]
-n_layers = 2
-dim = 64
-ffn_dim = 128
-[training]
-steps = 24
-seq_len = 64
-[data]
-packing = "{packing}"
-[validation]
-enable = false
-[checkpoint]
-enable = true
-interval = 2
-[metrics]
-log_freq = 1
-[[data.sources]]
-name = "code"
-dataset = "python_stdlib"
-weight = 0.7
-[[data.sources]]
-name = "prose"
-dataset = "python_topics"
-weight = 0.2
-[[data.sources]]
-name = "tables"
-dataset = "python_encodings"
-weight = 0.1
-[[data.stages]]
-from_step = 11
-weights = [0.5, 0.5, 0]
-"""
 TORCHTITAN = (sys.executable, "-m", "torchtitan")
 
 
@@ -71,7 +38,8 @@ def last_row(folder):
 @pytest.mark.parametrize("packing", ["join", "best_fit"])
 def test_a_killed_mixture_reads_each_sample_once(tmp_path, packing):
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(RECIPE.format(packing=packing))
+    template = Path(__file__).with_name("killed_mixture.toml").read_text()
+    recipe.write_text(template.format(packing=packing))
     assert run(recipe, tmp_path / "whole", 1, None) == 0
     whole = last_row(tmp_path / "whole")
     for trial in range(4):

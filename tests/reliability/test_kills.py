@@ -26,6 +26,7 @@ from tests.reliability.trials import (
     ranks_of,
     recipe,
 )
+from tests.tables import table
 from torchtitan.provenance import to_toml
 
 ROOT = Path(__file__).parents[2]
@@ -87,34 +88,18 @@ def done_and_dead(function, *arguments):
 
 
 CHECKPOINT = "torchtitan.checkpoint"
+
+
+def trap(place, number, *action):
+    """What ends a rank, by the words of `kills.txt`."""
+    if place == "torn":
+        return torn(float(number))
+    return at_call(place, int(number), *(globals()[name] for name in action))
+
+
 STAGES = {
-    "while weights are copied": (at_call(f"{CHECKPOINT}.saver:Staging._copy", 2), "any", 2),
-    "before its folder is made": (at_call(f"{CHECKPOINT}.store:Disk.begin", 2), "first", 2),
-    "before a byte is written": (at_call(f"{CHECKPOINT}.saver:write_file", 2), "any", 2),
-    "halfway through the header": (torn(0), "any", 2),
-    "halfway through the data": (torn(0.5), "any", 2),
-    "halfway through the last tensor": (torn(1), "any", 2),
-    "while others wait for its file": (at_call(f"{CHECKPOINT}.saver:meet", 5), "any", 2),
-    "before the data is on disk": (at_call("os:fsync", 6), "first", 2),
-    "before the counters are on disk": (at_call("os:fsync", 7), "first", 2),
-    "while others commit": (at_call(f"{CHECKPOINT}.placement:Nodes.share", 2), "other", 2),
-    "before the manifest": (at_call(f"{CHECKPOINT}.storage:write_manifest", 2), "first", 2),
-    "halfway through the manifest": (
-        at_call(f"{CHECKPOINT}.manifest:write_json", 2, half_a_json),
-        "first",
-        2,
-    ),
-    "before it is renamed": (at_call(f"{CHECKPOINT}.store:Disk.commit", 2), "first", 2),
-    "after it is renamed": (at_call("os:fsync", 10), "first", 4),
-    "while it is read back": (at_call(f"{CHECKPOINT}.saver:_read_back", 2), "any", 4),
-    "before it tells what it read back": (at_call(f"{CHECKPOINT}.saver:meet", 6), "any", 4),
-    "before an old one is deleted": (at_call(f"{CHECKPOINT}.store:Disk.delete", 1), "first", 4),
-    "while an old one is deleted": (at_call("shutil:rmtree", 3, half_deleted), "first", 4),
-    "after the weights have changed": (
-        at_call("torchtitan.optim.optimizer_group:Optimizers.step", 6, done_and_dead),
-        "any",
-        4,
-    ),
+    stage: (trap(*words.split()), who, int(newest))
+    for stage, words, who, newest in table(__file__, "kills.txt")
 }
 """Of the save of step 4: the trap; which rank is trapped; the newest checkpoint that is there then.
 

@@ -21,17 +21,11 @@ GROWTH = 1.10
 """Of resident memory, as caches fill slowly; what each step leaked was more after 2,000 of them."""
 SLOW = 0.2
 """Seconds that each file of a checkpoint takes longer."""
+SINKS = ("enable_tensorboard", "enable_wandb", "save_for_all_ranks", "save_events")
 EVERYTHING = {
     "checkpoint": {"interval": 100, "async_mode": "async"},
     "validation": {"enable": True, "freq": 100, "steps": 2},
-    "metrics": {
-        "log_freq": 10,
-        "statistics_freq": 250,
-        "enable_tensorboard": True,
-        "enable_wandb": True,
-        "save_for_all_ranks": True,
-        "save_events": True,
-    },
+    "metrics": {"log_freq": 10, "statistics_freq": 250, **dict.fromkeys(SINKS, True)},
 }
 
 

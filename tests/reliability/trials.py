@@ -55,8 +55,7 @@ def recipe(folder, layout="one rank", by="AdamW", **sections):
         "lr_scheduler": {"total_steps": STEPS},
         "checkpoint": {"enable": True, "interval": 2, "keep_latest_k": 3},
     }
-    merged = {name: defaults.get(name, {}) | sections.get(name, {}) for name in defaults | sections}
-    return layouts.job(CASES[layout], by, **merged)
+    return layouts.job(CASES[layout], by, **layouts.tiny.merged(defaults, sections))
 
 
 def ranks_of(layout):

@@ -3,32 +3,15 @@
 import pytest
 
 from tests.checkpoint import test_resume
-from tests.layouts import FULL, LAYOUTS, RESHARD, RING, ROWWISE, UNBALANCED, ZBV, case
+from tests.layouts import LAYOUTS, ROWWISE, case
 from tests.parallel import test_collectives, test_convert, test_muon, test_optimizers, test_parity
 from tests.ranks import run_ranks
 from tests.research import layouts
-from tests.research.layouts import (
-    BESIDE_LATENT,
-    DAILY,
-    GATE,
-    IN_PLACE,
-    LATENT_BESIDE,
-    ROTATED,
-    SIMPLE,
-    installed,
-)
+from tests.research.layouts import DAILY, GATE, ROTATED, SIMPLE, installed, of_system
 from tests.runs import train
+from tests.tables import data
 from tests.tiers import tiers
 from tests.training import test_statistics
-
-BFLOAT16 = {"mixed_precision_param": "bfloat16"}
-LOCO = {"gradients": {"name": "loco", "bucket": 64, "scales": "bfloat16"}}
-DEMO = {"replicas": {"name": "demo", "sign": False, "chunk": 10, "verify_steps": 0}}
-SLICES = {"replicas": {"name": "slicing", "sign": False, "verify_steps": 0}}
-HOP = {"replicas": {"name": "loco", "bucket": 64}}
-TWO_HOPS = {**LOCO, "replicas": HOP["replicas"] | {"verify_steps": 0}}
-QSDP = {way: {"name": "qsdp", "bits": 5, "bucket": 64} for way in ("weights", "gradients")}
-LEARNED = QSDP | {"gradients": QSDP["gradients"] | {"bits": 4, "levels": "learned"}}
 
 
 @pytest.mark.parametrize("name", tiers(layouts.LAYOUTS, DAILY, gate=GATE))
@@ -36,57 +19,16 @@ def test_layout_trains_the_same_run_as_one_rank(name):
     test_parity.is_the_run_of_one_rank(layouts.LAYOUTS[name], "cpu")
 
 
-FROM_PARITY = (
-    *("SimpleFSDP, HSDP 2 x 2, full recomputation", "SimpleFSDP 2 x TP 2, accumulating"),
-    *("SimpleFSDP 2 x PP 2", "rotated 2, copies 2", "rotated 2 x CP 2, documents"),
-    *("PP 2, 1F1B, all losses, of latents too", "TP 2 x PP 2, all losses, of latents too"),
-    *("SimpleFSDP 2, all losses, of latents too", "rotated 2, losses of latents"),
-)
+TABLE = data(__file__)
 SENDING = installed(
-    {
-        **{name: layouts.ALL[name] for name in FROM_PARITY},
-        "FSDP 2, LoCo": case(shard=2, communication=LOCO),
-        "FSDP 2, QSDP, bfloat16": case(shard=2, communication=QSDP, training=BFLOAT16),
-        "FSDP 2 x TP 2, QSDP": case(shard=2, tp=2, communication=QSDP),
-        "HSDP 2 x 2, LoCo": case(replicate=2, shard=2, batch=1, communication=LOCO),
-        "HSDP 2 x 2, DeMo": case(replicate=2, shard=2, batch=1, communication=DEMO),
-        "HSDP 2 x 2, LoCo in two hops": case(replicate=2, shard=2, batch=1, communication=TWO_HOPS),
-        "DDP 3, LoCo": case(replicate=3, training={"global_batch_size": 12}, communication=HOP),
-        "FSDP 2, QSDP with learned levels": case(shard=2, communication=LEARNED),
-        "DDP 2 x PP 2, slices": case(2, replicate=2, batch=4, communication=SLICES),
-        "rotated 2": case(shard=2, sharding=ROTATED),
-        "rotated 4, bfloat16, full recomputation": case(
-            shard=4, training=BFLOAT16, recompute=FULL, sharding=ROTATED
-        ),
-        "rotated 2, in place, loss in chunks": case(shard=2, chunk=100, sharding=IN_PLACE),
-        "FSDP 2, all losses, of latents too, full recomputation": case(
-            shard=2, recompute=FULL, **LATENT_BESIDE, **{RESHARD: "always"}
-        ),
-        "TP 2, all losses, of latents too, full recomputation": case(
-            tp=2, recompute=FULL, **LATENT_BESIDE
-        ),
-        "SimpleFSDP 2 x PP 2, ZBVZeroBubble, full recomputation": case(
-            2, shard=2, batch=4, recompute=FULL, sharding=SIMPLE, **ZBV
-        ),
-        "CP 2 x TP 2, all losses, of latents too": case(cp=2, tp=2, **LATENT_BESIDE),
-        "CP 2, unbalanced ring, losses of latents": case(
-            cp=2, auxiliary=BESIDE_LATENT, **RING, **UNBALANCED
-        ),
-    }
+    {name: of_system(name) for name in TABLE["systems"]}
+    | {name: case(**given) for name, given in TABLE["own"].items()}
 )
-SENDING_DAILY = ("FSDP 2, LoCo", "HSDP 2 x 2, DeMo", "rotated 2")
-SENDING_IN_GATE = (
-    *("SimpleFSDP, HSDP 2 x 2, full recomputation", "rotated 2, copies 2", "DDP 3, LoCo"),
-    *("HSDP 2 x 2, LoCo in two hops", "FSDP 2, QSDP with learned levels"),
-    "TP 2, all losses, of latents too, full recomputation",
-    "CP 2, unbalanced ring, losses of latents",
-)
+SENT_DAILY = [name for name in TABLE["daily"] if name in SENDING]
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize(
-    "name", tiers(SENDING, [n for n in SENDING_DAILY if n in SENDING], gate=SENDING_IN_GATE)
-)
+@pytest.mark.parametrize("name", tiers(SENDING, SENT_DAILY, gate=TABLE["gate"]))
 def test_step_sends_what_is_planned(name, monkeypatch):
     test_collectives.sends_what_is_planned(SENDING[name], monkeypatch)
 

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests import tiny
 from tests.checkpoint import test_dcp_writer, test_torch_reader
-from tests.layouts import ONE, case
+from tests.layouts import ONE, case, layout
 from tests.parallel import test_optimizer_groups
 from tests.parallel.test_optimizers import SQUARE, job
 from tests.ranks import run_ranks
@@ -28,14 +28,10 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 # Parts that fall to each of four ranks are large enough for codes. One block, where stages do not
 # need two.
 LAYOUTS = {
-    "FSDP 2": case(shard=2),
-    "TP 2": case(tp=2),
-    "PP 2, Interleaved1F1B": case(2, batch=4, pipeline_parallel_schedule="Interleaved1F1B"),
-    "DDP 2": case(replicate=2),
-    "HSDP 2 x 2": case(replicate=2, shard=2),
-    "FSDP 2 x TP 2": case(shard=2, tp=2),
+    name: layout(name).of(n_layers=1)
+    for name in ("FSDP 2", "TP 2", "DDP 2", "HSDP 2 x 2", "FSDP 2 x TP 2")
 }
-LAYOUTS = {name: each if each.pp > 1 else each.of(n_layers=1) for name, each in LAYOUTS.items()}
+LAYOUTS["PP 2, Interleaved1F1B"] = layout("PP 2, Interleaved1F1B, 4 at a time")
 ALLOWED = {"bfloat16": 3e-4, "float8": 0.02, "8bit": 0.02, "4bit": 0.2}
 """How far weights may be off, in parts of how far they moved; both as 2-norms."""
 WITHOUT_COLUMNS = 1e-3

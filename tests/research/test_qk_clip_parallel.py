@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from tests.collectives import Message
-from tests.layouts import OPERATORS, RING, case, named, resumed
+from tests.layouts import OPERATORS, RING, case, layout, named, resumed
 from tests.parallel import test_collectives, test_compile, test_muon
 from tests.ranks import run_ranks
 from tests.research import layouts
@@ -81,10 +81,10 @@ def test_parameters_that_are_gathered_in_a_graph(name):
 
 
 SENDING = {
-    "PP": test_collectives.MUON["FSDP 2 x PP 2"],
-    "CP": test_collectives.MUON["CP 2, ring, full recomputation"],
-    "CP, all at once": case(cp=2),
-    "CP, operators recomputed": case(cp=2, batch=4, recompute=OPERATORS),
+    "PP": layout("FSDP 2 x PP 2"),
+    "CP": layout("CP 2, ring, full recomputation"),
+    "CP, all at once": layout("CP 2"),
+    "CP, operators recomputed": layout("CP 2, operators recomputed"),
 }
 
 

@@ -11,6 +11,7 @@ import pytorch_optimizer
 import torch
 from torch import nn
 
+from tests.tables import data
 from tests.tiny import named
 from torchtitan.job import JobConfig
 from torchtitan.optim import AdamW, Optimizers
@@ -20,18 +21,7 @@ SWITCHES = ("centralize_gradients", "normalize_gradients", "positive_negative_mo
 SWITCHES += ("stable_weight_decay", "amsgrad")
 NONE = ("adaptive_clip", "norm_loss", "softplus", "lookahead_steps")
 OFF = dict.fromkeys(SWITCHES, False) | dict.fromkeys(NONE, 0)
-ON = {
-    "nothing": {},
-    "adaptive clipping": {"adaptive_clip": 0.05, "adaptive_clip_norm": 0.5},
-    "centralization": {"centralize_gradients": True},
-    "normalization": {"normalize_gradients": True},
-    "positive-negative momentum": {"positive_negative_momentum": True, "beta0": 0.8},
-    "stable weight decay": {"stable_weight_decay": True},
-    "norm loss": {"norm_loss": 0.02},
-    "softplus": {"softplus": 5.0},
-    "maximum": {"amsgrad": True},
-    "lookahead": {"lookahead_steps": 3, "lookahead_alpha": 0.3},
-}
+ON = data(__file__)
 NUMBERS = {"lr": 1e-2, "weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9}
 EVERYTHING = {key: value for one in ON.values() for key, value in one.items()}
 TO_NORM_1 = {"stable_weight_decay": True, "decay_to_norm_1": True}

@@ -85,14 +85,9 @@ class Network(nn.Module):
         return self.output(x) if targets is None else self.loss(x, self.output.weight, targets)
 
 
-PLAN = {
-    "layer.rows": "rowwise",
-    "layer.feed_forward": "input_gather",
-    "layer.back": "rowwise",
-    "layer.feed_forward.back": "rowwise",
-    "heads": "input_gather",
-    "heads.o": "rowwise",
-}
+ROWWISE = ("layer.rows", "layer.back", "layer.feed_forward.back", "heads.o")
+PLAN = dict.fromkeys(ROWWISE, "rowwise")
+PLAN |= dict.fromkeys(("layer.feed_forward", "heads"), "input_gather")
 
 
 def network():
@@ -132,21 +127,11 @@ def _base(tensor):
 
 def rotated(chunk=0, heads=4, in_place=False):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    target = ShardingTarget(
-        mesh=mesh,
-        tensor_mesh=mesh,
-        precision=Precision(reduce=torch.float64),
-        reshard="default",
-        last_block="",
-        ends=((), ()),
-        compile=CompileConfig(),
-        communication=CommunicationConfig(),
-        cpu_offload=False,
-        device_type="cpu",
-        tensor_plan=PLAN,
-        heads=heads,
-        vocabulary_chunk=chunk,
-    )
+    of = {"mesh": mesh, "tensor_mesh": mesh, "tensor_plan": PLAN, "device_type": "cpu"}
+    of |= {"reshard": "default", "last_block": "", "ends": ((), ()), "cpu_offload": False}
+    of |= {"precision": Precision(reduce=torch.float64), "compile": CompileConfig()}
+    of |= {"communication": CommunicationConfig(), "heads": heads, "vocabulary_chunk": chunk}
+    target = ShardingTarget(**of)
     model, ring = network(), Watched(mesh.get_group(), in_place)
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     Ring(target, ring).apply(model, {})

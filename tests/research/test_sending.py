@@ -13,6 +13,7 @@ from tests.layouts import FULL, case
 from tests.ranks import run_ranks
 from tests.research.layouts import installed
 from tests.runs import each, parts, trace, traced, train
+from tests.tables import data
 from tests.tiers import tiers
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.device import Device
@@ -26,23 +27,7 @@ LAYOUTS = {
     "FSDP 2 x CP 2": case(shard=2, cp=2),
     "HSDP 2 x 2": case(replicate=2, shard=2, batch=1),
 }
-LOCO = {"gradients": {"name": "loco", "bucket": 64}}
-QSDP = {way: {"name": "qsdp", "bucket": 64} for way in ("weights", "gradients")}
-LEVELS = {"bits": 4, "levels": "learned", "learn_steps": 2}
-ALL = {
-    "LoCo": LOCO,
-    # Replicas compare their weights after each step.
-    "LoCo in two hops": LOCO | {"replicas": {"name": "loco", "bucket": 64, "verify_steps": 1}},
-    "LoCo, replicas that never agree": LOCO | {"replicas": {"name": "none"}},
-    "QSDP": QSDP,
-    "QSDP, learned levels": QSDP | {"gradients": QSDP["gradients"] | LEVELS},
-    "slices": {"replicas": {"name": "slicing", "sign": False}},
-    "DeMo": {"replicas": {"name": "demo", "sign": False}},
-    "DeMo of two steps": {"replicas": {"name": "demo", "sign": False, "every": 2, "decay": 0.9}},
-    "DiLoCo": {"replicas": {"name": "diloco", "every": 2}},
-    "local SGD": {"replicas": {"name": "all_reduce", "every": 2}},
-    "replicas that never agree": {"replicas": {"name": "none"}},
-}
+ALL = data(__file__)
 WAYS = [*installed({name: case(communication=way) for name, way in ALL.items()})]
 
 
@@ -122,7 +107,7 @@ def test_a_step_with_a_nan_is_skipped_and_leaves_nothing_behind(ways):
 @pytest.mark.skipif("QSDP" not in WAYS, reason="the system is not there")
 def test_statistics_change_nothing():
     """Their pass rounds the weights as those of the step do."""
-    layout, way = case(shard=2), {"weights": QSDP["weights"]}
+    layout, way = case(shard=2), {"weights": ALL["QSDP"]["weights"]}
     jobs = [
         recipe(layout, "plain", 3, communication=way, metrics={"statistics_freq": every})
         for every in (0, 1)

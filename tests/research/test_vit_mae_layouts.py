@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests import layouts, tiny
-from tests.layouts import FULL, NO_SEQUENCE, OPTIMIZERS, case, schedule
+from tests.layouts import NO_SEQUENCE, OPTIMIZERS, case
 from tests.ranks import run_ranks
-from tests.research.layouts import ROTATED, SIMPLE
+from tests.research.layouts import of_system
 from tests.runs import assert_complete, compare, compare_converted, losses, trace, train
+from tests.tables import data
 from tests.tiers import tiers
 from torchtitan import build
 from torchtitan.job import JobConfig
@@ -25,35 +26,19 @@ BY_HAND = (
     ("layers.2", "bridge", "decoder.0", "decoder.1", "decoder_norm", "output"),
 )
 
+TABLE = data(__file__)
 LAYOUTS = {
-    **layouts.named(
-        *("DDP 2", "HSDP 2 x 2", "FSDP 2, accumulating 4", "FSDP 2, CPU offload", "FSDP 2 x PP 2"),
-        *("FSDP 2, always reshard", "FSDP 2, never reshard", "FSDP 4, regathered by 2"),
-        *("FSDP 2, full recomputation", "FSDP 2, operators recomputed"),
-        *("PP 2, 1F1B", "PP 2, GPipe", "PP 2, ZBVZeroBubble"),
-    ),
-    "FSDP 2, accumulating 4 whole": case(shard=2, batch=1, sharding=layouts.WHOLE),
-    "HSDP 2 x 2, added up afterwards": case(replicate=2, shard=2, communication=layouts.AFTERWARDS),
-    "SimpleFSDP 2": case(shard=2, sharding=SIMPLE),
-    "rotated 2": case(shard=2, sharding=ROTATED),
-    "TP 2": case(tp=2, **NO_SEQUENCE),
-    "TP 4": case(tp=4, **NO_SEQUENCE),
-    "TP 2, no loss parallelism": case(tp=2, **NO_SEQUENCE, **layouts.NO_LOSS),
-    "TP 2, operators recomputed": case(tp=2, recompute=layouts.OPERATORS, **NO_SEQUENCE),
-    "FSDP 2 x TP 2": case(shard=2, tp=2, **NO_SEQUENCE),
-    "PP 2, Interleaved1F1B, full recomputation": schedule("Interleaved1F1B", recompute=FULL),
+    **{name: of_system(name) for name in TABLE["of_systems"]},
+    **{
+        name: layouts.layout(f"{name}, no sequence parallelism")
+        for name in TABLE["whole_sequences"]
+    },
     "PP 2, cut by hand": case(2, module_fqns_per_model_part=BY_HAND),
-    "FSDP 2 x TP 2 x PP 2": case(2, shard=2, tp=2, **NO_SEQUENCE),
     "FSDP 2, Float8 rowwise": case(shard=2, batch=16, convert=layouts.ROWWISE),
     "FSDP 2, Float8 tensorwise": case(shard=2, batch=16, convert=layouts.TENSORWISE),
 }
 DRIFT = 2e-3
 """What Float8 may make of rounding in five steps; a nudge of all weights made 5e-4 of it."""
-DAILY = ("PP 2, 1F1B",)
-GATE = (
-    *("DDP 2", "FSDP 2, accumulating 4", "HSDP 2 x 2", "TP 2", "FSDP 2 x TP 2"),
-    *("PP 2, ZBVZeroBubble", "FSDP 2, Float8 rowwise", "rotated 2"),
-)
 
 
 def job(layout, optimizer, **sections):
@@ -100,7 +85,7 @@ def _reference(*recipes):
     return result
 
 
-@pytest.mark.parametrize("name", tiers(LAYOUTS, DAILY, gate=GATE))
+@pytest.mark.parametrize("name", tiers(LAYOUTS, TABLE["daily"], gate=TABLE["gate"]))
 def test_layout_trains_the_same_run_as_one_rank(name):
     layout = LAYOUTS[name]
     optimizers = layouts.compared_by(layout)

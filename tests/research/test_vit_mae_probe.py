@@ -13,17 +13,11 @@ from tests import small_weights, tiny
 from tests.ranks import run_ranks
 from tests.research.test_vit_mae_pictures import MODEL
 from tests.runs import train
-from tests.small_weights import SPEC
 from tests.test_docs import ROOT
-from torchtitan.models import MODELS
 from torchtitan.research.vit_mae.images.open_images import open_view
 from torchtitan.research.vit_mae.probe import HELD_OUT, ORDER_SEED, PENALTY, data_of, fit
-from torchtitan.tools.cli import main
 
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setitem(MODELS, "small", SPEC)
+pytestmark = pytest.mark.usefixtures("small")
 
 
 def test_the_regression_is_the_minimum_of_what_it_says():
@@ -74,10 +68,9 @@ def test_the_page_tells_so_of_the_whole_recipe():
     assert trained[1] > new[2] + 0.3
 
 
-def test_what_a_probe_finds_is_printed(untrained, capsys):
+def test_what_a_probe_finds_is_printed(untrained, says):
     words = [str(untrained), "--tasks", "linear_probe", "--limit", "60", "--json"]
-    assert main(["evaluate", *words]) == 0
-    found = json.loads(capsys.readouterr().out)["linear_probe"]
+    found = json.loads(says("evaluate", *words))["linear_probe"]
     assert (found["images"], found["classes"]) == (60, 8)
     assert 5 < found["held_out"] < 20, "about every fifth"
     for key in ("accuracy", "random_encoder"):
@@ -92,12 +85,11 @@ def test_what_a_probe_finds_is_printed(untrained, capsys):
     labels = np.array([view.images.label(number) for number in chosen.tolist()])
     frequent = np.bincount(labels[~held_out]).argmax()
     assert found["most_frequent"] == pytest.approx((labels[held_out] == frequent).mean())
-    assert main(["evaluate", *words[:-1], "--batch-size", "7"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = says("evaluate", *words[:-1], "--batch-size", "7").splitlines()
     assert f"accuracy        {found['accuracy']:.4f}  of {found['held_out']} held-out" in lines[0]
 
 
-def test_probes_that_cannot_be_are_refused_in_words(untrained, tmp_path, capsys):
+def test_probes_that_cannot_be_are_refused_in_words(untrained, tmp_path, says):
     (tmp_path / "loose").mkdir()
     Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(tmp_path / "loose/a.png")
     text = small_weights.saved(tmp_path / "text", recipe={"model.tokenizer_path": None})
@@ -111,5 +103,4 @@ def test_probes_that_cannot_be_are_refused_in_words(untrained, tmp_path, capsys)
         ([*probe, "--dataset", "synthetic"], "has no images"),
         ([str(text), *probe[1:]], "linear_probe needs an image model, and "),
     ):
-        assert main(["evaluate", *words]) == 2
-        assert message in capsys.readouterr().err
+        assert message in says("evaluate", *words, status=2)

@@ -51,9 +51,8 @@ def test_every_report_has_the_hash_of_all_samples_on_any_layout(straight, killed
     assert len(set(expected.values())) == 8
 
 
-def test_a_killed_and_resumed_run_is_complete(straight, killed, capsys):
-    assert main(["data", "ledger", str(killed), "--json", "--verify"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_killed_and_resumed_run_is_complete(straight, killed, says):
+    found = json.loads(says("data", "ledger", killed, "--json", "--verify"))
     assert found["is_complete"]
     assert found["hash"] == read_consumption(straight).end["hash"]
     first, second = found["sessions"]
@@ -63,8 +62,7 @@ def test_a_killed_and_resumed_run_is_complete(straight, killed, capsys):
     assert found["verified_hashes"] > 8
     [(_, source)] = found["sources"].items()
     assert (source["samples"], source["tokens"]) == (64, found["tokens"])
-    assert main(["data", "ledger", str(killed)]) == 0
-    text = capsys.readouterr().out
+    text = says("data", "ledger", killed)
     assert "8 more samples, until step 5, were lost and trained again" in text
     assert "complete: each sample was read once, in order" in text
 
@@ -103,6 +101,9 @@ def without_step_4(found):
     return [row for row in found if row["step"] != 4 or row["event"] == "start"]
 
 
+ZERO, OTHER_REPORT = {"hash": "0" * 16}, "metrics.jsonl has the hash"
+OTHER_DATA = "they read different samples"
+OTHER_HASHES = "sessions 1 and 2 have different hashes at sample 40"
 TAMPERED = {
     "a row is removed": (without(2, "steps"), False, "a row before it is missing"),
     "the last row is removed": (lambda found: found[:-3], False, "its last rows are missing"),
@@ -111,30 +112,17 @@ TAMPERED = {
     "a start is removed": (without(1, "start"), True, "the start of a session is missing"),
     "a session skips": (with_values(1, "start", samples=40), True, "8 samples were skipped"),
     "a session repeats": (with_values(1, "start", samples=24), True, "8 samples were repeated"),
-    "a session has other data": (
-        with_values(1, "start", hash="0" * 16),
-        True,
-        "they read different samples",
-    ),
-    "a lost step had other data": (
-        with_values(4, "steps", hash="0" * 16),
-        True,
-        "sessions 1 and 2 have different hashes at sample 40",
-    ),
-    "a report had other data": (
-        with_values(-2, "steps", hash="0" * 16),
-        True,
-        "metrics.jsonl has the hash",
-    ),
+    "a session has other data": (with_values(1, "start", **ZERO), True, OTHER_DATA),
+    "a lost step had other data": (with_values(4, "steps", **ZERO), True, OTHER_HASHES),
+    "a report had other data": (with_values(-2, "steps", **ZERO), True, OTHER_REPORT),
 }
 
 
 @pytest.mark.parametrize("what", TAMPERED)
-def test_a_changed_ledger_is_found(what, killed, tmp_path, capsys):
+def test_a_changed_ledger_is_found(what, killed, tmp_path, says):
     change, rechain, message = TAMPERED[what]
     folder = changed(killed, tmp_path / "run", change, rechain)
-    assert main(["data", "ledger", str(folder)]) == 1
-    assert message in capsys.readouterr().out
+    assert message in says("data", "ledger", folder, status=1)
 
 
 def test_verify_finds_hashes_that_agree_with_each_other_but_not_with_the_recipe(
@@ -190,14 +178,13 @@ def test_a_rollback_is_no_gap(tmp_path):
     assert "rollback" in [row["event"] for row in ledger_rows(folder / LEDGER_FILE)]
 
 
-def test_a_run_without_a_ledger_is_refused(straight, tmp_path, capsys):
+def test_a_run_without_a_ledger_is_refused(straight, tmp_path, says):
     shutil.copy(straight / "metrics.jsonl", tmp_path)
-    assert main(["data", "ledger", str(tmp_path)]) == 2
-    assert f"has no {LEDGER_FILE}" in capsys.readouterr().err
+    assert f"has no {LEDGER_FILE}" in says("data", "ledger", tmp_path, status=2)
 
 
 @pytest.mark.parametrize("packing", ["join", pytest.param("best_fit", marks=pytest.mark.gate)])
-def test_sources_of_a_mixture_are_counted_across_kills_and_stages(packing, tmp_path, capsys):
+def test_sources_of_a_mixture_are_counted_across_kills_and_stages(packing, tmp_path, says):
     sources = [
         {"path": str(write_shards(tmp_path / name, drawn_documents(90, seed)))} | amount
         for seed, (name, amount) in enumerate(
@@ -209,8 +196,7 @@ def test_sources_of_a_mixture_are_counted_across_kills_and_stages(packing, tmp_p
     # The recipe of the resumed run has a stage that begins after the checkpoint.
     data["stages"] = [{"from_step": 5, "weights": [1, 1]}]
     trained(folder, "one rank", data=data, checkpoint={"resume": "must"})
-    assert main(["data", "ledger", str(folder), "--json", "--verify"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(says("data", "ledger", folder, "--json", "--verify"))
     assert {name: counts["samples"] for name, counts in found["sources"].items()} == {
         "web": 30 + 12,
         "code": 10 + 12,
@@ -243,10 +229,9 @@ def test_a_kill_during_a_save_leaves_no_gap(place, number, resumed_at, tmp_path)
 
 
 @pytest.mark.gate
-def test_sources_of_a_run_that_was_killed_are_known_until_its_last_checkpoint(tmp_path, capsys):
+def test_sources_of_a_run_that_was_killed_are_known_until_its_last_checkpoint(tmp_path, says):
     trained(tmp_path / "run", "one rank", kill=True)
-    assert main(["data", "ledger", str(tmp_path / "run")]) == 0
-    text = capsys.readouterr().out
+    text = says("data", "ledger", tmp_path / "run")
     assert "40 samples" in text
     assert "sources are recorded until sample 32, the last checkpoint" in text
 

@@ -138,20 +138,13 @@ def test_prometheus_gets_the_last_report(answers):
     assert status == 200
     report = [row for row in last if "loss" in row][-1]
     validation = [row for row in last if "validation_loss" in row][-1]
-    for name, expected in {
-        "step": 5,
-        "steps_wanted": 5,
-        "loss": report["loss"],
-        "grad_norm": report["grad_norm"],
-        "learning_rate": report["lr"],
-        "tokens_total": report["tokens"],
-        "tokens_per_second_per_device": report["tps"],
-        "memory_peak_gib": report["memory_gib"],
-        "validation_loss": validation["validation_loss"],
-        "skipped_steps_total": 0,
-        "restarts_total": 0,
-        "checkpoint_step": 4,
-    }.items():
+    names = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
+    names |= {"tokens": "tokens_total", "tps": "tokens_per_second_per_device"}
+    wanted = {name: report[key] for key, name in names.items()}
+    wanted |= {"step": 5, "steps_wanted": 5, "skipped_steps_total": 0, "restarts_total": 0}
+    wanted |= {"memory_peak_gib": report["memory_gib"], "checkpoint_step": 4}
+    wanted |= {"validation_loss": validation["validation_loss"]}
+    for name, expected in wanted.items():
         assert seen[f"torchtitan_{name}"] == pytest.approx(expected, rel=1e-6), name
     assert found["finishing"][0]["/"][0] == 404
     assert values(found["training"][-1]["/metrics"][1])["torchtitan_step"] == 4
@@ -161,14 +154,8 @@ def health(saved_step=None):
     now = [100.0]
     one = Health(limit_seconds=30.0, restarts=2, clock=lambda: now[0])
     timeline = Timeline(Device("cpu"), clock=lambda: now[0])
-    one.watch(
-        timeline,
-        unit="tokens",
-        rate="tps",
-        total_steps=9,
-        saved_step=lambda: saved_step,
-        is_finished=lambda: False,
-    )
+    about = {"unit": "tokens", "rate": "tps", "total_steps": 9}
+    one.watch(timeline, **about, saved_step=lambda: saved_step, is_finished=lambda: False)
     return one, now, timeline
 
 
@@ -183,13 +170,8 @@ def test_a_run_that_hangs_is_not_healthy_and_one_that_compiles_is():
     now[0] += 2.0
     status, body, _ = one.answer("/healthz")
     assert status == 503
-    assert json.loads(body) == {
-        "healthy": False,
-        "phase": "training",
-        "step": 1,
-        "age_seconds": 31.0,
-        "limit_seconds": 30.0,
-    }
+    told = {"healthy": False, "phase": "training", "step": 1, "age_seconds": 31.0}
+    assert json.loads(body) == told | {"limit_seconds": 30.0}
     with timeline.pause("checkpoint"):
         assert one.answer("/healthz")[0] == 200
         now[0] += 1000.0

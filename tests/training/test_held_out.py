@@ -27,7 +27,7 @@ def recipe(folder, steps=6, **sections):
         "checkpoint": {"enable": True, "interval": 3},
         "validation": {"enable": True, "freq": 3, "steps": -1},
     }
-    return tiny.job(folder, **{n: defaults.get(n, {}) | sections.get(n, {}) for n in defaults})
+    return tiny.job(folder, **tiny.merged(defaults, sections))
 
 
 def texts(batch, found):

@@ -1,5 +1,6 @@
 """The model of tests/images.py: another task, from outside the package, on every layout."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,58 +19,19 @@ LAYOUTS = {
 }
 ZBV = [*LAYOUTS["PP 2"], "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
 TRAINED = LAYOUTS | ({"ZBV": ZBV} if keeps_nodes_of_functions() else {})
-RECIPE = """
-[job]
-imports = ["tests.images"]
-dump_folder = "outputs/images"
-
-[model]
-name = "restorer"
-flavor = "tiny"
-n_layers = 4
-
-[data]
-dataset = "squares"
-
-[training]
-local_batch_size = 8
-steps = 4
-mixed_precision_param = "float32"
-
-[optimizer]
-lr = 1e-2
-
-[lr_scheduler]
-warmup_steps = 0
-
-[validation]
-enable = true
-dataset = "squares"
-freq = 2
-
-[checkpoint]
-interval = 2
-
-[metrics]
-log_freq = 1
-"""
 KEYS = ("loss", "grad_norm", "loss/activity", "images")
 
 
 @pytest.fixture(autouse=True)
 def recipe(tmp_path, monkeypatch):
-    (tmp_path / "images.toml").write_text(RECIPE)
+    shutil.copy(Path(__file__).with_name("images.toml"), tmp_path)
     monkeypatch.chdir(tmp_path)
 
 
 def read(folder, ranks, *flags, weight=0.01):
-    always = [
-        "--activation_checkpoint.mode=full",
-        "--training.global_batch_size=16",
-        "--training.seq_len=32",
-        f"--model.activity_weight={weight}",
-        f"--job.dump_folder={folder}",
-    ]
+    always = ["--activation_checkpoint.mode=full", "--training.global_batch_size=16"]
+    always += ["--training.seq_len=32", f"--model.activity_weight={weight}"]
+    always += [f"--job.dump_folder={folder}"]
     return load_job("images.toml", [*always, *flags], ranks, "cpu").config
 
 

@@ -37,9 +37,7 @@ def recipe(folder, layout, steps=4, **sections):
         "optimizer": {"lr": 1e-3},
         "checkpoint": {"enable": True, "interval": 2, "async_mode": "async"},
     }
-    names = defaults | sections
-    merged = {name: defaults.get(name, {}) | sections.get(name, {}) for name in names}
-    return tiny.job(folder, **layout.recipe(**merged))
+    return tiny.job(folder, **layout.recipe(**tiny.merged(defaults, sections)))
 
 
 def eager(job):

@@ -71,20 +71,11 @@ def pinned(monkeypatch):
     ("workers", "device", "is_pinned"),
     [(2, Device("cuda", 3), True), (2, Device("cpu"), False), (0, Device("cuda", 3), True)],
 )
-def test_batches_are_pinned_for_cuda_by_a_thread_if_there_is_one(
-    workers, device, is_pinned, pinned
-):
-    stream = build_stream(
-        DataConfig(dataset="synthetic", num_workers=workers),
-        load_tokenizer(None),
-        seed=0,
-        seq_len=8,
-        local_batch_size=2,
-        accumulation=2,
-        rank=0,
-        ranks=1,
-        device=device,
-    )
+def test_batches_are_pinned_for_cuda_by_a_thread(workers, device, is_pinned, pinned):
+    """If there is one."""
+    config = DataConfig(dataset="synthetic", num_workers=workers)
+    part = {"seq_len": 8, "local_batch_size": 2, "accumulation": 2, "device": device}
+    stream = build_stream(config, load_tokenizer(None), **part)
     batches = [next(stream) for _ in range(3)]
     stream.close()
     tensors = {

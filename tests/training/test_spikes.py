@@ -145,7 +145,7 @@ def recipe(folder, layout="one", optimizer="AdamW", **sections):
         "checkpoint": {"enable": True, "interval": 3},
         "spikes": {"sigma": 10, "window": 4, "max_rollbacks": 2},
     }
-    merged = {n: defaults.get(n, {}) | sections.get(n, {}) for n in defaults | sections}
+    merged = layouts.tiny.merged(defaults, sections)
     return layouts.job(LAYOUTS.get(layout, layouts.ONE), optimizer, **merged)
 
 

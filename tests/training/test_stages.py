@@ -16,7 +16,6 @@ from torchtitan.parallel import Degrees
 from torchtitan.plan.plan import plan
 from torchtitan.plan.plan_report import plan_json, plan_text
 from torchtitan.provenance import to_toml
-from torchtitan.tools.cli import main
 from torchtitan.tools.ledger import read_consumption, replay
 
 STEPS = 6
@@ -107,11 +106,10 @@ def test_another_layout_goes_on_in_a_stage(tmp_path):
         assert losses(halves) == pytest.approx(losses(whole), rel=1e-5), kind
 
 
-def test_check_and_plan_name_the_stages(tmp_path, capsys):
+def test_check_and_plan_name_the_stages(tmp_path, says):
     path = tmp_path / "staged.toml"
     path.write_text(to_toml(recipe("FSDP 2")))
-    assert main(["check", str(path), "--world-size", "2", "--job.imports", "tests.tiny"]) == 0
-    said = capsys.readouterr().out
+    said = says("check", path, "--world-size", "2", "--job.imports", "tests.tiny")
     assert "256 tokens per step, 2,560 in 6 steps" in said
     assert "from step 3 on 16 sequences of 32: 4 at a time x 2 accumulated x 2 data" in said
     assert "512 tokens before; a rank has activations of 128 tokens, not of 64" in said

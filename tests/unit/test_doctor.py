@@ -10,16 +10,14 @@ import torch.distributed as dist
 
 from torchtitan.device import Device
 from torchtitan.tools import doctor
-from torchtitan.tools.cli import main
 
 
 def found(findings):
     return {each.name: each for each in findings}
 
 
-def test_this_machine_can_train(capsys):
-    assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_this_machine_can_train(says):
+    lines = says("doctor").splitlines()
     headings = [line for line in lines if not line.startswith(" ")]
     assert headings[:4] == ["versions:", "devices:", "backends:", "features:"]
     rows = {line.split()[1]: line.split()[0] for line in lines if line.startswith(" ")}
@@ -27,9 +25,8 @@ def test_this_machine_can_train(capsys):
     assert lines[-1].startswith("ready to train on ")
 
 
-def test_as_json(capsys):
-    assert main(["doctor", "--json"]) == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+def test_as_json(says):
+    rows = {row["name"]: row for row in json.loads(says("doctor", "--json"))}
     assert rows["torch"] == {
         "section": "versions",
         "name": "torch",
@@ -53,7 +50,7 @@ def test_a_missing_package_has_its_command(monkeypatch):
 @pytest.mark.parametrize(
     ("version", "detail"), [("9.9", "9.9; wanted <2.14,>=2.11"), (None, "not installed")]
 )
-def test_a_required_package_decides_the_status(version, detail, monkeypatch, capsys):
+def test_a_required_package_decides_the_status(version, detail, monkeypatch, says):
     def versions(name):
         if name != "torch":
             return importlib.metadata.version(name)
@@ -62,20 +59,18 @@ def test_a_required_package_decides_the_status(version, detail, monkeypatch, cap
         return version
 
     monkeypatch.setattr(doctor, "version", versions)
-    assert main(["doctor"]) == 1
-    *lines, last = capsys.readouterr().out.splitlines()
+    *lines, last = says("doctor", status=1).splitlines()
     assert last == "not ready to train; first mend torch"
     [line] = [line for line in lines if line.startswith("  error")]
     assert line.split(maxsplit=2)[1:] == ["torch", f'{detail}  -> pip install "torch>=2.11,<2.14"']
 
 
-def test_a_backend_that_fails_decides_the_status(monkeypatch, capsys):
+def test_a_backend_that_fails_decides_the_status(monkeypatch, says):
     def fail(*_, **__):
         raise RuntimeError("no network interface\nand where")
 
     monkeypatch.setattr(dist, "init_process_group", fail)
-    assert main(["doctor"]) == 1
-    assert "  error    gloo                 no network interface\n" in capsys.readouterr().out
+    assert "  error    gloo                 no network interface\n" in says("doctor", status=1)
 
 
 def nvidia(driver, monkeypatch):

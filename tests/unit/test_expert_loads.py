@@ -82,8 +82,7 @@ def run(job, *, uneven=False):
 
 
 def recipe(**sections):
-    names = BALANCED.keys() | sections.keys()
-    merged = {name: BALANCED.get(name, {}) | sections.get(name, {}) for name in names}
+    merged = tiny.merged(BALANCED, sections)
     return tiny.job(**merged).model_copy(update={"auxiliary_losses": LOSSES})
 
 
@@ -114,14 +113,14 @@ def test_the_bias_moves_against_the_load_of_the_training_forward_alone():
     assert torch.equal(steps, 0.25 * missing.sign()), "a bias does not move against its load"
 
 
+def on_each_axis():
+    alone, once = {"data_parallel_shard_degree": 1}, {"steps": 1}
+    return {n: recipe(parallelism={d: 2, **alone}, training=once) for n, d in AXES.items()}
+
+
 def test_all_ranks_move_the_bias_by_the_whole_load():
     """Also where ranks have parts of sequences: of context, and of the stream of tensor ranks."""
-    jobs = {
-        name: recipe(
-            parallelism={degree: 2, "data_parallel_shard_degree": 1}, training={"steps": 1}
-        )
-        for name, degree in AXES.items()
-    }
+    jobs = on_each_axis()
     ranks = run_ranks(all_of, 2, jobs)
     for name, job in jobs.items():
         for each in ranks:
@@ -131,12 +130,7 @@ def test_all_ranks_move_the_bias_by_the_whole_load():
 
 def test_tokens_without_a_target_do_not_count():
     """Such as padding. Uniform shares make the balance 1, if the divisor is what is counted."""
-    jobs = {
-        name: recipe(
-            parallelism={degree: 2, "data_parallel_shard_degree": 1}, training={"steps": 1}
-        )
-        for name, degree in AXES.items()
-    }
+    jobs = on_each_axis()
     ranks = run_ranks(partial(all_of, uneven=True), 2, jobs)
     expected = ranks[0]["context"].loads
     assert 0 < expected.sum(-1).max() < 8 * 2 * jobs["context"].training.seq_len

@@ -20,10 +20,9 @@ def test_every_page_is_listed_and_shown_without_torch():
     assert "| 75 | SIGTERM" in done.stdout
 
 
-def test_a_page_has_names_of_files_and_topics_but_no_comments_and_links(capsys):
+def test_a_page_has_names_of_files_and_topics_but_no_comments_and_links(capsys, says):
     for name in (found := pages.pages()):
-        assert main(["help", name.replace("_", "-")]) == 0
-        text = capsys.readouterr().out
+        text = says("help", name.replace("_", "-"))
         assert not pages.LINK.search(text), name
         assert "<!-- " not in text, name
         assert found[name].partition("\n")[0] in text
@@ -40,16 +39,14 @@ def test_a_page_has_names_of_files_and_topics_but_no_comments_and_links(capsys):
         ("verify-resume", "torchtitan verify-resume"),
     ],
 )
-def test_sections_and_verbs_are_topics(topic, line, capsys):
-    assert main(["help", topic]) == 0
-    assert line in capsys.readouterr().out
+def test_sections_and_verbs_are_topics(topic, line, says):
+    assert line in says("help", topic)
 
 
 @pytest.mark.parametrize(
     ("word", "first"), [("checkpont", "checkpoint"), ("bf16", "precision"), ("oom", "layouts")]
 )
-def test_a_word_that_is_no_topic_names_the_nearest_three(word, first, capsys):
-    assert main(["help", word]) == 2
-    error = capsys.readouterr().err
+def test_a_word_that_is_no_topic_names_the_nearest_three(word, first, says):
+    error = says("help", word, status=2)
     assert error.startswith(f"error: help: got {word}; the nearest topics are {first}, ")
     assert error.count(", ") == 2

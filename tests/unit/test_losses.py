@@ -91,6 +91,12 @@ def test_large_logits_overflow_nowhere():
     torch.testing.assert_close(found, whole(hidden, weight, targets))
 
 
+def in_chunks(model, args, auxiliary=None):
+    of = {"compile_config": CompileConfig(), "auxiliary": auxiliary or AuxiliaryLosses([])}
+    config = LossConfig(vocabulary_chunk=64)
+    loss.apply(model, config, args.vocab_size, None, sequence_parallel=False, **of)
+
+
 @pytest.mark.parametrize("flavor", ["tiny", "tied"])
 def test_a_model_gives_its_loss(flavor):
     args = tiny.FLAVORS[flavor]
@@ -102,16 +108,7 @@ def test_a_model_gives_its_loss(flavor):
     ids = torch.randint(args.vocab_size, (2, 17), generator=generator)
     tokens, targets = ids[:, :-1], ids[:, 1:]
     parameters = tuple(model.parameters())
-    config = LossConfig(vocabulary_chunk=64)
-    loss.apply(
-        model,
-        config,
-        args.vocab_size,
-        None,
-        sequence_parallel=False,
-        compile_config=CompileConfig(),
-        auxiliary=AuxiliaryLosses([]),
-    )
+    in_chunks(model, args)
     expected = cross_entropy(model(tokens), targets)
     found = model(tokens, targets=targets)
     torch.testing.assert_close(found, expected)
@@ -130,15 +127,7 @@ def test_the_z_loss_is_that_of_the_next_token_alone():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)
     auxiliary = AuxiliaryLosses(("multi_token_1", "multi_token_2"), [ZLoss(weight=0.5)])
     auxiliary.attach([model], [], None)
-    loss.apply(
-        model,
-        LossConfig(vocabulary_chunk=64),
-        args.vocab_size,
-        None,
-        sequence_parallel=False,
-        compile_config=CompileConfig(),
-        auxiliary=auxiliary,
-    )
+    in_chunks(model, args, auxiliary)
     ids = torch.randint(args.vocab_size, (2, 19), generator=generator)
     tokens, targets = ids[:, :-3], ids[:, 1:-2].clone()
     targets[0, :3] = -100

@@ -56,11 +56,10 @@ def test_other_metrics_are_drawn_into_files_of_their_names(tmp_path, capsys):
     assert f"{folder}: the run has reported no los; its metrics: " in capsys.readouterr().err
 
 
-def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys):
+def test_a_file_that_is_there_is_not_overwritten(tmp_path, says):
     folder, path = write_run(tmp_path / "run", [row(1, loss=5.0)]), tmp_path / "curves.svg"
     path.write_text("mine")
-    assert main(["plot", str(folder), "--output", str(path)]) == 2
-    assert "curves.svg; already exists" in capsys.readouterr().err
+    assert "curves.svg; already exists" in says("plot", folder, "--output", path, status=2)
     assert path.read_text() == "mine"
 
 
@@ -71,11 +70,10 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path, capsys):
         ("empty", "empty: the run has reported no loss"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(run, message, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_drawn_is_refused(run, message, tmp_path, monkeypatch, says):
     monkeypatch.chdir(tmp_path)
     write_run(Path("empty"), [])
-    assert main(["plot", run]) == 2
-    assert capsys.readouterr().err == f"error: {message}\n"
+    assert says("plot", run, status=2) == f"error: {message}\n"
 
 
 @pytest.mark.parametrize(

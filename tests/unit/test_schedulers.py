@@ -7,41 +7,12 @@ import pytest
 from tests.network import network
 from tests.ranks import free_port
 from tests.runs import losses
-from tests.tables import table
+from tests.tables import data, table
 from tests.test_launch import ROOT, TINY, TRAIN, finish, start
 from torchtitan.cluster.schedulers import fill, local_address
 from torchtitan.config import ConfigError
-from torchtitan.tools.cli import main
 
-KUBEFLOW = {
-    "PET_NNODES": "2",
-    "PET_NPROC_PER_NODE": "8",
-    "PET_NODE_RANK": "1",
-    "PET_MASTER_ADDR": "job-node-0-0.job",
-    "PET_MASTER_PORT": "29500",
-}
-SKYPILOT = {
-    "SKYPILOT_NUM_NODES": "4",
-    "SKYPILOT_NODE_RANK": "0",
-    "SKYPILOT_NODE_IPS": "10.0.0.3\n10.0.0.4\n10.0.0.5\n10.0.0.6",
-    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
-}
-SLURM = {
-    "SLURM_JOB_ID": "31234",
-    "SLURM_STEP_ID": "0",
-    "SLURM_JOB_NUM_NODES": "3",
-    "SLURM_NODEID": "2",
-    "SLURM_JOB_NODELIST": "gpu[07-08,12].cluster,other1",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
-    "SLURM_GPUS_ON_NODE": "4",
-}
-STEP = {  # of a part of the nodes, the last of which this is
-    "SLURM_STEP_ID": "1",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "gpu[08,12].cluster",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_NODEID": "1",
-}
+KUBEFLOW, SKYPILOT, SLURM, STEP = data(__file__).values()
 SCHEDULERS = {"KUBEFLOW": KUBEFLOW, "SLURM": SLURM}
 
 
@@ -108,11 +79,10 @@ def test_what_cannot_be_is_refused(words, told):
     assert str(error.value) == told
 
 
-def test_a_command_is_refused_before_it_starts(monkeypatch, capsys):
+def test_a_command_is_refused_before_it_starts(monkeypatch, says):
     for name, value in (KUBEFLOW | {"SKYPILOT_NUM_NODES": "3"}).items():
         monkeypatch.setenv(name, value)
-    assert main(["train", str(ROOT / "train_configs/debug_model.toml")]) == 2
-    printed = capsys.readouterr().err
+    printed = says("train", ROOT / "train_configs/debug_model.toml", status=2)
     assert "SKYPILOT_NUM_NODES: got 3, but PET_NNODES is 2" in printed
     assert "Traceback" not in printed
 
@@ -123,24 +93,22 @@ def test_the_address_for_the_others_is_that_of_the_route():
     assert local_address("no-such-host.invalid", 1) is None
 
 
+def variables_of(rank, nodes, address, port):
+    """The environment of a node with one rank, as Kubeflow sets it."""
+    own = {"NNODES": nodes, "NPROC_PER_NODE": 1, "NODE_RANK": rank}
+    own |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    return {f"PET_{name}": str(value) for name, value in own.items()}
+
+
 @pytest.mark.gate
 def test_nodes_whose_names_do_not_resolve_meet(tmp_path):
     flags = ["--rdzv-conf", "last_call_timeout=1", "--training.steps", "2"]
     with network(named=False) as net:
-        nodes = [
-            start(
-                [*TRAIN, *TINY],
-                tmp_path,
-                *flags,
-                before=partial(net.enter, rank),
-                PET_NNODES="2",
-                PET_NPROC_PER_NODE="1",
-                PET_NODE_RANK=str(rank),
-                PET_MASTER_ADDR=net.addresses[0],
-                PET_MASTER_PORT="29500",
-            )
-            for rank in (1, 0)
-        ]
+        nodes = []
+        for rank in (1, 0):
+            variables = variables_of(rank, 2, net.addresses[0], 29500)
+            enter = partial(net.enter, rank)
+            nodes.append(start([*TRAIN, *TINY], tmp_path, *flags, before=enter, **variables))
         for node in nodes:
             finish(node)
     assert list(losses(tmp_path)) == [1, 2]
@@ -154,13 +122,7 @@ def test_two_nodes_of_kubeflow_meet_without_flags(tmp_path):
     flags += [*TINY, "--training.global_batch_size", "4"]
 
     def node(rank, nodes, steps):
-        variables = {
-            "PET_NNODES": str(nodes),
-            "PET_NPROC_PER_NODE": "1",
-            "PET_NODE_RANK": str(rank),
-            "PET_MASTER_ADDR": "127.0.0.1",
-            "PET_MASTER_PORT": str(port),
-        }
+        variables = variables_of(rank, nodes, "127.0.0.1", port)
         return start(TRAIN, tmp_path, *flags, "--training.steps", str(steps), **variables)
 
     first, second = node(0, 2, 2), node(1, 2, 2)

@@ -11,25 +11,20 @@ from torchtitan.config import ConfigError
 from torchtitan.tools.profile import Operator, Share, intersect, length, read_trace, subtract, union
 
 MAIN, WORKER = 1, 2
+ARGUMENTS = "ncclDevKernelArgsStorage<4096ul>"
 
 
 def event(name, begin, end, category="cpu_op", thread=MAIN):
     """As torch writes it, in milliseconds here."""
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "tid": thread,
-        "ts": 1000 * begin,
-        "dur": 1000 * (end - begin),
-    }
+    when = {"ts": 1000 * begin, "dur": 1000 * (end - begin)}
+    return {"ph": "X", "name": name, "cat": category, "tid": thread, **when}
 
 
-def written(folder, *events):
+def read(folder, *events):
     path = folder / "rank0_trace.json"
     rest = {"ph": "M", "name": "process_name", "ts": 0, "pid": 1, "tid": 0, "args": {}}
     path.write_text(json.dumps({"traceEvents": [rest, *events]}))
-    return path
+    return read_trace(path)
 
 
 def step(number, begin, end):
@@ -47,22 +42,20 @@ def test_intervals():
 
 
 def test_a_trace_of_gloo(tmp_path):
-    trace = read_trace(
-        written(
-            tmp_path,
-            step(3, 0, 50),
-            step(4, 50, 100),
-            event("aten::linear", 10, 30),
-            event("aten::mm", 12, 28),
-            # A collective is asked for in no time, and carried out beside.
-            event("c10d::_allgather_base_", 30, 31),
-            event("gloo:all_gather", 25, 45, "user_annotation", WORKER),
-            event("aten::copy_", 26, 44, "cpu_op", WORKER),  # gloo's own
-            # An operator on a DTensor waits for what it started.
-            event("aten::add", 60, 80),
-            event("_c10d_functional::wait_tensor", 62, 75),
-            event("gloo:all_reduce", 61, 75, "user_annotation", WORKER),
-        )
+    trace = read(
+        tmp_path,
+        step(3, 0, 50),
+        step(4, 50, 100),
+        event("aten::linear", 10, 30),
+        event("aten::mm", 12, 28),
+        # A collective is asked for in no time, and carried out beside.
+        event("c10d::_allgather_base_", 30, 31),
+        event("gloo:all_gather", 25, 45, "user_annotation", WORKER),
+        event("aten::copy_", 26, 44, "cpu_op", WORKER),  # gloo's own
+        # An operator on a DTensor waits for what it started.
+        event("aten::add", 60, 80),
+        event("_c10d_functional::wait_tensor", 62, 75),
+        event("gloo:all_reduce", 61, 75, "user_annotation", WORKER),
     )
     assert trace.steps == 2
     assert trace.span == pytest.approx(0.100)
@@ -79,23 +72,15 @@ def test_a_trace_of_gloo(tmp_path):
 
 
 def test_a_trace_of_nccl(tmp_path):
-    trace = read_trace(
-        written(
-            tmp_path,
-            step(1, 0, 10),
-            event("aten::mm", 0, 9),  # the host only starts it
-            event("ampere_sgemm", 5, 15, "kernel", 7),
-            event("Memset (Device)", 15, 16, "gpu_memset", 7),
-            event("Memcpy DtoH (Device -> Pinned)", 16, 19, "gpu_memcpy", 7),
-            event(
-                "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-                10,
-                18,
-                "kernel",
-                20,
-            ),
-            event("Memcpy PtoP (Device -> Device)", 18, 20, "gpu_memcpy", 20),
-        )
+    trace = read(
+        tmp_path,
+        step(1, 0, 10),
+        event("aten::mm", 0, 9),  # the host only starts it
+        event("ampere_sgemm", 5, 15, "kernel", 7),
+        event("Memset (Device)", 15, 16, "gpu_memset", 7),
+        event("Memcpy DtoH (Device -> Pinned)", 16, 19, "gpu_memcpy", 7),
+        event(f"ncclDevKernel_AllGather_RING_LL({ARGUMENTS})", 10, 18, "kernel", 20),
+        event("Memcpy PtoP (Device -> Device)", 18, 20, "gpu_memcpy", 20),
     )
     assert trace.steps == 1
     # The device goes on when the host is done.
@@ -109,24 +94,22 @@ def test_a_trace_of_nccl(tmp_path):
 
 def test_phases_are_told_apart_without_those_within_them(tmp_path):
     mark = "user_annotation"
-    trace = read_trace(
-        written(
-            tmp_path,
-            step(1, 0, 100),
-            event("phase: pipeline", 0, 60, mark),
-            event("phase: forward", 10, 30, mark),
-            event("phase: forward", 40, 50, mark),
-            event("phase: optimizer", 60, 70, mark),
-            event("aten::mm", 15, 45),
-            event("gloo:recv", 45, 65, mark, WORKER),
-        )
+    trace = read(
+        tmp_path,
+        step(1, 0, 100),
+        event("phase: pipeline", 0, 60, mark),
+        event("phase: forward", 10, 30, mark),
+        event("phase: forward", 40, 50, mark),
+        event("phase: optimizer", 60, 70, mark),
+        event("aten::mm", 15, 45),
+        event("gloo:recv", 45, 65, mark, WORKER),
     )
     assert trace.phases == {
         "pipeline": Share(*map(pytest.approx, (0.030, 0.010, 0.010))),
         "forward": Share(*map(pytest.approx, (0.030, 0.020, 0.005))),
         "optimizer": Share(*map(pytest.approx, (0.010, 0.0, 0.005))),
     }
-    nothing = read_trace(written(tmp_path))
+    nothing = read(tmp_path)
     assert (nothing.steps, nothing.span, nothing.operators) == (0, 0, ())
 
 

@@ -6,20 +6,10 @@ import pytest
 from pydantic import Field
 
 from tests.tiny import help_text
-from torchtitan.config import (
-    Config,
-    OneOf,
-    RecipeError,
-    Setting,
-    flat,
-    json_schema,
-    merge,
-    read_flags,
-    validate_all,
-)
+from torchtitan import config
 
 
-class Drink(Config):
+class Drink(config.Config):
     """A drink."""
 
     name: str = Field(description="Which.")
@@ -54,20 +44,20 @@ DRINKS = {"tea": Tea, "water": Water}
 KEYS = {"tea.milk": MilkTea, "tea.sugar": SweetTea}
 
 
-class Table(Config):
+class Table(config.Config):
     """A table."""
 
-    drink: Annotated[Drink, OneOf(DRINKS, "tea", KEYS)] = Tea()
+    drink: Annotated[Drink, config.OneOf(DRINKS, "tea", KEYS)] = Tea()
 
 
 def settings(**values):
-    return {("drink", key): Setting(value, "recipe") for key, value in values.items()}
+    return {("drink", key): config.Setting(value, "recipe") for key, value in values.items()}
 
 
 def read(**values):
-    table, faults, _ = validate_all(Table, settings(**values))
+    table, faults, _ = config.validate_all(Table, settings(**values))
     if faults:
-        raise RecipeError(faults.values())
+        raise config.RecipeError(faults.values())
     return table.drink
 
 
@@ -77,12 +67,12 @@ def test_the_class_follows_from_the_keys():
     both = read(milk=0.5, sugar=2)
     assert isinstance(both, MilkTea)
     assert isinstance(both, SweetTea)
-    found = flat(both)
+    found = config.flat(both)
     assert found == {("name",): "tea", ("minutes",): 3, ("milk",): 0.5, ("sugar",): 2}
 
 
 def test_flags_have_the_type_of_the_key():
-    found, wrong = read_flags(["--drink.milk", "0.25"], Table, {})
+    found, wrong = config.read_flags(["--drink.milk", "0.25"], Table, {})
     assert found["drink", "milk"].value == 0.25
     assert wrong == []
 
@@ -99,19 +89,19 @@ def test_flags_have_the_type_of_the_key():
     ],
 )
 def test_mistakes(values, message):
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(config.RecipeError) as error:
         read(**values)
     assert error.value.lines == [message]
 
 
 def test_another_choice_drops_the_key_with_a_notice():
     notices = []
-    merged = merge(Table, [settings(milk=0.5), settings(name="water")], notices)
+    merged = config.merge(Table, [settings(milk=0.5), settings(name="water")], notices)
     assert ("drink", "milk") not in merged
     assert notices == ["recipe: drink.name: water has no milk; 0.5 of recipe is left out"]
 
 
 def test_help_and_schema_name_the_keys_of_all():
     assert all(f"--drink.{key} " in help_text(Table) for key in ("minutes", "milk", "sugar"))
-    (tea, _) = json_schema(Table)["properties"]["drink"]["oneOf"]
+    (tea, _) = config.json_schema(Table)["properties"]["drink"]["oneOf"]
     assert tea["properties"].keys() == {"name", "minutes", "milk", "sugar"}

@@ -10,7 +10,6 @@ from torchtitan.config import ConfigError, RecipeError, print_error, print_messa
 from torchtitan.config.flags import all_sections
 from torchtitan.config.other_names import SYNONYMS
 from torchtitan.job import JobConfig
-from torchtitan.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -57,10 +56,9 @@ def test_the_names_of_other_software_stand_for_settings_that_exist():
         ("--parallelism.data_parallel_shard_degree 1", 2, "1 process", 1),
     ],
 )
-def test_a_layout_for_other_ranks_says_how_to_start_them(flags, started, needed, processes, capsys):
+def test_a_layout_for_other_ranks_says_how_to_start_them(flags, started, needed, processes, says):
     ranks = [f"--processes={started}"] if started > 1 else []
-    assert main(["train", *ranks, "--training.steps", "500", *flags.split()]) == 2
-    told = capsys.readouterr().err
+    told = says("train", *ranks, "--training.steps", "500", *flags.split(), status=2)
     assert told.startswith(f"error: {flags.split()[0]}: got {flags.split()[1]}; ")
     assert f" this layout needs {needed} (" in told
     assert f"and this run has {started}\n" in told

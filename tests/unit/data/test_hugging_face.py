@@ -95,16 +95,9 @@ def test_resume_at_any_document(tmp_path, shards):
 
 
 def stream(source, rank, ranks, workers=0):
-    return stream_of(
-        DataConfig(num_workers=workers),
-        source,
-        load_tokenizer(None),
-        seq_len=20,
-        local_batch_size=4 // ranks,
-        accumulation=1,
-        rank=rank,
-        ranks=ranks,
-    )
+    config, part = DataConfig(num_workers=workers), {"local_batch_size": 4 // ranks}
+    part |= {"rank": rank, "ranks": ranks}
+    return stream_of(config, source, load_tokenizer(None), seq_len=20, **part)
 
 
 @pytest.mark.parametrize("shards", [8, 3])

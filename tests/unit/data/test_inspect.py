@@ -36,21 +36,19 @@ def recipes(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["online", "tokenized", "mixture"])
-def test_json_has_the_samples_that_a_run_reads(kind, recipes, tmp_path, capsys):
+def test_json_has_the_samples_that_a_run_reads(kind, recipes, tmp_path, capsys, says):
     words = ["data", "inspect", str(recipes[kind]), "--json", "--samples"]
     assert main([*words, "1"]) == 0  # tokenizes text, which the forked rank cannot
     run_ranks(main, 1, ["train", str(recipes[kind])])
     rows = (tmp_path / kind / "metrics.jsonl").read_text().splitlines()
     [last] = [row for row in map(json.loads, rows) if row["step"] == 2]
     capsys.readouterr()
-    assert main([*words, str(last["samples"])]) == 0
-    samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    samples = [json.loads(line) for line in says(*words, last["samples"]).splitlines()]
     assert [sample["index"] for sample in samples] == list(range(last["samples"]))
     hashes = [sample_hash(s["index"], np.array(s["tokens"])) for s in samples]
     assert hash_text(sum(hashes)) == last["data_hash"]
     assert all(sum(sample["documents"]) == len(sample["tokens"]) for sample in samples)
-    assert main([*words, "2", "--from", "5"]) == 0
-    later = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    later = [json.loads(line) for line in says(*words, "2", "--from", "5").splitlines()]
     assert later == samples[5:7]
     names = {sample["source"] for sample in samples}
     assert len(names) == (2 if kind == "mixture" else 1)
@@ -59,10 +57,9 @@ def test_json_has_the_samples_that_a_run_reads(kind, recipes, tmp_path, capsys):
         assert sum(sample["source"] == "web" for sample in samples) == 0.75 * len(samples)
 
 
-def test_the_page_shows_documents_and_sources(recipes, capsys):
+def test_the_page_shows_documents_and_sources(recipes, says):
     words = ["data", "inspect", str(recipes["mixture"]), "--samples", "8", "--training.steps=100"]
-    assert main(words) == 0
-    text = capsys.readouterr().out
+    text = says(*words)
     assert "== sample 7, source " in text
     assert "-- document 2 of " in text
     assert "<|begin_of_text|>" in text
@@ -71,9 +68,8 @@ def test_the_page_shows_documents_and_sources(recipes, capsys):
     assert "fingerprint of web: " in text
 
 
-def test_images_are_refused(capsys):
-    assert main(["data", "inspect", "vit_mae_debug"]) == 2
-    assert "whose data is not text" in capsys.readouterr().err
+def test_images_are_refused(says):
+    assert "whose data is not text" in says("data", "inspect", "vit_mae_debug", status=2)
 
 
 def test_samples_take_the_ids_that_the_model_takes():

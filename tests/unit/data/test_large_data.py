@@ -93,13 +93,8 @@ def grown(tmp_path):
         write_many_lines(tmp_path / "many files", 2500),
     ]
     limited = ["bash", "-c", 'ulimit -n 256 && exec "$@"', "-"]
-    command = [
-        *limited,
-        sys.executable,
-        "-m",
-        "tests.unit.data.test_large_data",
-        *map(str, folders),
-    ]
+    command = [*limited, sys.executable, "-m", "tests.unit.data.test_large_data"]
+    command += map(str, folders)
     done = subprocess.run(command, capture_output=True, text=True)
     assert not done.returncode, done.stderr
     found = map(int, done.stdout.split())

@@ -59,19 +59,13 @@ def test_padding_and_tokens_that_another_row_predicts_are_no_targets(tmp_path):
     config = DataConfig(dataset=str(folder), shuffle=False, **BEST_FIT)
     [stream] = token_streams(config, 1, seq_len=7, batch=3)
     batch = next(stream)
-    assert isinstance(batch, TokenBatch)
     # The rest of the third document starts with token 15, which the row before it predicts.
-    assert batch.tokens.tolist() == [
-        [0, 1, 2, 3, 4, 5, 6],
-        [8, 9, 10, 11, 12, 13, 14],
-        [15, 16, 17, 18, 0, 0, 0],
-    ]
+    full = [[*range(7)], [*range(8, 15)]]
+    assert batch.tokens.tolist() == [*full, [15, 16, 17, 18, 0, 0, 0]]
     assert batch.targets.tolist() == [
-        [1, 2, 3, 4, 5, 6, 7],
-        [9, 10, 11, 12, 13, 14, 15],
+        *([token + 1 for token in row] for row in full),
         [16, 17, 18, *[IGNORED] * 4],
     ]
-    assert batch.documents is not None
     assert batch.documents.tolist() == [[0, 0, 0, 1, 1, 1, 1], [0] * 7, [0, 0, 0, 0, -1, -1, -1]]
     assert stream.take_shares() == {"data_padding_pct": (3, 21), "data_cut_pct": (4, 18)}
     assert stream.take_shares() == {}
@@ -84,8 +78,6 @@ def test_padding_is_cut_into_short_documents(tmp_path, monkeypatch):
     config = DataConfig(dataset=str(folder), shuffle=False, **BEST_FIT)
     [stream] = token_streams(config, 1, seq_len=10, batch=1)
     batch = next(stream)
-    assert isinstance(batch, TokenBatch)
-    assert batch.documents is not None
     assert batch.documents.tolist() == [[0, 0, 0, 0, -3, -3, -4, -4, -5, -5]]
 
 
@@ -112,7 +104,6 @@ def test_a_rest_that_follows_another_document_is_not_predicted_from_it(tmp_path)
     config = DataConfig(dataset=str(folder), shuffle=False, **BEST_FIT)
     [stream] = token_streams(config, 1, seq_len=5, batch=2)
     batch = next(stream)
-    assert isinstance(batch, TokenBatch)
     assert batch.tokens.tolist() == [[0, 1, 2, 8, 9], [3, 4, 5, 6, 7]]
     assert batch.targets.tolist() == [[1, 2, IGNORED, 9, 10], [4, 5, 6, 7, 8]]
 
@@ -127,9 +118,7 @@ def test_rows_do_not_depend_on_ranks_and_workers(tmp_path, ranks, workers):
     for _ in range(8):
         expected = next(whole)
         found = [next(part) for part in parts]
-        assert expected.inputs.tolist() == list(
-            itertools.chain(*(batch.inputs.tolist() for batch in found))
-        )
+        assert expected.inputs.tolist() == [row for part in found for row in part.inputs.tolist()]
     shares = [part.take_shares() for part in parts]
     assert {
         name: tuple(map(sum, zip(*(share[name] for share in shares), strict=True)))
@@ -180,9 +169,8 @@ def test_a_source_that_is_read_in_part_has_enough_rows(tmp_path):
     for _ in range(steps // 2):
         next(stream)
     left = (tokens - steps // 2 * 4 * 17) // 6 // 4
-    [shorter] = resume(
-        token_streams(config, 1, seq_len=5, steps=steps // 2 + left), saved([stream])
-    )
+    fresh = token_streams(config, 1, seq_len=5, steps=steps // 2 + left)
+    [shorter] = resume(fresh, saved([stream]))
     for _ in range(left):
         next(shorter)
     [shorter] = token_streams(config, 1, seq_len=5, steps=steps // 2 + left + 1)
@@ -325,8 +313,8 @@ def documents(tmp_path, monkeypatch):
     return TokenDocuments(tmp_path, tmp_path, vocab_size=2**16)
 
 
-def rows_of(documents, seq_len, epochs=None):
-    given = {"seed": 1, "shuffle": True, "epochs": epochs}
+def rows_of(documents, seq_len, epochs=None, **given):
+    given |= {"seed": 1, "shuffle": True, "epochs": epochs}
     return RowReader("a", documents, seq_len=seq_len, **given)
 
 
@@ -431,9 +419,7 @@ def test_a_source_that_has_ended_is_refused_or_padded(documents):
     reader = rows_of(documents, 20, epochs=1)
     with pytest.raises(ConfigError, match='"a" has ended'):
         reader.cursor(SourcePosition()).sample(rows_of_epoch(reader))
-    padded = RowReader(
-        "a", documents, seq_len=20, seed=1, shuffle=True, epochs=1, is_padded=True
-    ).cursor(SourcePosition())
+    padded = rows_of(documents, 20, epochs=1, is_padded=True).cursor(SourcePosition())
     assert (padded.sample(rows_of_epoch(reader)).documents == ENDED).all()
 
 
@@ -469,30 +455,15 @@ def tokens_and_pairs(rows):
     return tokens, pairs
 
 
-def first_fit_decreasing(counts, room):
+def rows_by(fit, counts, room):
+    """The rows of the first or the best fit, the longest first: the definition, step by step."""
     free = []
     for count in sorted(counts, reverse=True):
-        row = next((i for i, space in enumerate(free) if space >= count), None)
-        if row is None:
-            free.append(room - count)
+        rows = [i for i, space in enumerate(free) if space >= count]
+        if rows:
+            free[rows[0] if fit == "first" else min(rows, key=free.__getitem__)] -= count
         else:
-            free[row] -= count
-    return len(free)
-
-
-def best_fit_decreasing(counts, room):
-    """The definition, step by step."""
-    free = []
-    for count in sorted(counts, reverse=True):
-        row = min(
-            (i for i, space in enumerate(free) if space >= count),
-            key=free.__getitem__,
-            default=None,
-        )
-        if row is None:
             free.append(room - count)
-        else:
-            free[row] -= count
     return len(free)
 
 
@@ -523,7 +494,7 @@ def test_rows_are_full_or_less_and_short_documents_whole(documents, seq_len):
 @given(lengths, st.integers(1, 30))
 def test_rows_are_those_of_best_fit_decreasing(documents, seq_len):
     rows = packed(documents, seq_len)
-    assert len(rows) == best_fit_decreasing(rows.pieces.counts.tolist(), seq_len + 1)
+    assert len(rows) == rows_by("best", rows.pieces.counts.tolist(), seq_len + 1)
 
 
 @tries
@@ -532,7 +503,7 @@ def test_there_is_no_more_padding_than_with_first_fit(data):
     """This is a theorem if no piece is under a sixth of a row; otherwise either can be better."""
     room = data.draw(st.integers(2, 200))
     documents = data.draw(st.lists(st.integers(-(-room // 6), room), max_size=80))
-    assert len(packed(documents, room - 1)) <= first_fit_decreasing(documents, room)
+    assert len(packed(documents, room - 1)) <= rows_by("first", documents, room)
 
 
 @pytest.mark.parametrize("seq_len", [2048, 8192])
@@ -540,7 +511,7 @@ def test_documents_of_real_lengths_leave_little_padding(seq_len):
     documents = np.random.default_rng(0).lognormal(6, 1.2, 8192).astype(np.int64) + 1
     rows = packed(documents.tolist(), seq_len)
     counts = rows.pieces.counts
-    assert len(rows) <= first_fit_decreasing(counts.tolist(), seq_len + 1)
+    assert len(rows) <= rows_by("first", counts.tolist(), seq_len + 1)
     assert counts.sum() > 0.998 * len(rows) * (seq_len + 1)
     # Long documents are not earlier in a block than short ones.
     longest = np.array([rows[row].counts.max() for row in range(len(rows))])
@@ -573,8 +544,5 @@ def test_what_is_left_of_a_document_is_one_piece_for_a_longer_sequence():
 
 def test_rows_of_an_example():
     """Two rows of 8 tokens are full; the third document is divided."""
-    assert spans(packed([3, 5, 11, 4], 7)) == [
-        [(0, 0, 3), (1, 0, 5)],
-        [(2, 0, 8)],
-        [(2, 7, 11), (3, 0, 4)],
-    ]
+    found = spans(packed([3, 5, 11, 4], 7))
+    assert found == [[(0, 0, 3), (1, 0, 5)], [(2, 0, 8)], [(2, 7, 11), (3, 0, 4)]]

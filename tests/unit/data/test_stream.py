@@ -15,15 +15,7 @@ import torch
 import xxhash
 
 from tests import registries, token_shards
-from tests.token_shards import (
-    build_stream,
-    drawn_documents,
-    resume,
-    saved,
-    token_streams,
-    write_shards,
-    write_texts,
-)
+from tests.token_shards import build_stream, resume, saved
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig, load_tokenizer, merge_states, open_source
 from torchtitan.data import lanes as lanes_module
@@ -40,29 +32,17 @@ def texts(tmp_path):
     """27 documents of very different lengths; the 10th is empty."""
     lengths = np.random.default_rng(0).integers(1, 90, 27).tolist()
     contents = [f"{n}:" + "abcdefgh"[n % 8] * length for n, length in enumerate(lengths)]
-    return write_texts(tmp_path / "texts.jsonl", [*contents[:10], "", *contents[11:]])
+    return token_shards.write_texts(tmp_path / "texts.jsonl", [*contents[:10], "", *contents[11:]])
 
 
-def streams(path, ranks, *, batch=4, **settings):
+def streams(path, ranks, *, batch=4, accumulation=1, groups=1, **settings):
     """The streams of all ranks, of a global batch of `batch`."""
     options = {"dataset": str(path), "num_workers": 0, **settings}
-    accumulation = options.pop("accumulation", 1)
-    seed, seq_len = options.pop("seed", 3), options.pop("seq_len", SEQ_LEN)
-    groups = options.pop("groups", 1)
-    return [
-        build_stream(
-            DataConfig(**options),
-            load_tokenizer(None),
-            seed=seed,
-            seq_len=seq_len,
-            local_batch_size=batch // ranks // accumulation,
-            accumulation=accumulation,
-            rank=rank,
-            ranks=ranks,
-            groups=groups,
-        )
-        for rank in range(ranks)
-    ]
+    of = {"seed": options.pop("seed", 3), "seq_len": options.pop("seq_len", SEQ_LEN)}
+    of |= {"local_batch_size": batch // ranks // accumulation, "accumulation": accumulation}
+    of |= {"ranks": ranks, "groups": groups}
+    parts = (DataConfig(**options), load_tokenizer(None))
+    return [build_stream(*parts, rank=rank, **of) for rank in range(ranks)]
 
 
 def steps(of, count, accumulation=1):
@@ -170,9 +150,8 @@ def test_an_epoch_reads_each_document_once_and_the_next_in_another_order(texts):
     samples = []
     while stream.epoch < 3:
         samples.append(rows(next(stream))[0])
-    contents = sorted(json.loads(line)["text"].encode() for line in texts.read_text().splitlines())[
-        1:
-    ]
+    lines = texts.read_text().splitlines()
+    contents = sorted(filter(None, (json.loads(line)["text"].encode() for line in lines)))
     documents = bytes_of(lane_rows(samples))
     epochs = [documents[first : first + 26] for first in (0, 26, 52)]
     assert [sorted(epoch) for epoch in epochs] == [contents] * 3
@@ -406,14 +385,10 @@ def test_default_recipe_reads_python():
 
 
 def test_tests_read_a_text_that_is_the_same_for_every_python():
-    source = open_source(DataConfig(), load_tokenizer(None), seed=0)
-    held_out = open_source(
-        DataConfig(dataset="python_stdlib_validation"), load_tokenizer(None), seed=0
-    )
-    assert [digest(one_epoch(each)) for each in (source, held_out)] == [
-        "ebd778890deb64f7",
-        "05554c2c69306a58",
-    ]
+    configs = (DataConfig(), DataConfig(dataset="python_stdlib_validation"))
+    sources = [open_source(config, load_tokenizer(None), seed=0) for config in configs]
+    digests = [digest(one_epoch(source)) for source in sources]
+    assert digests == ["ebd778890deb64f7", "05554c2c69306a58"]
 
 
 def digest(texts):
@@ -504,12 +479,12 @@ def hash_of(samples, first=0):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_hash_is_that_of_tokenized_samples_too(tmp_path, ranks):
-    shards = write_shards(tmp_path / "shards", drawn_documents(50))
-    of = token_streams(DataConfig(dataset=str(shards), num_workers=ranks - 1), ranks)
+    shards = token_shards.write_shards(tmp_path / "shards", token_shards.drawn_documents(50))
+    of = token_shards.token_streams(DataConfig(dataset=str(shards), num_workers=ranks - 1), ranks)
     samples = token_shards.rows(of, 6)
     state = saved(of)
     assert state["hash"] == hash_of(samples)
-    resumed = resume(token_streams(DataConfig(dataset=str(shards)), 2), state)
+    resumed = resume(token_shards.token_streams(DataConfig(dataset=str(shards)), 2), state)
     assert saved(resumed)["hash"] == hash_of(samples)
     samples += token_shards.rows(resumed, 2)
     assert saved(resumed)["hash"] == hash_of(samples)

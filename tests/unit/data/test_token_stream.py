@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 from tests.token_shards import drawn_documents, resume, rows, saved, token_streams, write_shards
 from torchtitan.config import ConfigError
 from torchtitan.data.settings import DataConfig, SourceConfig, StageConfig
+from torchtitan.data.tokens import mixed_sources
 from torchtitan.data.tokens import sample_reader as reader
-from torchtitan.data.tokens.mixed_sources import (
-    MixtureSchedule,
-    check_text_or_tokens,
-    whole_weights,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +44,7 @@ def mixture(folder, *amounts, **values):
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=7).filter(any), st.integers(0, 300))
 def test_a_mixture_is_exact_at_every_prefix(weights, before):
-    whole, counts = MixtureSchedule(weights), [0] * len(weights)
+    whole, counts = mixed_sources.MixtureSchedule(weights), [0] * len(weights)
     for number in range(700):
         source, place = whole.turn(number)
         assert place == counts[source]
@@ -56,16 +52,16 @@ def test_a_mixture_is_exact_at_every_prefix(weights, before):
         for count, weight in zip(counts, weights, strict=True):
             assert abs(count - Fraction((number + 1) * weight, sum(weights))) < 1
     assert whole.counts(700) == counts
-    resumed = MixtureSchedule(weights, before, whole.counts(before))
+    resumed = mixed_sources.MixtureSchedule(weights, before, whole.counts(before))
     for number in range(200):
         source, place = resumed.turn(number)
         assert (source, place + resumed.before_of[source]) == whole.turn(before + number)
 
 
 def test_weights_are_as_written():
-    assert whole_weights([0.7, 0.2, 0.1]) == [7, 2, 1]
-    assert whole_weights([3, 0, 1.5]) == [2, 0, 1]
-    assert whole_weights([0.123457, 0.0001, 0.876443]) == [123457, 100, 876443]
+    assert mixed_sources.whole_weights([0.7, 0.2, 0.1]) == [7, 2, 1]
+    assert mixed_sources.whole_weights([3, 0, 1.5]) == [2, 0, 1]
+    assert mixed_sources.whole_weights([0.123457, 0.0001, 0.876443]) == [123457, 100, 876443]
 
 
 def test_all_tokens_are_read_once_an_epoch(shards):
@@ -332,8 +328,8 @@ def test_a_mixture_is_described_with_its_stages(tmp_path):
 def test_tokens_have_no_held_out_part(shards):
     for section in (single(shards, validation_fraction=0.1), DataConfig(packing="best_fit")):
         with pytest.raises(ConfigError, match=r"no held-out part|tokenize it first"):
-            check_text_or_tokens(section)
-    check_text_or_tokens(single(shards, packing="best_fit"))
+            mixed_sources.check_text_or_tokens(section)
+    mixed_sources.check_text_or_tokens(single(shards, packing="best_fit"))
 
 
 def test_text_is_tokenized_again_after_an_edit_that_keeps_its_size(tmp_path):

@@ -34,21 +34,15 @@ from torchtitan.models.settings import TextConfig
 from torchtitan.tasks.next_token import NextToken
 from torchtitan.tools import cli
 
+SHORT = json.loads(Path(__file__).with_name("texts.json").read_text(encoding="utf-8"))
 TRICKY = [
-    "",
-    "plain words, and  two   spaces",
-    "It's I'll WE'VE they'd 'tis",
-    "1234567890 3.14159 ¼ ٣٤٥ 1,000,000",
-    "tabs\t\tand\r\nlines\n\n\n  \n end  ",
-    "naïve café Straße ΑΒΓ Привет 世界 こんにちは 한국어 हिन्दी العربية",
-    "emoji 👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u200b\u00a0\u3000\x00\x1c",
-    "<|begin_of_text|>a<|end_of_text|> <|eot_id|><|reserved_special_token_5|>",
-    "def f(x):\n    return {'a': [1, 2]}  # !!!???\n",
+    *SHORT["tricky"],
     "x" * 60_001,
     " " * 25_000 + "y" + " " * 50_003 + "z" * 25_000 + "\n",
     "word and more \t" * 40_000,
     "é" * 25_001 + "\x1c" * 30_000,
 ]
+TEXTS = [*SHORT["plain"], "x" * 1000 + " " * 1000]
 
 
 def write_tiktoken(path):
@@ -75,21 +69,6 @@ def test_pieces_join_to_the_text_and_bound_every_run():
     pieces = list(_digestible_pieces(text, longest=20, longest_run=3))
     assert "".join(pieces) == text
     assert pieces == ["aaa", "aaa", "a   ", "  bc dbc d", "bc d"]
-
-
-TEXTS = [
-    "",
-    " ",
-    "plain words, 12345 and  two blanks\n\n\tand a tab ",
-    " begins with a blank",
-    "Größe, naïve, e\u0301 and \u00e9: one letter, two ways to write it",
-    "漢字かな交じり文 عربي हिन्दी",
-    "👩‍👩‍👧‍👦🏳️‍🌈 \U0010ffff \x00\x7f\u200b\u2028\ufeff",
-    "\u00a0\u3000 blanks of other kinds \r\n",
-    "spelled out: <|begin_of_text|><|end_of_text|><|eot_id|> and [MASK] </s>",
-    "\ufb01 \uff46\uff55\uff4c\uff4c \u00bd \u212b \u210c have shorter forms",
-    "x" * 1000 + " " * 1000,
-]
 
 
 def tokenizer_of(kind, folder):

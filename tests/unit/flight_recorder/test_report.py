@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 
+from tests.tables import data
 from torchtitan.config import ConfigError
 from torchtitan.flight_recorder import read_traces, report
 from torchtitan.flight_recorder.records import load, name_ranks
 from torchtitan.flight_recorder.traces import read_crash
-from torchtitan.tools.cli import main
 
 TP = {"name": "7", "desc": "mesh_tp", "ranks": "[2, 3]"}
 ALL = {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}
@@ -18,25 +18,10 @@ ALL = {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}
 
 def record(group, number, operation="nccl:all_reduce", **changes):
     """What torch records of a collective of 5 float32; finished unless `changes` says otherwise."""
-    return {
-        "record_id": number,
-        "process_group": (group["name"], group["desc"]),
-        "collective_seq_id": number,
-        "p2p_seq_id": 0,
-        "profiling_name": operation,
-        "time_created_ns": 1_700_000_000_000_000_000 + number,
-        "input_sizes": [[5]],
-        "input_dtypes": ["Float"],
-        "output_sizes": [[5]],
-        "output_dtypes": ["Float"],
-        "state": "completed",
-        "retired": True,
-        "is_p2p": False,
-        "frames": [
-            {"name": "all_reduce", "filename": "x/torch/distributed/other.py", "line": 1},
-            {"name": "sum", "filename": "/home/me/torchtitan/parallel/world.py", "line": 12},
-        ],
-    } | changes
+    own = {"record_id": number, "collective_seq_id": number, "profiling_name": operation}
+    own |= {"process_group": (group["name"], group["desc"])}
+    own |= {"time_created_ns": 1_700_000_000_000_000_000 + number}
+    return data(__file__)["record"] | own | changes
 
 
 def waiting(group, number, **changes):
@@ -52,13 +37,8 @@ def leave(folder, rank, *records, error="", kind="collective", **step):
         ring = {"version": "2.10", "pg_config": config, "entries": list(records)}
         (folder / f"rank_{rank}").write_bytes(pickle.dumps(ring, protocol=2))
     if error:
-        failure = {
-            "time": 1.7e9,
-            "error": error,
-            "kind": kind,
-            "place": "me.py:3 (f)",
-            "groups": {},
-        }
+        failure = {"time": 1.7e9, "error": error, "kind": kind, "place": "me.py:3 (f)"}
+        failure["groups"] = {}
         (folder / f"{rank}.json").write_text(json.dumps(failure))
 
 
@@ -220,16 +200,14 @@ def test_trace_that_is_cut_off_is_left_out(tmp_path):
     assert (trace.fate, trace.collectives) == ("lost", [])
 
 
-def test_verb(tmp_path, capsys):
+def test_verb(tmp_path, says):
     leave(tmp_path, 0, state="finished", world_size=1)
-    assert main(["trace", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "rank 0 finished at step 7\n"
+    assert says("trace", tmp_path) == "rank 0 finished at step 7\n"
 
 
 @pytest.mark.parametrize("name", ["", "nowhere"])
-def test_folder_without_traces_is_refused(name, tmp_path, capsys):
-    assert main(["trace", str(tmp_path / name)]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
+def test_folder_without_traces_is_refused(name, tmp_path, says):
+    assert str(tmp_path) in says("trace", tmp_path / name, status=2)
 
 
 class Malice:
@@ -242,10 +220,9 @@ class Malice:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_nothing_in_a_trace_is_executed(tmp_path, capsys):
+def test_nothing_in_a_trace_is_executed(tmp_path, says):
     leave(tmp_path, 0, record(ALL, 1, frames=Malice(tmp_path / "mark")))
-    assert main(["trace", str(tmp_path)]) == 2
-    assert "rank_0: refused: it refers to posix.system" in capsys.readouterr().err
+    assert "rank_0: refused: it refers to posix.system" in says("trace", tmp_path, status=2)
     assert not (tmp_path / "mark").exists()
 
 

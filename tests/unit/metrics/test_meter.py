@@ -47,17 +47,9 @@ class Clock:
 
 def make(**changes):
     kept, clock = Kept(), Clock()
-    arguments = {
-        "log_freq": 10,
-        "total_steps": 100,
-        "units_per_step": 1000,
-        "flops_per_unit": 6e6,
-        "peak_flops": 1e9,
-        "devices": 2,
-        "device": Device("cpu"),
-        "clock": clock,
-    }
-    return Meter([kept], **(arguments | changes)), kept, clock
+    given = {"log_freq": 10, "total_steps": 100, "units_per_step": 1000, "flops_per_unit": 6e6}
+    given |= {"peak_flops": 1e9, "devices": 2, "device": Device("cpu"), "clock": clock}
+    return Meter([kept], **(given | changes)), kept, clock
 
 
 def run(meter, clock, steps, seconds=1.0, tokens=1000):
@@ -121,18 +113,11 @@ def test_mfu_and_memory_are_shares_of_what_the_device_has():
 def test_devices_are_those_of_all_replica_groups():
     """Rows count the units of all groups, so their rate per device is that of all devices."""
     job = tiny.job(fault_tolerance={"enable": True, "group_size": 3})
-    world = SimpleNamespace(
-        rank=0, size=2, device=Device("cpu"), degrees=Degrees(dp_shard=2), table=None
-    )
-    run = SimpleNamespace(
-        job=job,
-        task=NextToken(TextConfig(), tiny.ARGS),
-        world=world,
-        timeline=Timeline(Device("cpu")),
-        data=SimpleNamespace(take_shares=dict, report=dict),
-        sinks=lambda context: [],
-        has_hash=False,
-    )
+    of = {"device": Device("cpu"), "degrees": Degrees(dp_shard=2), "table": None}
+    world = SimpleNamespace(rank=0, size=2, **of)
+    run = SimpleNamespace(job=job, task=NextToken(TextConfig(), tiny.ARGS), world=world)
+    run.timeline, run.has_hash = Timeline(Device("cpu")), False
+    run.data, run.sinks = SimpleNamespace(take_shares=dict, report=dict), lambda context: []
     meter = Run.open_meter(run, sink_context(job, world))
     assert meter.devices == 2 * 3
     assert meter.units_per_step == 8 * 32
@@ -300,19 +285,10 @@ def test_the_summary_of_a_finished_run():
             clock.now += 3.0
     memory = kept.summary.pop("memory_gib")
     assert memory >= max(row["memory_gib"] for _, row in kept.rows)
-    assert kept.summary == {
-        "step": 20,
-        "total_steps": 20,
-        "steps": 10,
-        "skipped": 0,
-        "tokens": 10_500,
-        "seconds": 23.0,
-        "tps": 250.0,
-        "loss": 0.5,
-        "best_validation_loss": None,
-        "stopped_by": None,
-        "failed_sinks": None,
-    }
+    expected = {"step": 20, "total_steps": 20, "steps": 10, "skipped": 0, "tokens": 10_500}
+    expected |= {"seconds": 23.0, "tps": 250.0, "loss": 0.5}
+    expected |= dict.fromkeys(("best_validation_loss", "stopped_by", "failed_sinks"))
+    assert kept.summary == expected
 
 
 def test_notes_make_a_row_due_and_are_in_it():

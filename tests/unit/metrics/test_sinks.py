@@ -22,54 +22,17 @@ from tests.wandb_files import WANDB_OFFLINE, ended, offline_runs
 from torchtitan.config import Context
 from torchtitan.device import Device
 from torchtitan.logging import QUIET_SECONDS
-from torchtitan.metrics import Meter, MetricsConfig, SinkContext, build_sinks
-from torchtitan.metrics.sinks import (
-    Console,
-    Jsonl,
-    MLflow,
-    TensorBoard,
-    WandB,
-    row_line,
-    summary_text,
-)
+from torchtitan.metrics import Meter, MetricsConfig, SinkContext, build_sinks, sinks
+from torchtitan.metrics.sinks import Console, Jsonl, MLflow, TensorBoard, WandB, row_line
 
-ROW = {
-    "loss": 4.25,
-    "grad_norm": 1.5,
-    "lr": 3e-4,
-    "tokens": 12_288,
-    "tps": 12345.6,
-    "mfu": 0.358,
-    "step_time": 0.5,
-    "memory_gib": 12.3,
-    "memory_pct": 15.4,
-    "data_pct": 1.25,
-    "skipped": 0,
-    "eta_s": 3723.4,
-}
-SUMMARY = {
-    "step": 100,
-    "total_steps": 100,
-    "steps": 100,
-    "skipped": 2,
-    "tokens": 1_234_567,
-    "seconds": 3723.4,
-    "tps": 2345.6,
-    "loss": 2.5,
-    "best_validation_loss": None,
-    "memory_gib": 12.34,
-    "stopped_by": None,
-}
-
-METER = {
-    "log_freq": 1,
-    "total_steps": 2,
-    "units_per_step": 4096,
-    "flops_per_unit": 1e9,
-    "peak_flops": None,
-    "devices": 1,
-    "device": Device("cpu"),
-}
+ROW = {"loss": 4.25, "grad_norm": 1.5, "lr": 3e-4, "tokens": 12_288, "tps": 12345.6, "mfu": 0.358}
+ROW |= {"step_time": 0.5, "memory_gib": 12.3, "memory_pct": 15.4, "data_pct": 1.25}
+ROW |= {"skipped": 0, "eta_s": 3723.4}
+SUMMARY = {"step": 100, "total_steps": 100, "steps": 100, "skipped": 2, "tokens": 1_234_567}
+SUMMARY |= {"seconds": 3723.4, "tps": 2345.6, "loss": 2.5, "memory_gib": 12.34}
+SUMMARY |= {"best_validation_loss": None, "stopped_by": None}
+METER = {"log_freq": 1, "total_steps": 2, "units_per_step": 4096, "flops_per_unit": 1e9}
+METER |= {"peak_flops": None, "devices": 1, "device": Device("cpu")}
 
 
 def rows(path):
@@ -116,37 +79,29 @@ def files_of_at_most(size):
 SPEED, LEFT = "12,346 tok/s/device", "eta 1h02m"
 KNOWN = f"step   12/1000  loss  4.2500  norm  1.50  lr 3.0e-04  {SPEED}  mfu 36%  12.3 GiB  {LEFT}"
 UNKNOWN = f"step 1000/1000  loss  4.2500  norm   n/a  lr     n/a  {SPEED}  12.3 GiB  {LEFT}"
+NO_STEP = {"grad_norm": None, "lr": None}
 PER_BYTE = "bits per byte 9.6211  perplexity per byte 787.4686"
-HELD_OUT = ("validation_loss", "validation_bits_per_byte", "validation_perplexity_per_byte")
+HELD_OUT = {"validation_loss": 3.21, "validation_bits_per_byte": 9.6211}
+HELD_OUT |= {"validation_perplexity_per_byte": 787.4686}
+LINES = {
+    KNOWN: (12, 1000, ROW | {"data_pct": 9.0}),
+    f"{KNOWN}  data 12%": (12, 1000, ROW | {"data_pct": 12.0}),
+    f"{KNOWN}  padding 0.0%": (12, 1000, ROW | {"data_padding_pct": 0.02}),
+    f"{UNKNOWN}  skipped 3": (1000, 1000, {**ROW, "skipped": 3, "mfu": None, **NO_STEP}),
+    "step  20/100  validation loss 3.2100": (20, 100, {"validation_loss": 3.21}),
+    f"step 100/100  validation loss 3.2100  {PER_BYTE}": (100, 100, HELD_OUT),
+}
+LEFT_IN = {59.6: "1m00s", 3599: "59m59s", 3723.4: "1h02m", 86_390: "1d00h", 273_600: "3d04h"}
 
 
-@pytest.mark.parametrize(
-    ("step", "steps", "row", "line"),
-    [
-        (12, 1000, ROW | {"data_pct": 9.0}, KNOWN),
-        (12, 1000, ROW | {"data_pct": 12.0}, f"{KNOWN}  data 12%"),
-        (12, 1000, ROW | {"data_padding_pct": 0.02}, f"{KNOWN}  padding 0.0%"),
-        (
-            *(1000, 1000, ROW | {"mfu": None, "grad_norm": None, "lr": None, "skipped": 3}),
-            f"{UNKNOWN}  skipped 3",
-        ),
-        (20, 100, {"validation_loss": 3.21}, "step  20/100  validation loss 3.2100"),
-        (
-            *(100, 100, dict(zip(HELD_OUT, (3.21, 9.6211, 787.4686), strict=True))),
-            f"step 100/100  validation loss 3.2100  {PER_BYTE}",
-        ),
-    ],
-)
-def test_console_row_has_what_is_known_and_matters(step, steps, row, line):
-    assert row_line(step, steps, row) == line
+@pytest.mark.parametrize("line", LINES)
+def test_console_row_has_what_is_known_and_matters(line):
+    assert row_line(*LINES[line]) == line
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(59.6, "1m00s"), (3599, "59m59s"), (3723.4, "1h02m"), (86_390, "1d00h"), (273_600, "3d04h")],
-)
-def test_time_left_is_short(seconds, shown):
-    assert row_line(12, 1000, ROW | {"eta_s": seconds}).endswith(f"  eta {shown}")
+@pytest.mark.parametrize("seconds", LEFT_IN)
+def test_time_left_is_short(seconds):
+    assert row_line(12, 1000, ROW | {"eta_s": seconds}).endswith(f"  eta {LEFT_IN[seconds]}")
 
 
 @pytest.mark.parametrize("more", [{}, {"tps": 123_456.0}, {"loss": 11.9, "data_pct": 100.0}])
@@ -164,7 +119,7 @@ def test_console_leaves_an_event_to_the_log_that_told_it(caplog, tmp_path):
 
 
 def test_console_summary():
-    assert summary_text(SUMMARY).splitlines() == [
+    assert sinks.summary_text(SUMMARY).splitlines() == [
         "finished at step 100 of 100",
         "  steps done            100; 2 skipped",
         "  tokens                1,234,567",
@@ -173,7 +128,7 @@ def test_console_summary():
         "  final loss            2.5000",
         "  peak memory           12.34 GiB",
     ]
-    assert summary_text(SUMMARY | {"steps": 60}).splitlines() == [
+    assert sinks.summary_text(SUMMARY | {"steps": 60}).splitlines() == [
         "finished at step 100 of 100",
         "  steps done            60 in this launch, which resumed from step 40; 2 skipped",
         "  tokens                1,234,567 in the whole run",
@@ -189,7 +144,7 @@ def test_console_summary():
         "stopped at step 38 of 100": {"step": 38, "stopped_by": "KeyboardInterrupt"},
         "failed at step 39 of 100": {"step": 39, "stopped_by": "ValueError"},
     }.items():
-        assert line in summary_text(SUMMARY | changes).splitlines()
+        assert line in sinks.summary_text(SUMMARY | changes).splitlines()
 
 
 def test_console_writes_plain_lines_elsewhere_than_on_a_terminal(caplog, capfd, tmp_path):
@@ -279,14 +234,8 @@ def test_jsonl_is_strict(tmp_path):
     sink.close(SUMMARY)
     [row] = rows(sink.path)
     del row["time"]
-    assert row == {
-        "step": 1,
-        "loss": None,
-        "grad_norm": None,
-        "lr": 1e-3,
-        "mfu": None,
-        "non_finite": {"loss": "nan", "grad_norm": "inf"},
-    }
+    empty, non_finite = dict.fromkeys(("loss", "grad_norm", "mfu")), {"loss": "nan"}
+    assert row == {"step": 1, "lr": 1e-3, **empty, "non_finite": {**non_finite, "grad_norm": "inf"}}
 
 
 def test_jsonl_of_a_fresh_run_sets_older_files_aside(tmp_path, caplog):
@@ -340,10 +289,8 @@ def test_jsonl_completes_a_last_line_without_its_newline(tmp_path):
 def test_jsonl_of_other_ranks_has_its_own_name(tmp_path):
     write_jsonl(tmp_path, [1, 2], rank=3)
     write_jsonl(tmp_path, [2], start_step=1, rank=3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "metrics.rank3.jsonl",
-        "metrics.rank3.superseded.jsonl",
-    ]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["metrics.rank3.jsonl", "metrics.rank3.superseded.jsonl"]
 
 
 def points(folder, name="loss"):
@@ -525,9 +472,7 @@ def test_mlflow_keeps_one_run_through_a_resume(tmp_path, monkeypatch):
 def test_mlflow_writes_to_its_server_and_outlives_it(tmp_path, monkeypatch, caplog):
     python = os.environ.get("TORCHTITAN_ORACLES", sys.executable)
     if subprocess.run([python, "-c", "import flask, mlflow"], capture_output=True).returncode:
-        pytest.skip(
-            "MLflow's server is not installed; TORCHTITAN_ORACLES may name a Python with it"
-        )
+        pytest.skip("no server of MLflow; TORCHTITAN_ORACLES may name a Python that has it")
     port = free_port()
     command = [python, "-m", "mlflow", "server", "--port", str(port), "--workers", "1"]
     store = ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
@@ -616,21 +561,18 @@ def test_a_sink_that_cannot_be_made_is_left_out(mine, tmp_path, caplog):
     assert "Broken failed to start: no credentials; the run continues without it" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("wandbb", "allowed: tensorboard, wandb, mlflow, offered; did you mean wandb?"),
-        ("nowhere:Sink", "it cannot be imported: No module named 'nowhere'"),
-        ("my_sinks:Sink", "my_sinks: it has no Sink"),
-        (
-            "my_sinks:Half",
-            "it has no close and no write; add what torchtitan.metrics.sinks.Sink has",
-        ),
-    ],
-)
-def test_a_sink_that_does_not_exist_or_lacks_a_method_is_refused(name, message, mine):
+NO_SINKS = {
+    "wandbb": "allowed: tensorboard, wandb, mlflow, offered; did you mean wandb?",
+    "nowhere:Sink": "it cannot be imported: No module named 'nowhere'",
+    "my_sinks:Sink": "my_sinks: it has no Sink",
+    "my_sinks:Half": "it has no close and no write; add what torchtitan.metrics.sinks.Sink has",
+}
+
+
+@pytest.mark.parametrize("name", NO_SINKS)
+def test_a_sink_that_does_not_exist_or_lacks_a_method_is_refused(name, mine):
     [(key, found)] = missing(MetricsConfig(sinks=(name,)))
-    assert (key, f"{name}: {message}" in found) == ("sinks", True), found
+    assert (key, f"{name}: {NO_SINKS[name]}" in found) == ("sinks", True), found
 
 
 def test_sinks_of_other_ranks_are_a_file_or_none(tmp_path):

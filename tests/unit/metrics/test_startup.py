@@ -12,19 +12,10 @@ from torchtitan.parallel.world import Degrees
 from torchtitan.timeline import Timeline
 
 ENTRIES = 4
-SUM = Collective(
-    number=0,
-    operation="all_reduce",
-    carried_out="all_reduce",
-    group=Group("0", "all", (0, 1)),
-    sequence=1,
-    is_p2p=False,
-    inputs=_shapes([[5]], ["Float"]),
-    outputs=_shapes([[5]], ["Float"]),
-    finished=True,
-    created=0.0,
-    caller="",
-)
+OF_SUM = {key: _shapes([[5]], ["Float"]) for key in ("inputs", "outputs")}
+OF_SUM |= {"operation": "all_reduce", "carried_out": "all_reduce", "is_p2p": False}
+OF_SUM |= {"group": Group("0", "all", (0, 1)), "finished": True, "created": 0.0, "caller": ""}
+SUM = Collective(number=0, sequence=1, **OF_SUM)
 
 
 def traffic(monkeypatch, ranks, before, during):

@@ -1,6 +1,7 @@
 """What the tests of all families do: draw a network, and compare it with that of transformers."""
 
 import json
+from collections import defaultdict
 from copy import deepcopy
 from pathlib import Path
 
@@ -8,17 +9,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.tables import table
 from torchtitan.config import RecipeError
+from torchtitan.models import MODELS
 from torchtitan.models.experts import idle_parameters
 from torchtitan.models.spec import MinShape, build_empty, count_parameters, initialize
+from torchtitan.tools.generate import cached
 
 BAD_CONFIGS = Path(__file__).with_name("bad_configs.txt")
 CONFIGS = Path(__file__).parents[2] / "data/published"
 
 
-def published(name, **changes):
-    """What matters of the config.json of a published model."""
-    return json.loads((CONFIGS / f"{name}.json").read_text()) | changes
+KEYS = {"dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+KEYS |= {"kv": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size"}
+
+
+def published(*names, **sizes):
+    """What matters of the config.json of a published model: what some have in common, and sizes."""
+    config = {}
+    for name in names:
+        config |= json.loads((CONFIGS / f"{name}.json").read_text())
+    return config | {KEYS.get(key, key): value for key, value in sizes.items()}
+
+
+FLAVORS = defaultdict(dict)
+"""Of a family, the published config.json of each size, its parameters, and those a token uses."""
+for family, flavor, sizes, total, active in table(__file__, "published.txt"):
+    FLAVORS[family][flavor] = published(family, **json.loads(sizes)), int(total), int(active)
 
 
 def drawn(spec, args, seq_len=64, std=0.1, of_norms=1.0):
@@ -75,8 +92,9 @@ def equals_transformers(spec, args, model=None, seq_len=64):
     torch.testing.assert_close(gradients, wanted, atol=1e-6, rtol=1e-4)
 
 
-def has_published_sizes(spec, flavor, config, total, active):
+def has_published_sizes(family, flavor):
     """A flavor has the parameters of transformers' network, of which a token uses so many."""
+    spec, (config, total, active) = MODELS[family], FLAVORS[family][flavor]
     args = spec.flavors[flavor]
     assert spec.formats["hf"].args(config) == args
     ours = build_empty(spec.build, args, 16)
@@ -85,6 +103,7 @@ def has_published_sizes(spec, flavor, config, total, active):
     with torch.device("meta"):
         theirs = of_transformers(config)
     assert sum(parameter.numel() for parameter in theirs.parameters()) == total
+    return args, config, spec.formats["hf"].config(args, None)
 
 
 def shrunk(spec, large, tp):
@@ -93,6 +112,17 @@ def shrunk(spec, large, tp):
     assert not [*spec.settings().size_problems(small)]
     assert count_parameters(build_empty(spec.build, small, 16)).total < 3e6
     return small
+
+
+def continues_a_text(model, seq_len=64):
+    """Parts of a text, one after the other, have the logits of the whole."""
+    tokens, parts = torch.arange(seq_len)[None], []
+    with torch.no_grad(), cached(model, seq_len) as cache:
+        for start, end in ((0, 20), (20, 21), (21, seq_len)):
+            positions = torch.arange(start, end)[None]
+            cache.move_to(positions, end)
+            parts.append(model(tokens[:, start:end], positions))
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=1e-5, rtol=0)
 
 
 def lines(call, *arguments):

@@ -8,22 +8,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tests.tables import table
-from tests.unit.models.families import (
-    drawn,
-    equals_transformers,
-    has_published_sizes,
-    lines,
-    of_transformers,
-    refuses_bad_configs,
-    to_transformers,
-)
+from tests.unit.models import families
 from torchtitan.checkpoint.weights.network import identify
 from torchtitan.config import ConfigError, RecipeError
 from torchtitan.models import MODELS
 from torchtitan.models.layers import Linear
 from torchtitan.models.spec import initialize
-from torchtitan.tools.generate import cached
 
 SIZES = {"dim": 48, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 128}
 WINDOW = {"sliding_window": 9}
@@ -51,8 +41,8 @@ SWITCHES = [
 def twin(name, args, model):
     """The network of transformers with the weights of ours."""
     spec = MODELS[name]
-    theirs = of_transformers(spec.formats["hf"].config(args, None)).float().eval()
-    weights = to_transformers(spec, args, model.state_dict().items())
+    theirs = families.of_transformers(spec.formats["hf"].config(args, None)).float().eval()
+    weights = families.to_transformers(spec, args, model.state_dict().items())
     theirs.load_state_dict(weights, strict=False)
     return theirs
 
@@ -64,8 +54,8 @@ SPREAD = {"gemma3": {"std": 0.04, "of_norms": 0.5}}
 @pytest.mark.parametrize(("name", "change"), SWITCHES)
 def test_logits_and_gradients_equal_those_of_transformers(name, change):
     args = small(name, **change)
-    model = drawn(MODELS[name], args, **SPREAD.get(name, {}))
-    equals_transformers(MODELS[name], args, model)
+    model = families.drawn(MODELS[name], args, **SPREAD.get(name, {}))
+    families.equals_transformers(MODELS[name], args, model)
     written = MODELS[name].formats["hf"]
     assert written.args(written.config(args, None)) == args
 
@@ -98,7 +88,7 @@ PARTS = {
 def test_the_comparison_sees_each_part(name):
     """Without any of them the logits are others."""
     args = small(name, **SWITCHED.get(name, {}))
-    model, tokens = drawn(MODELS[name], args), torch.arange(64)[None]
+    model, tokens = families.drawn(MODELS[name], args), torch.arange(64)[None]
     for part in PARTS[name]:
         other = MODELS[name].build(dataclasses.replace(args, **part), 64)
         other.load_state_dict(model.state_dict(), strict=False)
@@ -111,7 +101,7 @@ def test_logits_differ_from_those_of_transformers_by_roundings_alone(name):
     # The factor of embeddings, the root of dim, is a tensor in float32 there: here it is exact.
     args, tokens = small(name, dim=64, **SWITCHED.get(name, {})), torch.arange(64)[None]
     with InFloat64(), torch.no_grad():
-        ours = drawn(MODELS[name], args).double()
+        ours = families.drawn(MODELS[name], args).double()
         theirs = twin(name, args, ours)
         if name == "mixtral":
             theirs.set_experts_implementation("eager")  # the other has no float64
@@ -121,21 +111,14 @@ def test_logits_differ_from_those_of_transformers_by_roundings_alone(name):
 
 
 def test_a_text_is_continued_with_blocks_of_both_kinds():
-    model, tokens = drawn(MODELS["gemma3"], small("gemma3", **TWICE)), torch.arange(64)[None]
-    with torch.no_grad(), cached(model, 64) as cache:
-        parts = []
-        for start, end in ((0, 20), (20, 21), (21, 64)):
-            positions = torch.arange(start, end)[None]
-            cache.move_to(positions, end)
-            parts.append(model(tokens[:, start:end], positions))
-    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=1e-5, rtol=0)
+    families.continues_a_text(families.drawn(MODELS["gemma3"], small("gemma3", **TWICE)))
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_packed_documents_are_those_of_transformers(name):
     """To which positions that start again tell where a document does."""
     args, tokens = small(name, **SWITCHED.get(name, {})), torch.arange(64)[None]
-    model = drawn(MODELS[name], args, **SPREAD.get(name, {}))
+    model = families.drawn(MODELS[name], args, **SPREAD.get(name, {}))
     documents = (torch.arange(64)[None] >= 30).long()
     positions = torch.arange(64)[None] - 30 * documents
     expected = twin(name, args, model)(tokens, position_ids=positions, use_cache=False).logits
@@ -145,7 +128,7 @@ def test_packed_documents_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", PARTS)
 def test_greedy_text_is_that_of_transformers(name):
     args, tokens = small(name, **SWITCHED.get(name, {})), torch.arange(5)[None]
-    model = drawn(MODELS[name], args)
+    model = families.drawn(MODELS[name], args)
     theirs = twin(name, args, model)
     expected = theirs.generate(tokens, min_new_tokens=16, max_new_tokens=16, do_sample=False)
     with torch.no_grad():
@@ -163,65 +146,31 @@ def test_factors_of_norms_start_at_1():
     torch.testing.assert_close(normed.square().mean(-1), torch.ones(2, 8), atol=1e-4, rtol=0)
 
 
-USUAL = {
-    "qwen2": ("Qwen2ForCausalLM", {"rope_theta": 1e6, "use_sliding_window": False}),
-    "mistral": ("MistralForCausalLM", {"num_attention_heads": 32, "num_key_value_heads": 8}),
-    "mixtral": (
-        "MixtralForCausalLM",
-        {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2}
-        | {"rope_theta": 1e6, "vocab_size": 32_000, "rms_norm_eps": 1e-5},
-    ),
-    "olmo2": ("Olmo2ForCausalLM", {"rms_norm_eps": 1e-6, "rope_theta": 5e5, "vocab_size": 100_352}),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256}
-        | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rms_norm_eps": 1e-6}
-        | {"query_pre_attn_scalar": 256, "sliding_window": 1024, "sliding_window_pattern": 6}
-        | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "vocab_size": 262_208},
-    ),
-}
-KEYS = {"dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
-KEYS |= {"kv": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size"}
-
-
-def of_flavor(name, sizes):
-    """What matters of the config.json of a published model."""
-    architecture, usual = USUAL[name]
-    own = {KEYS.get(key, key): value for key, value in json.loads(sizes).items()}
-    return {"architectures": [architecture], "model_type": name, **usual, **own}
-
-
-PUBLISHED = table(__file__, "published.txt")
-
-
-@pytest.mark.parametrize(("name", "flavor", "sizes", "total", "active"), PUBLISHED)
-def test_flavors_have_the_published_sizes(name, flavor, sizes, total, active):
-    spec, config = MODELS[name], of_flavor(name, sizes)
-    has_published_sizes(spec, flavor, config, int(total), int(active))
-    written = spec.formats["hf"].config(spec.flavors[flavor], None)
+@pytest.mark.parametrize(
+    ("name", "flavor"), [(name, flavor) for name in PARTS for flavor in families.FLAVORS[name]]
+)
+def test_flavors_have_the_published_sizes(name, flavor):
+    _, config, written = families.has_published_sizes(name, flavor)
     shared = written.keys() & config.keys() - {"rope_scaling"}
     assert {key: written[key] for key in shared} == {key: config[key] for key in shared}
 
 
 def test_every_flavor_is_compared_with_a_published_one():
-    for name in USUAL:
-        flavors = ["debugmodel", *(flavor for family, flavor, *_ in PUBLISHED if family == name)]
-        assert flavors == [*MODELS[name].flavors]
+    for name, published in families.FLAVORS.items():
+        assert ["debugmodel", *published] == [*MODELS[name].flavors]
 
 
-@pytest.mark.parametrize(
-    "name", ["Qwen2.5-7B", "Mistral-7B-v0.3", "Mixtral-8x7B", "OLMo-2-7B", "Gemma-3-4B"]
-)
+NAMED = {"Qwen2.5-7B": "qwen2 7B", "Mistral-7B-v0.3": "mistral 7B", "Mixtral-8x7B": "mixtral 8x7B"}
+NAMED |= {"OLMo-2-7B": "olmo2 7B", "Gemma-3-4B": "gemma3 4B", "Qwen3-8B": "qwen3 8B"}
+NAMED |= {"Qwen3-30B-A3B": "qwen3_moe 30B-A3B", "gpt-oss-20b": "gpt_oss 20B"}
+NAMED |= {"DeepSeek-V3": "deepseek_v3 671B"}
+
+
+@pytest.mark.parametrize("name", NAMED)
 def test_a_network_of_another_kind_is_refused_in_words(name):
-    family, flavor = {
-        "Qwen2.5-7B": ("qwen2", "7B"),
-        "Mistral-7B-v0.3": ("mistral", "7B"),
-        "Mixtral-8x7B": ("mixtral", "8x7B"),
-        "OLMo-2-7B": ("olmo2", "7B"),
-        "Gemma-3-4B": ("gemma3", "4B"),
-    }[name]
-    (sizes,) = (sizes for of, size, sizes, *_ in PUBLISHED if (of, size) == (family, flavor))
-    refuses_bad_configs(MODELS[family].formats["hf"].args, name, of_flavor(family, sizes))
+    family, flavor = NAMED[name].split()
+    config, *_ = families.FLAVORS[family][flavor]
+    families.refuses_bad_configs(MODELS[family].formats["hf"].args, name, config)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +202,13 @@ def test_what_a_format_cannot_express_is_refused():
     for name, change, message in (
         ("olmo2", WINDOW, "sliding_window: got 9; Olmo2ForCausalLM has 0"),
         ("mixtral", {"router_bias": True}, "router_bias: got true; MixtralForCausalLM has false"),
+        ("qwen3_moe", {"shared_dim": 8}, "shared_dim: got 8; Qwen3MoeForCausalLM has 0"),
+        ("gpt_oss", {"router_bias": True}, "router_bias: got true; GptOssForCausalLM has false"),
+        ("gpt_oss", {"renormalize": False}, "renormalize: got false; GptOssForCausalLM has true"),
+        ("deepseek_v3", {"router_bias": False}, "router_bias: got false; Deepseek.* has true"),
+        ("deepseek_v3", {"router_scores": "softmax"}, 'router_scores: got "softmax"; .* "sigmoid"'),
+        ("deepseek_v3", {"expert_dim": 40, "shared_dim": 41}, "got 41; .* a multiple of .* 40"),
+        ("deepseek_v3", WINDOW, "sliding_window: got 9; DeepseekV3ForCausalLM has 0"),
     ):
         with pytest.raises(RecipeError, match=message):
             MODELS[name].formats["hf"].config(small(name, **change), None)
@@ -274,9 +230,9 @@ def test_windows_of_transformers_are_read():
     config = written.config(small("gemma3", n_layers=12), 64)
     del config["layer_types"]
     assert written.args(config).full_every == 6
-    assert lines(written.args, config | {"layer_types": ["full_attention"]}) == [
+    assert families.lines(written.args, config | {"layer_types": ["full_attention"]}) == [
         "num_hidden_layers 12 and layer_types of 1 blocks; make them equal"
     ]
     two = {"sliding_window_pattern": 6, "layer_types": ["sliding_attention", "full_attention"] * 6}
-    (told,) = lines(written.args, config | two)
+    (told,) = families.lines(written.args, config | two)
     assert told.startswith("sliding_window_pattern 6 and layer_types of every 2 are one fact")

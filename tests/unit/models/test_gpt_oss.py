@@ -8,20 +8,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests import tiny
 from tests.dense import dense_attention
-from tests.unit.models.families import (
-    drawn,
-    equals_transformers,
-    has_published_sizes,
-    published,
-    refuses_bad_configs,
-    shrunk,
-)
-from torchtitan.config import RecipeError
+from tests.unit.models import families
 from torchtitan.models import MODELS
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.gpt_oss import GptOssArgs
 from torchtitan.models.layers import Yarn
-from torchtitan.tools.generate import cached
 
 SPEC = MODELS["gpt_oss"]
 HUGGING_FACE = SPEC.formats["hf"]
@@ -35,24 +26,17 @@ FACTS = {"vocab_size": 128, "sliding_window": 9, "rope_theta": 100.0, "rope_scal
 ARGS = GptOssArgs(**SIZES, **ROUTED, **FACTS)
 
 
-def of_flavor(flavor):
-    n_layers, experts = {"20B": (24, 32), "120B": (36, 128)}[flavor]
-    kinds = ["sliding_attention", "full_attention"] * (n_layers // 2)
-    sizes = {"num_hidden_layers": n_layers, "num_local_experts": experts}
-    return published("gpt_oss", layer_types=kinds, **sizes)
-
-
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
 @pytest.mark.parametrize(
     "change", [{}, {"swiglu_limit": 7.0, "rope_scaling": None}, {"sliding_window": 0}], ids=str
 )
 def test_logits_and_gradients_equal_those_of_transformers(change):
-    equals_transformers(SPEC, dataclasses.replace(ARGS, **change))
+    families.equals_transformers(SPEC, dataclasses.replace(ARGS, **change))
 
 
 def test_the_comparison_sees_each_part():
     """Without any of them the logits are others."""
-    model, tokens = drawn(SPEC, ARGS), torch.arange(SEQ_LEN)[None]
+    model, tokens = families.drawn(SPEC, ARGS), torch.arange(SEQ_LEN)[None]
     whole = model(tokens)
     for change in ({"swiglu_limit": 7.0}, {"sliding_window": 0}, {"rope_scaling": None}):
         other = SPEC.build(dataclasses.replace(ARGS, **change), SEQ_LEN)
@@ -88,33 +72,21 @@ def test_sinks_are_one_more_key_without_a_value(has_documents, window, dtype):
 
 
 def test_a_text_is_continued_with_sinks_and_windows():
-    model, tokens = drawn(SPEC, ARGS), torch.arange(SEQ_LEN)[None]
-    with torch.no_grad(), cached(model, SEQ_LEN) as cache:
-        parts = []
-        for start, end in ((0, 20), (20, 21), (21, SEQ_LEN)):
-            positions = torch.arange(start, end)[None]
-            cache.move_to(positions, end)
-            parts.append(model(tokens[:, start:end], positions))
-    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=1e-5, rtol=0)
+    families.continues_a_text(families.drawn(SPEC, ARGS), SEQ_LEN)
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(
-    ("flavor", "total", "active"),
-    [("20B", 20_914_757_184, 4_187_440_704), ("120B", 116_829_156_672, 5_711_982_912)],
-)
-def test_flavors_have_the_published_sizes(flavor, total, active):
+@pytest.mark.parametrize("flavor", families.FLAVORS["gpt_oss"])
+def test_flavors_have_the_published_sizes(flavor):
     """OpenAI counts 20.9 and 116.8 billion, and without the embedding 3.6 and 5.1 active ones."""
-    args, config = SPEC.flavors[flavor], of_flavor(flavor)
-    has_published_sizes(SPEC, flavor, config, total, active)
-    written = HUGGING_FACE.config(args, None)
+    args, config, written = families.has_published_sizes("gpt_oss", flavor)
     scaling = written.pop("rope_scaling")
     assert {key: scaling.pop(key) for key in config["rope_scaling"]} == config["rope_scaling"]
     assert scaling == {"mscale": 1.0, "mscale_all_dim": 0.0}
     assert written.pop("swiglu_alpha") == 1.702
     assert {key: config[key] for key in written} == written
     # A token's share of attention to 4,096 others, or 128; sinks and the embedding cost nothing.
-    in_products = active - args.vocab_size * args.dim
+    in_products = families.FLAVORS["gpt_oss"][flavor][2] - args.vocab_size * args.dim
     scores = 6 * args.n_layers // 2 * 64 * (64 + 64) * (4096 + 128)
     assert SPEC.flops_per_unit(args, 4096) == 6 * in_products + scores
 
@@ -141,7 +113,7 @@ def test_operations_are_those_that_torch_counts():
 @pytest.mark.parametrize("flavor", SPEC.flavors)
 def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
     large = SPEC.flavors[flavor]
-    small = shrunk(SPEC, large, tp)
+    small = families.shrunk(SPEC, large, tp)
     assert small.ffn_dim == small.expert_dim
     assert 0 < small.sliding_window < 16
     assert SPEC.attention(small).is_mixed
@@ -150,7 +122,8 @@ def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
 
 def test_vectors_are_no_matrices_for_an_optimizer():
     roles = {
-        name: SPEC.role(name, weight.ndim) for name, weight in drawn(SPEC, ARGS).named_parameters()
+        name: SPEC.role(name, weight.ndim)
+        for name, weight in families.drawn(SPEC, ARGS).named_parameters()
     }
     block = {n.removeprefix("layers.1."): role for n, role in roles.items() if "layers.1." in n}
     assert {name for name, role in block.items() if role == "expert"} == {
@@ -159,19 +132,6 @@ def test_vectors_are_no_matrices_for_an_optimizer():
     biases = {name for name, role in block.items() if role == "bias"}
     assert len(biases) == 8
     assert block["attention.sinks.weight"] == "norm"
-
-
-def test_a_network_of_another_kind_is_refused_in_words():
-    refuses_bad_configs(HUGGING_FACE.args, "gpt-oss-20b", of_flavor("20B"))
-
-
-def test_what_the_format_cannot_express_is_refused():
-    for change, message in (
-        ({"router_bias": True}, "router_bias: got true; GptOssForCausalLM has false"),
-        ({"renormalize": False}, "renormalize: got false; GptOssForCausalLM has true"),
-    ):
-        with pytest.raises(RecipeError, match=message):
-            HUGGING_FACE.config(dataclasses.replace(ARGS, **change), None)
 
 
 MODEL = {"name": "gpt_oss", "flavor": "debugmodel"}

@@ -14,15 +14,8 @@ from torchtitan.models.layers import RopeScaling
 from torchtitan.models.spec import count_parameters, initialize
 
 SPEC = MODELS["llama3"]
-ARGS = DecoderArgs(
-    dim=32,
-    n_layers=3,
-    n_heads=4,
-    n_kv_heads=2,
-    ffn_dim=64,
-    vocab_size=61,
-    rope_scaling=RopeScaling(factor=8.0, original_context=16),
-)
+SIZES = {"dim": 32, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64, "vocab_size": 61}
+ARGS = DecoderArgs(**SIZES, rope_scaling=RopeScaling(factor=8.0, original_context=16))
 TIED = replace(ARGS, tied=True)
 SEQ_LEN = 48
 
@@ -71,19 +64,10 @@ def test_flops_per_unit(flavor, seq_len, flops):
 
 @pytest.mark.parametrize("args", [ARGS, TIED], ids=["untied", "tied"])
 def test_parameter_names_are_those_of_metas_checkpoints(args):
-    layer = [
-        "attention_norm.weight",
-        "attention.wq.weight",
-        "attention.wk.weight",
-        "attention.wv.weight",
-        "attention.wo.weight",
-        "ffn_norm.weight",
-        "feed_forward.w1.weight",
-        "feed_forward.w2.weight",
-        "feed_forward.w3.weight",
-    ]
+    layer = ["attention_norm", *(f"attention.w{x}" for x in "qkvo"), "ffn_norm"]
+    layer += [f"feed_forward.w{number}" for number in (1, 2, 3)]
     names = ["tok_embeddings.weight"]
-    names += [f"layers.{i}.{name}" for i in range(3) for name in layer]
+    names += [f"layers.{i}.{name}.weight" for i in range(3) for name in layer]
     names += ["norm.weight"] + ([] if args.tied else ["output.weight"])
     model = build(args)
     assert list(model.state_dict()) == names

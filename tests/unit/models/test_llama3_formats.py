@@ -14,20 +14,11 @@ SPEC = MODELS["llama3"]
 HUGGING_FACE, META = SPEC.formats["hf"], SPEC.formats["meta"]
 
 PUBLISHED = {"8B": published("llama3_8B")}
-PUBLISHED["1B"] = PUBLISHED["8B"] | {
-    "head_dim": 64,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "rope_scaling": PUBLISHED["8B"]["rope_scaling"] | {"factor": 32.0},
-    "tie_word_embeddings": True,
-}
-PUBLISHED["3B"] = PUBLISHED["1B"] | {
-    "head_dim": 128,
-    "hidden_size": 3072,
-    "num_attention_heads": 24,
-    "num_hidden_layers": 28,
-}
+SMALL = {"head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+SMALL |= {"rope_scaling": PUBLISHED["8B"]["rope_scaling"] | {"factor": 32.0}}
+PUBLISHED["1B"] = PUBLISHED["8B"] | SMALL | {"tie_word_embeddings": True}
+SIZES = {"head_dim": 128, "hidden_size": 3072, "num_attention_heads": 24, "num_hidden_layers": 28}
+PUBLISHED["3B"] = PUBLISHED["1B"] | SIZES
 """What matters of the config.json of Llama 3.1 8B and of Llama 3.2 1B and 3B."""
 
 
@@ -51,18 +42,11 @@ def test_a_flavor_is_read_back_from_its_config(flavor):
     assert found == dataclasses.replace(args, tied=False, rope_scaling=scaling)
 
 
-@pytest.mark.parametrize(
-    ("sku", "flavor"),
-    [
-        ("Llama3.1-8B", "8B"),
-        ("Llama3.1-70B", "70B"),
-        ("Llama3.1-405B:bf16-mp8", "405B"),
-        ("Llama3.2-1B", "1B"),
-        ("Llama3.2-3B", "3B"),
-    ],
-)
-def test_params_of_meta_are_those_of_our_flavors(sku, flavor):
-    params = next(m.arch_args for m in all_registered_models() if m.descriptor() == sku)
+@pytest.mark.parametrize("sku", ["3.1-8B", "3.1-70B", "3.1-405B:bf16-mp8", "3.2-1B", "3.2-3B"])
+def test_params_of_meta_are_those_of_our_flavors(sku):
+    name = f"Llama{sku}"
+    params = next(m.arch_args for m in all_registered_models() if m.descriptor() == name)
+    flavor = sku[4:].partition(":")[0]
     assert META.args(params) == META.args(META.config(SPEC.flavors[flavor], None))
 
 
@@ -92,20 +76,12 @@ def test_a_network_of_another_kind_is_refused_in_words():
     refuses_bad_configs(HUGGING_FACE.args, "Llama-3.1-8B", PUBLISHED["8B"])
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (  # as Llama 2 has it
-            {"vocab_size": -1, "rope_theta": None},
-            [
-                "vocab_size: got -1; wanted a number above 0",
-                "rope_theta: got nothing; wanted the base of the rotary embedding",
-            ],
-        ),
-        ({"moe_args": {"num_experts": 16}}, ["moe_args: not supported by llama3"]),
-    ],
-    ids=str,
-)
-def test_params_that_are_not_ours_are_refused_in_words(change, told):
-    params = META.config(SPEC.flavors["8B"], None) | change
-    assert lines(META.args, params) == told
+def test_params_that_are_not_ours_are_refused_in_words():
+    params = META.config(SPEC.flavors["8B"], None)
+    of_llama_2 = params | {"vocab_size": -1, "rope_theta": None}
+    assert lines(META.args, of_llama_2) == [
+        "vocab_size: got -1; wanted a number above 0",
+        "rope_theta: got nothing; wanted the base of the rotary embedding",
+    ]
+    with_experts = params | {"moe_args": {"num_experts": 16}}
+    assert lines(META.args, with_experts) == ["moe_args: not supported by llama3"]

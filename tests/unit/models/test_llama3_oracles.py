@@ -43,21 +43,11 @@ def meta():
 
 
 def meta_model(meta, args, model):
-    theirs = meta.Transformer(
-        meta.ModelArgs(
-            dim=args.dim,
-            n_layers=args.n_layers,
-            n_heads=args.n_heads,
-            n_kv_heads=args.n_kv_heads,
-            vocab_size=args.vocab_size,
-            multiple_of=args.ffn_dim,  # they round the width up to a multiple of this
-            norm_eps=args.norm_eps,
-            rope_theta=args.rope_theta,
-            use_scaled_rope=args.rope_scaling is not None,
-            max_batch_size=BATCH,
-            max_seq_len=SEQ_LEN,
-        )
-    )
+    same = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta")
+    own = {key: getattr(args, key) for key in same} | {"max_batch_size": BATCH}
+    own |= {"max_seq_len": SEQ_LEN, "use_scaled_rope": args.rope_scaling is not None}
+    # They round the width up to a multiple of this.
+    theirs = meta.Transformer(meta.ModelArgs(**own, multiple_of=args.ffn_dim))
     theirs.load_state_dict(model.state_dict())  # the names are the same, every one
     return theirs
 

@@ -1,10 +1,12 @@
 """Published models that are Llama's network in other sizes, by their config.json."""
 
 import dataclasses
+import json
 
 import pytest
 
-from tests.unit.models.families import lines, refuses_bad_configs
+from tests.tables import table
+from tests.unit.models.families import lines, published, refuses_bad_configs
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.config import RecipeError
 from torchtitan.models import MODELS
@@ -14,53 +16,9 @@ SPEC = MODELS["llama3"]
 HUGGING_FACE = SPEC.formats["hf"]
 
 
-def llama(dim, ffn_dim, layers, heads, kv_heads, **more):
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": dim,
-        "intermediate_size": ffn_dim,
-        "max_position_embeddings": 2048,
-        "model_type": "llama",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 32000,
-        **more,
-    }
-
-
-def mistral(dim, layers, **more):
-    about = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-    return llama(dim, 14336, layers, 32, 8) | about | {"rope_theta": 1e6, **more}
-
-
-def smollm(*sizes, **more):
-    about = {"attention_bias": False, "rope_interleaved": False, "is_llama_config": True}
-    return llama(*sizes) | about | {"tie_word_embeddings": True, "vocab_size": 49152, **more}
-
-
 PUBLISHED = {
-    "Llama-2-7b": (llama(4096, 11008, 32, 32, 32, pretraining_tp=1), 6_738_415_616),
-    "Llama-2-13b": (llama(5120, 13824, 40, 40, 40, pretraining_tp=1), 13_015_864_320),
-    "Llama-2-70b": (llama(8192, 28672, 80, 64, 8, pretraining_tp=1), 68_976_648_192),
-    "TinyLlama-1.1B": (llama(2048, 5632, 22, 32, 4, rope_theta=10000.0), 1_100_048_384),
-    "Mistral-7B-v0.1": (mistral(4096, 32, sliding_window=4096, rope_theta=1e4), 7_241_732_096),
-    "Mistral-7B-v0.2": (mistral(4096, 32, sliding_window=None), 7_241_732_096),
-    "Mistral-7B-v0.3": (mistral(4096, 32, sliding_window=None, vocab_size=32768), 7_248_023_552),
-    "Mistral-Nemo": (
-        mistral(5120, 40, sliding_window=None, head_dim=128, vocab_size=131072),
-        12_247_782_400,
-    ),
-    "SmolLM-135M": (smollm(576, 1536, 30, 9, 3), 134_515_008),
-    "SmolLM-360M": (smollm(960, 2560, 32, 15, 5), 361_821_120),
-    "SmolLM-1.7B": (smollm(2048, 8192, 24, 32, 32), 1_711_376_384),
-    "SmolLM2-135M": (smollm(576, 1536, 30, 9, 3, rope_theta=100000), 134_515_008),
-    "SmolLM2-1.7B": (smollm(2048, 8192, 24, 32, 32, rope_theta=130000), 1_711_376_384),
+    name: (published(*bases.split(), **json.loads(sizes)), int(parameters))
+    for name, bases, sizes, parameters in table(__file__, "llama_like.txt")
 }
 """What matters of the configs, and the published numbers of parameters."""
 

@@ -5,55 +5,21 @@ import dataclasses
 import pytest
 import torch
 
-from tests.unit.models.families import (
-    equals_transformers,
-    has_published_sizes,
-    of_transformers,
-    published,
-    refuses_bad_configs,
-)
+from tests.unit.models import families
 from torchtitan.models import MODELS
 from torchtitan.models.decoder import DecoderArgs
 from torchtitan.models.spec import build_empty, count_parameters
 
 SPEC = MODELS["qwen3"]
 HUGGING_FACE = SPEC.formats["hf"]
-ARGS = DecoderArgs(
-    dim=48,  # 8 heads of 16, so heads are together wider than the residual stream
-    n_layers=3,
-    n_heads=8,
-    n_kv_heads=2,
-    head_dim=16,
-    head_norms=True,
-    ffn_dim=160,
-    vocab_size=128,
-    norm_eps=1e-6,
-    rope_theta=1e6,
-)
-
-# Flavor: hidden, layers, heads, intermediate, tied; and the same for all (Qwen's config.json).
-PUBLISHED = {
-    "0.6B": (1024, 28, 16, 3072, True),
-    "1.7B": (2048, 28, 16, 6144, True),
-    "4B": (2560, 36, 32, 9728, True),
-    "8B": (4096, 36, 32, 12288, False),
-    "14B": (5120, 40, 40, 17408, False),
-    "32B": (5120, 64, 64, 25600, False),
-}
+# 8 heads of 16, so heads are together wider than the residual stream.
+SIZES = {"dim": 48, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 160}
+FACTS = {"head_norms": True, "vocab_size": 128, "norm_eps": 1e-6, "rope_theta": 1e6}
+ARGS = DecoderArgs(**SIZES, **FACTS)
 
 
-def of_flavor(flavor):
-    """What matters of the config.json of `Qwen/Qwen3-{flavor}-Base`."""
-    hidden, layers, heads, intermediate, tied = PUBLISHED[flavor]
-    return published(
-        "qwen3",
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        max_window_layers=layers,
-        num_attention_heads=heads,
-        num_hidden_layers=layers,
-        tie_word_embeddings=tied,
-    )
+def published(flavor):
+    return families.FLAVORS["qwen3"][flavor][0]
 
 
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
@@ -61,27 +27,20 @@ def of_flavor(flavor):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_logits_and_gradients_equal_those_of_transformers(tied, window):
     args = dataclasses.replace(ARGS, tied=tied, sliding_window=window)
-    equals_transformers(SPEC, args, seq_len=96)
+    families.equals_transformers(SPEC, args, seq_len=96)
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("flavor", PUBLISHED)
+@pytest.mark.parametrize("flavor", families.FLAVORS["qwen3"])
 def test_flavors_have_the_published_sizes(flavor):
-    args, config = SPEC.flavors[flavor], of_flavor(flavor)
-    written = HUGGING_FACE.config(args, None)
+    args, config, written = families.has_published_sizes("qwen3", flavor)
     assert {key: config[key] for key in written} == written
-
-    dim, layers, heads, ffn, tied = PUBLISHED[flavor]
-    of_attention = 2 * dim * heads * 128 + 2 * dim * 8 * 128 + 2 * 128
-    of_block = of_attention + 3 * dim * ffn + 2 * dim
-    total = (1 if tied else 2) * 151_936 * dim + layers * of_block + dim
-    has_published_sizes(SPEC, flavor, config, total, active=total)
     ours = build_empty(SPEC.build, args, 16)
-    assert count_parameters(ours).embedding == 151_936 * dim
+    assert count_parameters(ours).embedding == 151_936 * args.dim
     with torch.device("meta"):
-        theirs = of_transformers(config)
+        theirs = families.of_transformers(config)
     shapes = {HUGGING_FACE.name(name): w.shape for name, w in ours.state_dict().items()}
-    aliases = {"lm_head.weight"} if tied else set()
+    aliases = {"lm_head.weight"} if args.tied else set()
     assert {n: w.shape for n, w in theirs.state_dict().items() if n not in aliases} == shapes
 
 
@@ -102,7 +61,7 @@ def test_absent_keys_have_the_defaults_of_transformers():
     from transformers import Qwen3Config
 
     absent = ("head_dim", "sliding_window", "use_sliding_window", "max_window_layers")
-    config = {key: value for key, value in of_flavor("0.6B").items() if key not in absent}
+    config = {key: value for key, value in published("0.6B").items() if key not in absent}
     assert Qwen3Config().head_dim == 128
     assert HUGGING_FACE.args(config) == SPEC.flavors["0.6B"]
     config |= {"use_sliding_window": True, "max_window_layers": 0}
@@ -110,11 +69,7 @@ def test_absent_keys_have_the_defaults_of_transformers():
 
 
 def test_no_block_has_a_window_without_use_sliding_window():
-    config = of_flavor("8B") | {"sliding_window": 4096, "max_window_layers": 0}
+    config = published("8B") | {"sliding_window": 4096, "max_window_layers": 0}
     assert HUGGING_FACE.args(config) == SPEC.flavors["8B"]
     config |= {"use_sliding_window": True, "max_window_layers": 36}
     assert HUGGING_FACE.args(config) == SPEC.flavors["8B"]
-
-
-def test_a_network_of_another_kind_is_refused_in_words():
-    refuses_bad_configs(HUGGING_FACE.args, "Qwen3-8B", of_flavor("8B"))

@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.unit.models.families import (
-    equals_transformers,
-    has_published_sizes,
-    published,
-    refuses_bad_configs,
-    shrunk,
-)
-from torchtitan.config import RecipeError
+from tests.unit.models import families
 from torchtitan.convert import Conversion, linears
 from torchtitan.convert.float8 import Float8
 from torchtitan.models import MODELS
@@ -30,20 +23,6 @@ FACTS = {"head_norms": True, "vocab_size": 128, "norm_eps": 1e-6, "rope_theta": 
 ARGS = SparseArgs(**SIZES, **ROUTED, **FACTS)
 
 
-def of_flavor(flavor):
-    """What matters of the config.json of `Qwen/Qwen3-{flavor}`."""
-    sizes = {"30B-A3B": (2048, 48, 32, 6144, 768), "235B-A22B": (4096, 94, 64, 12288, 1536)}
-    hidden, layers, heads, intermediate, of_expert = sizes[flavor]
-    return published(
-        "qwen3_moe",
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        moe_intermediate_size=of_expert,
-        num_attention_heads=heads,
-        num_hidden_layers=layers,
-    )
-
-
 @pytest.mark.filterwarnings("default")  # what transformers deprecates is not our concern
 @pytest.mark.parametrize(
     "change",
@@ -51,21 +30,16 @@ def of_flavor(flavor):
     ids=["renormalized", "not renormalized, first block dense"],
 )
 def test_logits_and_gradients_equal_those_of_transformers(change):
-    equals_transformers(SPEC, dataclasses.replace(ARGS, **change))
+    families.equals_transformers(SPEC, dataclasses.replace(ARGS, **change))
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize(
-    ("flavor", "total", "active"),
-    [("30B-A3B", 30_532_122_624, 3_353_032_704), ("235B-A22B", 235_093_634_560, 22_190_763_520)],
-)
-def test_flavors_have_the_published_sizes(flavor, total, active):
-    args, config = SPEC.flavors[flavor], of_flavor(flavor)
-    has_published_sizes(SPEC, flavor, config, total, active)
-    written = HUGGING_FACE.config(args, None)
+@pytest.mark.parametrize("flavor", families.FLAVORS["qwen3_moe"])
+def test_flavors_have_the_published_sizes(flavor):
+    args, config, written = families.has_published_sizes("qwen3_moe", flavor)
     assert {key: config[key] for key in written} == written
     # A token's share of attention to 4,096 others; the embedding is a look-up.
-    in_products = active - 151_936 * args.dim
+    in_products = families.FLAVORS["qwen3_moe"][flavor][2] - 151_936 * args.dim
     scores = 12 * args.n_layers * args.n_heads * 128 * 4096
     assert SPEC.flops_per_unit(args, 4096) == 6 * in_products + scores
 
@@ -101,19 +75,10 @@ WEIGHTS = ("router.weight", "experts.w1", "experts.w2", "experts.w3", "shared.w2
 @pytest.mark.parametrize("flavor", SPEC.flavors)
 def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
     large = dataclasses.replace(SPEC.flavors[flavor], dense_layers=3, shared_dim=512)
-    small = shrunk(SPEC, large, tp)
+    small = families.shrunk(SPEC, large, tp)
     assert (small.n_experts, small.top_k, small.dense_layers) == (8, 2, 1)
     assert small.expert_dim % (8 * tp) == small.shared_dim % (8 * tp) == 0
     assert small.expert_dim / small.dim < 1.5
-
-
-def test_a_network_of_another_kind_is_refused_in_words():
-    refuses_bad_configs(HUGGING_FACE.args, "Qwen3-30B-A3B", of_flavor("30B-A3B"))
-
-
-def test_a_shared_expert_has_no_place_in_the_format():
-    with pytest.raises(RecipeError, match="shared_dim: got 8; Qwen3MoeForCausalLM has 0"):
-        HUGGING_FACE.config(dataclasses.replace(ARGS, shared_dim=8), None)
 
 
 def test_float8_says_that_experts_are_not_converted():

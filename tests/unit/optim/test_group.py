@@ -80,14 +80,9 @@ def test_groups_are_those_of_torch(way):
         {"roles": ["matrix", "embedding"], "lr_factor": 0.5},
     ]
     adam = [{"beta1": 0.6, "eps": 0.1}, {"beta2": 0.8}]
-    config = AdamW.model_validate(
-        {
-            "lr": 0.05,
-            "weight_decay": 0.3,
-            "no_weight_decay_on": ["norms", "embeddings"],
-            "groups": [group | more for group, more in zip(groups, adam, strict=True)],
-        }
-    )
+    keys = {"lr": 0.05, "weight_decay": 0.3, "no_weight_decay_on": ["norms", "embeddings"]}
+    keys["groups"] = [group | more for group, more in zip(groups, adam, strict=True)]
+    config = AdamW.model_validate(keys)
     expected = by_torch(
         torch.optim.AdamW,
         {"lr": 0.1, "weight_decay": 0.7, "betas": (0.6, 0.95), "eps": 0.1},
@@ -99,15 +94,9 @@ def test_groups_are_those_of_torch(way):
 
 def test_groups_change_the_rule_of_their_parameters():
     """With two rules: rates are multiples of the rate of each, and decay that of each."""
-    config = Muon.model_validate(
-        {
-            "lr": 0.3,
-            "weight_decay": 0.2,
-            "no_weight_decay_on": ["norms"],
-            "adamw": AdamWPart(lr=0.05, weight_decay=0.1),
-            "groups": [{"roles": ["embedding", "matrix"], "lr_factor": 0.5}],
-        }
-    )
+    keys = {"lr": 0.3, "weight_decay": 0.2, "no_weight_decay_on": ["norms"]}
+    keys["groups"] = [{"roles": ["embedding", "matrix"], "lr_factor": 0.5}]
+    config = Muon.model_validate(keys | {"adamw": AdamWPart(lr=0.05, weight_decay=0.1)})
     rules = {a.parameter.name: a.rule for a in Optimizers(named(network()), config).assignments}
     assert {name: (rule.title, rule.lr, rule.weight_decay) for name, rule in rules.items()} == {
         "0.weight": ("AdamW", 0.025, 0.1),
