@@ -18,6 +18,7 @@ from tests.runs import losses
 from tests.tiers import tiers
 from torchtitan import trainer
 from torchtitan.checkpoint import saved_steps
+from torchtitan.cluster.launcher import LaunchOptions, with_nodes
 from torchtitan.flight_recorder import read_note
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +46,20 @@ def start(command, folder, *flags, before=lambda: None, **variables):
         log = folder.parent / f"{folder.name}-{next(NUMBERS)}.log"
         return launched.start(words, environment(**variables), log, before=before)
     return subprocess.Popen(words, cwd=ROOT, env=environment(**variables), **PIPED)
+
+
+@pytest.mark.parametrize(("processes", "threads"), [(1, None), (2, "1")])
+def test_a_process_alone_computes_on_all_cores(processes, threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    del os.environ["OMP_NUM_THREADS"]
+    found = []
+
+    def act(_):
+        found.append(os.environ.get("OMP_NUM_THREADS"))
+        return 0
+
+    assert with_nodes(LaunchOptions(processes), act) == 0
+    assert found == [threads]
 
 
 def finish(process, status=0):

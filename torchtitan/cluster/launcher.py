@@ -113,7 +113,8 @@ def with_nodes(options: LaunchOptions, act: Callable[[LaunchOptions], int]) -> i
     """
     if options.origins:
         logger.info("from the environment: %s", options.origins)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.processes > 1:  # as torchrun: ranks share the cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         return leave(act(at_an_address(options)))
     except ConfigError as error:
