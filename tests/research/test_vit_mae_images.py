@@ -223,7 +223,7 @@ def test_a_process_that_is_killed_is_named_and_none_is_left(capfd):
         return False
 
     stream = DataStream(
-        *(config, broken(), packing), local_batch_size=2, accumulation=2, rank=0, ranks=1
+        *(config, broken(), packing), local_batch_size=2, accumulation=1, rank=0, ranks=1
     )
     next(stream)
     first, second = started()
