@@ -23,6 +23,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -32,15 +33,19 @@ from quoted import write_section  # noqa: E402
 from svg import INK, LINE, MUTED, Picture  # noqa: E402
 
 from tests.gpu.fast import MODELS_HERE, ROWS, extended  # noqa: E402
+from tests.gpu.many import CASES  # noqa: E402
 from torchtitan.checks import load_job  # noqa: E402
 from torchtitan.config import ConfigError  # noqa: E402
+from torchtitan.device import GIB  # noqa: E402
 from torchtitan.job import JobConfig  # noqa: E402
+from torchtitan.models.spec import ModelSpec  # noqa: E402
+from torchtitan.parallel import context  # noqa: E402
 from torchtitan.plan.hardware import AttentionRate, find_hardware  # noqa: E402
 from torchtitan.plan.plan import MEMORY_LIMITS, TIME_LIMITS, plan  # noqa: E402
 
 PUBLISHED = ROOT / "benchmarks/published_rows.toml"
 PAGE = ROOT / "benchmarks/results/gpu_h100.md"
-OWN = "this project's H100"
+OWN, MANY = "this project's H100", "one rank of many"
 SCORED = 6
 """First published rows, which have limits: memory and speed."""
 LIMITS = {"memory": 0.08, "speed": 0.12}
@@ -57,14 +62,20 @@ class MeasuredRow(NamedTuple):
     ranks: int
     recipe: Path
     flags: Sequence[str]
-    tokens_per_second: float
-    """Tokens a second of each device."""
+    tokens_per_second: float | None
+    """Tokens a second of each device; None: not measured."""
     gib: float | None = None
     """Peak reserved by the allocator."""
     allocator: str = "expandable_segments:True"
     """Settings of torch's allocator."""
     attention: tuple[float, float] | None = None
     """TFLOP/s of the forward and the backward of attention; None: those of the hardware."""
+    repeats_keys: bool = False
+    """Whether ranks exchanged the keys and values of each query head."""
+    whole_root: bool = False
+    """Whether FSDP gathered the embedding and the output with its root, which it keeps."""
+    stage_rank: int | None = None
+    """Pipeline rank whose memory was measured; None: the fullest."""
     note: str = ""
 
     def job(self) -> JobConfig:
@@ -81,44 +92,47 @@ class ScoredRow(NamedTuple):
 
     @property
     def errors(self) -> dict[str, float]:
-        """Relative errors of memory, if measured, and of speed."""
-        found = {"speed": self.speed / self.row.tokens_per_second - 1}
-        return found | ({"memory": self.gib / self.row.gib - 1} if self.row.gib else {})
+        """Relative errors of speed and memory, if measured."""
+        speed, gib = self.row.tokens_per_second, self.row.gib
+        found = {"speed": speed and self.speed / speed - 1, "memory": gib and self.gib / gib - 1}
+        return {what: error for what, error in found.items() if error is not None}
 
 
 def published() -> Iterator[MeasuredRow]:
     """Yield the rows of `published_rows.toml`."""
     table = tomllib.loads(PUBLISHED.read_text())
     for row in table["row"]:
-        local = row["local_batch_size"]
-        words = " ".join([*(table["flags"][name] for name in row["flags"]), row.get("more", "")])
-        flags = [*shlex.split(words), "--training.local_batch_size", str(local)]
+        sizes = row["local_batch_size"], row.get("global_batch_size", -1)
+        batch = "--training.local_batch_size {} --training.global_batch_size {}".format(*sizes)
+        words = [*(table["flags"][name] for name in row["flags"]), row.get("more", ""), batch]
         recipe = ROOT / "train_configs" / f"{row['recipe']}.toml"
-        whole = row.get("global_batch_size")
-        found = MeasuredRow(
-            *(row["name"], row["source"], row["hardware"], row["ranks"], recipe, flags),
-            row["tokens_per_second"],
-            row.get("gib"),
-            attention=row.get("attention"),
-            note=row.get("note", ""),
-        )
-        yield with_batch(found, local, whole)
+        given = {key: row[key] for key in MeasuredRow._fields if key in row}
+        yield MeasuredRow(**given | {"recipe": recipe, "flags": shlex.split(" ".join(words))})
 
 
-def with_batch(row: MeasuredRow, local: int, whole: int | None = None) -> MeasuredRow:
-    """Return a row without accumulation, or with the batch `whole`."""
-    flags = [*row.flags, "--training.global_batch_size"]
-    degrees = row._replace(flags=[*flags, "-1"]).job().degrees(row.ranks)
-    return row._replace(flags=[*flags, str(whole or local * degrees.data)])
+def cells_of(title: str) -> dict[str, list[str]]:
+    """Return the rows of a table of the page of this project's H100, by name."""
+    section = PAGE.read_text().partition(f"{title}\n")[2].partition("\n#")[0]
+    lines = (line.strip("| ").split(" | ") for line in section.splitlines())
+    return {line[0]: line for line in lines if len(line) > 6}
+
+
+def many() -> Iterator[MeasuredRow]:
+    """Yield the ranks of many on that page, whose others do not exist."""
+    cells = cells_of("## One rank of many")
+    for name in (name for name in CASES if name in cells):
+        recipe, ranks, rank, flags = CASES[name]
+        path, gib = ROOT / f"train_configs/{recipe}.toml", float(cells[name][6])
+        flags = [*flags, "--training.global_batch_size", "-1"]  # without accumulation
+        row = MeasuredRow(name, MANY, "h100", ranks, path, flags, None, gib)
+        stage_rank = rank * row.job().degrees(ranks).pp // ranks
+        yield row._replace(stage_rank=stage_rank, whole_root=True)  # as it was then
 
 
 def own(folder: Path) -> Iterator[MeasuredRow]:
     """Yield the rows of the page of this project's H100."""
-    text = PAGE.read_text()
     for title, model in MODELS_HERE.items():
-        section = text.partition(f"### {title}\n")[2].partition("###")[0]
-        lines = (line.strip("| ").split(" | ") for line in section.splitlines())
-        cells = {line[0]: line for line in lines if len(line) > 6}
+        cells = cells_of(f"### {title}")
         for name in (name for name in ROWS if name in cells):
             path = folder / f"{title}, {name}.toml"
             path.write_text(extended(ROWS[name], model, str(folder), "inductor"))
@@ -134,13 +148,22 @@ def score(row: MeasuredRow) -> ScoredRow:
     torch._dynamo.reset()  # it limits how often a function is traced in a process
     hardware = find_hardware(row.hardware)
     if row.attention:
-        forward, backward = row.attention
-        rates = [AttentionRate(head_dim=128, forward=forward, backward=backward)]
+        rates = [AttentionRate(head_dim=128, forward=row.attention[0], backward=row.attention[1])]
         hardware = hardware.model_copy(update={"attention": rates})
-    found = plan(job, row.ranks, hardware)
+    attend = context.context_attention
+
+    def repeated(q, k, v, *rest):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return attend(q, k, v, *rest)
+
+    how = repeated if row.repeats_keys else attend
+    ends = (lambda *_: ((), ())) if row.whole_root else ModelSpec.ends
+    with patch.object(context, "context_attention", how), patch.object(ModelSpec, "ends", ends):
+        found = plan(job, row.ranks, hardware)
     assert found.time is not None
-    speed = found.time.tokens_per_second_per_device
-    return ScoredRow(row, found.reserved_gib.value, speed)
+    kinds = (kind for kind in found.kinds if row.stage_rank in kind.stage_ranks)
+    gib = next(kinds, found.fullest).memory.peak_reserved / GIB
+    return ScoredRow(row, gib, found.time.tokens_per_second_per_device)
 
 
 def summary(scored: Sequence[ScoredRow]) -> str:
@@ -159,7 +182,7 @@ def summary(scored: Sequence[ScoredRow]) -> str:
 
 def coverage(scored: Sequence[ScoredRow]) -> str:
     """Return a sentence on how many measurements are within the limits of a plan."""
-    times = [one.speed / one.row.tokens_per_second for one in scored]
+    times = [1 + one.errors["speed"] for one in scored if "speed" in one.errors]
     sizes = [one.row.gib / one.gib for one in scored if one.row.gib]
     parts = []
     limits = {"time": (TIME_LIMITS, times), "memory": (MEMORY_LIMITS, sizes)}
@@ -174,25 +197,18 @@ def table(scored: Iterable[ScoredRow]) -> str:
     lines = ["| row | hardware | tokens/s | predicted | error | GiB | predicted | error |"]
     lines.append("|---|---|---:|---:|---:|---:|---:|---:|")
     for one in scored:
-        row, errors = one.row, one.errors
-        memory = (
-            [f"{row.gib:.1f}", f"{one.gib:.1f}", f"{errors['memory']:+.1%}"]
-            if row.gib
-            else [""] * 3
-        )
-        cells = [
-            row.name,
-            row.hardware,
-            f"{row.tokens_per_second:,.0f}",
-            f"{one.speed:,.0f}",
-            f"{errors['speed']:+.1%}",
-        ]
-        lines.append(f"| {' | '.join([*cells, *memory])} |")
+        row, cells = one.row, [one.row.name, one.row.hardware]
+        both = (row.tokens_per_second, one.speed, "speed", 0), (row.gib, one.gib, "memory", 1)
+        for measured, predicted, what, digits in both:
+            values = (f"{x:,.{digits}f}" for x in (measured, predicted) if measured)
+            cells += [*values, f"{one.errors[what]:+.1%}"] if measured else [""] * 3
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def draw(scored: Sequence[ScoredRow]) -> Picture:
     """Draw predicted beside measured speed; in the band is what errs by at most 12 %."""
+    scored = [one for one in scored if one.row.tokens_per_second]
     left, right, top, bottom = 70, 570, 30, 530
     about = "Predicted tokens per second of a device by measured ones, on logarithmic axes."
     picture = Picture("Predicted and measured speed", about, 860, bottom + 50)
@@ -229,23 +245,21 @@ def report(scored: Sequence[ScoredRow], failed: Sequence[str], plot: str) -> str
     sources = tomllib.loads(PUBLISHED.read_text())["sources"]
     about = (__doc__ or "").split("\n\n")[-1]
     parts = ["## How good a plan is\n\n<!-- Written by benchmarks/plan_accuracy.py. -->", about]
-    others = [one for one in scored if one.row.source != OWN]
+    others = [one for one in scored if one.row.source not in (OWN, MANY)]
     six = others[:SCORED]
     parts.append(f"### Published rows\n\n{table(others)}\n\n{summary(others)}")
     if len(six) == SCORED:
-        within = {
-            what: sum(abs(one.errors[what]) <= limit for one in six)
+        within = [
+            f"{sum(abs(one.errors[what]) <= limit for one in six)} are within {limit:.0%} in {what}"
             for what, limit in LIMITS.items()
-        }
-        parts.append(
-            f"Of the first six, {within['memory']} are within {LIMITS['memory']:.0%} in memory and "
-            f"{within['speed']} within {LIMITS['speed']:.0%} in speed; {summary(six)}"
-        )
+        ]
+        parts.append(f"Of the first six, {' and '.join(within)}; {summary(six)}")
     notes = [f"- {one.row.name}: {one.row.note}." for one in others if one.row.note]
     parts.append("Sources:\n\n" + "\n".join(f"- {k}: {v}" for k, v in sources.items()))
     parts.append("What differs there:\n\n" + "\n".join(notes) if notes else "")
-    mine = [one for one in scored if one.row.source == OWN]
-    parts.append(f"### {OWN[0].upper()}{OWN[1:]}\n\n{table(mine)}\n\n{summary(mine)}")
+    for source in (OWN, MANY):
+        mine = [one for one in scored if one.row.source == source]
+        parts.append(f"### {source[0].upper()}{source[1:]}\n\n{table(mine)}\n\n{summary(mine)}")
     parts.append(f"### Together\n\n{coverage(scored)}\n\n![predicted and measured]({plot})")
     parts.append("### Left out\n\n" + "\n".join(f"- {line}" for line in failed) if failed else "")
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
@@ -259,9 +273,8 @@ def main() -> None:
     scored, failed = [], []
     with tempfile.TemporaryDirectory() as folder:
         others = [*published()]
-        for row in [*others[:SCORED], *own(Path(folder)), *others[SCORED:]]:
-            if not re.search(arguments.only, row.name):
-                continue
+        rows = [*others[:SCORED], *own(Path(folder)), *many(), *others[SCORED:]]
+        for row in (row for row in rows if re.search(arguments.only, row.name)):
             try:
                 scored.append(score(row))
                 print(table(scored[-1:]).splitlines()[-1], flush=True)

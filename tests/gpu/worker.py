@@ -1,4 +1,4 @@
-"""A process that checks cases of a stage, one after the other, as their names come in.
+"""A process that checks cases of a stage as their names come in; of a rank of many, one case.
 
     python -m tests.gpu.worker STAGE DEVICE BACKEND DESCRIPTOR
 
@@ -24,9 +24,10 @@ def main():
     import torch
 
     import tests.tiny  # noqa: F401
-    from torchtitan.device import Device
+    from torchtitan.device import Device, allocator_settings
     from torchtitan.logging import logger
 
+    os.environ["PYTORCH_ALLOC_CONF"] = allocator_settings()  # which a run sets before CUDA starts
     torch.set_num_threads(1)
     logger.setLevel(logging.ERROR)
     device = Device("cuda" if kind == "cuda" else "cpu")
@@ -34,14 +35,14 @@ def main():
     with os.fdopen(int(descriptor), "w") as answers:
         for line in sys.stdin:
             begin = time.monotonic()
-            answer = {"case": line.strip()}
+            answer = {"case": line.strip(), "ends": kind == "cuda" and stage in ("many", "systems")}
             try:
                 answer["figures"] = check(line.strip(), device, backend)
             except BaseException as error:
                 answer["error"] = f"{type(error).__name__}: {error}"
                 answer["traceback"] = traceback.format_exc()
                 # After a failed assertion of a kernel, nothing works on the device in this process.
-                answer["ends"] = isinstance(error, torch.AcceleratorError)
+                answer["ends"] |= isinstance(error, torch.AcceleratorError)
             answer["seconds"] = round(time.monotonic() - begin, 1)
             print(json.dumps(answer), file=answers, flush=True)
 
