@@ -113,7 +113,7 @@ def with_nodes(options: LaunchOptions, act: Callable[[LaunchOptions], int]) -> i
     """
     if options.origins:
         logger.info("from the environment: %s", options.origins)
-    if options.processes > 1:  # as torchrun: ranks share the cores
+    if options.processes > 1:  # ranks share the cores, as with torchrun
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         return leave(act(at_an_address(options)))
