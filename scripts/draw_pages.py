@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import draw_real_run
 from svg import EMPTY, GROUND, INK, LINE, MUTED, NARROW, Picture
 
 ROOT = Path(__file__).parents[1]
@@ -225,6 +226,7 @@ PICTURES = {
     "memory_over_step": memory_over_step,
     "recipe_to_run": recipe_to_run,
     "lanes": lanes,
+    **draw_real_run.PICTURES,
 }
 
 

@@ -1,4 +1,4 @@
-"""Each number in the README and in docs/plan.md is what the code, a result or a command says."""
+"""Each number of some pages is what the code, a result or a command says."""
 
 import json
 import re
@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 
+from tests import real_run_page
 from tests.layouts import LAYOUTS
 from tests.research import layouts as research
 from tests.sources import ROOT
@@ -19,12 +20,13 @@ from torchtitan.plan import memory as plan_memory
 from torchtitan.plan import plan as plans
 from torchtitan.plan.hardware import find_hardware
 
-PAGES = {name: ROOT / name for name in ("README.md", "docs/plan.md")}
+PAGES = {name: ROOT / name for name in ("README.md", "docs/plan.md", "docs/real_run.md")}
 NUMBER = r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?!\w)"
 """A number, but none that is a part of a name, such as H100 or 8B."""
 WORDS = {
     "README.md": ("status 0", "v0.1 and v0.2", "BSD 3-Clause", "Llama 3", "OLMo 2", "Gemma 3"),
     "docs/plan.md": ("status is 0", "exit status 2", "taken to be 1,", "in 16 bits"),
+    "docs/real_run.md": ("SHA-256", "(FSDP 2)"),
 }
 """What is a number, and no measurement: names, statuses."""
 
@@ -48,6 +50,9 @@ def stated(page):
         ).config.training.steps
         yield f"over {steps} steps"
         yield f"of these {steps} steps"
+        return
+    if page == "docs/real_run.md":
+        yield from real_run_page.stated()
         return
     device = find_hardware("h100")
     yield f"({device.communicator_gib:g} GiB, and {plan_memory.PAIR_GIB:.2f} GiB for each rank"
@@ -87,8 +92,14 @@ def test_the_families_are_those_that_there_are():
                 assert name.removesuffix("_moe").replace("_", "") in named, page
 
 
+def test_samples_of_the_real_run_are_those_that_were_generated():
+    page = PAGES["docs/real_run.md"].read_text()
+    for each in real_run_page.samples():
+        assert each in page
+
+
 @pytest.mark.gate
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
 def test_answers_of_commands_are_what_they_print(page, monkeypatch):
     script = runpy.run_path(str(ROOT / "scripts/write_answers.py"))
     monkeypatch.chdir(ROOT)
