@@ -1,7 +1,6 @@
 """What docs/real_run.md says with numbers, made of the results of the real run."""
 
 import json
-import statistics
 import tomllib
 from collections import Counter
 from itertools import pairwise
@@ -94,6 +93,7 @@ def stated():
     yield from of_recipe(tomllib.loads((ROOT / "benchmarks/real_run/recipe.toml").read_text()))
     yield from of_text(found["tokens"]["text"].values(), found["tokens"]["tokens"])
     yield from of_sizes(found["sizes"], steps)
+    yield row("optimizer", *found["rates"]["AdamW"])
     for name, ends in found["rates"].items():
         yield row(name, *(f"{loss:.2f}" for loss in ends.values()))
     yield f"{steps} steps of {main['tokens'] // steps:,} tokens"
@@ -103,6 +103,7 @@ def stated():
         yield row(name, *ends, f"{run['tokens_per_second']:,.0f}", f"{run['seconds'] / 60:.0f}")
     yield from of_marks(main, found["twin"])
     yield from of_pauses(main)
+    yield from (f"Step {step}:" for step in after["samples"])
     ours = after["ours"]["loss"]
     yield f"{ours['documents']} documents, {ours['tokens']:,} tokens"
     yield f"{ours['loss']:.6f} nats per token here and {after['transformers']:.6f} in transformers"
@@ -115,7 +116,6 @@ def stated():
         if again := session["samples_trained_again"]:
             yield f"{again // session['global_batch']} steps"
     yield f"step {ledger['sessions'][-1]['step']}"
-    for name, runs in found["by_hand"].items():
+    for seed, runs in enumerate(zip(*found["by_hand"].values(), strict=True)):
         losses, speeds = zip(*runs, strict=True)
-        mean, spread = statistics.fmean(losses), statistics.stdev(losses)
-        yield row(name, f"{mean:.3f}", f"{spread:.3f}", f"{statistics.median(speeds):,.0f}")
+        yield row(f"{seed}", *(f"{x:.3f}" for x in losses), *(f"{x:,.0f}" for x in speeds))

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +158,6 @@ class Driver:
         return found
 
     def twin(self) -> Any:
-        """The run without a disturbance."""
         self.train("twin", *self.best("Muon"))
         return curve("twin")
 
@@ -196,32 +195,33 @@ class Driver:
 
     def by_hand(self) -> Any:
         """The plain loop and the trainer with AdamW, from three seeds each."""
-        shared = [*self.best("AdamW"), *self.short(20)]
-        flags = [*shared, f"--job.dump_folder={WORK / 'runs/batches'}"]
+        program = [sys.executable, "-m", "benchmarks.real_run.by_hand"]
+        program += [str(WORK / "settings.json"), str(WORK / "batches.npy")]
+        found: dict[str, Any] = {"ours": [], "by hand": []}
+        for seed in SEEDS:
+            flags = [*self.best("AdamW"), *self.short(20), f"--debug.seed={seed}"]
+            self.train(f"seed_{seed}", "--processes=1", *flags)
+            s = self.write_batches(flags) | {"seed": seed}
+            s["rates"] = [row["lr"] for row in rows(f"seed_{seed}") if "loss" in row]
+            (WORK / "settings.json").write_text(json.dumps(s, default=str))
+            hand = json.loads(subprocess.run(program, check=True, stdout=subprocess.PIPE).stdout)
+            speed = s["seq_len"] * s["global_batch_size"] / statistics.median(hand["seconds"])
+            found["ours"].append([curve(f"seed_{seed}")[x] for x in ("end", "tokens_per_second")])
+            found["by hand"].append([statistics.fmean(hand["losses"][-LAST:]), speed])
+        return found
+
+    def write_batches(self, flags: Sequence[str]) -> dict[str, Any]:
+        """Write the batches of a run, whose order follows from its seed; return its settings."""
+        flags = [*flags, f"--job.dump_folder={WORK / 'runs/batches'}"]
         job = load_job(self.recipe, flags, 1, "cuda" if torch.cuda.is_available() else "cpu").config
         with open_world(job.degrees(1), job.comm) as world:
             run = build(job, world)
             with closing(run.batches):
                 micro = [next(run.batches)[0] for _ in range(job.training.steps)]
         parts = [[np.c_[b.tokens.cpu(), b.targets.cpu()[:, -1:]] for b in step] for step in micro]
-        batches = np.stack([np.concatenate(step) for step in parts])
-        np.save(WORK / "batches.npy", batches)
+        np.save(WORK / "batches.npy", np.stack([np.concatenate(step) for step in parts]))
         settings = vars(job.training) | vars(job.model_args()) | vars(job.optimizer)
-        settings["accumulated"] = len(micro[0])
-        program = [sys.executable, "-m", "benchmarks.real_run.by_hand"]
-        program += [str(WORK / "settings.json"), str(WORK / "batches.npy")]
-        found: dict[str, Any] = {"ours": [], "by hand": []}
-        for seed in SEEDS:
-            self.train(f"seed_{seed}", "--processes=1", *shared, f"--debug.seed={seed}")
-            ours = curve(f"seed_{seed}")
-            rates = [row["lr"] for row in rows(f"seed_{seed}") if "loss" in row]
-            chosen = settings | {"rates": rates, "seed": seed}
-            (WORK / "settings.json").write_text(json.dumps(chosen, default=str))
-            hand = json.loads(subprocess.run(program, check=True, stdout=subprocess.PIPE).stdout)
-            speed = job.training.seq_len * batches.shape[1] / statistics.median(hand["seconds"])
-            found["ours"].append([ours["end"], ours["tokens_per_second"]])
-            found["by hand"].append([statistics.fmean(hand["losses"][-LAST:]), speed])
-        return found
+        return settings | {"accumulated": len(micro[0])}
 
     def after(self) -> Any:
         """Samples, the export and its held-out loss, and the ledger."""
