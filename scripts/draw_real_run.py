@@ -22,7 +22,7 @@ def results(name: str) -> dict[str, Any]:
 def axis(picture: Picture, y: Scale, ticks: Sequence[float], form: str = "{:g}") -> None:
     for tick in ticks:
         picture.line([(LEFT, y(tick)), (RIGHT, y(tick))], EMPTY)
-        picture.text(LEFT - 6, y(tick) + 4, form.format(tick), "end", MUTED)
+        picture.text(LEFT - 6, y(tick) + 4, form.format(tick).replace("e-0", "e-"), "end", MUTED)
 
 
 def between(low: float, high: float, bottom: float, top: float) -> Scale:
@@ -98,7 +98,7 @@ def speed() -> Picture:
     run, plan = results("main"), results("sizes")["chosen"]["plan"]["speed"]
     planned, seconds = plan["mfu"]["value"], plan["seconds_per_step"]["value"]
     shares = [planned * seconds / step for _, step in run["times"]]
-    title = "Model FLOPs utilization over the run"
+    title = "Model FLOPs utilization"
     median = sorted(shares)[len(shares) // 2]
     about = f"Planned {planned:.0%}, median {median:.0%}; lower on other layouts."
     picture = Picture(title, about, NARROW[0], 270)
@@ -113,7 +113,8 @@ def speed() -> Picture:
     for step, _ in run["marks"]:
         picture.line([(x(step), 50), (x(step), 220)], ADAMW, 1, "5 3")
     picture.line([(LEFT, y(planned)), (RIGHT, y(planned))], INK, 1.5, "6 4")
-    picture.text(RIGHT, y(planned) - 5, f"planned: {planned:.0%}", "end")
+    picture.line([(RIGHT - 118, 20), (RIGHT - 90, 20)], INK, 1.5, "6 4")
+    picture.text(RIGHT, 24, f"planned: {planned:.0%}", "end")
     picture.line([(x(n), y(share)) for n, share in enumerate(shares, 1)], MUON, 1)
     steps_below(picture, len(shares), 240)
     return picture
