@@ -1,5 +1,6 @@
 """Files of hardware: those of the package are sound, and every mistake in one's own is named."""
 
+import os
 import re
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def test_calibration_writes_a_file_of_this_machine(tmp_path):
     job = load_job(recipe, ["--model.tokenizer_path", "none"], 2, "cpu").config
     hardware = calibrate(job, 2, tmp_path / "mine.toml")
     assert hardware == find_hardware(str(tmp_path / "mine.toml"))
-    assert hardware.device_type == "cpu"
+    assert (hardware.device_type, hardware.cores) == ("cpu", len(os.sched_getaffinity(0)))
     assert {(rate.n, rate.k) for rate in hardware.products} >= {(768, 256), (256, 768)}
     assert hardware.attention[0].head_dim == 16
     assert hardware.node != find_hardware("cpu").node
@@ -87,3 +88,4 @@ def test_calibration_by_command(tmp_path, says):
     recipe, path = str(ROOT / "train_configs/debug_model.toml"), str(tmp_path / "mine.toml")
     assert main(["plan", recipe, "--calibrate", "--output", path]) == 0
     assert "tokens/s: " in says("plan", recipe, "--hardware", path)
+    assert find_hardware(path).cores == 1  # all that there are, as one

@@ -143,7 +143,8 @@ class Hardware(Config):
     dispatch_us: Microseconds = 60.0
     """Time of the host to find the operators on this rank of one on a DTensor, in microseconds."""
     cores: Annotated[int, _between(0, 65536, "cores")] = 0
-    """Cores of a node that its ranks share on a CPU, each with a thread; 0: each has its own."""
+    """Cores of a node that its ranks share on a CPU, each with a thread; 1: all cores, measured
+    together; 0: each rank has its own."""
     outside_allocator_gib: Annotated[float, _between(0, 64, "GiB")]
     """Memory of the context, with the kernels of libraries, on each device in GiB."""
     communicator_gib: Annotated[float, _between(0, 16, "GiB")] = 0.6

@@ -59,9 +59,12 @@ def calibrate(job: JobConfig, ranks: int, path: Path) -> Hardware:
     near = _nearest(device)
     source = record(job, ranks, device_type=device.type)
     kernels = [kernel for segment in expand(source, 1).segments for kernel in segment.kernels]
-    if device.type == "cpu":  # with a rank on each core, as in a run, and a thread in each
-        cores = len(os.sched_getaffinity(0))
-        own, *_ = run_ranks(_of_device, min(cores, ranks), kernels, near, device="cpu")
+    if device.type == "cpu":
+        if ranks == 1:  # as in a run, it computes on all cores, which count as one
+            cores, own = 1, _of_device(kernels, near)
+        else:  # with a rank on each core, as in a run, and a thread in each
+            cores = len(os.sched_getaffinity(0))
+            own, *_ = run_ranks(_of_device, min(cores, ranks), kernels, near, device="cpu")
         own |= {"cores": cores, "multiprocessors": 1, "ranks_per_node": near.ranks_per_node}
         local_ranks = min(max(ranks // 2 * 2, 2), MOST_RANKS)
     else:
@@ -186,11 +189,8 @@ def _attention(kernels: list[Kernel], device: Device) -> Iterator[dict[str, Any]
         forward = _seconds(attend(tokens), device)
         backward = max(_seconds(attend(tokens, True), device) - forward, forward)
         flops = 2 * heads * tokens**2 * size / attention_share(tokens) / 1e12
-        yield {
-            "head_dim": size,
-            "forward": _rate(flops / forward),
-            "backward": _rate(2.5 * flops / backward),
-        }
+        rates = {"forward": _rate(flops / forward), "backward": _rate(2.5 * flops / backward)}
+        yield {"head_dim": size} | rates
         return
 
 
