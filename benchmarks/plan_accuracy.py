@@ -123,7 +123,7 @@ def many() -> Iterator[MeasuredRow]:
     for name in (name for name in CASES if name in cells):
         recipe, ranks, rank, flags = CASES[name]
         path, gib = ROOT / f"train_configs/{recipe}.toml", float(cells[name][6])
-        flags = [*flags, "--training.global_batch_size", "-1"]  # without accumulation
+        flags = [*flags.split(), "--training.global_batch_size", "-1"]  # without accumulation
         row = MeasuredRow(name, MANY, "h100", ranks, path, flags, None, gib)
         stage_rank = rank * row.job().degrees(ranks).pp // ranks
         yield row._replace(stage_rank=stage_rank, whole_root=True)  # as it was then
