@@ -149,7 +149,7 @@ def test_a_rank_that_fails_is_told(capsys, monkeypatch):
 @pytest.mark.gate
 def test_a_recipe_that_is_wrong(capsys):
     assert verify(SHARD, "--world-size", "3") == 2
-    assert "r.toml:16: parallelism.data_parallel_shard_degree: got 2; " in capsys.readouterr().err
+    assert "r.toml:15: parallelism.data_parallel_shard_degree: got 2; " in capsys.readouterr().err
     assert verify(SHARD, "--data.dataset", "pyton_stdlib") == 2
     assert "did you mean python_stdlib?" in capsys.readouterr().err
 

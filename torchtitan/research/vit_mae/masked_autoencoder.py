@@ -187,6 +187,7 @@ class MaskedAutoencoder(Task):
         return "corrupt_images" if is_ours and images_of(config).corrupt == "skip" else None
 
     def preview(self, batch: Batch) -> str:
+        batch = batch.to("cpu")  # which masks the images
         assert isinstance(batch, MaskedImages)
         visible, patches = batch.visible.shape[1], batch.order.shape[1]
         size = " x ".join(map(str, batch.images(self.args.patch_size).shape[1:]))
