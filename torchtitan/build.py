@@ -112,7 +112,6 @@ class Run:
         self.ledger = DataLedger(context, self.data.sources)
         about = about_run(job, self.task) if world.rank == 0 else {}
         self.checkpoint = Checkpointer(resume_policy(job), self.contents, about, self.ledger.record)
-        self.meter = self.open_meter(context)
         recipe = job.flat() | {"training.local_batch_size": job.local_batch(degrees)}
         evidence = Evidence(world.device, self.timeline, optimizers, recipe)
         self.profiler = Profiler(
@@ -124,6 +123,7 @@ class Run:
             evidence,
             at_request=observer.at_request,
         )
+        self.meter = self.open_meter(context)  # from now on, others see this run
         self.startup = Startup(self.meter.events, self.timeline, world, optimizers.state_bytes)
         self.divergence = Divergence(
             job.spikes,

@@ -175,10 +175,17 @@ def test_the_file_is_looked_for_once_a_second_and_by_rank_0(tmp_path):
 
 
 def test_a_request_of_an_earlier_run_is_forgotten(tmp_path):
+    Asked(tmp_path).request()
+    run = Asked(tmp_path)
+    with run.profiler:
+        assert run.profiler.request() == 0
+
+
+def test_a_request_before_the_first_step_is_kept(tmp_path):
     run = Asked(tmp_path)
     run.request()
     with run.profiler:
-        assert run.profiler.request() == 0
+        assert run.profiler.request() == 2
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"step": 1}', '{"steps": "x"}', '{"steps": -1}'])

@@ -72,13 +72,13 @@ class Profiler:
         self._looked = -POLL_INTERVAL
         self._trace: Trace | None = None
         self._handler: Any = None
+        if rank == 0:
+            # A request to an earlier run in this folder; one to this run may come from now on.
+            (dump_folder / REQUEST_FILE).unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         if self.config.enable_memory_snapshot:
             record_memory(MEMORY_EVENTS)
-        if self.rank == 0:
-            # A request to an earlier run in this folder.
-            (self.folder / REQUEST_FILE).unlink(missing_ok=True)
         self._handler = signal.signal(REQUEST_SIGNAL, self._request_one)
         self._begin_if_due()
         return self
