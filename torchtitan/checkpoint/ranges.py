@@ -351,8 +351,8 @@ def _stored(name: str, entry: dict[str, Any], data: int) -> Stored:
     return stored
 
 
-def sizes(value: Any) -> Sizes:
-    """Return `value` as a tuple of sizes or offsets; raise ValueError if it is anything else."""
-    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+def sizes(value: Any, kind: type[Sequence[Any]] = list) -> Sizes:
+    """Return the sizes or offsets in a `kind` of sequence; raise ValueError for anything else."""
+    if not isinstance(value, kind) or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError(f"found {value!r:.80} in place of sizes")
     return tuple(value)
