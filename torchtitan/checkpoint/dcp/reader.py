@@ -310,9 +310,7 @@ class DcpCheckpoint(TensorSource):
         for name, entry in self.contents.tensors.items():
             yield from ((name, chunk.place, chunk) for chunk in entry.chunks)
 
-    def _verify_item(
-        self, name: str, item: Item | TensorLayout, chunk: Chunk | None = None
-    ) -> str | None:
+    def _verify_item(self, name: str, item: Item | TensorLayout, chunk: Chunk | None) -> str | None:
         if isinstance(item, TensorLayout):
             return None
         where = f"{self.folder / item.file}: {name}"
