@@ -426,21 +426,10 @@ def meet(world: World) -> None:
 class SavingWorld(World):
     """Ranks of a save, whose collectives raise `RankLost`."""
 
-    @responding()
-    def any(self, flags: Sequence[bool]) -> list[bool]:
-        return super().any(flags)
-
-    @responding()
-    def gather(self, value: Any) -> list[Any]:
-        return super().gather(value)
-
-    @responding()
-    def gather_object(self, value: Any) -> list[Any] | None:
-        return super().gather_object(value)
-
-    @responding()
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return super().broadcast_object(value, source)
+    any = responding()(World.any)
+    gather = responding()(World.gather)
+    gather_object = responding()(World.gather_object)
+    broadcast_object = responding()(World.broadcast_object)
 
 
 def _read_back(path: Path, names: Sequence[str]) -> tuple[list[str], str | None]:
