@@ -53,11 +53,9 @@ class SavedRun(NamedTuple):
 def open_run(path: Path) -> SavedRun:
     """Open a full checkpoint of ours; raise Damaged if it is not what was saved."""
     manifest = read_manifest(path)
-    saved = read_state(path, manifest)
-    tensors = SavedTensors(path)
-    return SavedRun(
-        path, tensors, saved["train_state"], saved.get("data"), manifest.ranks, manifest.layout
-    )
+    state = read_state(path, manifest)
+    counters, data = state["train_state"], state.get("data")
+    return SavedRun(path, SavedTensors(path), counters, data, manifest.ranks, manifest.layout)
 
 
 class Checkpointable:

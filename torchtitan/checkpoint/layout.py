@@ -57,9 +57,6 @@ class Placement(NamedTuple):
     def blocks(self, shape: Sizes, wanted: Ranges) -> Iterator[tuple[Ranges, int]]:
         """Yield the blocks that overlap `wanted`, and the rank of the first copy of each."""
 
-        if not all(wanted):
-            return iter(())
-
         def cut(block: Ranges, rank: int, depth: int) -> Iterator[tuple[Ranges, int]]:
             if depth == len(self.cuts):
                 yield block, rank
@@ -75,7 +72,7 @@ class Placement(NamedTuple):
                     (*block[:dim], piece, *block[dim + 1 :]), rank + part * distance, depth + 1
                 )
 
-        return cut(tuple(map(range, shape)), self.first, 0)
+        return cut(tuple(map(range, shape)), self.first, 0) if all(wanted) else iter(())
 
     def holders(self, first: int) -> Iterator[int]:
         """Yield the ranks of all copies of a block, given that of its first."""
@@ -97,6 +94,7 @@ class RankGroup:
 
     def __init__(self, ranks: Sequence[int], items: Mapping[str, PlacedTensor]) -> None:
         self.ranks, self.items = ranks, items
+        self._members = frozenset(ranks)
 
     @cached_property
     def turns(self) -> dict[str, int]:
@@ -118,10 +116,6 @@ class RankGroup:
         if placement is None:
             return iter(self.ranks)
         return (rank for rank in placement.holders(first) if rank in self._members)
-
-    @cached_property
-    def _members(self) -> frozenset[int]:
-        return frozenset(self.ranks)
 
     def writer(self, name: str, first: int, here: Collection[int] | None) -> int | None:
         """Return the rank that writes a block; None if no rank of it among `here` holds it."""
@@ -302,8 +296,7 @@ class WritePlan:
 
     def __init__(self, nodes: Nodes, tensors: Mapping[str, Tensor]) -> None:
         """Agree on the groups with all ranks, which call it together."""
-        rank = nodes.world.rank
-        self.rank = rank
+        self.rank = rank = nodes.world.rank
         self.here = None if len(nodes.ranks) == 1 else frozenset(nodes.here)
         self.groups = agree_on_groups(nodes.world, items_of(tensors, rank))
         self.owners: dict[str, RankGroup] = {}
@@ -313,7 +306,7 @@ class WritePlan:
                 self.owners.setdefault(key, group)
         self.mine = next(group for group in self.groups if rank in group.ranks)
         chosen = (self._chosen(name, tensor) for name, tensor in tensors.items())
-        self.chosen = [each for each in chosen if each is not None]
+        self.chosen = list(filter(None, chosen))
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> list[tuple[Piece, Tensor]]:
         """Return the blocks that this rank writes."""
