@@ -197,18 +197,15 @@ class Checkpointer:
 
     def _nodes_of(self, path: Path) -> Nodes:
         """Return the nodes that have a checkpoint each; one, if all ranks share it."""
-        is_frequent = self.frequent is not None and self.frequent.holds(path)
-        return self.savers[-1 if is_frequent else 0].nodes
+        tier = self.frequent
+        return tier.nodes if tier and tier.holds(path) else self.saver.nodes
 
     def _set_aside(self, path: Path, why: str) -> None:
         if self.config.load_only:
             logger.error("%s", why)
             return
-
-        def set_aside() -> None:
-            logger.error("%s; renamed to %s", why, self.store.set_aside(path))
-
-        on_rank_0(self.world, set_aside)
+        message = "%s; renamed to %s"
+        on_rank_0(self.world, lambda: logger.error(message, why, self.store.set_aside(path)))
 
     def _problems_of(self, path: Path) -> list[str]:
         """Return the damages of a checkpoint; each rank verifies a part of its files."""

@@ -62,8 +62,7 @@ class FrequentTier:
         full = dump_folder.resolve()
         own = f"{full.name}-{xxhash.xxh3_64_hexdigest(str(full).encode())[:8]}"
         mark = f".rank-{secrets.token_hex(4)}-"
-        about = on_rank_0(world, lambda: (own, mark, read_history(self.history)))
-        own, mark, self.starts = about
+        own, mark, self.starts = on_rank_0(world, lambda: (own, mark, read_history(self.history)))
         folder = dump_folder / self.config.folder
         self.folder = folder / own if Path(self.config.folder).is_absolute() else folder
         self.nodes = find_nodes(world, self.folder, mark, socket.gethostname(), f"{KEY}.folder")
