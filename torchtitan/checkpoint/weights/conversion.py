@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.dcp.torchtitan import write_torchtitan
 from torchtitan.checkpoint.ranges import Sizes
-from torchtitan.checkpoint.storage import Renamed, TensorSource, write_tensors
+from torchtitan.checkpoint.storage import Renamed, TensorSource, write_all, write_tensors
 from torchtitan.checkpoint.store import DISK, MANIFEST, NAME, OBJECTS
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import cast, weights_of
@@ -241,9 +241,8 @@ def upload(folder: Path, destination: RemotePath) -> None:
     try:
         for path in sorted(folder.iterdir(), key=lambda path: (path.name in LAST, path.name)):
             with path.open("rb") as file, (destination / path.name).open("wb") as copy:
-                while block := memoryview(file.read(PART)):
-                    while block:
-                        block = block[copy.write(block) :]
+                while block := file.read(PART):
+                    write_all(copy, memoryview(block))
     except OSError:
         OBJECTS.discard(destination)
         raise
