@@ -30,12 +30,11 @@ from torchtitan.checkpoint.placement import find_nodes, on_rank_0
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.start import NONE, ResumePoint, ResumePolicy
 from torchtitan.checkpoint.store import DISK, HISTORY, OF_NODE
+from torchtitan.config import first_of
 from torchtitan.logging import logger
 from torchtitan.parallel import World
 
 KEY = "checkpoint.frequent"
-SHOWN = 3
-"""Maximum number of nodes in a message."""
 Starts = list[tuple[str, int]]
 
 
@@ -88,9 +87,8 @@ class FrequentTier:
         for step in sorted({step for found in by_node for step in found}):
             pairs = zip(self.nodes.names, by_node, strict=True)
             absent = [name for name, found in pairs if step not in found]
-            more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
             if absent:
-                self.problems[step] = f"it is not on {', '.join(absent[:SHOWN])}{more}"
+                self.problems[step] = f"it is not on {first_of(absent)}"
             elif None in (states := {found[step] for found in by_node}):
                 self.problems[step] = "it has the files of another layout, or of other nodes"
             elif len(states) > 1:
