@@ -37,9 +37,8 @@ from torch import Tensor
 from torchtitan.checkpoint.contents import SavedRun
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.folder import TrainState, place_in_schedule
-from torchtitan.checkpoint.ranges import Kind
 from torchtitan.checkpoint.storage import Renamed, TensorSource
-from torchtitan.checkpoint.weights.foreign import cast, fitting, unwrapped, weights_of
+from torchtitan.checkpoint.weights.foreign import cast, fitting, unwrapped, weight_kinds, weights_of
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.config import ConfigError, RecipeError, show
 from torchtitan.logging import logger
@@ -94,12 +93,7 @@ class TorchTitanCheckpoint(Renamed):
         """Open a checkpoint; raise ConfigError if its weights do not match `network`."""
         self.path, self.saved, self.network = path, DcpCheckpoint(path), network
         super().__init__(self.saved, translated(self.saved))
-        of_weights: dict[str, Kind | str] = {
-            name.removeprefix("model."): kind
-            for name, kind in self.shapes().items()
-            if name.startswith("model.")
-        }
-        fitting(path, network, of_weights, network.parameters())
+        fitting(path, network, weight_kinds(self), network.parameters())
         if (shape := network.spec.attention(network.args)) and shape.has_norms:
             raise ConfigError(
                 f"{path}: the order of the rows of queries and keys of {network} in TorchTitan is "
@@ -109,7 +103,7 @@ class TorchTitanCheckpoint(Renamed):
     @property
     def dtype(self) -> str:
         """Dtype of the weights, as written in a recipe."""
-        dtype = next(kind for name, kind in self.shapes().items() if name.startswith("model."))[0]
+        dtype, _ = next(iter(weight_kinds(self).values()))
         return str(dtype).removeprefix("torch.")
 
     @property
