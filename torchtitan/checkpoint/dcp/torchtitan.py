@@ -70,12 +70,6 @@ def to_ours(theirs: str) -> str | None:
     return f"model.{theirs}"
 
 
-def to_theirs(ours: str) -> str | None:
-    """Return TorchTitan's name of a tensor; None if it has no such tensor."""
-    part, _, name = ours.partition(".")
-    return {"model": name, "optimizer": f"{STATE}{name}"}.get(part)
-
-
 def translated(saved: DcpCheckpoint) -> dict[str, str]:
     """Map our names to TorchTitan's, for tensors that both have."""
     plain = unwrapped("the checkpoint", saved.shapes(), ())
@@ -327,10 +321,7 @@ def _weights(
 ) -> Iterator[tuple[Keys, Tensor]]:
     """Yield the weights, with top-level keys, converted to `dtype`; None: each keeps its own."""
     for name in weights_of(source, network):
-        ours = f"model.{name}"
-        theirs = to_theirs(ours)
-        assert theirs is not None, ours
-        yield (theirs,), cast(name, source.read(ours), dtype)
+        yield (name,), cast(name, source.read(f"model.{name}"), dtype)
 
 
 def _unknown_sizes(network: Network) -> Iterator[str]:
