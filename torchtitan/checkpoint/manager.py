@@ -169,12 +169,11 @@ class Checkpointer:
                 logger.info("deleted %s: an unfinished save", self.folder / name)
             return is_new
 
-        is_first = self.world.rank == 0
-        is_new = on_all_ranks(self.world, lambda: is_first and open_it())
+        is_new = on_rank_0(self.world, open_it)
         sees = not self.config.saves or self.store.is_shared(self.folder, self.world.rank)
         if blind := self.world.gather_found([] if sees else [str(self.world.rank)]):
             key = "checkpoint.folder" if is_url(self.config.folder) else "job.dump_folder"
-            if is_new:
+            if is_new and self.world.rank == 0:
                 self.store.discard(self.folder)
             raise ConfigError(
                 f"{key}: rank {', '.join(blind)} cannot write into {self.folder}, which rank 0 "
