@@ -184,9 +184,7 @@ def choose(
 ) -> ResumePoint:
     """Choose on all ranks together where the run starts, over both tiers; see `ResumePolicy`."""
     asked = policy.config.load_step
-    steps = [step for step in tier.steps() if asked in (-1, step)] if tier else []
-    newest = {n: tier.path(n) for n in steps[-1:]} if tier else {}
-    offered = {} if policy.config.resume == "never" else newest
+    offered = {n: tier.path(n) for n in tier.steps() if asked in (-1, n)} if tier else {}
 
     def start() -> tuple[ResumePoint, bool]:
         found = policy.start(damaged, offered)
@@ -194,7 +192,7 @@ def choose(
 
     found, is_frequent = on_rank_0(world, start)
     # The path of this node, which need not be that of rank 0's.
-    return found._replace(path=newest[steps[-1]]) if is_frequent else found
+    return found._replace(path=offered[max(offered)]) if is_frequent else found
 
 
 def choose_together(policy: ResumePolicy, world: World) -> ResumePoint:
