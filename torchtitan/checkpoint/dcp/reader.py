@@ -224,7 +224,7 @@ class DcpCheckpoint(TensorSource):
 
     def __init__(self, path: Path) -> None:
         """Open a checkpoint without reading tensors; raise ConfigError unless it is whole."""
-        self.path, self.folder = path, path
+        self.folder = path
         if (path / METADATA).exists():
             self.contents: Contents = read_metadata(path)
         elif folder := find_shards(path):
