@@ -11,7 +11,7 @@ from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint.contents import Checkpointable, SavedRun, open_run
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
 from torchtitan.checkpoint.placement import Nodes, on_all_ranks, on_rank_0
-from torchtitan.checkpoint.saver import Retention, Saver
+from torchtitan.checkpoint.saver import Retention, Saver, told
 from torchtitan.checkpoint.start import (
     ResumePoint,
     ResumePolicy,
@@ -339,19 +339,14 @@ class Checkpointer:
                 f"step {self.state.step} could not be saved (see above); the run's work since "
                 f"step {self.saved_step or 0} is lost"
             )
-        if self.exports and (problem := on_rank_0(self.world, self._export)):
+        if self.exports and (problem := on_rank_0(self.world, lambda: told(self._export))):
             raise SaveFailed(f"the weights could not be written for Hugging Face: {problem}")
 
-    def _export(self) -> str | None:
-        """Export the weights of the last save; return the error, if any."""
+    def _export(self) -> None:
+        """Export the weights of the last save, unless that is done."""
         path = self.folder / f"step-{self.state.step}"
         target = path.with_name(f"{path.name}-hf")
         options = ConvertOptions(target_format="hf", dtype=self.config.export_dtype)
-        try:
-            if self.store.is_exported(target, CONFIG):
-                return None
+        if not self.store.is_exported(target, CONFIG):
             convert(path, target, options, self.about)
-        except (OSError, ConfigError) as error:
-            return str(error)
-        logger.info("saved %s, for Hugging Face transformers", target)
-        return None
+            logger.info("saved %s, for Hugging Face transformers", target)
