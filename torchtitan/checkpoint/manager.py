@@ -165,8 +165,7 @@ class Checkpointer:
             except OSError as error:
                 link = dangling(error.filename or self.folder)
                 raise ConfigError(f"checkpoint.folder: {link or error}") from None
-            for name in disk.delete_unfinished(self.folder):
-                logger.info("deleted %s: an unfinished save", self.folder / name)
+            disk.delete_unfinished(self.folder)
             return is_new
 
         is_new = on_rank_0(self.world, open_it)

@@ -148,8 +148,7 @@ class FrequentTier:
         (self.folder / OF_NODE).touch()
         for path in self.folder.glob(".rank-*"):
             path.unlink()
-        for name in delete_unfinished(self.folder):
-            logger.info("deleted %s: an unfinished save", self.folder / name)
+        delete_unfinished(self.folder)
         for number, path in saved_steps(self.folder).items():
             if number in self.damaged:
                 logger.error("renamed %s to %s", path, DISK.set_aside(path))
