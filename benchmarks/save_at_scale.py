@@ -188,13 +188,13 @@ def alone(inbox: Inbox) -> Iterator[None]:
         replace(dist, "new_group", lambda **_: dist.group.WORLD)
         replace(dist, "monitored_barrier", lambda *_: None)
         replace(dist, "all_reduce", inbox.reduce)
-        replace(World, "gather_object", lambda _, value: inbox.gather(value))
-        replace(World, "broadcast_object", lambda _, value, source=0: value)
-        replace(World, "any", lambda _, flags: list(flags))
+        for owner in (World, saver.SavingWorld):
+            replace(owner, "gather_object", lambda _, value: inbox.gather(value))
+            replace(owner, "broadcast_object", lambda _, value, source=0: value)
+            replace(owner, "any", lambda _, flags: list(flags))
         replace(saver, "write_file", header_alone)
         replace(saver, "_read_back", lambda *_: ([], None))
-        staged = lambda _, pieces: lambda: pieces  # noqa: E731
-        replace(saver.Staging, "begin", staged)
+        replace(saver.Staging, "begin", lambda _, pieces: lambda: pieces)
         yield
 
 

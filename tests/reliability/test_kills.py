@@ -65,7 +65,7 @@ def torn(share):
             die()
 
         number = 1 + math.floor(share * len(pieces))
-        at_call(f"{CHECKPOINT}.storage:_write_all", number, half)()
+        at_call(f"{CHECKPOINT}.storage:write_all", number, half)()
         write(path, pieces)
 
     return at_call(f"{CHECKPOINT}.saver:write_file", 2, torn_file)

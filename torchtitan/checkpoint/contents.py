@@ -21,7 +21,7 @@ from torchtitan.checkpoint.folder import TrainState, read_state
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.placement import differences, load_into, on_all_ranks
 from torchtitan.checkpoint.storage import Renamed, SavedTensors, TensorSource
-from torchtitan.config import ConfigError
+from torchtitan.config import ConfigError, first_of
 from torchtitan.data import BatchStream, merge_states
 from torchtitan.logging import logger
 from torchtitan.models.experts import Router
@@ -53,11 +53,9 @@ class SavedRun(NamedTuple):
 def open_run(path: Path) -> SavedRun:
     """Open a full checkpoint of ours; raise Damaged if it is not what was saved."""
     manifest = read_manifest(path)
-    saved = read_state(path, manifest)
-    tensors = SavedTensors(path)
-    return SavedRun(
-        path, tensors, saved["train_state"], saved.get("data"), manifest.ranks, manifest.layout
-    )
+    state = read_state(path, manifest)
+    counters, data = state["train_state"], state.get("data")
+    return SavedRun(path, SavedTensors(path), counters, data, manifest.ranks, manifest.layout)
 
 
 class Checkpointable:
@@ -164,9 +162,7 @@ class Checkpointable:
         """Return the names of parameters with a value that is not finite on any rank."""
         weights = self.weights().items()
         own = [n for n, w in weights if not _is_finite(stored(local(w.detach())))]
-        names = list(dict.fromkeys(self.world.gather_found(own)))
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        return ", ".join(names[:SHOWN]) + more
+        return first_of(list(dict.fromkeys(self.world.gather_found(own))))
 
     def of_optimizer(self) -> dict[str, Tensor]:
         """Return the optimizer's state; a step without effect creates it if there is none."""

@@ -149,16 +149,14 @@ def delete_old_checkpoints(folder: Path, newest: int, keep: int, every: int) -> 
         logger.warning("could not delete old checkpoints in %s: %s", folder, error)
 
 
-def delete_unfinished(folder: Path) -> list[str]:
-    """Delete the unfinished saves of a killed run; return their names."""
-    swept = []
+def delete_unfinished(folder: Path) -> None:
+    """Delete the unfinished saves of a killed run."""
     for path in store_of(folder).unfinished(folder):
         try:
             store_of(folder).remove(path)
-            swept.append(path.name)
+            logger.info("deleted %s: an unfinished save", path)
         except OSError as error:
             logger.warning("could not delete %s, an unfinished save: %s", path, error)
-    return swept
 
 
 class Lock:

@@ -54,28 +54,21 @@ class Placement(NamedTuple):
     copies: tuple[tuple[int, int], ...] = ()
     """Number of copies and distance of their ranks."""
 
-    def blocks(self, shape: Sizes, wanted: Ranges) -> Iterator[tuple[Ranges, int]]:
-        """Yield the blocks that overlap `wanted`, and the rank of the first copy of each."""
-
-        if not all(wanted):
-            return iter(())
-
-        def cut(block: Ranges, rank: int, depth: int) -> Iterator[tuple[Ranges, int]]:
-            if depth == len(self.cuts):
-                yield block, rank
-                return
-            dim, parts, distance = self.cuts[depth]
-            whole, want = block[dim], wanted[dim]
-            size = -(-len(whole) // parts) or 1
-            begin = max(want.start - whole.start, 0) // size
-            end = -(-(min(want.stop, whole.stop) - whole.start) // size)
-            for part in range(begin, end):
-                piece = whole[part * size : (part + 1) * size]
-                yield from cut(
-                    (*block[:dim], piece, *block[dim + 1 :]), rank + part * distance, depth + 1
-                )
-
-        return cut(tuple(map(range, shape)), self.first, 0)
+    def blocks(self, shape: Sizes, wanted: Ranges) -> list[tuple[Ranges, int]]:
+        """Return the blocks that overlap `wanted`, and the rank of the first copy of each."""
+        found = [(tuple(map(range, shape)), self.first)] if all(wanted) else []
+        for dim, parts, distance in self.cuts:
+            uncut, found = found, []
+            for block, rank in uncut:
+                whole, want = block[dim], wanted[dim]
+                size = -(-len(whole) // parts) or 1
+                begin = max(want.start - whole.start, 0) // size
+                end = -(-(min(want.stop, whole.stop) - whole.start) // size)
+                for part in range(begin, end):
+                    piece = whole[part * size : (part + 1) * size]
+                    ranges = (*block[:dim], piece, *block[dim + 1 :])
+                    found.append((ranges, rank + part * distance))
+        return found
 
     def holders(self, first: int) -> Iterator[int]:
         """Yield the ranks of all copies of a block, given that of its first."""
@@ -97,6 +90,7 @@ class RankGroup:
 
     def __init__(self, ranks: Sequence[int], items: Mapping[str, PlacedTensor]) -> None:
         self.ranks, self.items = ranks, items
+        self._members = frozenset(ranks)
 
     @cached_property
     def turns(self) -> dict[str, int]:
@@ -118,10 +112,6 @@ class RankGroup:
         if placement is None:
             return iter(self.ranks)
         return (rank for rank in placement.holders(first) if rank in self._members)
-
-    @cached_property
-    def _members(self) -> frozenset[int]:
-        return frozenset(self.ranks)
 
     def writer(self, name: str, first: int, here: Collection[int] | None) -> int | None:
         """Return the rank that writes a block; None if no rank of it among `here` holds it."""
@@ -224,10 +214,9 @@ def read_groups(
 def distances_of(mesh: DeviceMesh) -> tuple[int, list[int]]:
     """Return the first rank of a mesh, and the distance between ranks along each axis."""
     ranks = ranks_of(mesh)
-    first, distances = int(ranks.flat[0]), []
-    for axis, size in enumerate(ranks.shape):
-        neighbor = tuple(int(each == axis and size > 1) for each in range(ranks.ndim))
-        distances.append(int(ranks[neighbor]) - first)
+    neighbors = (ranks.take(int(size > 1), axis) for axis, size in enumerate(ranks.shape))
+    first = int(ranks.flat[0])
+    distances = [int(each.flat[0]) - first for each in neighbors]
     regular = first + np.tensordot(distances, np.indices(ranks.shape), 1)
     assert (ranks == regular).all(), f"irregular mesh: {mesh}"
     return first, distances
@@ -302,8 +291,7 @@ class WritePlan:
 
     def __init__(self, nodes: Nodes, tensors: Mapping[str, Tensor]) -> None:
         """Agree on the groups with all ranks, which call it together."""
-        rank = nodes.world.rank
-        self.rank = rank
+        self.rank = rank = nodes.world.rank
         self.here = None if len(nodes.ranks) == 1 else frozenset(nodes.here)
         self.groups = agree_on_groups(nodes.world, items_of(tensors, rank))
         self.owners: dict[str, RankGroup] = {}
@@ -313,7 +301,7 @@ class WritePlan:
                 self.owners.setdefault(key, group)
         self.mine = next(group for group in self.groups if rank in group.ranks)
         chosen = (self._chosen(name, tensor) for name, tensor in tensors.items())
-        self.chosen = [each for each in chosen if each is not None]
+        self.chosen = list(filter(None, chosen))
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> list[tuple[Piece, Tensor]]:
         """Return the blocks that this rank writes."""

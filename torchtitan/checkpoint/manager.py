@@ -11,7 +11,7 @@ from torchtitan.checkpoint import folder as disk
 from torchtitan.checkpoint.contents import Checkpointable, SavedRun, open_run
 from torchtitan.checkpoint.manifest import Damaged, problems_of_files, read_manifest
 from torchtitan.checkpoint.placement import Nodes, on_all_ranks, on_rank_0
-from torchtitan.checkpoint.saver import Retention, Saver
+from torchtitan.checkpoint.saver import Retention, Saver, told
 from torchtitan.checkpoint.start import (
     ResumePoint,
     ResumePolicy,
@@ -165,16 +165,14 @@ class Checkpointer:
             except OSError as error:
                 link = dangling(error.filename or self.folder)
                 raise ConfigError(f"checkpoint.folder: {link or error}") from None
-            for name in disk.delete_unfinished(self.folder):
-                logger.info("deleted %s: an unfinished save", self.folder / name)
+            disk.delete_unfinished(self.folder)
             return is_new
 
-        is_first = self.world.rank == 0
-        is_new = on_all_ranks(self.world, lambda: is_first and open_it())
+        is_new = on_rank_0(self.world, open_it)
         sees = not self.config.saves or self.store.is_shared(self.folder, self.world.rank)
         if blind := self.world.gather_found([] if sees else [str(self.world.rank)]):
             key = "checkpoint.folder" if is_url(self.config.folder) else "job.dump_folder"
-            if is_new:
+            if is_new and self.world.rank == 0:
                 self.store.discard(self.folder)
             raise ConfigError(
                 f"{key}: rank {', '.join(blind)} cannot write into {self.folder}, which rank 0 "
@@ -197,18 +195,15 @@ class Checkpointer:
 
     def _nodes_of(self, path: Path) -> Nodes:
         """Return the nodes that have a checkpoint each; one, if all ranks share it."""
-        is_frequent = self.frequent is not None and self.frequent.holds(path)
-        return self.savers[-1 if is_frequent else 0].nodes
+        tier = self.frequent
+        return tier.nodes if tier and tier.holds(path) else self.saver.nodes
 
     def _set_aside(self, path: Path, why: str) -> None:
         if self.config.load_only:
             logger.error("%s", why)
             return
-
-        def set_aside() -> None:
-            logger.error("%s; renamed to %s", why, self.store.set_aside(path))
-
-        on_rank_0(self.world, set_aside)
+        message = "%s; renamed to %s"
+        on_rank_0(self.world, lambda: logger.error(message, why, self.store.set_aside(path)))
 
     def _problems_of(self, path: Path) -> list[str]:
         """Return the damages of a checkpoint; each rank verifies a part of its files."""
@@ -343,19 +338,14 @@ class Checkpointer:
                 f"step {self.state.step} could not be saved (see above); the run's work since "
                 f"step {self.saved_step or 0} is lost"
             )
-        if self.exports and (problem := on_rank_0(self.world, self._export)):
+        if self.exports and (problem := on_rank_0(self.world, lambda: told(self._export))):
             raise SaveFailed(f"the weights could not be written for Hugging Face: {problem}")
 
-    def _export(self) -> str | None:
-        """Export the weights of the last save; return the error, if any."""
+    def _export(self) -> None:
+        """Export the weights of the last save, unless that is done."""
         path = self.folder / f"step-{self.state.step}"
         target = path.with_name(f"{path.name}-hf")
         options = ConvertOptions(target_format="hf", dtype=self.config.export_dtype)
-        try:
-            if self.store.is_exported(target, CONFIG):
-                return None
+        if not self.store.is_exported(target, CONFIG):
             convert(path, target, options, self.about)
-        except (OSError, ConfigError) as error:
-            return str(error)
-        logger.info("saved %s, for Hugging Face transformers", target)
-        return None
+            logger.info("saved %s, for Hugging Face transformers", target)

@@ -147,10 +147,7 @@ def read_whole(checkpoint: Path, manifest: Manifest, name: str) -> bytes:
     """Read and verify a small file of a checkpoint."""
     with reading(checkpoint / name):
         data = (checkpoint / name).read_bytes()
-    if (len(data), xxhash.xxh3_128_hexdigest(data)) != (
-        manifest.files[name].bytes,
-        manifest.files[name].xxh3_128,
-    ):
+    if File(len(data), xxhash.xxh3_128_hexdigest(data)) != manifest.files[name]:
         raise Damaged(f"{checkpoint / name}: damaged: its bytes differ from those saved")
     return data
 

@@ -301,19 +301,17 @@ class Stored(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Header of a file: tensors by name, and metadata."""
+    """Header of a file."""
 
     tensors: dict[str, Stored]
-    metadata: dict[str, str]
     sharding: dict[str, Any]
     """Facts that DCP adds to blocks of tensors, by name; empty if all tensors are whole."""
 
     def offsets(self, name: str) -> Sizes:
         """Return the offsets of a block in its tensor; raise ValueError or alike if unknown."""
-        stored = self.tensors[name]
         if self.sharding:
             return sizes(self.sharding[name]["saved_offsets"])
-        return (0,) * len(stored.shape)
+        return (0,) * len(self.tensors[name].shape)
 
 
 def read_header(path: Path, files: Files) -> Header:
@@ -340,7 +338,7 @@ def read_header(path: Path, files: Files) -> Header:
         raise Damaged(f"{where}: cut: it has {size:,} bytes, and {ends[last]} ends at {last:,}")
     if last < size:
         raise Damaged(f"{where}: it has {size:,} bytes, and ends at {last:,} by its header")
-    return Header(tensors, metadata, sharding)
+    return Header(tensors, sharding)
 
 
 def _stored(name: str, entry: dict[str, Any], data: int) -> Stored:
@@ -351,8 +349,8 @@ def _stored(name: str, entry: dict[str, Any], data: int) -> Stored:
     return stored
 
 
-def sizes(value: Any) -> Sizes:
-    """Return `value` as a tuple of sizes or offsets; raise ValueError if it is anything else."""
-    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+def sizes(value: Any, kind: type[Sequence[Any]] = list) -> Sizes:
+    """Return the sizes or offsets in a `kind` of sequence; raise ValueError for anything else."""
+    if not isinstance(value, kind) or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError(f"found {value!r:.80} in place of sizes")
     return tuple(value)

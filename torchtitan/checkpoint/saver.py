@@ -17,7 +17,6 @@ and copies when they are written. Pinned memory returns to torch's cache, from w
 takes it: pinning memory takes longer than copying into it.
 """
 
-import itertools
 import re
 import threading
 import time
@@ -281,18 +280,16 @@ class Saver:
         if not pieces:
             return None
         file = save.path / f"rank-{self.world.rank}.safetensors"
-        for number in itertools.count(1):
+        most = self.config.save_attempts
+        for number in range(1, most):
             try:
                 return write_file(file, pieces)
             except OSError as error:
-                if number == self.config.save_attempts:
-                    raise
                 delay = RETRY_SECONDS * 2 ** (number - 1)
                 message = "%s: attempt %d of %d failed (%s); retrying in %g s"
-                why, most = error.strerror or error, self.config.save_attempts
-                logger.warning(message, file, number, most, why, delay)
+                logger.warning(message, file, number, most, error.strerror or error, delay)
                 time.sleep(delay)
-        return None
+        return write_file(file, pieces)
 
     def _write_and_commit(self, save: Save) -> bool:
         """Write this rank's file, and commit when all have; return whether it is a checkpoint."""
@@ -429,21 +426,10 @@ def meet(world: World) -> None:
 class SavingWorld(World):
     """Ranks of a save, whose collectives raise `RankLost`."""
 
-    @responding()
-    def any(self, flags: Sequence[bool]) -> list[bool]:
-        return super().any(flags)
-
-    @responding()
-    def gather(self, value: Any) -> list[Any]:
-        return super().gather(value)
-
-    @responding()
-    def gather_object(self, value: Any) -> list[Any] | None:
-        return super().gather_object(value)
-
-    @responding()
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return super().broadcast_object(value, source)
+    any = responding()(World.any)
+    gather = responding()(World.gather)
+    gather_object = responding()(World.gather_object)
+    broadcast_object = responding()(World.broadcast_object)
 
 
 def _read_back(path: Path, names: Sequence[str]) -> tuple[list[str], str | None]:

@@ -112,8 +112,11 @@ class CheckpointConfig(Config):
         return self.saves and bool(every) and not step % every
 
     def problems(self, context: Context) -> Iterator[Problem]:
-        yield from self._problems_of_tiers()
+        if (often := self.frequent.interval) >= self.interval:
+            message = f"wanted less than the {self.interval} steps of self.interval, or 0"
+            yield Problem("frequent.interval", message, ("interval",))
         idle = {
+            "frequent.interval": often > 0,
             "resume": self.resume == "must",
             "load_step": self.load_step >= 0,
             "load_only": self.load_only,
@@ -146,12 +149,3 @@ class CheckpointConfig(Config):
             return  # said of the tokenizer
         if not (exists(initial) and local_path(initial).is_dir()):
             yield Problem("initial_load_path", "there is no such folder")
-
-    def _problems_of_tiers(self) -> Iterator[Problem]:
-        """Find conflicts of the frequent checkpoints with the others."""
-        key, interval = "frequent.interval", self.frequent.interval
-        if interval and not self.enable:
-            yield Problem(key, "it has no effect while self.enable is false", ("enable",))
-        if interval >= self.interval:
-            message = f"wanted less than the {self.interval} steps of self.interval, or 0"
-            yield Problem(key, message, ("interval",))

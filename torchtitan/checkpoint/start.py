@@ -104,26 +104,26 @@ class ResumePolicy(NamedTuple):
             # A checkpoint converted from TorchTitan has only the number of tokens.
             tokens = state["train_state"]["tokens"] if holds_run else None
             samples = state["data"]["samples"] if "data" in state else self._samples(tokens)
-            if not model_only:
-                rate = self._own_rate_change(state, excluded) if holds_run else ""
+            if holds_run and not model_only:
+                rate = self._own_rate_change(state, excluded)
                 start = start._replace(global_batch=global_batch(state), rate=rate)
         elif kind == "dcp":
             theirs = TorchTitanCheckpoint(path, in_recipe(recipe))
             holds_run = theirs.holds_run
             samples = self._samples(theirs.tokens)
+            if holds_run and not model_only:
+                if "optimizer" not in excluded:
+                    theirs.check_states(self.optimizer)
+                told = theirs.changes(self.optimizer)
+                if theirs.dtype != (dtype := recipe["training.dtype"]):
+                    told.append(f"training.dtype: {theirs.dtype} -> {dtype}")
+                rate = self._rate_change(theirs.counters(), theirs.rate, excluded)
+                start = start._replace(changes=tuple(told), rate=rate)
         else:
             open_weights(path, kind, recipe)
         if not holds_run and not model_only:
             which = f", in the format {kind}" if kind in FOREIGN else ""
             raise ConfigError(f"{path} has only weights{which}; set initial_load_model_only = true")
-        if kind == "dcp" and not model_only:
-            if "optimizer" not in excluded:
-                theirs.check_states(self.optimizer)
-            told = theirs.changes(self.optimizer)
-            if theirs.dtype != (dtype := recipe["training.dtype"]):
-                told.append(f"training.dtype: {theirs.dtype} -> {dtype}")
-            rate = self._rate_change(theirs.counters(), theirs.rate, excluded)
-            start = start._replace(changes=tuple(told), rate=rate)
         skip: int = recipe["data.skip_samples"]
         if has_position and skip > 0:
             raise ConfigError(

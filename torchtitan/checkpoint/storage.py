@@ -125,16 +125,15 @@ def write_file(path: Path, pieces: Sequence[tuple[Piece, Tensor]]) -> Written:
     pieces = sorted(pieces, key=lambda pair: -pair[0].dtype.itemsize)
     header = arrange([piece for piece, _ in pieces])
     state = xxhash.xxh3_128(header)
-    digests: list[int] = []
     # Hashing is faster than writing: a second thread does it concurrently.
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
-        _write_all(file, memoryview(header))
+        write_all(file, memoryview(header))
         hashing = []
         for piece, tensor in pieces:
             host = tensor.detach().cpu().contiguous()
             data = memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             hashing.append(hasher.submit(_hash, state, host, piece.offsets, data))
-            _write_all(file, data)
+            write_all(file, data)
         store_of(path).flush(file)
         digests = [future.result() for future in hashing]
         size = file.tell()
@@ -150,7 +149,8 @@ def _hash(state: Any, host: Tensor, offsets: Sizes, data: memoryview) -> int:
     return unsigned(int(digest(host, offsets).item()))
 
 
-def _write_all(file: RawIOBase, data: memoryview) -> None:
+def write_all(file: RawIOBase, data: memoryview) -> None:
+    """Write `data`, of which a file may take a part at a time."""
     while data:
         data = data[file.write(data) :]
 

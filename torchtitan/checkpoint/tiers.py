@@ -30,12 +30,11 @@ from torchtitan.checkpoint.placement import find_nodes, on_rank_0
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.start import NONE, ResumePoint, ResumePolicy
 from torchtitan.checkpoint.store import DISK, HISTORY, OF_NODE
+from torchtitan.config import first_of
 from torchtitan.logging import logger
 from torchtitan.parallel import World
 
 KEY = "checkpoint.frequent"
-SHOWN = 3
-"""Maximum number of nodes in a message."""
 Starts = list[tuple[str, int]]
 
 
@@ -62,8 +61,7 @@ class FrequentTier:
         full = dump_folder.resolve()
         own = f"{full.name}-{xxhash.xxh3_64_hexdigest(str(full).encode())[:8]}"
         mark = f".rank-{secrets.token_hex(4)}-"
-        about = on_rank_0(world, lambda: (own, mark, read_history(self.history)))
-        own, mark, self.starts = about
+        own, mark, self.starts = on_rank_0(world, lambda: (own, mark, read_history(self.history)))
         folder = dump_folder / self.config.folder
         self.folder = folder / own if Path(self.config.folder).is_absolute() else folder
         self.nodes = find_nodes(world, self.folder, mark, socket.gethostname(), f"{KEY}.folder")
@@ -89,9 +87,8 @@ class FrequentTier:
         for step in sorted({step for found in by_node for step in found}):
             pairs = zip(self.nodes.names, by_node, strict=True)
             absent = [name for name, found in pairs if step not in found]
-            more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
             if absent:
-                self.problems[step] = f"it is not on {', '.join(absent[:SHOWN])}{more}"
+                self.problems[step] = f"it is not on {first_of(absent)}"
             elif None in (states := {found[step] for found in by_node}):
                 self.problems[step] = "it has the files of another layout, or of other nodes"
             elif len(states) > 1:
@@ -151,8 +148,7 @@ class FrequentTier:
         (self.folder / OF_NODE).touch()
         for path in self.folder.glob(".rank-*"):
             path.unlink()
-        for name in delete_unfinished(self.folder):
-            logger.info("deleted %s: an unfinished save", self.folder / name)
+        delete_unfinished(self.folder)
         for number, path in saved_steps(self.folder).items():
             if number in self.damaged:
                 logger.error("renamed %s to %s", path, DISK.set_aside(path))
@@ -187,9 +183,7 @@ def choose(
 ) -> ResumePoint:
     """Choose on all ranks together where the run starts, over both tiers; see `ResumePolicy`."""
     asked = policy.config.load_step
-    steps = [step for step in tier.steps() if asked in (-1, step)] if tier else []
-    newest = {n: tier.path(n) for n in steps[-1:]} if tier else {}
-    offered = {} if policy.config.resume == "never" else newest
+    offered = {n: tier.path(n) for n in tier.steps() if asked in (-1, n)} if tier else {}
 
     def start() -> tuple[ResumePoint, bool]:
         found = policy.start(damaged, offered)
@@ -197,7 +191,7 @@ def choose(
 
     found, is_frequent = on_rank_0(world, start)
     # The path of this node, which need not be that of rank 0's.
-    return found._replace(path=newest[steps[-1]]) if is_frequent else found
+    return found._replace(path=offered[max(offered)]) if is_frequent else found
 
 
 def choose_together(policy: ResumePolicy, world: World) -> ResumePoint:

@@ -41,7 +41,7 @@ from torchtitan.cluster.launcher import (
 )
 from torchtitan.cluster.measurements import Rates
 from torchtitan.cluster.schedulers import fill
-from torchtitan.config import ConfigError, local_path, split_recipe
+from torchtitan.config import ConfigError, first_of, local_path, split_recipe
 from torchtitan.device import Device, devices_here, pick
 from torchtitan.inputs import require_recipe
 from torchtitan.job import JobConfig
@@ -318,8 +318,7 @@ def _odd(reports: Sequence[RankReport]) -> Iterator[Fault]:
 
 
 def _places(reports: Sequence[RankReport], most: int = 8) -> str:
-    shown = ", ".join(report.place for report in reports[:most])
-    return shown + f" and {len(reports) - most} more" * (len(reports) > most)
+    return first_of([report.place for report in reports], most)
 
 
 SETTINGS = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_LAUNCH", "OMP_")

@@ -62,6 +62,7 @@ from torchtitan.config.words import (
     counted,
     docstring,
     exists,
+    first_of,
     is_hub_id,
     listed,
     local_path,

@@ -45,12 +45,18 @@ def did_you_mean(names: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(likely)}?" if likely else ""
 
 
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """Return names in a row; of many only the first."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def listed(names: Iterable[str], command: str) -> str:
     """Return names in a row; of many only the first, and the command that lists them all."""
     known = list(names)
     if len(known) <= MAX_LISTED or not command:
         return ", ".join(known)
-    return f"{', '.join(known[:MAX_LISTED])} and {len(known) - MAX_LISTED} more ({command})"
+    return f"{first_of(known, MAX_LISTED)} ({command})"
 
 
 def located(origin: str, key: str) -> str:

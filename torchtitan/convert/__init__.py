@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from torchtitan.config import Registry
+from torchtitan.config import Registry, first_of
 from torchtitan.convert.float8 import MXFP8, Float8
 from torchtitan.convert.settings import (
     Conversion,
@@ -61,11 +61,7 @@ def describe(config: ConverterConfig, done: Conversion) -> str:
     by_reason = defaultdict[str, list[str]](list)
     for name, reason in done.skipped.items():
         by_reason[reason].append(name)
-    skipped = [
-        f"{', '.join(names[:SHOWN])}"
-        f"{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''} ({reason})"
-        for reason, names in by_reason.items()
-    ]
+    skipped = [f"{first_of(names, SHOWN)} ({reason})" for reason, names in by_reason.items()]
     end = f"; skipped {'; '.join(skipped)}" if skipped else ""
     return f"{config.name}{done.how}: {changed} of {many} {done.kind}{end}"
 

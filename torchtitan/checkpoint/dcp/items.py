@@ -179,9 +179,6 @@ class ItemFile(RawIOBase):
         self.at = max(0, offset + (0, self.at, self.item.length)[whence])
         return self.at
 
-    def tell(self) -> int:
-        return self.at
-
     def readinto(self, buffer: Any, /) -> int:
         end = min(self.at + len(buffer), self.item.length)
         count = max(0, end - self.at)

@@ -36,6 +36,7 @@ from torchtitan.checkpoint.ranges import (
     files_in,
     join_pieces,
     read_header,
+    sizes,
 )
 from torchtitan.checkpoint.store import MANIFEST, store_of
 from torchtitan.config import ConfigError
@@ -102,7 +103,8 @@ class _Parser:
         for index, info in metadata["storage_data"].items():
             key = self._state(index, f"{_DCP}.MetadataIndex")
             offset = key.get("offset")
-            self.items[key["fqn"], None if offset is None else _sizes(offset)] = self._item(info)
+            at = None if offset is None else sizes(offset, tuple)
+            self.items[key["fqn"], at] = self._item(info)
         contents = Contents({}, {})
         for name, about in metadata["state_dict_metadata"].items():
             if not isinstance(name, str):
@@ -116,14 +118,14 @@ class _Parser:
     def _entry(self, name: str, about: Any) -> TensorEntry:
         fields = self._state(about, f"{_DCP}.TensorStorageMetadata")
         properties = fields["properties"].state
-        dtype, shape = properties[0], _sizes(fields["size"])
+        dtype, shape = properties[0], sizes(fields["size"], tuple)
         if not isinstance(dtype, torch.dtype):
             raise Damaged(f"{self.path}: damaged: the dtype of {name} is {dtype!r}")
         chunks: list[Chunk] = []
         for chunk in fields["chunks"]:
             where = self._state(chunk, f"{_DCP}.ChunkStorageMetadata")
-            offsets, sizes = _sizes(where["offsets"]), _sizes(where["sizes"])
-            chunks.append(Chunk(offsets, sizes, self._of(name, offsets)))
+            offsets = sizes(where["offsets"], tuple)
+            chunks.append(Chunk(offsets, sizes(where["sizes"], tuple), self._of(name, offsets)))
         if problem := problem_of_chunks(shape, chunks):
             raise Damaged(f"{self.path}: damaged: {name}: {problem}")
         return TensorEntry(dtype, shape, tuple(chunks))
@@ -155,12 +157,6 @@ class _Parser:
             wanted = name.rpartition(".")[2]
             raise Damaged(f"{self.path}: damaged: found {found:.80} in place of {wanted}")
         return value.state
-
-
-def _sizes(value: Any) -> Sizes:
-    if not isinstance(value, tuple) or not all(isinstance(n, int) and n >= 0 for n in value):
-        raise ValueError(f"found {value!r:.80} in place of sizes")
-    return value
 
 
 def problem_of_chunks(shape: Sizes, chunks: Sequence[Chunk]) -> str | None:
@@ -228,7 +224,7 @@ class DcpCheckpoint(TensorSource):
 
     def __init__(self, path: Path) -> None:
         """Open a checkpoint without reading tensors; raise ConfigError unless it is whole."""
-        self.path, self.folder = path, path
+        self.folder = path
         if (path / METADATA).exists():
             self.contents: Contents = read_metadata(path)
         elif folder := find_shards(path):
@@ -314,9 +310,7 @@ class DcpCheckpoint(TensorSource):
         for name, entry in self.contents.tensors.items():
             yield from ((name, chunk.place, chunk) for chunk in entry.chunks)
 
-    def _verify_item(
-        self, name: str, item: Item | TensorLayout, chunk: Chunk | None = None
-    ) -> str | None:
+    def _verify_item(self, name: str, item: Item | TensorLayout, chunk: Chunk | None) -> str | None:
         if isinstance(item, TensorLayout):
             return None
         where = f"{self.folder / item.file}: {name}"

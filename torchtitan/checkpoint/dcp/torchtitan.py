@@ -37,9 +37,8 @@ from torch import Tensor
 from torchtitan.checkpoint.contents import SavedRun
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.folder import TrainState, place_in_schedule
-from torchtitan.checkpoint.ranges import Kind
 from torchtitan.checkpoint.storage import Renamed, TensorSource
-from torchtitan.checkpoint.weights.foreign import cast, fitting, unwrapped, weights_of
+from torchtitan.checkpoint.weights.foreign import cast, fitting, unwrapped, weight_kinds, weights_of
 from torchtitan.checkpoint.weights.network import Network
 from torchtitan.config import ConfigError, RecipeError, show
 from torchtitan.logging import logger
@@ -71,12 +70,6 @@ def to_ours(theirs: str) -> str | None:
     return f"model.{theirs}"
 
 
-def to_theirs(ours: str) -> str | None:
-    """Return TorchTitan's name of a tensor; None if it has no such tensor."""
-    part, _, name = ours.partition(".")
-    return {"model": name, "optimizer": f"{STATE}{name}"}.get(part)
-
-
 def translated(saved: DcpCheckpoint) -> dict[str, str]:
     """Map our names to TorchTitan's, for tensors that both have."""
     plain = unwrapped("the checkpoint", saved.shapes(), ())
@@ -94,12 +87,7 @@ class TorchTitanCheckpoint(Renamed):
         """Open a checkpoint; raise ConfigError if its weights do not match `network`."""
         self.path, self.saved, self.network = path, DcpCheckpoint(path), network
         super().__init__(self.saved, translated(self.saved))
-        of_weights: dict[str, Kind | str] = {
-            name.removeprefix("model."): kind
-            for name, kind in self.shapes().items()
-            if name.startswith("model.")
-        }
-        fitting(path, network, of_weights, network.parameters())
+        fitting(path, network, weight_kinds(self), network.parameters())
         if (shape := network.spec.attention(network.args)) and shape.has_norms:
             raise ConfigError(
                 f"{path}: the order of the rows of queries and keys of {network} in TorchTitan is "
@@ -109,7 +97,7 @@ class TorchTitanCheckpoint(Renamed):
     @property
     def dtype(self) -> str:
         """Dtype of the weights, as written in a recipe."""
-        dtype = next(kind for name, kind in self.shapes().items() if name.startswith("model."))[0]
+        dtype, _ = next(iter(weight_kinds(self).values()))
         return str(dtype).removeprefix("torch.")
 
     @property
@@ -333,10 +321,7 @@ def _weights(
 ) -> Iterator[tuple[Keys, Tensor]]:
     """Yield the weights, with top-level keys, converted to `dtype`; None: each keeps its own."""
     for name in weights_of(source, network):
-        ours = f"model.{name}"
-        theirs = to_theirs(ours)
-        assert theirs is not None, ours
-        yield (theirs,), cast(name, source.read(ours), dtype)
+        yield (name,), cast(name, source.read(f"model.{name}"), dtype)
 
 
 def _unknown_sizes(network: Network) -> Iterator[str]:

@@ -7,7 +7,6 @@ The destination gets its name once it is complete.
 
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from torchtitan.checkpoint.dcp.torchtitan import write_torchtitan
 from torchtitan.checkpoint.ranges import Sizes
-from torchtitan.checkpoint.storage import Renamed, TensorSource, write_tensors
-from torchtitan.checkpoint.store import MANIFEST, NAME, store_of
+from torchtitan.checkpoint.storage import Renamed, TensorSource, write_all, write_tensors
+from torchtitan.checkpoint.store import DISK, MANIFEST, NAME, OBJECTS
 from torchtitan.checkpoint.weights.extras import Extras
 from torchtitan.checkpoint.weights.foreign import cast, weights_of
 from torchtitan.checkpoint.weights.hugging_face_files import CONFIG, write_hugging_face
@@ -223,19 +222,18 @@ def complete_or_absent(destination: Path) -> Iterator[Path]:
             yield Path(spool)
             upload(Path(spool), destination)
         return
-    saving = destination.with_name(f"{destination.name}.saving")
-    shutil.rmtree(saving, ignore_errors=True)
+    saving = DISK.saving(destination)
     try:
-        saving.mkdir(parents=True)
+        DISK.begin(saving)
     except OSError as error:
         raise ConfigError(f"{destination}: cannot be written: {error.strerror}") from None
     try:
         yield saving
         for path in saving.iterdir():
-            store_of(path).sync(path)
-        store_of(saving).commit(saving)
+            DISK.sync(path)
+        DISK.commit(saving)
     finally:
-        shutil.rmtree(saving, ignore_errors=True)
+        DISK.discard(saving)
 
 
 def upload(folder: Path, destination: RemotePath) -> None:
@@ -243,11 +241,10 @@ def upload(folder: Path, destination: RemotePath) -> None:
     try:
         for path in sorted(folder.iterdir(), key=lambda path: (path.name in LAST, path.name)):
             with path.open("rb") as file, (destination / path.name).open("wb") as copy:
-                while block := memoryview(file.read(PART)):
-                    while block:
-                        block = block[copy.write(block) :]
+                while block := file.read(PART):
+                    write_all(copy, memoryview(block))
     except OSError:
-        store_of(destination).discard(destination)
+        OBJECTS.discard(destination)
         raise
 
 

@@ -227,14 +227,17 @@ class Translated:
         return self.network.spec.without_base(self.network.args, ours, weight)
 
 
+def weight_kinds(source: TensorSource) -> dict[str, Kind]:
+    """Return dtype and shape of all weights, by our name without `model.` in front."""
+    prefix, kinds = "model.", source.shapes()
+    return {n.removeprefix(prefix): kind for n, kind in kinds.items() if n.startswith(prefix)}
+
+
 def weights_of(source: TensorSource, network: Network) -> dict[str, Kind]:
     """Return the parameters of `network`, verified to be in `source`; no auxiliary ones."""
-    left_out = f"model.{network.spec.auxiliary}."
-    found: dict[str, Kind | str] = {
-        name.removeprefix("model."): kind
-        for name, kind in source.shapes().items()
-        if name.startswith("model.") and not name.startswith(left_out)
-    }
+    left_out = f"{network.spec.auxiliary}."
+    kinds = weight_kinds(source)
+    found = {name: kind for name, kind in kinds.items() if not name.startswith(left_out)}
     return fitting("the checkpoint", network, found, network.parameters())
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
+from torchtitan.checkpoint.dcp.reader import INDEX, DcpCheckpoint
 from torchtitan.checkpoint.ranges import (
     Kind,
     Piece,
@@ -38,7 +38,6 @@ from torchtitan.models.spec import ModelSpec
 from torchtitan.remote import dangling
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-INDEX = "model.safetensors.index.json"
 TOKENIZER = "torchtitan_tokenizer"
 """Key of `config.json` that is "bytes" if the model needs no file of a tokenizer."""
 SINGLE = "model.safetensors"

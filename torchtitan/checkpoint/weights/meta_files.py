@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.ranges import Kind, Sizes, TensorSource
+from torchtitan.checkpoint.ranges import Kind, Sizes, StoredBlock, TensorSource, join_pieces
 from torchtitan.checkpoint.weights.extras import Extras, write_json
 from torchtitan.checkpoint.weights.foreign import ForeignWeights, Translated, unwrapped
 from torchtitan.checkpoint.weights.network import Network, identify
@@ -42,19 +42,16 @@ class MetaWeights(ForeignWeights):
         files = [_load(path) for path in _paths(folder)]
         wanted, optional = network.tensors("meta")
         theirs = dict.fromkeys(name for file in files for name in file)
-        self._blocks = {
-            name: [file[wrapped] for file in files if wrapped in file]
-            for name, wrapped in unwrapped(folder, theirs, {*wanted, *optional}).items()
-        }
-        self._dims: dict[str, int | None] = {}
+        self._blocks: dict[str, list[StoredBlock[Tensor]]] = {}
         found: dict[str, Kind | str] = {}
-        for name, blocks in self._blocks.items():
+        for name, wrapped in unwrapped(folder, theirs, {*wanted, *optional}).items():
+            blocks = [file[wrapped] for file in files if wrapped in file]
             whole = wanted.get(name) or optional.get(name)
-            dim = _split(blocks, whole, len(files))
-            if isinstance(dim, str):
-                found[name] = dim
+            placed = _placed(blocks, whole, len(files))
+            if isinstance(placed, str):
+                found[name] = placed
             else:
-                self._dims[name] = dim
+                self._blocks[name] = placed
                 found[name] = (blocks[0].dtype, whole or ())
         super().__init__(folder, network, "meta", found)
 
@@ -63,19 +60,12 @@ class MetaWeights(ForeignWeights):
         return Extras.in_folder(self.folder)
 
     def _block(self, theirs: str, offsets: Sizes, sizes: Sizes) -> Tensor:
-        dim, blocks = self._dims[theirs], self._blocks[theirs]
-        spans = [slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)]
-        if dim is None:
-            return blocks[0][tuple(spans)]
-        parts, begin = [], 0
-        for block in blocks:
-            end = begin + block.shape[dim]
-            low, high = max(offsets[dim], begin), min(offsets[dim] + sizes[dim], end)
-            if low < high:
-                spans[dim] = slice(low - begin, high - begin)
-                parts.append(block[tuple(spans)])
-            begin = end
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        def read(block: StoredBlock[Tensor], at: Sizes, shape: Sizes) -> Tensor:
+            return block.place[tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))]
+
+        blocks = self._blocks[theirs]
+        where = f"{self.folder}: {theirs}"
+        return join_pieces(blocks[0].place.dtype, offsets, sizes, blocks, read, where)
 
 
 def _paths(folder: Path) -> list[Path]:
@@ -104,8 +94,10 @@ def _load(path: Path) -> dict[str, Tensor]:
     return content
 
 
-def _split(blocks: list[Tensor], whole: Sizes | None, files: int) -> int | str | None:
-    """Return the dim sharded over the blocks, None if each is whole, or why they do not match."""
+def _placed(
+    blocks: list[Tensor], whole: Sizes | None, files: int
+) -> list[StoredBlock[Tensor]] | str:
+    """Return blocks that make the tensor, the first alone if it does, or why they do not match."""
     first, *others = blocks
     if len(blocks) < files:
         return f"is in {len(blocks)} of {files} files"
@@ -113,10 +105,12 @@ def _split(blocks: list[Tensor], whole: Sizes | None, files: int) -> int | str |
         return "has another shape or dtype in another file"
     shape = tuple(first.shape)
     if whole is None or (shape == whole and all(torch.equal(block, first) for block in others)):
-        return None
+        return [StoredBlock((0,) * len(shape), shape, first)]
     split = [dim for dim, (a, b) in enumerate(zip(shape, whole, strict=False)) if a != b]
     if len(shape) == len(whole) and len(split) == 1 and shape[split[0]] * files == whole[split[0]]:
-        return split[0]
+        steps = [size * (dim in split) for dim, size in enumerate(shape)]
+        starts = (tuple(number * step for step in steps) for number in range(files))
+        return [StoredBlock(at, shape, block) for at, block in zip(starts, blocks, strict=True)]
     if shape == whole:
         return "is unsharded in each file, but not the same in all"
     return f"has shape {shape}{f' in each of {files} files' if others else ''}; wanted {whole}"

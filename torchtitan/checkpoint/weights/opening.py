@@ -13,9 +13,10 @@ from torchtitan.checkpoint.dcp.torchtitan import TorchTitanCheckpoint, translate
 from torchtitan.checkpoint.folder import read_state, read_verified_manifest, saved_steps
 from torchtitan.checkpoint.manifest import STATE_FILE, Damaged
 from torchtitan.checkpoint.ranges import Sizes
-from torchtitan.checkpoint.storage import INDEX, SavedTensors, TensorSource
+from torchtitan.checkpoint.storage import INDEX, Renamed, SavedTensors, TensorSource
 from torchtitan.checkpoint.store import HISTORY, MANIFEST, NAME, OF_NODE
 from torchtitan.checkpoint.weights.extras import Extras
+from torchtitan.checkpoint.weights.foreign import weight_kinds
 from torchtitan.checkpoint.weights.hugging_face_files import INDEX as HUGGING_FACE_INDEX
 from torchtitan.checkpoint.weights.hugging_face_files import HuggingFaceWeights
 from torchtitan.checkpoint.weights.meta_files import PARAMS, MetaWeights
@@ -132,12 +133,8 @@ def open_dcp(folder: Path, model: str | None, flavor: str | None) -> Opened:
     """Open a checkpoint of `dcp.save`, or the newest in a folder, of the flavor of its shapes."""
     path = newest(folder)
     saved = DcpCheckpoint(path)
-    kinds, prefix = saved.shapes(), "model."
-    found = {
-        ours.removeprefix(prefix): kinds[theirs][1]
-        for ours, theirs in translated(saved).items()
-        if ours.startswith(prefix)
-    }
+    kinds = weight_kinds(Renamed(saved, translated(saved)))
+    found = {name: shape for name, (_, shape) in kinds.items()}
     command = f"torchtitan checkpoint convert {folder} NEW --recipe RECIPE.toml"
     try:
         opened = _opened_as(of_shapes(path, found, families(model), flavor), path, Extras())
