@@ -514,14 +514,13 @@ def test_verify_says_what_cannot_be_known(tmp_path, capsys):
     )
 
 
-def test_diff_compares_tensors_and_values(saved, tmp_path, capsys):
+def test_diff_compares_tensors_and_values(saved, tmp_path, capsys, says):
     assert main(["checkpoint", "diff", str(saved), str(saved)]) == 0
     assert capsys.readouterr().out.startswith(f"{len(TENSORS)} tensors are equal, 0 differ")
     tensors = {**TENSORS, "matrix": TENSORS["matrix"] + torch.eye(4, 6), "half": torch.ones(5)}
     values = {**VALUES, "lr": 0.2, "betas": (0.9, 0.99)}
     other = save(tmp_path / "other", {"tensors": tensors, "values": [values]})
-    assert main(["checkpoint", "diff", str(saved), str(other)]) == 1
-    assert capsys.readouterr().out.splitlines() == [
+    assert says("checkpoint", "diff", saved, other, status=1).splitlines() == [
         "tensors.matrix: off by 1 at most (4.3e-02 of the largest)",
         "tensors.half: bfloat16 (5,) -> float32 (5,)",
         "values.0.betas: (0.9, 0.95) -> (0.9, 0.99)",
