@@ -13,6 +13,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -59,10 +60,8 @@ def test_output_that_nobody_takes_is_no_traceback(output, said, unbuffered):
 def test_a_full_disk_is_said(monkeypatch, capsys):
     """A run leaves a traceback, as it may start again."""
 
-    def fill(words):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("torchtitan.tools.cli.run", fill)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("torchtitan.tools.cli.run", Mock(side_effect=full))
     with Path("output").open("w") as output, redirect_stdout(output):
         assert act(["plot", "r"]) == 1
     assert capsys.readouterr().err == "error: a file cannot be written: No space left on device\n"

@@ -385,11 +385,7 @@ def test_a_rollback_that_is_killed_halfway_is_made_again(tmp_path, whole):
 
 
 def killed_while_deleting(job, bad):
-    def delete(store, path):
-        raise Killed("while deleting")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Disk, "delete", delete)
+    with mock.patch.object(Disk, "delete", side_effect=Killed("while deleting")):
         return train(job, bad)
 
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -292,11 +293,9 @@ def test_a_full_disk_and_a_process_that_is_killed(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="lack of memory; run the same command again with fewer"):
         tokenize(config, Killed(), tmp_path / "out", processes=2)
 
-    def full(self, tokens):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "add", full)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patch.setattr(ShardWriter, "add", Mock(side_effect=full))
         with pytest.raises(ConfigError, match=r"out: No space left"):
             tokenize(config, ByteTokenizer(), tmp_path / "out")
     assert tokenize(config, ByteTokenizer(), tmp_path / "out").documents == 58
