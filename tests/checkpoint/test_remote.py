@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 import uuid
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -335,12 +336,8 @@ def test_ranks_write_their_own_files_and_others_read_them(tmp_path):
 
 def refusal(job, fails=False):
     """Why a rank does not train; if `fails`, the store of rank 1 does."""
-
-    def fail(path, *_):
-        raise remote.StoreError(f"{path.name}: unplugged")
-
     if fails and os.environ["RANK"] == "1":
-        remote.RemotePath.read_ranges = fail
+        remote.RemotePath.read_ranges = Mock(side_effect=remote.StoreError("a: unplugged"))
     try:
         train(job)
     except ConfigError as error:
@@ -354,14 +351,10 @@ def test_ranks_whose_store_is_not_the_same_are_refused(tmp_path):
     assert "checkpoint.folder: rank 1 cannot write into memory://somewhere" in found[0]
 
 
-def trained_and_refused(first, second):
-    return refusal(first), refusal(second, fails=True)
-
-
 def test_a_store_that_fails_on_one_rank_is_told_by_all(tmp_path):
     store = f"file://{tmp_path}/store"
-    jobs = (sharded(store, tmp_path, steps) for steps in (2, 4))
-    found = run_ranks(trained_and_refused, 2, *jobs)
+    first, second = (sharded(store, tmp_path, steps) for steps in (2, 4))
+    found = run_ranks(lambda: (refusal(first), refusal(second, fails=True)), 2)
     assert found[0] == found[1]
     assert found[0][0] == "trained"
     assert found[0][1].endswith(": unplugged")
