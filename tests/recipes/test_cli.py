@@ -23,7 +23,6 @@ from tests import forked, registries
 from tests.tables import table
 from torchtitan.checks import load_job
 from torchtitan.cluster import launcher
-from torchtitan.cluster.launcher import LaunchOptions
 from torchtitan.config import ConfigError, counted, json_schema, packaged_recipes, split_recipe
 from torchtitan.config.schema import descriptions, kind_of, places
 from torchtitan.convert import CONVERTERS
@@ -435,16 +434,12 @@ def test_a_rank_starts_no_ranks(monkeypatch, says):
 
 def test_log_level_reaches_the_ranks(monkeypatch):
     recipe = ["--training.steps", "1", "--metrics.log_level", "info"]
-    found = []
-
-    def start(options, words):
-        found.append(words)
-        return 0
-
+    start = Mock(return_value=0)
     monkeypatch.setattr(launcher, "start", start)
-    monkeypatch.setattr(launcher.trainer, "main", lambda words: start(LaunchOptions(1), words))
+    monkeypatch.setattr(launcher.trainer, "main", start)
     for more in ([], ["--processes", "2"]):
         assert main(["train", *recipe, "--log-level", "warning", *more]) == 0
+    found = [call.args[-1] for call in start.call_args_list]
     assert found == [[*recipe, "--metrics.log_level", "warning"]] * 2
 
 
