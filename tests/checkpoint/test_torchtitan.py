@@ -1,10 +1,8 @@
 """A run of TorchTitan resumes here: its names, what it saves, and the steps that follow."""
 
 import json
-import os
 import re
 import shutil
-import signal
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +14,24 @@ from torch import Tensor
 from tests import tiny, torchtitan_run
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
-from tests.runs import listening, losses, rows, train, train_each, weights, world_of
+from tests.runs import (
+    listening,
+    losses,
+    rows,
+    train,
+    train_each,
+    train_until_killed,
+    weights,
+    world_of,
+)
 from tests.tables import table
-from torchtitan.build import Observer, build
+from torchtitan.build import build
 from torchtitan.checkpoint.dcp.items import Item
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import to_ours, to_theirs
 from torchtitan.config import ConfigError
 from torchtitan.provenance import to_toml
-from torchtitan.trainer import Trainer, choose
+from torchtitan.trainer import choose
 
 ALONE = "one rank, accumulating 8"
 State = dict[str, Any]
@@ -139,20 +146,6 @@ def test_adam_goes_on_from_adam(tmp_path):
     run_ranks(train, 1, resumed(tmp_path / "run", tmp_path / "theirs", **adam))
     expected = dict(enumerate(run.train(3), 4))
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
-
-
-def train_until_killed(job, step):
-    """Train like `train`; the process is killed when this step begins."""
-
-    def before_step(now):
-        if now == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with world_of(job) as world:
-        start = choose(job)
-        run = build(job, world, Observer(before_step=before_step))
-        with closing(run.batches):
-            Trainer(run).train(start)
 
 
 def test_a_run_that_is_killed_resumes_from_a_checkpoint_of_its_own(tmp_path, theirs):
