@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests import small_weights, tiny
+from tests.checkpoint.test_folder import flip
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.small_weights import SEQ_LEN
@@ -274,9 +275,7 @@ def test_mistakes(tmp_path, says):
 def test_a_weight_that_is_not_what_was_saved_is_refused(tmp_path, says):
     path = checkpoint(tmp_path)
     [file] = path.glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-8] ^= 1
-    file.write_bytes(content)
+    flip(file, -8)
     assert "differs from what was saved" in says("generate", path, status=2)
 
 

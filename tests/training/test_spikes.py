@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests import layouts
+from tests.checkpoint.test_folder import flip
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.runs import losses, parts, rows, running, weights, world_of
@@ -369,9 +370,7 @@ def damage(folder, step):
     """Change a bit of the checkpoint that step 8 would go back to, once."""
     [file] = (folder / "checkpoint").glob("step-6/*.safetensors") if step == 8 else [None]
     if file and not (folder / "checkpoint/step-6.damaged").exists():
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
+        flip(file)
 
 
 def test_a_rollback_that_is_killed_halfway_is_made_again(tmp_path, whole):

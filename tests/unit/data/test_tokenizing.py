@@ -12,6 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.checkpoint.test_folder import flip
 from tests.token_shards import write_texts
 from torchtitan.config import ConfigError
 from torchtitan.data import DATASETS, DataConfig, Dataset, open_source
@@ -190,10 +191,8 @@ def test_a_damaged_shard_is_made_again(damage, tmp_path, caplog):
     with pytest.raises(ConfigError, match="stopped"):
         tokenize(config, Failing(), out)
     shard = out / "000001-000.tokens"
-    content = bytearray(shard.read_bytes())
-    content[100] ^= 1
     if damage == "flip":
-        shard.write_bytes(content)
+        flip(shard, 100)
     elif damage == "cut":
         os.truncate(shard, 50)
     else:
@@ -212,9 +211,7 @@ def test_shards_are_read_back(tmp_path, monkeypatch):
 
     def wrong(self):
         table = close(self)
-        content = bytearray((tmp_path / "out" / table.file).read_bytes())
-        content[0] ^= 1
-        (tmp_path / "out" / table.file).write_bytes(content)
+        flip(tmp_path / "out" / table.file, 0)
         return table
 
     monkeypatch.setattr(ShardWriter, "close", wrong)
