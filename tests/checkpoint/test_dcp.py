@@ -34,7 +34,6 @@ from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
-from torchtitan.tools.cli import main
 
 TENSORS = {
     "matrix": torch.arange(24.0).view(4, 6),
@@ -495,28 +494,25 @@ def test_ls_says_what_it_holds(folder, tmp_path, says):
     assert "step-5: still being written, or never finished" in " ".join(said.split())
 
 
-def test_verify_reads_every_item(saved, capsys, says):
+def test_verify_reads_every_item(saved, says):
     said = says("checkpoint", "verify", saved)
     assert f"{saved}: complete; every item matches its CRC-32. The format cannot tell" in said
     flip(saved / "__0_0.distcp", TENSORS["matrix"])
     assert "tensors.matrix: damaged: its bytes" in says("checkpoint", "verify", saved, status=1)
     (saved / ".metadata").write_bytes(pickle.dumps(Attack(os.getpid)))
-    assert main(["checkpoint", "verify", str(saved)]) == 1
-    assert ".metadata: refused: it names posix.getpid" in capsys.readouterr().out
+    said = says("checkpoint", "verify", saved, status=1)
+    assert ".metadata: refused: it names posix.getpid" in said
 
 
-def test_verify_says_what_cannot_be_known(tmp_path, capsys):
+def test_verify_says_what_cannot_be_known(tmp_path, says):
     two_shards(tmp_path)
-    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
-    assert (
-        "2 of 2 items were saved without checksums. The format cannot tell whether bits"
-        in capsys.readouterr().out
-    )
+    said = says("checkpoint", "verify", tmp_path)
+    assert "2 of 2 items were saved without checksums. The format cannot tell whether bits" in said
 
 
-def test_diff_compares_tensors_and_values(saved, tmp_path, capsys, says):
-    assert main(["checkpoint", "diff", str(saved), str(saved)]) == 0
-    assert capsys.readouterr().out.startswith(f"{len(TENSORS)} tensors are equal, 0 differ")
+def test_diff_compares_tensors_and_values(saved, tmp_path, says):
+    said = says("checkpoint", "diff", saved, saved)
+    assert said.startswith(f"{len(TENSORS)} tensors are equal, 0 differ")
     tensors = {**TENSORS, "matrix": TENSORS["matrix"] + torch.eye(4, 6), "half": torch.ones(5)}
     values = {**VALUES, "lr": 0.2, "betas": (0.9, 0.99)}
     other = save(tmp_path / "other", {"tensors": tensors, "values": [values]})
@@ -529,15 +525,15 @@ def test_diff_compares_tensors_and_values(saved, tmp_path, capsys, says):
     ]
 
 
-def test_diff_compares_with_a_checkpoint_of_ours_under_our_names(tmp_path, monkeypatch, capsys):
+def test_diff_compares_with_a_checkpoint_of_ours_under_our_names(tmp_path, monkeypatch, says):
     monkeypatch.setitem(MODELS, "small", SPEC)
     ours = small_weights.saved(tmp_path / "ours")
     theirs = small_weights.run(ours, tmp_path / "theirs", target_format="dcp")
-    assert main(["checkpoint", "diff", str(ours), str(theirs)]) == 0
     equal = len(small_weights.weights())
-    assert capsys.readouterr().out.startswith(f"{equal} tensors are equal, 0 differ")
+    said = says("checkpoint", "diff", ours, theirs)
+    assert said.startswith(f"{equal} tensors are equal, 0 differ")
     weights = {name.removeprefix("model."): t for name, t in small_weights.weights().items()}
     weights["norm.weight"] = weights["norm.weight"] + 1
     other = save(tmp_path / "other", weights)
-    assert main(["checkpoint", "diff", str(other), str(ours)]) == 1
-    assert "model.norm.weight: off by 1 at most" in capsys.readouterr().out
+    said = says("checkpoint", "diff", other, ours, status=1)
+    assert "model.norm.weight: off by 1 at most" in said
