@@ -2,6 +2,7 @@
 
 import json
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -343,15 +344,10 @@ def test_other_converters_are_refused(flags, message, tmp_path, capsys):
 
 
 def test_flags_replace_those_of_the_recipe(tmp_path, monkeypatch):
-    path, found = converted_checkpoint(tmp_path, ROUNDED), []
-
-    def stop(stored, *_):
-        found.append(stored.convert)
-        raise ConfigError("seen")
-
+    path, stop = converted_checkpoint(tmp_path, ROUNDED), Mock(side_effect=ConfigError("seen"))
     monkeypatch.setattr(generating, "InferenceModel", stop)
     for flags in ([], [FLAGS[0], "--convert.0.dtype", "int8"], ["--no-convert"]):
         assert cli.main(["generate", str(path), *flags]) == 2
-    (recorded,), (chosen,), none = found
+    (recorded,), (chosen,), none = (call.args[0].convert for call in stop.call_args_list)
     assert (recorded.rotation, chosen.rotation, chosen.dtype) == ("qkv", "none", "int8")
     assert none == ()
