@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
 )
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils.serialization import config
 
 from tests import small_weights
 from tests.small_weights import SPEC
+from tests.unit.metrics.test_sinks import limited
 from torchtitan.checkpoint import ranges
 from torchtitan.checkpoint.dcp.items import Inert
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
@@ -179,14 +180,10 @@ def test_more_files_are_read_than_may_be_open(tmp_path, monkeypatch):
     for number in range(40):
         shard(tmp_path / f"shard-{number}.safetensors", {f"t{number}": ((0,), torch.ones(2))})
     monkeypatch.setattr(ranges, "MAPPED", 8)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(name) for name in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, before[1]))
-    try:
+    with limited(resource.RLIMIT_NOFILE, used + 20):
         checkpoint = DcpCheckpoint(tmp_path)
         assert all(checkpoint.read(name).sum() == 2 for name in checkpoint.shapes())
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 # --- attacks ---
@@ -462,12 +459,8 @@ def flip(file, of):
 
 
 def test_without_checksums_flipped_bits_cannot_be_known(tmp_path):
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
+    with config.patch("save.compute_crc32", False):
         path = save(tmp_path / "step-3", {"tensors": TENSORS})
-    finally:
-        set_crc32_options(before)
     flip(path / "__0_0.distcp", TENSORS["matrix"])
     assert set(DcpCheckpoint(path).verify()) == {None}
     assert not torch.equal(DcpCheckpoint(path).read("tensors.matrix"), TENSORS["matrix"])

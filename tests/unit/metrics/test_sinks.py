@@ -67,14 +67,14 @@ def write_jsonl(folder, written, start_step=0, rank=0):
 
 
 @contextmanager
-def files_of_at_most(size):
-    """As on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+def limited(what, most):
+    """Let this process have no more of a resource."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (most, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(what, before)
 
 
 SPEED, LEFT = "12,346 tok/s/device", "eta 1h02m"
@@ -347,7 +347,7 @@ def test_tensorboard_on_a_full_disk_says_so_and_does_not_hang(tmp_path, monkeypa
         for step in range(1000):
             sink.write(step, ROW)
 
-    with files_of_at_most(1000):
+    with limited(resource.RLIMIT_FSIZE, 1000):  # as on a disk that is full
         with pytest.raises(OSError, match="File too large"):
             fill()
         with pytest.raises(OSError, match="File too large"):
@@ -598,7 +598,7 @@ def test_jsonl_keeps_rows_that_the_disk_has_no_room_for(tmp_path, caplog):
     sink = Jsonl(SinkContext(tmp_path))
     sink.open(0)
     sink.write(1, ROW)
-    with files_of_at_most(sink.path.stat().st_size + 9):
+    with limited(resource.RLIMIT_FSIZE, sink.path.stat().st_size + 9):
         sink.write(2, ROW)
         sink.write(3, ROW)
     told = f"{sink.path}: File too large; unwritten rows are kept in memory"
