@@ -14,16 +14,7 @@ from torch import Tensor
 from tests import tiny, torchtitan_run
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
-from tests.runs import (
-    listening,
-    losses,
-    rows,
-    train,
-    train_each,
-    train_until_killed,
-    weights,
-    world_of,
-)
+from tests.runs import each, listening, losses, rows, train, train_until_killed, weights, world_of
 from tests.tables import table
 from torchtitan.build import build
 from torchtitan.checkpoint.dcp.items import Item
@@ -107,7 +98,7 @@ def resumed(folder, path, layout=ALONE, **sections):
 @pytest.mark.parametrize("names", [[ALONE], ["FSDP 2", "TP 2", "PP 2, 1F1B"]])
 def test_the_losses_are_those_that_it_goes_on_with(names, tmp_path, theirs):
     jobs = [resumed(tmp_path / name, theirs.folder / "checkpoint", name) for name in names]
-    run_ranks(train_each, LAYOUTS[names[0]].ranks, jobs)
+    run_ranks(each, LAYOUTS[names[0]].ranks, train, jobs)
     for name in names:
         assert losses(tmp_path / name) == pytest.approx(theirs.losses, rel=1e-5), name
         tokens = [row["tokens"] for row in rows(tmp_path / name) if "loss" in row]
