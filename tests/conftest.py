@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from unittest.mock import Mock
 
 import hypothesis
 import pytest
@@ -69,11 +70,8 @@ def clean_state(monkeypatch):
 @pytest.fixture
 def no_plan(monkeypatch):
     """Commands say that there is no plan, which takes seconds, where a test is not about it."""
-
-    def refuse(*_, **__):
-        raise RecipeError(["planning is left out in this test"])
-
-    monkeypatch.setattr("torchtitan.plan.comparison.plan_on", refuse)
+    refusal = RecipeError(["planning is left out in this test"])
+    monkeypatch.setattr("torchtitan.plan.comparison.plan_on", Mock(side_effect=refusal))
 
 
 @pytest.fixture

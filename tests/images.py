@@ -174,10 +174,6 @@ class Restorer(nn.Module):
         return x if self.output is None else self.output(x)
 
 
-def init_std(args, name):
-    return "ones" if name.endswith("norm.weight") else 0.05
-
-
 MODELS["restorer"] = ModelSpec(
     name="restorer",
     task="restore_images",
@@ -185,7 +181,7 @@ MODELS["restorer"] = ModelSpec(
     settings=RestorerConfig,
     build=Restorer,
     blocks=lambda model: {f"layers.{name}": b for name, b in model.layers.named_children()},
-    init_std=init_std,
+    init_std=lambda args, name: "ones" if name.endswith("norm.weight") else 0.05,
     before_blocks=("embedding",),
     after_blocks=("output",),
     shapes=lambda args, seq_len: SampleShapes(

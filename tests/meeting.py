@@ -32,14 +32,10 @@ def step(trainer):
         time.sleep(0.05)
         is_last = launch.rank == launch.size - 1
         if group == int(GROUP) and is_last and not launch.restart and done + 1 == int(STEP):
-            run.guard.group.sum = die
+            run.guard.group.sum = lambda tensors: os.kill(os.getpid(), signal.SIGKILL)
         if group != int(GROUP) and done == int(STEP) + 3:
             wait_for(f"{GROUP} {launch.rank} 1")
     healthy_step(trainer)
-
-
-def die(tensors):
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait_for(name):

@@ -6,7 +6,9 @@ runs may lack pytest.
 
 import json
 import logging
+import os
 import shutil
+import signal
 from collections import Counter
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from torchtitan.optim.parameters import local
 from torchtitan.parallel import Launch, open_world
 from torchtitan.tools.verify.measure import training
 from torchtitan.torch_private.dtensor import local_extent
-from torchtitan.trainer import Trainer
+from torchtitan.trainer import Trainer, choose
 
 
 @dataclass
@@ -165,6 +167,17 @@ def running(job, **observer):
 
 def train_from_scratch(run):
     Trainer(run).train(ResumePoint(None))
+
+
+def train_until_killed(job, step):
+    """Train like `train`; the process is killed when this step begins."""
+
+    def kill(now):
+        if now == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with running(job, before_step=kill) as run:
+        Trainer(run).train(choose(job))
 
 
 def listening():

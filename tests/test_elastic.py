@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -322,10 +323,7 @@ OUT_OF_REACH = "the rendezvous at a:1 cannot be reached: Connection refused"
     ],
 )
 def test_nodes_that_do_not_meet_say_what_can_be_done(error, told, tmp_path, monkeypatch, capsys):
-    def work(*arguments):
-        raise error
-
-    monkeypatch.setattr(launcher, "LaunchedRun", work)
+    monkeypatch.setattr(launcher, "LaunchedRun", Mock(side_effect=error))
     words = ["--processes=1", "--nnodes=2", "--rdzv-endpoint=a:1", "--rdzv-conf=join_timeout=180"]
     assert main(["train", *words, str(ROOT / RECIPE), f"--job.dump_folder={tmp_path}"]) == 1
     assert told in capsys.readouterr().err
@@ -333,10 +331,7 @@ def test_nodes_that_do_not_meet_say_what_can_be_done(error, told, tmp_path, monk
 
 @pytest.mark.parametrize(("saved", "status"), [(10, 1), (10_000, 0)])
 def test_node_that_comes_back_after_the_end(saved, status, tmp_path, monkeypatch):
-    def work(agent):
-        raise RendezvousClosedError
-
-    monkeypatch.setattr(launcher.Agent, "work", work)
+    monkeypatch.setattr(launcher.Agent, "work", Mock(side_effect=RendezvousClosedError))
     monkeypatch.setattr(launcher, "saved_steps", lambda folder: [saved])
     words = ["--processes=1", "--nnodes=2", "--rdzv-endpoint=a:1", str(ROOT / RECIPE)]
     words += [f"--job.dump_folder={tmp_path}", "--training.steps=10000"]

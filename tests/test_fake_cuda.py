@@ -1,6 +1,7 @@
 """CUDA where there is no device: a fake `torch.cuda` that notes who asks what."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,10 +57,7 @@ def test_a_rank_touches_its_own_device_alone(rank, contexts, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
 
-    def join(*args):
-        raise Joined
-
-    monkeypatch.setattr(trainer, "open_world", join)
+    monkeypatch.setattr(trainer, "open_world", Mock(side_effect=Joined))
     with pytest.raises(Joined):
         trainer.main(RECIPE)
     assert contexts == [rank]

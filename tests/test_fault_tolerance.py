@@ -1,7 +1,6 @@
 """Replica groups by torchft: they train one run, lose a group, go on, and take it in again."""
 
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -17,6 +16,7 @@ from tests.ranks import free_port, run_ranks
 from tests.runs import rows, trace
 from tests.test_launch import PIPED, RECIPE, ROOT, environment
 from tests.token_shards import build_stream
+from tests.training.test_replicas import Evil
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.data import load_tokenizer
@@ -146,13 +146,6 @@ def positions(samples):
         found |= {lane: lanes[str(lane)] for lane, count in samples.items() if count == number}
     stream.close()
     return found
-
-
-class Evil:
-    """Runs code when it is unpickled."""
-
-    def __reduce__(self):
-        return os.abort, ()
 
 
 def fetch():

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
+from tests.checkpoint.test_folder import flip
+from tests.checkpoint.test_folder import run as trained
 from tests.oracles import code_of_meta
 from tests.ranks import run_ranks
 from tests.runs import train
@@ -353,10 +355,7 @@ def test_a_network_that_meta_cannot_build_is_not_written(tmp_path, capsys):
 
 def test_a_damaged_checkpoint_is_not_converted(tmp_path):
     source = saved(tmp_path / "ours")
-    path = next(source.glob("*.safetensors"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(next(source.glob("*.safetensors")))
     with pytest.raises(ConfigError, match="differs from what was saved"):
         run(source, tmp_path / "hf")
 
@@ -464,10 +463,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     limit = 4_000_000 + 2 * LARGEST + 4_000_000
     assert whole > 2 * limit, "what is held is not what is measured"
     assert max(found.values()) < limit, found
-
-
-def trained(job):
-    return run_ranks(train, 1, job)[0]
 
 
 def test_a_run_starts_from_weights_of_hugging_face_on_any_layout(tmp_path):

@@ -24,17 +24,17 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
 )
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils.serialization import config
 
 from tests import small_weights
 from tests.small_weights import SPEC
+from tests.unit.metrics.test_sinks import limited
 from torchtitan.checkpoint import ranges
 from torchtitan.checkpoint.dcp.items import Inert
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.manifest import Damaged
 from torchtitan.config import ConfigError
 from torchtitan.models import MODELS
-from torchtitan.tools.cli import main
 
 TENSORS = {
     "matrix": torch.arange(24.0).view(4, 6),
@@ -180,14 +180,10 @@ def test_more_files_are_read_than_may_be_open(tmp_path, monkeypatch):
     for number in range(40):
         shard(tmp_path / f"shard-{number}.safetensors", {f"t{number}": ((0,), torch.ones(2))})
     monkeypatch.setattr(ranges, "MAPPED", 8)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(int(name) for name in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, before[1]))
-    try:
+    with limited(resource.RLIMIT_NOFILE, used + 20):
         checkpoint = DcpCheckpoint(tmp_path)
         assert all(checkpoint.read(name).sum() == 2 for name in checkpoint.shapes())
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 # --- attacks ---
@@ -463,12 +459,8 @@ def flip(file, of):
 
 
 def test_without_checksums_flipped_bits_cannot_be_known(tmp_path):
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
+    with config.patch("save.compute_crc32", False):
         path = save(tmp_path / "step-3", {"tensors": TENSORS})
-    finally:
-        set_crc32_options(before)
     flip(path / "__0_0.distcp", TENSORS["matrix"])
     assert set(DcpCheckpoint(path).verify()) == {None}
     assert not torch.equal(DcpCheckpoint(path).read("tensors.matrix"), TENSORS["matrix"])
@@ -495,33 +487,29 @@ def test_ls_says_what_it_holds(folder, tmp_path, says):
     assert "step-5: still being written, or never finished" in " ".join(said.split())
 
 
-def test_verify_reads_every_item(saved, capsys, says):
+def test_verify_reads_every_item(saved, says):
     said = says("checkpoint", "verify", saved)
     assert f"{saved}: complete; every item matches its CRC-32. The format cannot tell" in said
     flip(saved / "__0_0.distcp", TENSORS["matrix"])
     assert "tensors.matrix: damaged: its bytes" in says("checkpoint", "verify", saved, status=1)
     (saved / ".metadata").write_bytes(pickle.dumps(Attack(os.getpid)))
-    assert main(["checkpoint", "verify", str(saved)]) == 1
-    assert ".metadata: refused: it names posix.getpid" in capsys.readouterr().out
+    said = says("checkpoint", "verify", saved, status=1)
+    assert ".metadata: refused: it names posix.getpid" in said
 
 
-def test_verify_says_what_cannot_be_known(tmp_path, capsys):
+def test_verify_says_what_cannot_be_known(tmp_path, says):
     two_shards(tmp_path)
-    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
-    assert (
-        "2 of 2 items were saved without checksums. The format cannot tell whether bits"
-        in capsys.readouterr().out
-    )
+    said = says("checkpoint", "verify", tmp_path)
+    assert "2 of 2 items were saved without checksums. The format cannot tell whether bits" in said
 
 
-def test_diff_compares_tensors_and_values(saved, tmp_path, capsys):
-    assert main(["checkpoint", "diff", str(saved), str(saved)]) == 0
-    assert capsys.readouterr().out.startswith(f"{len(TENSORS)} tensors are equal, 0 differ")
+def test_diff_compares_tensors_and_values(saved, tmp_path, says):
+    said = says("checkpoint", "diff", saved, saved)
+    assert said.startswith(f"{len(TENSORS)} tensors are equal, 0 differ")
     tensors = {**TENSORS, "matrix": TENSORS["matrix"] + torch.eye(4, 6), "half": torch.ones(5)}
     values = {**VALUES, "lr": 0.2, "betas": (0.9, 0.99)}
     other = save(tmp_path / "other", {"tensors": tensors, "values": [values]})
-    assert main(["checkpoint", "diff", str(saved), str(other)]) == 1
-    assert capsys.readouterr().out.splitlines() == [
+    assert says("checkpoint", "diff", saved, other, status=1).splitlines() == [
         "tensors.matrix: off by 1 at most (4.3e-02 of the largest)",
         "tensors.half: bfloat16 (5,) -> float32 (5,)",
         "values.0.betas: (0.9, 0.95) -> (0.9, 0.99)",
@@ -530,15 +518,15 @@ def test_diff_compares_tensors_and_values(saved, tmp_path, capsys):
     ]
 
 
-def test_diff_compares_with_a_checkpoint_of_ours_under_our_names(tmp_path, monkeypatch, capsys):
+def test_diff_compares_with_a_checkpoint_of_ours_under_our_names(tmp_path, monkeypatch, says):
     monkeypatch.setitem(MODELS, "small", SPEC)
     ours = small_weights.saved(tmp_path / "ours")
     theirs = small_weights.run(ours, tmp_path / "theirs", target_format="dcp")
-    assert main(["checkpoint", "diff", str(ours), str(theirs)]) == 0
     equal = len(small_weights.weights())
-    assert capsys.readouterr().out.startswith(f"{equal} tensors are equal, 0 differ")
+    said = says("checkpoint", "diff", ours, theirs)
+    assert said.startswith(f"{equal} tensors are equal, 0 differ")
     weights = {name.removeprefix("model."): t for name, t in small_weights.weights().items()}
     weights["norm.weight"] = weights["norm.weight"] + 1
     other = save(tmp_path / "other", weights)
-    assert main(["checkpoint", "diff", str(other), str(ours)]) == 1
-    assert "model.norm.weight: off by 1 at most" in capsys.readouterr().out
+    said = says("checkpoint", "diff", other, ours, status=1)
+    assert "model.norm.weight: off by 1 at most" in said

@@ -8,6 +8,7 @@ something relies on it would be lost.
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -155,10 +156,7 @@ def test_a_small_file_that_cannot_be_flushed_replaces_none(tmp_path, monkeypatch
     path = tmp_path / MANIFEST
     write_json(path, {"step": 1})
 
-    def fail(descriptor):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(OSError, match="Input/output"):
         write_json(path, {"step": 2})
     assert json.loads(path.read_text()) == {"step": 1}

@@ -8,6 +8,7 @@ import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -505,12 +506,9 @@ def test_of_an_old_checkpoint_that_is_a_link_only_the_link_is_deleted(tmp_path):
 
 
 def test_what_cannot_be_deleted_ends_no_run(tmp_path, monkeypatch, caplog):
-    def refuse(path):
-        raise PermissionError(13, "Permission denied")
-
     for name in ("step-2", "step-4", "step-6.saving"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr("shutil.rmtree", refuse)
+    monkeypatch.setattr("shutil.rmtree", Mock(side_effect=PermissionError(13, "denied")))
     disk.delete_unfinished(tmp_path)
     disk.delete_old_checkpoints(tmp_path, newest=4, keep=1, every=0)
     assert len(caplog.messages) == 2

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -86,25 +87,19 @@ def test_a_block_is_that_of_the_whole(kind, tmp_path):
 
 def test_a_block_is_read_from_the_heads_it_is_in(tmp_path, monkeypatch):
     source = HuggingFaceWeights(hugging_face(tmp_path), [SPEC], "plain")
-    asked = []
-    block = HuggingFaceWeights._block
-
-    def watched(self, *words):
-        asked.append(words)
-        return block(self, *words)
-
-    monkeypatch.setattr(HuggingFaceWeights, "_block", watched)
+    block = Mock(wraps=source._block)
+    monkeypatch.setattr(source, "_block", block)
     e = ARGS.head_size
     source.read("model.layers.1.attention.wq.weight", (2 * e, 8), (3 * e, 16))
     source.read("model.layers.1.attention.wq.weight", (e + 1, 0), (2, ARGS.dim))
     source.read("model.layers.1.feed_forward.w1.weight", (5, 0), (7, ARGS.dim))
     name = "model.layers.1.self_attn.q_proj.weight"
     half = e // 2
-    assert asked == [
-        (name, (2 * e, 8), (3 * e, 16)),
+    assert block.call_args_list == [
+        call(name, (2 * e, 8), (3 * e, 16)),
         # Rows 1 and 2 of a head are rows E/2 and 1 there.
-        (name, (e + 1, 0), (half, ARGS.dim)),
-        ("model.layers.1.mlp.gate_proj.weight", (5, 0), (7, ARGS.dim)),
+        call(name, (e + 1, 0), (half, ARGS.dim)),
+        call("model.layers.1.mlp.gate_proj.weight", (5, 0), (7, ARGS.dim)),
     ]
 
 

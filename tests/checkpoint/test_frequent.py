@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import layouts
+from tests.checkpoint.test_folder import flip
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
 from tests.reliability.trials import at_call
@@ -207,9 +208,7 @@ def test_past_of_a_run():
 def test_damaged_file_is_named_and_the_one_before_is_used(after_5, tmp_path, whole):
     copied(after_5, tmp_path)
     path = disk(tmp_path, 1) / "step-5/rank-1.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
+    flip(path, -5)
     ended = run(recipe(tmp_path), 0, 1)
     (line,) = (line for line in ended.said if "is lost" in line)
     assert f"step-5 is lost: {path}: damaged: its bytes differ from those saved. The run" in line

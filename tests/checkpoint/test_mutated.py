@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import warnings
+from functools import partial
 from itertools import islice
 
 import pyarrow
@@ -16,8 +17,7 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoint.mutations import mutate
 from tests.small_weights import run, saved
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
-from torchtitan.checkpoint.weights.opening import OPEN, find_format
-from torchtitan.checkpoint.weights.opening import open_ours as open_checkpoint
+from torchtitan.checkpoint.weights.opening import OPEN, find_format, open_ours
 from torchtitan.config import ConfigError
 from torchtitan.data import DataConfig, check_local, load_tokenizer, open_source, train_bpe
 
@@ -64,15 +64,8 @@ def write_ours(folder):
     shutil.copytree(saved(folder.parent / "ours-of-it"), folder, dirs_exist_ok=True)
 
 
-def write_hugging_face(folder):
-    source = saved(folder.parent / "ours-of-hf")
-    made = run(source, folder.parent / "made-hf", max_shard_size="50KB")
-    shutil.copytree(made, folder, dirs_exist_ok=True)
-
-
-def write_meta(folder):
-    source = saved(folder.parent / "ours-of-meta")
-    made = run(source, folder.parent / "made-meta", target_format="meta")
+def write_foreign(folder, **options):
+    made = run(saved(folder.parent / "ours-of-it"), folder.parent / "made", **options)
     shutil.copytree(made, folder, dirs_exist_ok=True)
 
 
@@ -95,14 +88,12 @@ def read_tokenizer(folder):
     return tokenizer.decode(tokenizer.encode("document 7"))
 
 
-def read_weights(folder, opening):
-    source = opening(folder, None, None).source
+def read_all(source):
     return {name: source.read(name) for name in source.shapes()}
 
 
-def read_dcp(folder):
-    source = DcpCheckpoint(folder)
-    return {name: source.read(name) for name in source.shapes()}
+def read_weights(folder, kind):
+    return read_all(OPEN[kind](folder, None, None).source)
 
 
 KINDS = {
@@ -112,10 +103,10 @@ KINDS = {
     "zstd": (write_zstd, read_data),
     "parquet": (write_parquet, read_data),
     "tokenizer": (write_tokenizer, read_tokenizer),
-    "ours": (write_ours, lambda folder: read_weights(folder, open_checkpoint)),
-    "hf": (write_hugging_face, lambda folder: read_weights(folder, OPEN["hf"])),
-    "meta": (write_meta, lambda folder: read_weights(folder, OPEN["meta"])),
-    "dcp": (write_dcp, read_dcp),
+    "ours": (write_ours, lambda folder: read_all(open_ours(folder, None, None).source)),
+    "hf": (partial(write_foreign, max_shard_size="50KB"), partial(read_weights, kind="hf")),
+    "meta": (partial(write_foreign, target_format="meta"), partial(read_weights, kind="meta")),
+    "dcp": (write_dcp, lambda folder: read_all(DcpCheckpoint(folder))),
 }
 """How a folder of each kind is written, and read whole."""
 KEPT = {"parquet": [925]}

@@ -1,6 +1,5 @@
 """A run that an earlier version began goes on as if it had never stopped."""
 
-import json
 import shutil
 
 import pytest
@@ -45,13 +44,6 @@ def curve(rows, key):
     return {int(row["step"]): row[key] for row in rows if "loss" in row and row["step"] > 3}
 
 
-def recorded(commit):
-    return [
-        json.loads(line)
-        for line in (EARLIER / commit / "run/metrics.jsonl").read_text().splitlines()
-    ]
-
-
 def test_the_versions_that_are_promised():
     assert {"6ebf193", "38f6c66", "ff7c037", "c54eb56"} <= set(COMMITS)
 
@@ -61,7 +53,7 @@ def test_it_goes_on_with_the_same_numbers(layout, tmp_path):
     jobs = [resumed(commit, tmp_path / commit, layout) for commit in COMMITS]
     run_ranks(train_each, 1 + (layout in TWO), jobs)
     for commit in COMMITS:
-        found, expected = rows(tmp_path / commit), recorded(commit)
+        found, expected = rows(tmp_path / commit), rows(EARLIER / commit / "run")
         for key, tolerance in {"loss": 1e-5, "grad_norm": 1e-4, "lr": 0, "tokens": 0}.items():
             where = f"{commit}: {key}"
             assert list(curve(found, key)) == [4, 5, 6], where
@@ -84,7 +76,8 @@ def test_it_keeps_the_separators_of_its_documents(commit, tmp_path):
 def test_the_numbers_show_what_is_not_loaded(commit, part, tmp_path):
     left_out = f"--checkpoint.exclude_from_loading={part}"
     run_ranks(train, 1, resumed(commit, tmp_path, "one rank", left_out))
-    found, expected = (curve(each, "loss") for each in (rows(tmp_path), recorded(commit)))
+    runs = tmp_path, EARLIER / commit / "run"
+    found, expected = (curve(rows(run), "loss") for run in runs)
     assert abs(found[6] - expected[6]) > 1e-3 * expected[6]
 
 

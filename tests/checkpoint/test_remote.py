@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 import uuid
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -335,12 +336,8 @@ def test_ranks_write_their_own_files_and_others_read_them(tmp_path):
 
 def refusal(job, fails=False):
     """Why a rank does not train; if `fails`, the store of rank 1 does."""
-
-    def fail(path, *_):
-        raise remote.StoreError(f"{path.name}: unplugged")
-
     if fails and os.environ["RANK"] == "1":
-        remote.RemotePath.read_ranges = fail
+        remote.RemotePath.read_ranges = Mock(side_effect=remote.StoreError("a: unplugged"))
     try:
         train(job)
     except ConfigError as error:
@@ -354,14 +351,10 @@ def test_ranks_whose_store_is_not_the_same_are_refused(tmp_path):
     assert "checkpoint.folder: rank 1 cannot write into memory://somewhere" in found[0]
 
 
-def trained_and_refused(first, second):
-    return refusal(first), refusal(second, fails=True)
-
-
 def test_a_store_that_fails_on_one_rank_is_told_by_all(tmp_path):
     store = f"file://{tmp_path}/store"
-    jobs = (sharded(store, tmp_path, steps) for steps in (2, 4))
-    found = run_ranks(trained_and_refused, 2, *jobs)
+    first, second = (sharded(store, tmp_path, steps) for steps in (2, 4))
+    found = run_ranks(lambda: (refusal(first), refusal(second, fails=True)), 2)
     assert found[0] == found[1]
     assert found[0][0] == "trained"
     assert found[0][1].endswith(": unplugged")
@@ -393,21 +386,16 @@ def test_of_a_tensor_in_a_store_only_the_block_is_read(own_store, small_requests
 
 
 def test_columns_of_a_matrix_in_a_store_need_no_more_memory_than_they_have(
-    own_store, small_requests, monkeypatch
+    own_store, small_requests
 ):
     whole = torch.arange(512 * 256, dtype=torch.float32).view(512, 256)
     saved = write(own_store / "step-0", {"model.a": whole})
-    fetched = []
     fetch = FetchedFiles._fetch
-
-    def counted(files, name, begin, end):
-        fetched.append(end - begin)
-        return fetch(files, name, begin, end)
-
-    monkeypatch.setattr(FetchedFiles, "_fetch", counted)
-    part = saved.read("model.a", (3, 64), (500, 32))
+    with patch.object(FetchedFiles, "_fetch", autospec=True, side_effect=fetch) as fetched:
+        part = saved.read("model.a", (3, 64), (500, 32))
     assert torch.equal(part, whole[3:503, 64:96])
-    assert max(fetched) <= ranges.SPAN < part.nbytes
+    sizes = [end - begin for _, _, begin, end in (call.args for call in fetched.call_args_list)]
+    assert max(sizes) <= ranges.SPAN < part.nbytes
 
 
 def test_small_tensors_in_a_store_are_read_together(own_store, small_requests):

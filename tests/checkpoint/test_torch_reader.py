@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from tests import forked, tiny
 from tests.layouts import LAYOUTS, case
 from tests.ranks import run_ranks
-from tests.runs import train
 from tests.small_weights import saved as saved_weights
 from tests.test_docs import ROOT, blocks
+from tests.training.test_optimizers import eager
 from torchtitan.checkpoint.storage import Piece, SavedTensors, write_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # so it is
@@ -27,11 +27,6 @@ def recipe(folder, layout, **sections):
     """Two steps, the last of which is saved."""
     defaults = {"training": {"steps": 2}, "optimizer": {"lr": 1e-3}, "checkpoint": {"enable": True}}
     return tiny.job(folder, **layout.recipe(**tiny.merged(defaults, sections)))
-
-
-def eager(job):
-    torch.compiler.set_stance("force_eager")
-    return train(job)
 
 
 def loaded(path):

@@ -1,10 +1,8 @@
 """A run of TorchTitan resumes here: its names, what it saves, and the steps that follow."""
 
 import json
-import os
 import re
 import shutil
-import signal
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,15 +14,15 @@ from torch import Tensor
 from tests import tiny, torchtitan_run
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
-from tests.runs import listening, losses, rows, train, train_each, weights, world_of
+from tests.runs import each, listening, losses, rows, train, train_until_killed, weights, world_of
 from tests.tables import table
-from torchtitan.build import Observer, build
+from torchtitan.build import build
 from torchtitan.checkpoint.dcp.items import Item
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import to_ours
 from torchtitan.config import ConfigError
 from torchtitan.provenance import to_toml
-from torchtitan.trainer import Trainer, choose
+from torchtitan.trainer import choose
 
 ALONE = "one rank, accumulating 8"
 State = dict[str, Any]
@@ -98,7 +96,7 @@ def resumed(folder, path, layout=ALONE, **sections):
 @pytest.mark.parametrize("names", [[ALONE], ["FSDP 2", "TP 2", "PP 2, 1F1B"]])
 def test_the_losses_are_those_that_it_goes_on_with(names, tmp_path, theirs):
     jobs = [resumed(tmp_path / name, theirs.folder / "checkpoint", name) for name in names]
-    run_ranks(train_each, LAYOUTS[names[0]].ranks, jobs)
+    run_ranks(each, LAYOUTS[names[0]].ranks, train, jobs)
     for name in names:
         assert losses(tmp_path / name) == pytest.approx(theirs.losses, rel=1e-5), name
         tokens = [row["tokens"] for row in rows(tmp_path / name) if "loss" in row]
@@ -137,20 +135,6 @@ def test_adam_goes_on_from_adam(tmp_path):
     run_ranks(train, 1, resumed(tmp_path / "run", tmp_path / "theirs", **adam))
     expected = dict(enumerate(run.train(3), 4))
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
-
-
-def train_until_killed(job, step):
-    """Train like `train`; the process is killed when this step begins."""
-
-    def before_step(now):
-        if now == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with world_of(job) as world:
-        start = choose(job)
-        run = build(job, world, Observer(before_step=before_step))
-        with closing(run.batches):
-            Trainer(run).train(start)
 
 
 def test_a_run_that_is_killed_resumes_from_a_checkpoint_of_its_own(tmp_path, theirs):

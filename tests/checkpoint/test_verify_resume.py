@@ -5,6 +5,7 @@ Ranks are forked, so a fault that is put into this process is in them too.
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,16 +29,17 @@ def in_folder_with_a_recipe(in_empty_folder):
     shutil.copy(Path(__file__).with_name("tiny.toml"), "r.toml")
 
 
-def verify(*words):
-    return main(["verify-resume", "r.toml", "--steps", "2", *words])
+VERIFY = ["verify-resume", "r.toml", "--steps", "2"]
 
 
-def alone(*words):
-    return verify("--world-size", "1", *words)
+@pytest.fixture
+def alone(says):
+    """The command on one rank, at first."""
+    return partial(says, *VERIFY, "--world-size", "1")
 
 
 def test_a_run_on_one_rank_and_then_on_two(capsys):
-    assert alone() == 0
+    assert main([*VERIFY, "--world-size", "1"]) == 0
     said = capsys.readouterr()
     lines = said.out.splitlines()
     assert lines[0] == "r.toml on one rank"
@@ -57,40 +59,37 @@ def test_a_run_on_one_rank_and_then_on_two(capsys):
 
 
 @pytest.mark.gate
-def test_a_run_on_two_ranks_and_then_in_a_layout_that_is_given(capsys):
-    assert verify("--then-layout", "tp=2") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+def test_a_run_on_two_ranks_and_then_in_a_layout_that_is_given(says):
+    last = says(*VERIFY, "--then-layout", "tp=2").splitlines()[-1]
     assert "resumed on 2 ranks (dp_shard 2), to the bit; on 2 ranks (tp 2): max loss" in last
 
 
-def test_optimizer_state_that_is_not_loaded_is_named(capsys, monkeypatch):
+def test_optimizer_state_that_is_not_loaded_is_named(alone, monkeypatch):
     load = contents.load_into
 
     def forgetful(tensors, source):
         load({n: t for n, t in tensors.items() if not n.endswith("wq.weight.exp_avg")}, source)
 
     monkeypatch.setattr(contents, "load_into", forgetful)
-    assert alone() == 1
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = alone(status=1).splitlines()[-1]
     where = "FAIL: resumed on one rank, step 2, as it was loaded: optimizer.layers.0."
     assert last.startswith(f"{where}attention.wq.weight.exp_avg[")
     assert "] is 0, uninterrupted " in last
     assert last.endswith("; 2 of 85 tensors differ")
 
 
-def test_a_position_that_is_off_is_named(capsys, monkeypatch):
+def test_a_position_that_is_off_is_named(alone, monkeypatch):
     load = DataStream.load_state_dict
     monkeypatch.setattr(
         DataStream,
         "load_state_dict",
         lambda stream, state: load(stream, state | {"samples": state["samples"] + 1}),
     )
-    assert alone() == 1
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = alone(status=1).splitlines()[-1]
     assert last.endswith("step 2, as it was loaded: rank 0: data.samples is 9, uninterrupted 8")
 
 
-def test_samples_that_are_skipped_are_named(capsys, monkeypatch):
+def test_samples_that_are_skipped_are_named(alone, monkeypatch):
     make = Lane.__init__
 
     def skipping(lane, number, *rest):
@@ -99,15 +98,14 @@ def test_samples_that_are_skipped_are_named(capsys, monkeypatch):
             lane.next_sample()
 
     monkeypatch.setattr(Lane, "__init__", skipping)
-    assert alone() == 1
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = alone(status=1).splitlines()[-1]
     # Four sequences a step, so that sample 9 is of lane 1, and 13 comes after it there.
     assert last.endswith(
         "step 3: the uninterrupted run reads its sample 9 where this one reads its sample 13"
     )
 
 
-def test_random_numbers_that_are_not_restored_are_named(capsys, monkeypatch):
+def test_random_numbers_that_are_not_restored_are_named(alone, monkeypatch):
     train = ParallelModel.forward_backward
 
     def noisy(model, batches, tokens):
@@ -119,26 +117,24 @@ def test_random_numbers_that_are_not_restored_are_named(capsys, monkeypatch):
 
     monkeypatch.setattr(ParallelModel, "forward_backward", noisy)
     monkeypatch.setattr(Device, "set_rng_state", lambda device, state: None)
-    assert alone() == 1
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = alone(status=1).splitlines()[-1]
     assert "resumed on one rank, step 2, as it was loaded: rng.0.cpu[" in last
 
 
 def test_a_run_that_survives_is_told(capsys, monkeypatch):
     monkeypatch.setattr(measure, "die", lambda: None)
-    assert alone() == 1
+    assert main([*VERIFY, "--world-size", "1"]) == 1
     assert capsys.readouterr().err == "error: no comparison: the killed run: it was not killed\n"
 
 
-def test_what_cannot_be_resumed_is_refused(capsys):
-    assert alone("--then", "3") == 2
-    error = capsys.readouterr().err
+def test_what_cannot_be_resumed_is_refused(alone):
+    error = alone("--then", "3", status=2)
     assert error.startswith("error: --then: the run cannot be resumed on 3 ranks (dp_shard 3):\n")
     assert "training.global_batch_size: " in error
-    assert alone("--then-layout", "xp=2") == 2
-    assert "got 'xp=2'\n  wanted axis=size, with axes pp, dp_" in capsys.readouterr().err
-    assert alone("--model.flavor", "tinny") == 2
-    assert alone("--then", "3", "--then-layout", "tp=2") == 2
+    error = alone("--then-layout", "xp=2", status=2)
+    assert "got 'xp=2'\n  wanted axis=size, with axes pp, dp_" in error
+    alone("--model.flavor", "tinny", status=2)
+    alone("--then", "3", "--then-layout", "tp=2", status=2)
 
 
 def note(step, loss=2.0, **rest):

@@ -2,11 +2,13 @@
 
 import json
 import logging
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests import small_weights, tiny
+from tests.checkpoint.test_folder import flip
 from tests.ranks import run_ranks
 from tests.runs import train
 from tests.small_weights import SEQ_LEN
@@ -274,9 +276,7 @@ def test_mistakes(tmp_path, says):
 def test_a_weight_that_is_not_what_was_saved_is_refused(tmp_path, says):
     path = checkpoint(tmp_path)
     [file] = path.glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-8] ^= 1
-    file.write_bytes(content)
+    flip(file, -8)
     assert "differs from what was saved" in says("generate", path, status=2)
 
 
@@ -344,15 +344,10 @@ def test_other_converters_are_refused(flags, message, tmp_path, capsys):
 
 
 def test_flags_replace_those_of_the_recipe(tmp_path, monkeypatch):
-    path, found = converted_checkpoint(tmp_path, ROUNDED), []
-
-    def stop(stored, *_):
-        found.append(stored.convert)
-        raise ConfigError("seen")
-
+    path, stop = converted_checkpoint(tmp_path, ROUNDED), Mock(side_effect=ConfigError("seen"))
     monkeypatch.setattr(generating, "InferenceModel", stop)
     for flags in ([], [FLAGS[0], "--convert.0.dtype", "int8"], ["--no-convert"]):
         assert cli.main(["generate", str(path), *flags]) == 2
-    (recorded,), (chosen,), none = found
+    (recorded,), (chosen,), none = (call.args[0].convert for call in stop.call_args_list)
     assert (recorded.rotation, chosen.rotation, chosen.dtype) == ("qkv", "none", "int8")
     assert none == ()

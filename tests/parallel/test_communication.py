@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests import layouts, tiny
 from tests.layouts import AFTERWARDS, LAYOUTS, case
 from tests.ranks import run_ranks
-from tests.runs import trace, train
+from tests.runs import each, trace, train
 from torchtitan.checkpoint.storage import SavedTensors
 from torchtitan.checks import load_job
 from torchtitan.comm import GRADIENTS, WEIGHTS, NarrowReduce
@@ -73,13 +73,9 @@ def test_weights_and_gradients_are_sent_as_named():
         assert all(in_unit == sent for in_unit, sent in found.buffers.values())
 
 
-def all_used(jobs):
-    return [used(job) for job in jobs]
-
-
 def test_copies_and_parts_are_sent_as_named():
     layout, ways = case(replicate=2, shard=2, batch=1), (HALF, COUNTED, HALF | COUNTED)
-    ranks = run_ranks(all_used, 4, [job(layout, way) for way in ({}, *ways)])
+    ranks = run_ranks(each, 4, used, [job(layout, way) for way in ({}, *ways)])
     for plain, *others in ranks:
         for way, found in zip(ways, others, strict=True):
             tolerance = 2e-2 if "weights" in way else 1e-6
@@ -147,7 +143,7 @@ def test_replicas_that_were_apart_agree_on_another_layout(tmp_path):
 def test_a_sharding_from_outside_trains_the_run_of_fsdp():
     layout = case(shard=2)
     jobs = [job(layout, {}), job(layout, {}, sharding={"name": "whole"})]
-    expected, found = run_ranks(all_used, 2, jobs)[0]
+    expected, found = run_ranks(each, 2, used, jobs)[0]
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     assert found.norms == pytest.approx(expected.norms, rel=1e-6)
 

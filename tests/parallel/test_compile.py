@@ -1,7 +1,6 @@
 """A compiled run is the same run as an eager one on one rank, in as few graphs as there can be."""
 
 import itertools
-import logging
 from functools import cache, partial
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 from tests import layouts, tiny
 from tests.layouts import case
 from tests.ranks import run_ranks
-from tests.runs import trace, train
+from tests.runs import listening, trace, train
 from tests.tiers import tiers
 from torchtitan.logging import logger
 from torchtitan.parallel import CompileConfig, compile
@@ -25,23 +24,11 @@ def compiler():
     import torch._inductor.compile_fx  # noqa: F401
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def logged(act):
-    handler = Lines()
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)
+    logger.handlers, logger.propagate = [], False
+    said = listening()
     act()
-    return handler.lines
+    return said
 
 
 def reported(config, blocks):

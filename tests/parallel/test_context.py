@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.dense import dense_attention
 from tests.ranks import run_ranks
+from tests.runs import each
 from torchtitan.models.attention import SelfAttention, causal_attention
 from torchtitan.parallel import context, context_pieces
 from torchtitan.parallel.context import context_attention, context_attention_backward, shard
@@ -256,12 +257,8 @@ def count_communication(rotation):
     return {name: [forward[name], spy.call_count - forward[name]] for name, spy in spies.items()}
 
 
-def both_rotations():
-    return count_communication("allgather"), count_communication("ring")
-
-
 def test_the_rotation_named_is_the_one_that_runs():
-    for gathered, ring in run_ranks(both_rotations, 3):
+    for gathered, ring in run_ranks(each, 3, count_communication, ("allgather", "ring")):
         assert gathered == {"gather": [1, 1], "scatter": [0, 1], "exchange": [0, 0]}
         # Backward: keys and values travel as before, and as often their gradients.
         assert ring == {"gather": [0, 0], "scatter": [0, 0], "exchange": [2, 2 + 2]}

@@ -14,14 +14,9 @@ import torch
 from tests import layouts, tiny
 from tests.layouts import DAILY, GATE, LAYOUTS, ONE, alone, compared_by
 from tests.ranks import run_ranks
-from tests.runs import assert_complete, compare, compare_converted, compare_routers, trace
+from tests.runs import assert_complete, compare, compare_converted, compare_routers, each, trace
 from tests.tiers import tiers
 from torchtitan.job import JobConfig
-
-
-def traces(jobs, device):
-    """A run of each job on this rank, one after the other: starting ranks costs more than a run."""
-    return [trace(job, True, device) for job in jobs]
 
 
 def reference(device, layout, flavor, steps=3):
@@ -34,7 +29,7 @@ def reference(device, layout, flavor, steps=3):
 @cache
 def _reference(device, *recipes):
     jobs = [JobConfig.model_validate_json(recipe) for recipe in recipes]
-    (result,) = run_ranks(traces, 1, jobs, device, device=device)
+    (result,) = run_ranks(each, 1, trace, jobs, True, device, device=device)
     return result
 
 
@@ -56,7 +51,7 @@ def test_layout_trains_the_same_run_as_one_rank(name, device):
 
 def is_the_run_of_one_rank(layout, device, steps=3):
     jobs = [layouts.job(layout, by, training={"steps": steps}) for by in compared_by(layout)]
-    results = run_ranks(traces, layout.ranks, jobs, device, device=device)
+    results = run_ranks(each, layout.ranks, trace, jobs, True, device, device=device)
     for number, expected in enumerate(reference(device, layout, jobs[0].model.flavor, steps)):
         found = [ranks[number] for ranks in results]
         assert_complete(found, expected)

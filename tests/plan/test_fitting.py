@@ -1,5 +1,7 @@
 """Whether a run fits in this machine, and what is said if it does not."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from torchtitan.config import RecipeError
@@ -26,10 +28,8 @@ def test_a_run_that_may_not_fit_is_told(monkeypatch, capsys):
 
 
 def test_a_recipe_without_a_plan_is_told(monkeypatch, capsys, says):
-    def refuse(*args, **settings):
-        raise RecipeError(["this recipe cannot be planned yet: no"])
-
-    monkeypatch.setattr("torchtitan.plan.fitting.plan", refuse)
+    refusal = RecipeError(["this recipe cannot be planned yet: no"])
+    monkeypatch.setattr("torchtitan.plan.fitting.plan", Mock(side_effect=refusal))
     words = ["check", "--training.steps", "10000"]
     told = says(*words, "--plan")
     assert "\nplanned memory: unknown, as this recipe cannot be planned yet: no\n" in told

@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -129,12 +130,9 @@ def test_what_is_planned_without_time_depends_on_no_speed(monkeypatch):
 
 
 def test_a_search_shows_what_it_found_before_it_writes(monkeypatch, capsys, tmp_path):
-    def fails(*_):
-        raise OSError("no space left")
-
     own = on_cpu(debug_job(2, "--compile.enable=false"), 2)
     monkeypatch.setattr("torchtitan.plan.search.plan", lambda *_: own)
-    monkeypatch.setattr("torchtitan.plan.command.write_best", fails)
+    monkeypatch.setattr("torchtitan.plan.command.write_best", Mock(side_effect=OSError("no space")))
     words = ("--world-size=2", "--compile.enable=false", "--search", "--seconds=0")
     with pytest.raises(OSError, match="no space"):
         main(["plan", RECIPE, *words, f"--output={tmp_path / 'best.toml'}"])

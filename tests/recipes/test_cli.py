@@ -13,6 +13,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -22,7 +23,6 @@ from tests import forked, registries
 from tests.tables import table
 from torchtitan.checks import load_job
 from torchtitan.cluster import launcher
-from torchtitan.cluster.launcher import LaunchOptions
 from torchtitan.config import ConfigError, counted, json_schema, packaged_recipes, split_recipe
 from torchtitan.config.schema import descriptions, kind_of, places
 from torchtitan.convert import CONVERTERS
@@ -59,10 +59,8 @@ def test_output_that_nobody_takes_is_no_traceback(output, said, unbuffered):
 def test_a_full_disk_is_said(monkeypatch, capsys):
     """A run leaves a traceback, as it may start again."""
 
-    def fill(words):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("torchtitan.tools.cli.run", fill)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("torchtitan.tools.cli.run", Mock(side_effect=full))
     with Path("output").open("w") as output, redirect_stdout(output):
         assert act(["plot", "r"]) == 1
     assert capsys.readouterr().err == "error: a file cannot be written: No space left on device\n"
@@ -436,16 +434,12 @@ def test_a_rank_starts_no_ranks(monkeypatch, says):
 
 def test_log_level_reaches_the_ranks(monkeypatch):
     recipe = ["--training.steps", "1", "--metrics.log_level", "info"]
-    found = []
-
-    def start(options, words):
-        found.append(words)
-        return 0
-
+    start = Mock(return_value=0)
     monkeypatch.setattr(launcher, "start", start)
-    monkeypatch.setattr(launcher.trainer, "main", lambda words: start(LaunchOptions(1), words))
+    monkeypatch.setattr(launcher.trainer, "main", start)
     for more in ([], ["--processes", "2"]):
         assert main(["train", *recipe, "--log-level", "warning", *more]) == 0
+    found = [call.args[-1] for call in start.call_args_list]
     assert found == [[*recipe, "--metrics.log_level", "warning"]] * 2
 
 

@@ -1,6 +1,7 @@
 """A misspelt option of any verb is answered with the one that was meant."""
 
 from importlib import import_module
+from unittest.mock import Mock, call
 
 import pytest
 from typer.main import get_command
@@ -57,16 +58,11 @@ def test_the_option_that_was_meant_is_named(capsys):
 
 
 def test_the_launcher_takes_its_options_and_the_recipe_in_any_order(monkeypatch):
-    found = []
-
-    def start(options, words):
-        found.append((options, words))
-        return 0
-
+    start = Mock(return_value=0)
     monkeypatch.setattr(launcher, "start", start)
     for at in range(3):
         words = [["--training.steps", "3"], ["--no-data.shuffle"]]
         words.insert(at, ["--processes", "2", "r.toml"])
         assert main(["train", *(word for group in words for word in group)]) == 0
     flags = ["--training.steps", "3", "--no-data.shuffle"]
-    assert found == 3 * [(LaunchOptions(processes=2), ["r.toml", *flags])]
+    assert start.call_args_list == 3 * [call(LaunchOptions(processes=2), ["r.toml", *flags])]

@@ -19,12 +19,6 @@ def read(text, *flags):
     return recipe.config, recipe.notices
 
 
-def refused(text, *flags):
-    with pytest.raises(RecipeError) as error:
-        read(text, *flags)
-    return error.value.lines
-
-
 GATED = '[model]\ntokenizer_path = "./assets/hf/Llama-3.1-8B"\nflavor = "{flavor}"\n'
 LOAD = '[checkpoint]\ninitial_load_path = "./assets/hf/Llama-3.1-8B"\n'
 
@@ -56,7 +50,9 @@ def test_what_else_is_wrong_is_said_beside_the_tokenizer(capsys):
 
 
 def test_the_tokenizer_of_a_model_that_is_not_published_comes_from_nowhere():
-    [line] = refused("", "--model.name=tiny", "--model.flavor=tiny", "--model.tokenizer_path=a/b")
+    with pytest.raises(RecipeError) as error:
+        read("", "--model.name=tiny", "--model.flavor=tiny", "--model.tokenizer_path=a/b")
+    [line] = error.value.lines
     assert "hf download" not in line
 
 

@@ -163,10 +163,6 @@ def moved(case, notices):
     ]
 
 
-def plain(value):
-    return json.loads(json.dumps(value))
-
-
 @pytest.mark.gate
 @pytest.mark.parametrize("version", FACTS)
 def test_every_key_means_what_it_meant_or_is_named(version):
@@ -217,7 +213,7 @@ def what_is_wrong(case):
     if isinstance(base, RecipeError):
         return f"accepted, but not without: {base.lines}"
     notices = [line for line in found.notices if names(case, line)]
-    now, before = plain(found.config.flat()), plain(base.config.flat())
+    now, before = (json.loads(json.dumps(of.config.flat())) for of in (found, base))
     changed = {key for key in now.keys() | before.keys() if now.get(key) != before.get(key)}
     if case.is_default:
         is_here = case.key in now or notices

@@ -41,17 +41,9 @@ def flip(draw, file):
     file.write_bytes(data)
 
 
-def cut(draw, file):
-    os.truncate(file, draw.randrange(file.stat().st_size))
-
-
 def append(draw, file):
     with file.open("ab") as opened:
         opened.write(b"\x00" + draw.randbytes(draw.randrange(1000)))
-
-
-def delete(draw, file):
-    file.unlink()
 
 
 def zeros(draw, file):
@@ -65,10 +57,6 @@ def zeros(draw, file):
     file.write_bytes(data)
 
 
-def noise(draw, file):
-    file.write_bytes(draw.randbytes(file.stat().st_size))
-
-
 def other(draw, file):
     """The file of the checkpoint before."""
     shutil.copy(file.parents[1] / "step-4" / file.name, file)
@@ -79,9 +67,16 @@ def folder(draw, file):
     file.mkdir()
 
 
-HARMS = {"cut short": cut, "replaced by that of another checkpoint": other, "deleted": delete}
-HARMS |= {"a bit flipped": flip, "bytes appended": append, "a block of zeros": zeros}
-HARMS |= {"all noise": noise, "replaced by a folder": folder}
+HARMS = {
+    "cut short": lambda draw, file: os.truncate(file, draw.randrange(file.stat().st_size)),
+    "replaced by that of another checkpoint": other,
+    "deleted": lambda draw, file: file.unlink(),
+    "a bit flipped": flip,
+    "bytes appended": append,
+    "a block of zeros": zeros,
+    "all noise": lambda draw, file: file.write_bytes(draw.randbytes(file.stat().st_size)),
+    "replaced by a folder": folder,
+}
 
 
 def harms():

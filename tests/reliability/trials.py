@@ -167,15 +167,11 @@ def at_call(place, number=1, action=None):
             calls += 1
             if number not in (0, calls):
                 return function(*arguments, **named)
-            return (action or _dead)(function, *arguments, **named)
+            return action(function, *arguments, **named) if action else die()
 
         setattr(owner, name, trapped)
 
     return set_trap
-
-
-def _dead(function, *arguments, **named):
-    die()
 
 
 def copy_late():

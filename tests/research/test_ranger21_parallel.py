@@ -1,6 +1,7 @@
 """Ranger21 on every layout is that of one rank, to 1e-6, with two reductions a step."""
 
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -60,22 +61,15 @@ def job(layout, optimizer, folder="unused", blocks=0, **sections):
 
 def counted(job):
     """A run, and which reductions its last update made."""
-    made = []
-    step, all_reduce = Ranger21Optimizer.step, dist.all_reduce
+    made, step = [], Ranger21Optimizer.step
 
     def counting(self):
-        made.clear()
-        dist.all_reduce = lambda *a, **k: (made.append("all_reduce"), all_reduce(*a, **k))[1]
-        try:
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
             step(self)
-        finally:
-            dist.all_reduce = all_reduce
+        made[:] = ["all_reduce"] * reduce.call_count
 
-    Ranger21Optimizer.step = counting
-    try:
+    with patch.object(Ranger21Optimizer, "step", counting):
         return trace(job, True), made
-    finally:
-        Ranger21Optimizer.step = step
 
 
 @cache

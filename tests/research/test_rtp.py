@@ -110,7 +110,8 @@ class Watched(Neighbours):
         # Gradients are told from weights by their dtype; a piece is a view of what is replaced.
         weights = [t for t in (*sent, *transfer.arriving) if t.dtype == torch.float32]
         known = {id(ref()) for ref in self.alive}
-        wholes = {id(t): t for t in (_base(t) for t in weights) if id(t) not in known}
+        wholes = (t if t._base is None else t._base for t in weights)
+        wholes = {id(t): t for t in wholes if id(t) not in known}
         self.alive += [weakref.ref(whole) for whole in wholes.values()]
         del weights, wholes
         alive = {
@@ -119,10 +120,6 @@ class Watched(Neighbours):
         travelling = [t.nbytes for place, t in alive.items() if place not in self.owned]
         self.most = max(self.most, sum(travelling))
         return transfer
-
-
-def _base(tensor):
-    return tensor if tensor._base is None else tensor._base
 
 
 def rotated(chunk=0, heads=4, in_place=False):

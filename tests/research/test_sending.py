@@ -154,7 +154,7 @@ def test_a_run_that_resumes_is_the_same_to_the_bit(way, tmp_path):
         saved(tmp_path / "halves", layout, way, 3, async_mode="async"),
         saved(tmp_path / "halves", layout, way, 4, async_mode="async"),
     ]
-    for at_once, _, resumed in run_ranks(each, layout.ranks, train_own, jobs):
+    for at_once, _, resumed in run_ranks(each, layout.ranks, train, jobs, parts):
         assert all(torch.equal(at_once[name].local, part.local) for name, part in resumed.items())
     shapes = SavedTensors(tmp_path / "halves/checkpoint/step-4").shapes()
     kept = {name.split(".")[2] for name in shapes if name.startswith("communication.")}
@@ -162,11 +162,6 @@ def test_a_run_that_resumes_is_the_same_to_the_bit(way, tmp_path):
     replicas = ALL[way].get("replicas", {})
     runs_apart = replicas.get("every", 1) > 1 or replicas.get("name") == "none"
     assert ("replica.1.model.output.weight" in shapes) == runs_apart
-
-
-def train_own(job):
-    """Train; what this rank has of the weights."""
-    return train(job, parts)
 
 
 def told(job):

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from tests.ranks import descendants
+from tests.unit.data.test_files import deny
 from torchtitan.config import ConfigError, Context, Unreachable
 from torchtitan.config.node_files import POINTER
 from torchtitan.data import DataConfig
@@ -564,13 +565,6 @@ def test_odd_files_are_named(kind, tmp_path, monkeypatch):
         ConfigError, match=r"c\.(jpg|tar): it is only the pointer of a file that Git"
     ):
         find(tmp_path)
-    scandir = os.scandir
-
-    def refused(path):
-        if str(path).endswith("one"):
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refused)
+    deny(monkeypatch, "one")
     with pytest.raises(ConfigError, match="/one: cannot be read: Permission denied"):
         find(tmp_path)

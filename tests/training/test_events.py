@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+from unittest.mock import Mock
 
 import pytest
 
@@ -73,16 +74,10 @@ def test_a_disk_that_fails_ends_the_log_and_nothing_else(tmp_path, caplog, monke
     log = EventLog(tmp_path / "events", 3)
     log.write(1, "start", seconds=2.5)
 
-    def full(data):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    class Full:
-        write = staticmethod(full)
-        close = staticmethod(lambda: None)
-
     assert log.file is not None
     log.file.close()
-    log.file = Full()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    log.file = Mock(**{"write.side_effect": full})
     with caplog.at_level(logging.ERROR, "torchtitan"):
         log.write(2, "steps")
         log.write(3, "steps")

@@ -7,6 +7,7 @@ import socket
 import struct
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -287,12 +288,9 @@ def tell_of_waiting(words, folder):
 
 def test_the_first_rank_of_a_node_answers_for_all(tmp_path):
     shards = {"data_parallel_shard_degree": -1}
-    found = run_ranks(asked_by_ranks, 2, str(tmp_path / "run"), free_port(), shards)
+    ask = partial(asked, parallelism=shards)
+    found = run_ranks(ask, 2, str(tmp_path / "run"), free_port())
     assert [each["checkpoint"][-1]["/healthz"][0] for each in found] == [200, 200]
-
-
-def asked_by_ranks(folder, port, parallelism):
-    return asked(folder, port, parallelism=parallelism)
 
 
 def test_a_run_that_answers_nothing_imports_no_server(tmp_path):

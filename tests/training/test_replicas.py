@@ -14,9 +14,10 @@ from torch import Tensor
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, train, weights, world_of
+from tests.training.test_optimizers import in_memory
 from torchtitan.build import Observer, build
 from torchtitan.config import ConfigError
-from torchtitan.resilience.replica_groups import FaultToleranceConfig, InMemoryState, ReplicaGroup
+from torchtitan.resilience.replica_groups import FaultToleranceConfig, ReplicaGroup
 from torchtitan.tools.verify.measure import RowSink
 from torchtitan.torch_private.distributed import read_stream
 from torchtitan.trainer import Trainer
@@ -218,11 +219,6 @@ def test_a_state_that_is_fetched_cannot_run_code():
     stream.seek(0)
     with pytest.raises(pickle.UnpicklingError, match="abort"):
         read_stream(stream)
-
-
-def in_memory(run):
-    """The state of a run, to be handed over."""
-    return InMemoryState(run.checkpoint.contents, run.checkpoint.wait_staging)
 
 
 def taken_over(folder):

@@ -1,7 +1,5 @@
 """What reporting does to a run: it waits for nothing, ends nothing, and goes on after a kill."""
 
-import os
-import signal
 from collections import Counter
 
 import pytest
@@ -12,11 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, running, train, train_from_scratch
+from tests.runs import losses, rows, running, train, train_from_scratch, train_until_killed
 from tests.wandb_files import WANDB_OFFLINE, offline_run
 from torchtitan import build as assembly
 from torchtitan.device import Device
-from torchtitan.trainer import Trainer, choose
 
 ALL_SINKS = {"enable_tensorboard": True, "enable_wandb": True}
 
@@ -85,17 +82,6 @@ def test_only_a_step_that_is_reported_waits_more_than_once(ranks, sinks, tmp_pat
         assert found == expected
 
 
-def killed(job, at_step):
-    """Train, until the process kills itself in the middle of a step."""
-
-    def kill(step):
-        if step == at_step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with running(job, before_step=kill) as run:
-        Trainer(run).train(choose(job))
-
-
 @pytest.mark.gate
 def test_curves_of_a_run_that_was_killed_go_on_in_every_sink(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -107,7 +93,7 @@ def test_curves_of_a_run_that_was_killed_go_on_in_every_sink(tmp_path):
         metrics={"log_freq": 1, **ALL_SINKS},
     )
     with pytest.raises(AssertionError):
-        run_ranks(killed, 1, job, 6)  # steps 4 and 5 are reported, but not saved
+        run_ranks(train_until_killed, 1, job, 6)  # steps 4 and 5 are reported, but not saved
     before = losses(tmp_path / "run")
     run_ranks(train, 1, job)
 

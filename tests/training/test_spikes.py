@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tests import layouts
+from tests.checkpoint.test_folder import flip
 from tests.layouts import LAYOUTS
 from tests.ranks import run_ranks
-from tests.runs import losses, parts, rows, running, weights, world_of
+from tests.runs import each, losses, parts, rows, running, weights, world_of
 from torchtitan.build import Observer, build
 from torchtitan.checkpoint import TrainState, saved_steps
 from torchtitan.checkpoint.folder import read_state, replace_state
@@ -191,18 +192,13 @@ def leaving_out(job, at):
         return weights(run)
 
 
-def train_each(jobs, bad):
-    """Train one after the other on the same ranks."""
-    return [train(job, bad) for job in jobs]
-
-
 @pytest.mark.parametrize(
     "names", [("one",), ("FSDP 2", "PP 2, 1F1B"), slow(("FSDP 2 x TP 2",))], ids=" and ".join
 )
 def test_all_ranks_skip_a_spike_and_are_as_without_the_step(names, tmp_path, without_step_6):
     short = {"training": {"steps": 8}, "metrics": {"log_freq": 100}}
     jobs = [recipe(tmp_path / name, name, "SGD", **short) for name in names]
-    for outcomes in run_ranks(train_each, ranks(names[0]), jobs, {6}):
+    for outcomes in run_ranks(each, ranks(names[0]), train, jobs, {6}):
         for name, found in zip(names, outcomes, strict=True):
             assert found.moved == [True] * 5 + [False] + [True] * 2, name
             assert (found.state.skipped, found.state.consecutive_skips) == (1, 0)
@@ -288,13 +284,13 @@ def test_rollback_on_several_ranks_ends_as_on_one(layout, tmp_path, whole):
         recipe(tmp_path / "rare", layout, checkpoint={"async_mode": "async"}),
         recipe(tmp_path / "often", layout, checkpoint=often),
     ]
-    for outcomes in run_ranks(train_each, ranks(layout), jobs, BAD):
+    for outcomes in run_ranks(each, ranks(layout), train, jobs, BAD):
         for found in outcomes:
             assert found.moved == expected.moved
             assert is_near(found.weights, expected.weights)
-    for each in (tmp_path / "rare", tmp_path / "often"):
-        assert losses(each) == pytest.approx(losses(folder), rel=1e-5)
-        assert curve(each)[6] == curve(folder)[6]
+    for run in (tmp_path / "rare", tmp_path / "often"):
+        assert losses(run) == pytest.approx(losses(folder), rel=1e-5)
+        assert curve(run)[6] == curve(folder)[6]
     assert list(saved_steps(tmp_path / "often/checkpoint")) == [5, 10, 12]
     saved = saved_steps(tmp_path / "often/frequent")
     assert list(saved) == [6, 9]
@@ -369,9 +365,7 @@ def damage(folder, step):
     """Change a bit of the checkpoint that step 8 would go back to, once."""
     [file] = (folder / "checkpoint").glob("step-6/*.safetensors") if step == 8 else [None]
     if file and not (folder / "checkpoint/step-6.damaged").exists():
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
+        flip(file)
 
 
 def test_a_rollback_that_is_killed_halfway_is_made_again(tmp_path, whole):
@@ -385,11 +379,7 @@ def test_a_rollback_that_is_killed_halfway_is_made_again(tmp_path, whole):
 
 
 def killed_while_deleting(job, bad):
-    def delete(store, path):
-        raise Killed("while deleting")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Disk, "delete", delete)
+    with mock.patch.object(Disk, "delete", side_effect=Killed("while deleting")):
         return train(job, bad)
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.runs import losses, rows, running, trace, train, train_from_scratch, weights
+from tests.runs import each, losses, rows, running, trace, train, train_from_scratch, weights
 from torchtitan.checkpoint import ResumePoint, saved_steps
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.convert import MXFP8
@@ -140,10 +141,7 @@ def test_checkpoint_is_on_disk_before_validation_begins(tmp_path):
 
 
 def failing_validation(job):
-    def fail(validator):
-        raise MemoryError
-
-    Validator.run = fail  # in this forked process alone
+    Validator.run = Mock(side_effect=MemoryError)  # in this forked process alone
     with running(job) as run, pytest.raises(MemoryError):
         train_from_scratch(run)
 
@@ -155,10 +153,6 @@ def test_mixed_precision_keeps_float32_masters_and_stays_near(ranks):
     assert all(weight.local.dtype == torch.float32 for weight in mixed.weights[-1].values())
     assert mixed.losses != exact.losses
     assert mixed.losses == pytest.approx(exact.losses, rel=1e-2)
-
-
-def trace_each(jobs):
-    return [trace(job) for job in jobs]
 
 
 # torch's tracer looks at the gradient of an intermediate result.
@@ -175,7 +169,7 @@ def test_one_rank_casts_what_fsdp_would_have_gathered(sections):
     mixed = {"mixed_precision_param": "bfloat16"}
     hosted = tiny.job(training=mixed | {"enable_cpu_offload": True})
     jobs = [tiny.job(training=mixed, **sections), hosted]
-    found, expected = run_ranks(trace_each, 1, jobs)[0]
+    found, expected = run_ranks(each, 1, trace, jobs)[0]
     assert (found.losses, found.grad_norms) == (expected.losses, expected.grad_norms)
     for name, part in found.weights[-1].items():
         assert torch.equal(part.local, expected.weights[-1][name].local), name

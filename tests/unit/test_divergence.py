@@ -1,13 +1,12 @@
 """Too many skipped steps in a row: the run rolls back, or says why it cannot and ends."""
 
-import logging
 from dataclasses import dataclass, field
+from unittest.mock import Mock, call
 
 import pytest
 
 from torchtitan.checkpoint import TrainState
 from torchtitan.device import Device
-from torchtitan.logging import logger
 from torchtitan.resilience.divergence import Divergence, TrainingDiverged
 from torchtitan.resilience.spikes import SpikesConfig
 from torchtitan.timeline import Timeline
@@ -31,26 +30,12 @@ class Checkpoints:
         return self.is_there
 
 
-class Meter:
-    """Keeps what it is told."""
-
-    def __init__(self):
-        self.events = []
-
-    def rewind_to(self, step, tokens):
-        self.events.append((step, tokens))
-
-    def event(self, step, name, **details):
-        self.events.append((step, name, details))
-
-
 def divergence(state, max_rollbacks=1, is_there=True, in_backward=False):
     """With two skipped steps in a row allowed."""
     checkpoints = Checkpoints(state, is_there)
-    meter = Meter()
     config = SpikesConfig(max_rollbacks=max_rollbacks)
     timeline = Timeline(Device("cpu"))
-    return Divergence(config, 2, state, checkpoints, meter, timeline, in_backward)
+    return Divergence(config, 2, state, checkpoints, Mock(), timeline, in_backward)
 
 
 def after_skips(number, **fields):
@@ -66,19 +51,18 @@ def test_a_few_skipped_steps_are_let_pass(skips):
     assert watch.checkpoint.asked == []
 
 
-def test_too_many_in_a_row_are_rolled_back():
-    watch, lines = divergence(after_skips(2, skipped_samples=100)), []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.handlers, logger.propagate = [handler], False
+def test_too_many_in_a_row_are_rolled_back(caplog):
+    caplog.set_level("INFO", "torchtitan")
+    watch = divergence(after_skips(2, skipped_samples=100))
     assert watch.after_step(watch.state)
     watch.raise_if_diverged()
     # Steps 13 and 14 were skipped: the checkpoint has to be older.
     assert watch.checkpoint.asked == [13]
     assert (watch.state.step, watch.state.consecutive_skips, watch.state.rollbacks) == (10, 0, 1)
     details = {"from_step": 14, "skipped_samples": 32, "rollbacks": 1}
-    assert watch.meter.events == [(10, 640), (10, "rollback", details)]
-    (line,) = lines
+    told = [call.rewind_to(10, 640), call.event(10, "rollback", **details)]
+    assert watch.meter.mock_calls == told
+    (line,) = caplog.messages
     assert line.startswith("step 14: 2 steps in a row were skipped: rolled back to step 10;")
     assert "32 samples are skipped (rollback 1 of at most 1)" in line
 
@@ -100,7 +84,7 @@ def test_where_rolling_back_is_no_way_out_the_run_ends(max_rollbacks, rollbacks,
     assert str(error.value).startswith("step 14: 2 steps in a row (training.max_skipped_steps)")
     assert words in str(error.value)
     assert watch.state.step == 14
-    assert watch.meter.events == []
+    assert watch.meter.mock_calls == []
 
 
 @pytest.mark.parametrize(("saved", "words"), [(None, "none"), (12, "step-12")])

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -66,10 +67,8 @@ def test_a_required_package_decides_the_status(version, detail, monkeypatch, say
 
 
 def test_a_backend_that_fails_decides_the_status(monkeypatch, says):
-    def fail(*_, **__):
-        raise RuntimeError("no network interface\nand where")
-
-    monkeypatch.setattr(dist, "init_process_group", fail)
+    error = RuntimeError("no network interface\nand where")
+    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=error))
     assert "  error    gloo                 no network interface\n" in says("doctor", status=1)
 
 

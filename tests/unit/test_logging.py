@@ -22,13 +22,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def leave_the_logger_as_it_was(monkeypatch):
+def terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    before = logger.handlers, logger.level, logger.propagate
-    yield
-    logger.handlers, logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
 
 
 def lines_of(stream, monkeypatch, **arguments):

@@ -109,11 +109,12 @@ def test_out_of_memory_leaves_a_snapshot_and_goes_on_to_the_caller(tmp_path, all
     assert allocator == [("all", 100_000), "dump", None]
 
 
-def test_other_errors_leave_no_snapshot(tmp_path, allocator):
+def test_other_errors_leave_neither_a_snapshot_nor_evidence(tmp_path, allocator):
     config = ProfilingConfig(enable_memory_snapshot=True)
-    with pytest.raises(KeyError):
-        fail_at_step(1, KeyError(), config, tmp_path)
+    with pytest.raises(RuntimeError, match="lost"):
+        fail_at_step(1, RuntimeError("lost"), config, tmp_path)
     assert allocator == [("all", 100_000), None]
+    assert written(tmp_path) == []
 
 
 class Asked:
@@ -288,12 +289,6 @@ def test_evidence_that_cannot_be_written_does_not_hide_the_error(tmp_path):
     (tmp_path / "out_of_memory").write_text("in the way")
     with pytest.raises(MemoryError):
         fail_at_step(1, MemoryError(), ProfilingConfig(), tmp_path)
-
-
-def test_another_error_leaves_no_evidence(tmp_path):
-    with pytest.raises(RuntimeError, match="lost"):
-        fail_at_step(1, RuntimeError("lost"), ProfilingConfig(), tmp_path)
-    assert written(tmp_path) == []
 
 
 class Stub:

@@ -15,11 +15,7 @@ def test_what_is_imported_registers_for_one_test_and_its_ranks(_):
     assert "half" not in WEIGHTS
     importlib.import_module("tests.senders")
     assert "half" in WEIGHTS
-    assert run_ranks(known, 2) == [list(WEIGHTS)] * 2
-
-
-def known():
-    return list(WEIGHTS)
+    assert run_ranks(lambda: list(WEIGHTS), 2) == [list(WEIGHTS)] * 2
 
 
 def test_without_the_names_of_tests():

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -89,12 +90,9 @@ def recipe(folder, mode="async", **sections):
 def defective(job, place, rank):
     """Train where a step of a save has a defect on one rank; how this rank ends."""
 
-    def fail(*_, **__):
-        raise LookupError("a defect")
-
     with pytest.MonkeyPatch.context() as patch:
         if int(torch.distributed.get_rank()) == rank:
-            patch.setattr(saver, place, fail)
+            patch.setattr(saver, place, Mock(side_effect=LookupError("a defect")))
         try:
             train(job)
         except Exception as error:

@@ -1,6 +1,5 @@
 """The parts of a step, each alone: what ranks agree on, what is skipped, and what is counted."""
 
-import logging
 import math
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ from torchtitan.checkpoint import TrainState
 from torchtitan.checkpoint.folder import read_state
 from torchtitan.checkpoint.storage import write_manifest_of
 from torchtitan.device import Device
-from torchtitan.logging import logger
 from torchtitan.optim import GradientNorm
 from torchtitan.parallel.parallel_model import ParallelModel
 from torchtitan.resilience.spikes import Guard, SpikesConfig
@@ -24,16 +22,6 @@ TWO = torch.tensor(2.0)
 @pytest.fixture
 def timeline():
     return Timeline(Device("cpu"))
-
-
-@pytest.fixture
-def warnings():
-    """What is logged as a warning."""
-    lines = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.handlers, logger.propagate = [handler], False
-    return lines
 
 
 def status(loss=5.0, norm=1.0, **fields):
@@ -120,7 +108,7 @@ def test_votes_are_added_up_on_every_rank(timeline):
         (90.0, 1.0, "the loss is more than 2 standard deviations"),
     ],
 )
-def test_guard_skips_a_spike_and_says_why(warnings, loss, norm, why):
+def test_guard_skips_a_spike_and_says_why(caplog, loss, norm, why):
     history = {"loss": [5.0, 6.0], "grad_norm": [1.0, 1.1]}
     state = TrainState(step=8, history=history)
     guard = Guard(SpikesConfig(sigma=2, window=2), state, "made already")
@@ -128,7 +116,7 @@ def test_guard_skips_a_spike_and_says_why(warnings, loss, norm, why):
     assert not guard.accepts(spiky)
     assert spiky.is_skipped
     assert spiky.notes["skipped_because"] == ("loss" if norm == 1.0 else "grad_norm")
-    (line,) = warnings
+    (line,) = caplog.messages
     assert line.startswith(f"step 9: loss {loss:g}, gradient norm {norm:g}: {why}")
     assert line.endswith("; the update is made already")
     assert state.history == {"loss": [5.0, 6.0], "grad_norm": [1.0, 1.1]}
@@ -136,11 +124,11 @@ def test_guard_skips_a_spike_and_says_why(warnings, loss, norm, why):
     assert (state.step, state.skipped, state.consecutive_skips) == (9, 1, 1)
 
 
-def test_guard_accepts_what_is_usual_and_remembers_it(warnings):
+def test_guard_accepts_what_is_usual_and_remembers_it(caplog):
     state = TrainState()
     good = status()
     assert Guard(SpikesConfig(), state).accepts(good)
-    assert (good.is_skipped, good.notes, warnings) == (False, {}, [])
+    assert (good.is_skipped, good.notes, caplog.messages) == (False, {}, [])
     assert state.history == {"loss": [5.0], "grad_norm": [1.0]}
 
 

@@ -4,17 +4,9 @@ import time
 
 import pytest
 
+from tests.unit.metrics.test_meter import Clock
 from torchtitan.device import Device
 from torchtitan.timeline import Timeline, age_of_process
-
-
-class Clock:
-    """A clock that stands still unless told."""
-
-    now = 10.0
-
-    def __call__(self):
-        return self.now
 
 
 def walls(timeline):

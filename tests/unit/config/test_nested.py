@@ -97,12 +97,6 @@ def read(text="", flags=""):
     return read_as(Root, text, flags)
 
 
-def refused(text="", flags=""):
-    with pytest.raises(RecipeError) as error:
-        read(text, flags)
-    return error.value.lines
-
-
 def test_toml():
     recipe = read(MUON)
     assert recipe.config == MADE
@@ -146,7 +140,9 @@ def test_extends():
 
 def test_every_mistake_is_found_at_its_place():
     for case in cases(Path(__file__).with_name("bad_nested.txt")):
-        assert refused(case.recipe, " ".join(case.flags)) == case.lines, case.name
+        with pytest.raises(RecipeError) as error:
+            read(case.recipe, " ".join(case.flags))
+        assert error.value.lines == case.lines, case.name
 
 
 def test_values_by_their_path():

@@ -339,17 +339,22 @@ def test_what_is_no_file_is_named_by_every_walk(name, tmp_path):
         WALKS[name](tmp_path)
 
 
-@pytest.mark.parametrize("name", WALKS)
-def test_a_folder_that_cannot_be_read_is_named(name, tmp_path, monkeypatch):
-    write(tmp_path / "one/a.jsonl", TWELVE)
+def deny(monkeypatch, folder):
+    """Let nobody read the folders of a name."""
     scandir = os.scandir
 
     def refused(path):
-        if str(path).endswith("one"):
+        if str(path).endswith(folder):
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refused)
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_folder_that_cannot_be_read_is_named(name, tmp_path, monkeypatch):
+    write(tmp_path / "one/a.jsonl", TWELVE)
+    deny(monkeypatch, "one")
     with pytest.raises(ConfigError, match="/one: cannot be read: Permission denied"):
         WALKS[name](tmp_path)
 

@@ -187,12 +187,6 @@ def test_text_files_are_not_packed_while_training(tmp_path):
         task.open_stream(config, seed=0, seq_len=8, **part)
 
 
-def test_tokens_have_no_part_that_is_held_out(tmp_path):
-    config = config_of(tmp_path).model_copy(update={"validation_fraction": 0.1})
-    with pytest.raises(ConfigError, match=r"data\.validation_fraction: tokens have no held-out"):
-        NextToken.check_files(config.model_copy(update={"packing": "join"}))
-
-
 def test_the_unigram_baseline_ends_with_the_documents_and_counts_no_padding(tmp_path):
     """They are fewer than the tokens that it takes from a larger source."""
     config = config_of(tmp_path).model_copy(update={"report_unigram_loss": True})

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -288,10 +289,7 @@ def test_mistakes_in_a_thread_reach_the_step_unchanged(tmp_path):
 
 
 def test_other_errors_in_a_thread_name_their_cause(texts, monkeypatch):
-    def fail(*_):
-        raise OSError("lost the disk")
-
-    monkeypatch.setattr(ByteTokenizer, "encode", fail)
+    monkeypatch.setattr(ByteTokenizer, "encode", Mock(side_effect=OSError("lost the disk")))
     (stream,) = streams(texts, 1, num_workers=1)
     with pytest.raises(OSError, match="lost the disk"):
         next(stream)

@@ -76,32 +76,25 @@ def flip(byte, bit=0):
     return change
 
 
-def put(byte, new):
-    return lambda content: bytes(content[:byte] + bytes([new]) + content[byte + 1 :])
-
-
-def cut(size):
-    return lambda content: bytes(content[:size])
-
-
-def grow(size):
-    return lambda content: bytes(content) + bytes(size)
-
-
-def point():
-    """As a file is in a clone without Git LFS."""
-    return lambda content: POINTER + b"v1\n"
-
-
 def say(old, new):
     return lambda content: content.decode().replace(old, new, 1).encode()
+
+
+CHANGES = {
+    "flip": flip,
+    "say": say,
+    "put": lambda byte, new: lambda content: content[:byte] + bytes([new]) + content[byte + 1 :],
+    "cut": lambda size: lambda content: content[:size],
+    "grow": lambda size: lambda content: content + bytes(size),
+    # As a file is in a clone without Git LFS.
+    "point": lambda: lambda content: POINTER + b"v1\n",
+}
 
 
 def change_of(words):
     """The change that a row of `damage.txt` names."""
     name, *arguments = shlex.split(words)
-    change = {"flip": flip, "put": put, "cut": cut, "grow": grow, "point": point, "say": say}[name]
-    return change(*(int(each) if each.isdigit() else each for each in arguments))
+    return CHANGES[name](*(int(each) if each.isdigit() else each for each in arguments))
 
 
 # --- what other software wrote ---

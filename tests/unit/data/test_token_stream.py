@@ -14,6 +14,7 @@ from torchtitan.config import ConfigError
 from torchtitan.data.settings import DataConfig, SourceConfig, StageConfig
 from torchtitan.data.tokens import mixed_sources
 from torchtitan.data.tokens import sample_reader as reader
+from torchtitan.tasks.next_token import NextToken
 
 
 @pytest.fixture(autouse=True)
@@ -327,8 +328,9 @@ def test_a_mixture_is_described_with_its_stages(tmp_path):
 
 def test_tokens_have_no_held_out_part(shards):
     for section in (single(shards, validation_fraction=0.1), DataConfig(packing="best_fit")):
-        with pytest.raises(ConfigError, match=r"no held-out part|tokenize it first"):
-            mixed_sources.check_text_or_tokens(section)
+        message = r"data\.validation_fraction: tokens have no held-out part|tokenize it first"
+        with pytest.raises(ConfigError, match=message):
+            NextToken.check_files(section)
     mixed_sources.check_text_or_tokens(single(shards, packing="best_fit"))
 
 

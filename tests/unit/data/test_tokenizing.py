@@ -5,12 +5,14 @@ import multiprocessing
 import os
 import signal
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.checkpoint.test_folder import flip
 from tests.token_shards import write_texts
 from torchtitan.config import ConfigError
 from torchtitan.data import DATASETS, DataConfig, Dataset, open_source
@@ -189,10 +191,8 @@ def test_a_damaged_shard_is_made_again(damage, tmp_path, caplog):
     with pytest.raises(ConfigError, match="stopped"):
         tokenize(config, Failing(), out)
     shard = out / "000001-000.tokens"
-    content = bytearray(shard.read_bytes())
-    content[100] ^= 1
     if damage == "flip":
-        shard.write_bytes(content)
+        flip(shard, 100)
     elif damage == "cut":
         os.truncate(shard, 50)
     else:
@@ -211,9 +211,7 @@ def test_shards_are_read_back(tmp_path, monkeypatch):
 
     def wrong(self):
         table = close(self)
-        content = bytearray((tmp_path / "out" / table.file).read_bytes())
-        content[0] ^= 1
-        (tmp_path / "out" / table.file).write_bytes(content)
+        flip(tmp_path / "out" / table.file, 0)
         return table
 
     monkeypatch.setattr(ShardWriter, "close", wrong)
@@ -292,11 +290,9 @@ def test_a_full_disk_and_a_process_that_is_killed(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="lack of memory; run the same command again with fewer"):
         tokenize(config, Killed(), tmp_path / "out", processes=2)
 
-    def full(self, tokens):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "add", full)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patch.setattr(ShardWriter, "add", Mock(side_effect=full))
         with pytest.raises(ConfigError, match=r"out: No space left"):
             tokenize(config, ByteTokenizer(), tmp_path / "out")
     assert tokenize(config, ByteTokenizer(), tmp_path / "out").documents == 58

@@ -3,6 +3,7 @@
 import logging
 import math
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -328,12 +329,7 @@ def test_a_run_that_stops_early_writes_its_last_step():
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_a_failed_run_is_closed_and_summed_up_without_a_collective(error):
-    calls = []
-
-    def gather(vector):
-        calls.append(vector)
-        return vector[None]
-
+    gather = Mock(side_effect=lambda vector: vector[None])
     meter, kept, clock = make(gather=gather)
 
     def fail():
@@ -343,7 +339,7 @@ def test_a_failed_run_is_closed_and_summed_up_without_a_collective(error):
 
     with pytest.raises(error):
         fail()
-    assert len(calls) == 1
+    assert gather.call_count == 1
     assert [step for step, _ in kept.rows] == [1]
     assert (kept.summary["step"], kept.summary["stopped_by"]) == (7, error.__name__)
     assert kept.summary["tokens"] == 1000

@@ -18,10 +18,11 @@ from urllib.request import urlopen
 import pytest
 
 from tests.ranks import free_port
+from tests.unit.test_logging import Terminal
 from tests.wandb_files import WANDB_OFFLINE, ended, offline_runs
 from torchtitan.config import Context
 from torchtitan.device import Device
-from torchtitan.logging import QUIET_SECONDS
+from torchtitan.logging import QUIET_SECONDS, configure
 from torchtitan.metrics import Meter, MetricsConfig, SinkContext, build_sinks, sinks
 from torchtitan.metrics.sinks import Console, Jsonl, MLflow, TensorBoard, WandB, row_line
 
@@ -66,14 +67,14 @@ def write_jsonl(folder, written, start_step=0, rank=0):
 
 
 @contextmanager
-def files_of_at_most(size):
-    """As on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+def limited(what, most):
+    """Let this process have no more of a resource."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (most, before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(what, before)
 
 
 SPEED, LEFT = "12,346 tok/s/device", "eta 1h02m"
@@ -185,32 +186,21 @@ def test_console_says_that_a_run_is_alive(monkeypatch, tmp_path, caplog):
 
 
 def test_console_shows_a_bar_below_the_lines_on_a_terminal(monkeypatch, tmp_path):
-    from torchtitan.logging import configure, logger
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    before = logger.handlers, logger.level, logger.propagate
-    try:
-        configure(color=False)
-        sink = Console(SinkContext(tmp_path, total_steps=100, color=False))
-        sink.open(10)
-        sink.write(12, ROW)
-        sink.bar.refresh()
-        shown = terminal.getvalue()
-        sink.after_step(13)
-        assert sink.bar.tasks[0].completed == 13
-        sink.open(8)
-        assert sink.bar.tasks[0].completed == 8
-        sink.close(SUMMARY)
-    finally:
-        logger.handlers, logger.propagate = before[0], before[2]
-        logger.setLevel(before[1])
+    configure(color=False)
+    sink = Console(SinkContext(tmp_path, total_steps=100, color=False))
+    sink.open(10)
+    sink.write(12, ROW)
+    sink.bar.refresh()
+    shown = terminal.getvalue()
+    sink.after_step(13)
+    assert sink.bar.tasks[0].completed == 13
+    sink.open(8)
+    assert sink.bar.tasks[0].completed == 8
+    sink.close(SUMMARY)
     assert f"{row_line(12, 100, ROW)}\n" in shown
     assert " 12/100 eta 1:02:03" in shown
     assert sys.stderr is terminal
@@ -357,7 +347,7 @@ def test_tensorboard_on_a_full_disk_says_so_and_does_not_hang(tmp_path, monkeypa
         for step in range(1000):
             sink.write(step, ROW)
 
-    with files_of_at_most(1000):
+    with limited(resource.RLIMIT_FSIZE, 1000):  # as on a disk that is full
         with pytest.raises(OSError, match="File too large"):
             fill()
         with pytest.raises(OSError, match="File too large"):
@@ -443,11 +433,7 @@ def mlflow_runs(folder):
 
 
 def write_mlflow(folder, start_step, losses, **facts):
-    sink = MLflow(SinkContext(folder, **facts))
-    sink.open(start_step)
-    for step, loss in losses.items():
-        sink.write(step, ROW | {"loss": loss, "event": "text"})
-    sink.close(SUMMARY)
+    write(MLflow(SinkContext(folder, **facts)), losses.items(), start_step)
 
 
 def test_mlflow_keeps_one_run_through_a_resume(tmp_path, monkeypatch):
@@ -461,7 +447,7 @@ def test_mlflow_keeps_one_run_through_a_resume(tmp_path, monkeypatch):
     assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
     assert run.data.params == {key: str(value) for key, value in recipe.items()}
     assert run.data.tags.keys() >= {"a", "summary/tps"}
-    assert run.data.metrics["tps"] == ROW["tps"]
+    assert run.data.metrics["tokens"] == 2
     losses = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "loss")]
     assert losses == [(1, 3.5), (2, pytest.approx(float("nan"), nan_ok=True)), (2, 3.25)]
     write_mlflow(out, 0, {1: 2.0})  # afresh
@@ -612,7 +598,7 @@ def test_jsonl_keeps_rows_that_the_disk_has_no_room_for(tmp_path, caplog):
     sink = Jsonl(SinkContext(tmp_path))
     sink.open(0)
     sink.write(1, ROW)
-    with files_of_at_most(sink.path.stat().st_size + 9):
+    with limited(resource.RLIMIT_FSIZE, sink.path.stat().st_size + 9):
         sink.write(2, ROW)
         sink.write(3, ROW)
     told = f"{sink.path}: File too large; unwritten rows are kept in memory"

@@ -1,6 +1,7 @@
 """Attention inside of documents and windows, against a dense mask."""
 
 import itertools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,13 +81,8 @@ def test_16_bits_are_as_close_as_with_a_dense_mask(dtype):
 
 def test_plain_causal_attention_is_that_of_torch_to_the_bit(monkeypatch):
     """So is that of rows of one document, all in one call, where others would be packed, too."""
-    given, kernel, calls = operands(), segment_kernels.attention_forward, []
-
-    def noted(q, *rest, **options):
-        calls.append((q.shape, options))
-        return kernel(q, *rest, **options)
-
-    monkeypatch.setattr(segment_kernels, "attention_forward", noted)
+    given, kernel = operands(), Mock(wraps=segment_kernels.attention_forward)
+    monkeypatch.setattr(segment_kernels, "attention_forward", kernel)
     monkeypatch.setattr(segment_kernels, "has_varlen_kernels", lambda *_: True)
 
     def torchs(q, k, v):
@@ -97,6 +93,7 @@ def test_plain_causal_attention_is_that_of_torch_to_the_bit(monkeypatch):
         for window in (0, LENGTH, LENGTH + 1):
             found = differentiate(causal_attention, given, documents, window)
             assert all(torch.equal(x, wanted) for x, wanted in zip(found, expected, strict=True))
+    calls = [(call.args[0].shape, call.kwargs) for call in kernel.call_args_list]
     assert calls == 3 * [(given[0].shape, {"causal": True, "bias": None})]
 
 

@@ -15,7 +15,6 @@ from torchtitan.models.sparse_decoder import SparseArgs
 from torchtitan.models.spec import build_empty
 
 SPEC = MODELS["qwen3_moe"]
-HUGGING_FACE = SPEC.formats["hf"]
 SEQ_LEN = 64
 SIZES = {"dim": 48, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 96}
 ROUTED = {"n_experts": 11, "top_k": 3, "expert_dim": 40}  # more than 10: experts sort as numbers

@@ -34,10 +34,6 @@ def cut(pp=2, schedule="1F1B", **rest):
     return plan(config(pp, schedule, **rest), LLAMA3, ARGS, model(), SEQ_LEN)
 
 
-def sums(weights, ends):
-    return [sum(weights[start:end]) for start, end in itertools.pairwise((0, *ends))]
-
-
 def test_balance_is_the_best_of_all_cuts():
     choose = random.Random(0)
     for _ in range(200):
@@ -46,7 +42,7 @@ def test_balance_is_the_best_of_all_cuts():
         ends = [part.stop for part in balance(weights, parts)]
 
         def rank(ends, weights=weights):
-            each = sums(weights, ends)
+            each = [sum(weights[i:j]) for i, j in itertools.pairwise((0, *ends))]
             return max(each), sum(cost**2 for cost in each), tuple(ends)
 
         inner = itertools.combinations(range(1, len(weights)), parts - 1)
