@@ -25,6 +25,28 @@ def any_number_of_shapes() -> AbstractContextManager[None]:
     return disable_cache_limit()
 
 
+EAGER_ARITHMETIC = {
+    "emulate_precision_casts": True,  # no products and sums in one rounding either
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+"""Options of inductor with which its code rounds as eager code does."""
+
+
+def serve_all_sizes(tensor: Tensor, dim: int) -> None:
+    """Let code compiled with `dynamic=False` serve all sizes of this dim of an argument."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(tensor, dim)
+
+
+def compiler_error() -> type[Exception]:
+    """Return the class of torch.compile's errors."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
 def compiler_counts() -> Mapping[str, Counter[str]]:
     """Return torch.compile's counters in this process, by topic: `stats`, `graph_break`, ..."""
     from torch._dynamo.utils import counters
