@@ -10,6 +10,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +31,9 @@ from torchtitan.models.attention import causal_attention
 from torchtitan.models.llama3 import LLAMA3
 from torchtitan.models.spec import build_empty, initialize
 from torchtitan.parallel import open_world
-from torchtitan.research.common.codec import Codec
+from torchtitan.research.common.codec import BACKENDS, Codec
 from torchtitan.research.hadamard_attention import STEP, hadamard
+from torchtitan.research.loco import Compensation, LoCo
 from torchtitan.trainer import Trainer
 
 ROUNDS, STEPS, WARMUP = 5, 4, 3
@@ -336,28 +338,38 @@ def codec(bits, device, backend):
     numbers = torch.randn(shape, device=device.torch_device)
     this, noise = Codec(bits, 1024, "minmax"), torch.Generator(device.torch_device)
     sent, length = this.encode(numbers), numbers.shape[1]
-    encode = torch.compile(this.encode, backend=backend, dynamic=False)
-    decode = torch.compile(this.decode, backend=backend, dynamic=False)
+    loco = Compensation(LoCo(bits=bits), Codec(bits, 256), *shape, device.torch_device)
     size, out = numbers.numel() * numbers.itemsize, torch.empty_like(numbers)
     ways = {
-        "copy": lambda: out.copy_(numbers),
         "encode": lambda: this.encode(numbers),
         "encode, stochastic": lambda: this.encode(numbers, noise=noise),
-        "encode, compiled": lambda: encode(numbers),
+        "encode with errors": lambda: loco.encode(numbers),
         "decode": lambda: this.decode(sent, length),
-        "decode, compiled": lambda: decode(sent, length),
+        "decode and add up": lambda: this.decode(sent, length, is_sum=True),
     }
-    begin = time.perf_counter()
-    apart = [encode(numbers) != sent, decode(sent, length) != this.decode(sent, length)]
-    device.synchronize()
-    first = time.perf_counter() - begin
-    rates = {f"{name}, GB/s": size / timed(way, device) / 1e9 for name, way in ways.items()}
-    # A compiler may contract a product and a sum: told, as ranks must then all be compiled.
+    with mock.patch.dict(BACKENDS, {device.type: backend}):
+        begin = time.perf_counter()
+        found = [ways["encode"](), ways["decode"]()]
+        device.synchronize()
+        first = time.perf_counter() - begin
+        apart = [
+            int((ours != eagerly(ways[name])).sum())
+            for name, ours in zip(("encode", "decode"), found, strict=True)
+        ]
+        ways |= {f"{name}, eager": partial(eagerly, way) for name, way in ways.items()}
+        ways["copy"] = lambda: out.copy_(numbers)
+        rates = {f"{name}, GB/s": size / timed(way, device) / 1e9 for name, way in ways.items()}
+        assert device.type in BACKENDS, "the codec was not compiled"
     return rates | {
-        "bytes apart if compiled": int(apart[0].sum()),
-        "numbers apart if compiled": int(apart[1].sum()),
+        "bytes apart of eager": apart[0],
+        "numbers apart of eager": apart[1],
         "compilation, s": first,
     }
+
+
+def eagerly(way):
+    with torch.compiler.set_stance("force_eager"):
+        return way()
 
 
 def each_alone(q, k, v, documents, window):

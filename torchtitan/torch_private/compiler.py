@@ -64,27 +64,34 @@ class Compilation(NamedTuple):
     """Cache hits and misses of its parts in inductor."""
 
 
-UPDATES = ("single_param_adam", "newton_schulz")
-"""Compiled functions of optimizers: torchao's Adam, and Muon's iteration."""
+BESIDE_THE_MODEL = {
+    "single_param_adam": "the update",
+    "newton_schulz": "the update",
+    "encode_buckets": "the codec",
+    "decode_buckets": "the codec",
+    "compensated": "the codec",
+}
+"""Compiled functions that are not of the model: torchao's Adam, Muon's, and those of LoCo, QSDP."""
 
 
-def compiles_updates() -> bool:
-    """Whether this process has compiled any of `UPDATES`."""
+def compiled_beside_the_model() -> list[str]:
+    """Return what else this process has compiled, in words."""
     from torch._dynamo.utils import get_compilation_metrics
 
-    return any(metrics.co_name in UPDATES for metrics in get_compilation_metrics())
+    names = {metrics.co_name for metrics in get_compilation_metrics()}
+    return [*dict.fromkeys(what for name, what in BESIDE_THE_MODEL.items() if name in names)]
 
 
 def compilations() -> dict[str, Compilation]:
     """Return at least the latest compilations of this process, by torch's name for them.
 
-    Updates are excluded, as they are recompiled for each shape by design.
+    Others than the model's are excluded, as they are recompiled for some shapes by design.
     """
     from torch._dynamo.utils import get_compilation_metrics
 
     found: dict[str, Compilation] = {}
     for metrics in get_compilation_metrics():
-        if metrics.co_name in UPDATES:
+        if metrics.co_name in BESIDE_THE_MODEL:
             continue
         name = str(metrics.compile_id)
         reason, hits, misses = found.get(name, Compilation(None, 0, 0))

@@ -71,7 +71,7 @@ def compiled(function: Callable[..., T]) -> Callable[..., T]:
                     return found
             except compiler_error() as error:
                 del BACKENDS[device]
-                reason = str(error).strip().partition("\n")[0]
+                reason = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
                 logger.warning("low-bit messages are encoded without compilation: %s", reason)
         return function(*args)
 
