@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
 
+from torchtitan.torch_private.compiler import forget_compiler_threads
+
 
 class Done(NamedTuple):
     """How a child ended; a negative status is that of the signal that killed it."""
@@ -54,6 +56,7 @@ def child(action, folder, out, err):
     """Run an action in this process, which was forked, with its output added to files; leave."""
     # Would wait for the thread of pytest's `faulthandler_timeout`, which a fork does not have.
     faulthandler.cancel_dump_traceback_later = lambda: None
+    forget_compiler_threads()
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     for path, stream in ((out, 1), (err, 2)):

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from torchtitan.torch_private.compiler import forget_compiler_threads
+
 Result = TypeVar("Result")
 TIMEOUT = timedelta(seconds=120)
 
@@ -116,6 +118,7 @@ def _rank(
         gc.freeze()
         # Make torch 2.11 replace the parent's thread pool now; its autograd threads race to do it.
         torch.set_num_threads(1)
+        forget_compiler_threads()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         store = dist.FileStore(str(folder / "store"), world)
         dist.init_process_group(

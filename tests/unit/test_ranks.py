@@ -26,3 +26,16 @@ def test_a_fault_in_native_code_is_shown_with_its_stack():
 def test_an_error_is_shown_with_its_traceback():
     with pytest.raises(AssertionError, match="ValueError: ours"):
         run_ranks(fails, 1)
+
+
+def compiles():
+    from torch._inductor.async_compile import AsyncCompile
+
+    return AsyncCompile.pool().submit(os.getpid).result(10)
+
+
+def test_a_rank_starts_the_threads_of_the_compiler(monkeypatch):
+    """It would wait forever for those of this process, once one of them is idle."""
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 2)
+    assert compiles() == os.getpid()
+    assert run_ranks(compiles, 1) != [os.getpid()]

@@ -151,6 +151,15 @@ def keep_compiled_graphs(folder: Path | None) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)  # read on each graph lookup
 
 
+def forget_compiler_threads() -> None:
+    """Let a forked process start inductor's threads: those of its parent are not in it.
+
+    Otherwise it would wait for one of them forever. Torch itself forgets the parent's processes.
+    """
+    if module := sys.modules.get("torch._inductor.async_compile"):
+        module.AsyncCompile.pool.cache_clear()
+
+
 def set_activation_memory_budget(budget: float) -> None:
     """Set the part of its activations that each graph compiled from now on may keep."""
     from torch._functorch import config
