@@ -231,13 +231,3 @@ def test_a_unit_without_matrices_is_sent_as_it_is():
     )
     assert codes.numel() == 0
     assert torch.equal(wire_format.join(wire_format.codec.decode(codes, 0), rest), rows)
-
-
-def test_the_codec_compiles_as_one_graph():
-    codec, rows = Codec(4, 32, "minmax"), torch.randn(2, 100)
-
-    def there_and_back(rows):
-        return codec.decode(codec.encode(rows), 100)
-
-    compiled = torch.compile(there_and_back, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(rows), there_and_back(rows))

@@ -7,9 +7,10 @@ A row of numbers is cut into buckets, and each number becomes a code of 2 to 8 b
 
 Rounding to the nearest has an error of at most s / 2. Rounding after a shift that sender and
 receiver share, `round(t + shift) - shift` with a uniform shift, is unbiased, and so is stochastic
-rounding, `floor(t + u)`. Codes can also represent levels at unequal distances from lo to hi; then t
-is the position between two adjacent levels, and stochastic rounding decides between them. A bucket
-with a NaN or an infinity is decoded as numbers that are not finite: nothing is hidden.
+rounding, `round(t + u)` with a u of its own for each number. Codes can also represent levels at
+unequal distances from lo to hi; then t is the position between two adjacent levels, and stochastic
+rounding decides between them. A bucket with a NaN or an infinity is decoded as numbers that are not
+finite: nothing is hidden.
 
 Rows are encoded and decoded in slices of columns, so temporary memory does not grow with a unit.
 A slice consists of whole buckets; numbers that fill none are a slice of their own. Compiled code
@@ -134,44 +135,37 @@ class Codec:
         """Encode `rows` (R, n) as bytes (R, bytes).
 
         Args:
-            shift: added before rounding, a tensor unless always the same; `decode` needs it too.
-            noise: generator for stochastic rounding; None: round to the nearest.
+            shift: added before rounding; `decode` needs the same. A tensor, if it varies.
+            noise: generator for stochastic rounding; None: without.
             levels: levels of each bucket, ascending from 0 to 1 (buckets, 2^bits), for the form
                 `minmax`; None: at equal distances. `decode` needs the same.
         """
         message = self.empty(rows)
         for where in self.slices(*rows.shape):
-            buckets, drawn = self.buckets(rows[:, where]), None
+            buckets = self.buckets(rows[:, where])
             if noise is not None:
-                drawn = torch.rand(buckets.shape, generator=noise, device=rows.device)
+                shift = torch.rand(buckets.shape, generator=noise, device=rows.device) - 0.5
             own = None if levels is None else levels[None, self._of_slice(where)]
-            parts = self.encode_buckets(buckets, shift, drawn, own)
+            parts = self.encode_buckets(buckets, shift, own)
             copy(parts, self.parts(message, rows.shape[1], where))
         return message
 
     @compiled
     def encode_buckets(
-        self,
-        buckets: Tensor,
-        shift: Tensor | float = 0.0,
-        drawn: Tensor | None = None,
-        levels: Tensor | None = None,
+        self, buckets: Tensor, shift: Tensor | float = 0.0, levels: Tensor | None = None
     ) -> list[Tensor]:
-        """Return the `parts` of a slice; `drawn`: what to add for stochastic rounding."""
+        """Return the `parts` of a slice, given its numbers (R, buckets, n)."""
         buckets = buckets.float()
         low, scale = self._ranges(buckets)
         if levels is None:
             position = (buckets - low) / scale
         else:
             position = _between((buckets - low) / (scale * self._codes[1]), levels)
-        position = (position + shift).round() if drawn is None else (position + drawn).floor()
         # If a scale is zero or not finite, the codes are ignored.
-        codes = position.nan_to_num(0.0).clamp(*self._codes) - self._codes[0]
+        codes = (position + shift).round().nan_to_num(0.0).clamp(*self._codes) - self._codes[0]
         fields = [scale] if self.form == "symmetric" else [scale, low]
-        return [
-            _pack(codes.to(torch.uint8), self.bits),
-            *(_bytes(field.to(self.scales)) for field in fields),
-        ]
+        packed = _pack(codes.to(torch.uint8), self.bits)
+        return [packed, *(_bytes(field.to(self.scales)) for field in fields)]
 
     def normalized(self, rows: Tensor) -> Tensor:
         """Scale the numbers of `rows` (R, n) from the smallest (0) to the largest (1) of each
