@@ -52,7 +52,7 @@ class Levels:
         begun = [-(-end // self.codec.bucket) for end in accumulate(sizes, initial=0)]
         counts = [after - before for before, after in pairwise(begun)]
         self.ends = [self.codec.bucket * end for end in begun[1:-1]]
-        """Where the last bucket that starts in a parameter ends, for all but the last one."""
+        """Ends of the buckets that start in each parameter, except the last parameter."""
         self.of_bucket = torch.arange(len(sizes)).repeat_interleave(torch.tensor(counts)).to(device)
         self.even = torch.linspace(0, 1, 2**self.codec.bits, device=device)
         self.moved = torch.zeros(len(sizes), len(self.even), device=device)

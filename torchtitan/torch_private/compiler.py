@@ -71,7 +71,7 @@ BESIDE_THE_MODEL = {
     "decode_buckets": "the codec",
     "compensated": "the codec",
 }
-"""Compiled functions that are not of the model: torchao's Adam, Muon's, and those of LoCo, QSDP."""
+"""Compiled functions of optimizers (torchao's Adam, Muon's iteration) and of low-bit messages."""
 
 
 def compiled_beside_the_model() -> list[str]:

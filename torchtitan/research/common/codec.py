@@ -13,8 +13,8 @@ rounding decides between them. A bucket with a NaN or an infinity is decoded as 
 finite: nothing is hidden.
 
 Rows are encoded and decoded in slices of columns, so temporary memory does not grow with a unit.
-A slice consists of whole buckets; numbers that fill none are a slice of their own. Compiled code
-rounds as eager code does (`compiled`), so ranks decode the same bits, whoever compiles.
+A slice consists of whole buckets; numbers that fill none are a slice of their own. On CUDA slices
+are compiled. Compiled code rounds as eager code does, so all ranks decode the same bits.
 """
 
 import math
@@ -48,10 +48,10 @@ BACKENDS: dict[str, Any] = {"cuda": "inductor"}
 
 
 def compiled(function: Callable[..., T]) -> Callable[..., T]:
-    """Compile a function of tensors (R, buckets, n), and of lists of them, when it is called.
+    """Compile a function of tensors (R, buckets, n), and lists of them, on its first call.
 
-    One graph serves slices of all units, with any number of buckets and any distance of rows. One
-    bucket is not worth a graph.
+    A graph serves any number of buckets, except one, and any distance between rows, so slices of
+    all units share it. The rest is constant in it, as code for one bucket size is faster.
     """
     options = {"fullgraph": True, "dynamic": False, "options": EAGER_ARITHMETIC}
     compiled_by = cache(partial(torch.compile, function, **options))
