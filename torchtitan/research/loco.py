@@ -70,12 +70,13 @@ class Compensation:
         for where in self.codec.slices(*rows.shape):
             if self.stored:
                 kept = self.stored.parts(self.error, length, where)
+                error = self.stored.read(self.error, length, where)
             else:
-                kept = [self.codec.buckets(self.error[:, where])]
+                kept = error = [self.codec.buckets(self.error[:, where])]
             wanted = self.codec.buckets(rows[:, where])
-            parts, errors = compensated(self.codec, wanted, self.stored, kept, self.config.beta)
+            parts, error = compensated(self.codec, wanted, self.stored, error, self.config.beta)
             copy(parts, self.codec.parts(sent, length, where))
-            copy(errors, kept)
+            copy(error, kept)
         return sent
 
     def end_step(self, step: int) -> None:

@@ -43,6 +43,8 @@ SLICE = 2**24
 """Maximum numbers of a slice: 64 MiB in float32."""
 GROUP = 8
 """Number of codes that are packed together, into as many bytes as each has bits."""
+ALIGNMENT = 16
+"""Bytes; inductor's code for CUDA copies tensors that start elsewhere, and all that is between."""
 BACKENDS: dict[str, Any] = {"cuda": "inductor"}
 """Compiler for each type of device; code for others, and where it failed, is eager."""
 
@@ -104,7 +106,8 @@ class Codec:
 
     def slices(self, rows: int, length: int) -> list[slice]:
         """Return consecutive columns of (`rows`, `length`) numbers, each of at most `SLICE`."""
-        columns = max(SLICE // max(rows, 1) // self.bucket, 1) * self.bucket
+        step = math.lcm(self.bucket, GROUP * ALIGNMENT)
+        columns = max(SLICE // max(rows, 1) // step, 1) * step
         whole = length // self.bucket * self.bucket
         ends = sorted({*range(0, whole, columns), whole, length})
         return [slice(*each) for each in pairwise(ends)]
@@ -124,6 +127,11 @@ class Codec:
             spans.append((begin + buckets.start * size, begin + buckets.stop * size))
         count = buckets.stop - buckets.start
         return [message[:, slice(*span)].view(len(message), count, -1) for span in spans]
+
+    def read(self, message: Tensor, length: int, where: slice) -> list[Tensor]:
+        """Return `parts` that can be decoded, all of them aligned."""
+        codes, *fields = self.parts(message, length, where)
+        return [codes, *(field.clone() for field in fields)]
 
     def encode(
         self,
@@ -190,7 +198,7 @@ class Codec:
         to zero."""
         found = message.new_empty(1 if is_sum else len(message), length, dtype=dtype)
         for where in self.slices(len(message), length):
-            parts = self.parts(message, length, where)
+            parts = self.read(message, length, where)
             own = None if levels is None else levels[None, self._of_slice(where)]
             buckets = self.decode_buckets(parts, shift, own, dtype, is_sum)
             found[:, where] = buckets.flatten(1)[:, : where.stop - where.start]
