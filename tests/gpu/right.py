@@ -23,7 +23,7 @@ from torchtitan.convert import ConverterConfig, Float8
 from torchtitan.job import JobConfig
 from torchtitan.losses import AuxiliaryLossConfig
 from torchtitan.models.attention import causal_attention
-from torchtitan.research.common.codec import Codec, Form
+from torchtitan.research.common.codec import BACKENDS, Codec, Form
 from torchtitan.research.hadamard_attention import LowPrecisionAttention
 from torchtitan.torch_private.attention_kernels import attention_backward, attention_forward
 
@@ -331,20 +331,21 @@ def document_attention(device):
 
 
 def codec(device):
-    """What few bits hold: rounded to nearest on the device as on the CPU, to the bit."""
+    """What few bits hold: compiled on the device, it is that of eager code there and on the CPU."""
     apart = 0
-    for bits in (2, 3, 4, 8):
-        for form in get_args(Form):
-            torch.manual_seed(0)
-            numbers = torch.randn(3, 1000)
-            chosen = Codec(bits, 64, form)
-            here = chosen.encode(numbers)
-            there = chosen.encode(numbers.to(device.torch_device))
-            apart += int((here != there.cpu()).sum())
-            back = chosen.decode(there, numbers.shape[-1]).cpu()
-            assert torch.allclose(back, chosen.decode(here, numbers.shape[-1]), atol=1e-6)
-    assert apart == 0, f"{apart} bytes differ"
-    return {"bytes apart": float(apart)}
+    for bits, form, scales in itertools.product((2, 3, 4, 8), get_args(Form), ALLOWED):
+        torch.manual_seed(0)
+        numbers, chosen = torch.randn(3, 1000), Codec(bits, 64, form, scales)
+        here, own = chosen.encode(numbers), numbers.to(device.torch_device)
+        there = chosen.encode(own)
+        back = chosen.decode(there, 1000)
+        with torch.compiler.set_stance("force_eager"):
+            apart += int((chosen.encode(own) != there).sum() + (here != there.cpu()).sum())
+            apart += int((chosen.decode(there, 1000) != back).sum())
+        assert torch.allclose(back.cpu(), chosen.decode(here, 1000), atol=1e-6)
+    assert device.type == "cpu" or device.type in BACKENDS, "it was not compiled"
+    assert apart == 0, f"{apart} bytes and numbers differ"
+    return {"bytes and numbers apart": float(apart)}
 
 
 def attention_memory(device):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.comm import Unit
+from torchtitan.logging import logger
 from torchtitan.research.common import codec as codecs
 from torchtitan.research.common.codec import Codec, WireFormat
 
@@ -19,8 +20,8 @@ FINITE = st.floats(-(2.0**100), 2.0**100, width=32)
 
 def unit_of(codec, rows):
     """What two codes of each number are apart (R, n)."""
-    scale = codec._ranges(codec._buckets(rows))[1]
-    return scale.expand(-1, -1, codec.bucket).flatten(1)[:, : rows.shape[1]]
+    slices = [codec.buckets(rows[:, where]) for where in codec.slices(*rows.shape)]
+    return torch.cat([codec._ranges(b)[1].expand_as(b).flatten(1) for b in slices], 1)
 
 
 @pytest.mark.parametrize("scales", SCALES, ids=str)
@@ -139,27 +140,27 @@ def test_slices_are_the_bytes_of_the_whole_in_less_memory(form, scales, monkeypa
     whole = codec.encode(rows, levels=levels)
     decoded = codec.decode(whole, 1001, levels=levels)
     monkeypatch.setattr(codecs, "SLICE", 700)
-    assert [each.stop for each in codec.slices(4, 1001)] == [*range(160, 1001, 160), 1001]
+    assert [each.stop for each in codec.slices(4, 1001)] == [*range(128, 992, 128), 992, 1001]
     with Largest() as seen:
         assert torch.equal(codec.encode(rows, levels=levels), whole)
-        total = codec.sum(whole, 1001, levels)
+        total = codec.decode(whole, 1001, levels=levels, is_sum=True)
     assert 1001 <= seen.elements < 700 * (8 if form == "levels" else 1) + 1001
     torch.testing.assert_close(total, decoded.sum(0, keepdim=True), rtol=0, atol=0)
     assert torch.equal(codec.decode(whole, 1001, levels=levels), decoded)
     assert codec.decode(whole, 1001, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_a_compiled_codec_makes_the_same_bits(form):
-    """By the compiler of CPUs; that of CUDA contracts products and sums, so none is compiled."""
-    codec, rows = Codec(4, 256, form), torch.randn(8, 256 * 40)
-    [where] = codec.slices(*rows.shape)
-    sent, other = codec.encode(rows), codec.empty(rows)
-    torch.compile(codec.encode_slice, dynamic=False)(other, rows, rows.shape[1], where)
-    assert torch.equal(sent, other)
-    decode = torch.compile(codec.decode_slice, dynamic=False)
-    assert torch.equal(decode(sent, rows.shape[1], where), codec.decode(sent, rows.shape[1]))
+def test_code_that_cannot_be_compiled_is_eager_and_says_so(monkeypatch, caplog):
+    def fail(*_, **__):
+        raise ValueError("no compiler here")
+
+    monkeypatch.setitem(codecs.BACKENDS, "cpu", fail)
+    codec, rows = Codec(4, 32), torch.randn(2, 96)
+    expected = codec.decode(codec.encode(rows), 96)
+    assert float((expected - rows).abs().max()) < 0.3
+    [line] = [record.message for record in caplog.records if record.name == logger.name]
+    assert "without compilation" in line
+    assert "no compiler here" in line
 
 
 def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is():
@@ -186,13 +187,3 @@ def test_a_unit_without_matrices_is_sent_as_it_is():
     )
     assert codes.numel() == 0
     assert torch.equal(wire_format.join(wire_format.codec.decode(codes, 0), rest), rows)
-
-
-def test_the_codec_compiles_as_one_graph():
-    codec, rows = Codec(4, 32, "minmax"), torch.randn(2, 100)
-
-    def there_and_back(rows):
-        return codec.decode(codec.encode(rows), 100)
-
-    compiled = torch.compile(there_and_back, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(rows), there_and_back(rows))

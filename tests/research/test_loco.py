@@ -1,6 +1,7 @@
 """LoCo: what is lost in few bits is sent later."""
 
 import itertools
+import math
 from typing import NamedTuple
 
 import pytest
@@ -11,10 +12,12 @@ from torch import Tensor
 from tests.ranks import run_ranks
 from tests.research.few_bits import EXACT, ROW, SHAPES, UNIT, drawn, matrices, reduced
 from tests.runs import each
+from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
+from torchtitan.research.common import codec as codecs
 from torchtitan.research.common.codec import Codec
-from torchtitan.research.loco import LoCo, LoCoReplicas
+from torchtitan.research.loco import Compensation, LoCo, LoCoReplicas
 
 BETAS = (0.0, 0.8)
 
@@ -124,3 +127,58 @@ def test_a_flag_whose_names_are_numbers():
     assert gradients.error_bits == 32
     with pytest.raises(ConfigError, match="got 16; allowed: 8, 32"):
         load_job(None, [*words, "16"], 2, "cpu")
+
+
+COMPILED = [
+    (4, "minmax", torch.bfloat16),
+    (3, "minmax", torch.float32),
+    (2, "symmetric", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("bits", "form", "scales"), tiers(COMPILED, (), COMPILED[1:]))
+def test_compiled_code_makes_the_bits_of_eager_code(bits, form, scales, monkeypatch):
+    """By the compiler of CPUs, with the options for that of CUDA: encoded, and decoded again."""
+    codec, rows = Codec(bits, 32, form, scales), torch.logspace(-44, 20, 32 * 9).repeat(2, 1)
+    rows *= torch.randn(2, 32 * 9, generator=torch.Generator().manual_seed(0))
+    rows[0, 40], rows[0, 70], rows[1, 130], rows[:, 160:192] = math.nan, math.inf, -math.inf, 0.0
+
+    def encoded():
+        kept = Compensation(LoCo(error_bits=32), codec, *rows.shape, rows.device)
+        return kept.encode(rows), kept.error
+
+    expected, error = encoded()
+    with monkeypatch.context() as patched:
+        patched.setitem(codecs.BACKENDS, "cpu", "inductor")
+        found, other = encoded()
+        assert "cpu" in codecs.BACKENDS, "it was not compiled"
+    assert torch.equal(other, error)
+    found, expected = (codec.decode(message, 32 * 9) for message in (found, expected))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.costs("compiles")
+def test_slices_of_units_of_all_sizes_share_graphs(monkeypatch):
+    graphs = []
+
+    def count(graph, *_, **__):
+        def run(*inputs):
+            assert not any(each.data_ptr() % 16 for each in inputs if torch.is_tensor(each))
+            return graph(*inputs)
+
+        graphs.append(graph)
+        return run
+
+    monkeypatch.setattr(codecs, "SLICE", 700)
+    monkeypatch.setitem(codecs.BACKENDS, "cpu", count)
+    for length in (1001, 64, 32 * 9, 32 * 50, 90):
+        codec, rows = Codec(4, 32), torch.randn(2, length)
+        kept = Compensation(LoCo(bits=4, bucket=32), codec, 2, length, rows.device)
+        found = codec.decode(kept.encode(rows), length)
+        codec.decode(codec.encode(rows), length, is_sum=True)
+        assert torch.equal(found, codec.decode(codec.encode(rows), length))
+    assert 0 < len(graphs) <= 8  # two for each of four functions
+    graphs.clear()
+    with torch.compiler.set_stance("force_eager"):
+        Codec(2, 32).encode(rows)
+    assert not graphs

@@ -17,8 +17,8 @@ from torchtitan.device import compiles_for_cpu
 from torchtitan.logging import logger
 from torchtitan.torch_private.compiler import (
     compilations,
+    compiled_beside_the_model,
     compiler_counts,
-    compiles_updates,
     count_once_where_recomputed,
     keep_compiled_graphs,
 )
@@ -129,7 +129,7 @@ def report(config: CompileConfig, blocks: int, has_loss: bool) -> None:
     parts += ["the loss"] * (config.compiles("loss") and has_loss)
     if not parts:
         return
-    parts += ["the update"] * compiles_updates()
+    parts += compiled_beside_the_model()
     counts, made = compiler_counts(), compilations().values()
     breaks, again = counts["graph_break"], [each.reason for each in made if each.reason]
     kept = sum(each.hits > 0 and not each.misses for each in made)

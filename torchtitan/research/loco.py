@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torchtitan.comm import AgreementConfig, GradientsConfig, ReplicaReducer, Unit
-from torchtitan.research.common.codec import Codec, WireFormat
+from torchtitan.research.common.codec import Codec, WireFormat, compiled, copy
 from torchtitan.research.common.quantized import Bucket, Quantized, QuantizedReduce
 from torchtitan.torch_private.distributed import all_gather
 
@@ -68,23 +68,35 @@ class Compensation:
             return self.codec.encode(rows)
         sent, length = self.codec.empty(rows), rows.shape[1]
         for where in self.codec.slices(*rows.shape):
-            kept = self.error[:, where]
-            error = self.stored.decode_slice(self.error, length, where) if self.stored else kept
-            wanted = rows[:, where].float() + error
-            self.codec.encode_slice(sent, wanted, length, where)
-            missed = wanted - self.codec.decode_slice(sent, length, where)
-            # A step that is not finite is skipped, and must not enter the errors.
-            error = torch.lerp(missed, error, self.config.beta).nan_to_num(0.0, 0.0, 0.0)
             if self.stored:
-                self.stored.encode_slice(self.error, error, length, where)
+                kept = self.stored.parts(self.error, length, where)
+                error = self.stored.read(self.error, length, where)
             else:
-                kept.copy_(error)
+                kept = error = [self.codec.buckets(self.error[:, where])]
+            wanted = self.codec.buckets(rows[:, where])
+            parts, error = compensated(self.codec, wanted, self.stored, error, self.config.beta)
+            copy(parts, self.codec.parts(sent, length, where))
+            copy(error, kept)
         return sent
 
     def end_step(self, step: int) -> None:
         """Run after `step` steps."""
         if self.config.reset_steps and step % self.config.reset_steps == 0:
             self.error.zero_()
+
+
+@compiled
+def compensated(
+    codec: Codec, rows: Tensor, stored: Codec | None, kept: list[Tensor], beta: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Encode rows (R, buckets, n) and their new errors; `kept` are the errors, or their parts."""
+    error = stored.decode_buckets(kept)[..., : rows.shape[2]] if stored else kept[0]
+    wanted = rows.float() + error
+    parts = codec.encode_buckets(wanted)
+    missed = wanted - codec.decode_buckets(parts)[..., : rows.shape[2]]
+    # A step that is not finite is skipped, and must not enter the errors.
+    error = (beta * error + (1 - beta) * missed).nan_to_num(0.0, 0.0, 0.0)
+    return parts, stored.encode_buckets(error) if stored else [error]
 
 
 class LoCo(Compensated, GradientsConfig):
@@ -173,7 +185,7 @@ class LoCoReducer(ReplicaReducer):
         sent = self.parts.encode(rows)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        own = self.codec.sum(received, self.length)
+        own = self.codec.decode(received, self.length, is_sum=True)
         everyones = all_gather(self.sums.encode(own)[0], self.group)
         return self.codec.decode(everyones, self.length).flatten()[: len(numbers)]
 

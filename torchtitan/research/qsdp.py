@@ -50,10 +50,10 @@ class Levels:
         device = wire_format.unit.device
         sizes = [size for is_coarse, size in wire_format.parts if is_coarse]
         begun = [-(-end // self.codec.bucket) for end in accumulate(sizes, initial=0)]
-        self.buckets = [after - before for before, after in pairwise(begun)]
-        """Number of buckets that start in each parameter, in order."""
-        numbers = [torch.full((n,), p) for p, n in enumerate(self.buckets)]
-        self.of_bucket = torch.cat(numbers).to(device)
+        counts = [after - before for before, after in pairwise(begun)]
+        self.ends = [self.codec.bucket * end for end in begun[1:-1]]
+        """Ends of the buckets that start in each parameter, except the last parameter."""
+        self.of_bucket = torch.arange(len(sizes)).repeat_interleave(torch.tensor(counts)).to(device)
         self.even = torch.linspace(0, 1, 2**self.codec.bits, device=device)
         self.moved = torch.zeros(len(sizes), len(self.even), device=device)
         """Offset of each level from its position at equal distances."""
@@ -67,7 +67,7 @@ class Levels:
     def __call__(self, rows: Tensor, step: int) -> Tensor:
         """Return the levels of each bucket (buckets, levels) of rows (R, n) sent in a step."""
         if step % self.every == 0 and step + 1 != int(self.learned):
-            values = torch.split(self.codec.normalized(rows), self.buckets, 1)
+            values = torch.tensor_split(self.codec.normalized(rows), self.ends, 1)
             for moved, own in zip(self.moved, values, strict=True):
                 moved.copy_(learn(self.even, own.flatten(), self.rate) - self.even)
             dist.all_reduce(self.moved, group=self.group)
@@ -126,7 +126,7 @@ class QSDPGather(Clock, Gather):
 
     def __call__(self, whole: Tensor, part: Tensor) -> None:
         coarse, exact = self.wire_format.split(part[None])
-        shift = self.shift
+        shift = torch.full((), self.shift, device=part.device)
         sent = self.wire_format.pack(self.codec.encode(coarse, shift), exact)
         received = sent.new_empty(self.group.size(), sent.shape[1])
         all_gather_into(received.flatten(), sent.flatten(), self.group)

@@ -25,6 +25,28 @@ def any_number_of_shapes() -> AbstractContextManager[None]:
     return disable_cache_limit()
 
 
+EAGER_ARITHMETIC = {
+    "emulate_precision_casts": True,  # no products and sums in one rounding either
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+"""Options of inductor with which its code rounds as eager code does."""
+
+
+def serve_all_sizes(tensor: Tensor, dim: int) -> None:
+    """Let code compiled with `dynamic=False` serve all sizes of this dim of an argument."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(tensor, dim)
+
+
+def compiler_error() -> type[Exception]:
+    """Return the class of torch.compile's errors."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
 def compiler_counts() -> Mapping[str, Counter[str]]:
     """Return torch.compile's counters in this process, by topic: `stats`, `graph_break`, ..."""
     from torch._dynamo.utils import counters
@@ -42,27 +64,34 @@ class Compilation(NamedTuple):
     """Cache hits and misses of its parts in inductor."""
 
 
-UPDATES = ("single_param_adam", "newton_schulz")
-"""Compiled functions of optimizers: torchao's Adam, and Muon's iteration."""
+BESIDE_THE_MODEL = {
+    "single_param_adam": "the update",
+    "newton_schulz": "the update",
+    "encode_buckets": "the codec",
+    "decode_buckets": "the codec",
+    "compensated": "the codec",
+}
+"""Compiled functions of optimizers (torchao's Adam, Muon's iteration) and of low-bit messages."""
 
 
-def compiles_updates() -> bool:
-    """Whether this process has compiled any of `UPDATES`."""
+def compiled_beside_the_model() -> list[str]:
+    """Return what else this process has compiled, in words."""
     from torch._dynamo.utils import get_compilation_metrics
 
-    return any(metrics.co_name in UPDATES for metrics in get_compilation_metrics())
+    names = {metrics.co_name for metrics in get_compilation_metrics()}
+    return [*dict.fromkeys(what for name, what in BESIDE_THE_MODEL.items() if name in names)]
 
 
 def compilations() -> dict[str, Compilation]:
     """Return at least the latest compilations of this process, by torch's name for them.
 
-    Updates are excluded, as they are recompiled for each shape by design.
+    Others than the model's are excluded, as they are recompiled for some shapes by design.
     """
     from torch._dynamo.utils import get_compilation_metrics
 
     found: dict[str, Compilation] = {}
     for metrics in get_compilation_metrics():
-        if metrics.co_name in UPDATES:
+        if metrics.co_name in BESIDE_THE_MODEL:
             continue
         name = str(metrics.compile_id)
         reason, hits, misses = found.get(name, Compilation(None, 0, 0))

@@ -7,29 +7,78 @@ A row of numbers is cut into buckets, and each number becomes a code of 2 to 8 b
 
 Rounding to the nearest has an error of at most s / 2. Rounding after a shift that sender and
 receiver share, `round(t + shift) - shift` with a uniform shift, is unbiased, and so is stochastic
-rounding, `floor(t + u)`. Codes can also represent levels at unequal distances from lo to hi; then t
-is the position between two adjacent levels, and stochastic rounding decides between them. A bucket
-with a NaN or an infinity is decoded as numbers that are not finite: nothing is hidden.
+rounding, `round(t + u)` with a u of its own for each number. Codes can also represent levels at
+unequal distances from lo to hi; then t is the position between two adjacent levels, and stochastic
+rounding decides between them. A bucket with a NaN or an infinity is decoded as numbers that are not
+finite: nothing is hidden.
 
 Rows are encoded and decoded in slices of columns, so temporary memory does not grow with a unit.
+A slice consists of whole buckets; numbers that fill none are a slice of their own. On CUDA slices
+are compiled. Compiled code rounds as eager code does, so all ranks decode the same bits.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial, wraps
 from hashlib import blake2b
-from typing import Literal
+from itertools import pairwise
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchtitan.comm import Unit
+from torchtitan.logging import logger
+from torchtitan.torch_private.compiler import (
+    EAGER_ARITHMETIC,
+    any_number_of_shapes,
+    compiler_error,
+    serve_all_sizes,
+)
 
 Form = Literal["symmetric", "minmax"]
+T = TypeVar("T")
 SLICE = 2**24
 """Maximum numbers of a slice: 64 MiB in float32."""
 GROUP = 8
 """Number of codes that are packed together, into as many bytes as each has bits."""
+ALIGNMENT = 16
+"""Bytes; inductor's code for CUDA copies tensors that start elsewhere, and all that is between."""
+BACKENDS: dict[str, Any] = {"cuda": "inductor"}
+"""Compiler for each type of device; code for others, and where it failed, is eager."""
+
+
+def compiled(function: Callable[..., T]) -> Callable[..., T]:
+    """Compile a function of tensors (R, buckets, n), and lists of them, on its first call.
+
+    A graph serves any number of buckets, except one, and any distance between rows, so slices of
+    all units share it. The rest is constant in it, as code for one bucket size is faster.
+    """
+    options = {"fullgraph": True, "dynamic": False, "options": EAGER_ARITHMETIC}
+    compiled_by = cache(partial(torch.compile, function, **options))
+
+    @wraps(function)
+    def run(*args: Any) -> T:
+        if torch.compiler.is_compiling():
+            return function(*args)
+        every = [each for value in args for each in (value if type(value) is list else [value])]
+        tensors = [each for each in every if isinstance(each, Tensor) and each.ndim == 3]
+        device = tensors[0].device.type
+        if device in BACKENDS and tensors[0].shape[1] > 1:
+            for tensor in tensors:
+                serve_all_sizes(tensor, 1)
+            try:
+                with any_number_of_shapes():
+                    found: T = compiled_by(backend=BACKENDS[device])(*args)
+                    return found
+            except compiler_error() as error:
+                del BACKENDS[device]
+                reason = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
+                logger.warning("low-bit messages are encoded without compilation: %s", reason)
+        return function(*args)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -50,133 +99,135 @@ class Codec:
         codes = -(-elements // GROUP) * self.bits
         return codes + buckets * fields * self.scales.itemsize
 
+    def empty(self, rows: Tensor) -> Tensor:
+        """Return memory for the bytes of `rows` (R, n)."""
+        size = self.bytes_of(rows.shape[1])
+        return torch.empty(len(rows), size, dtype=torch.uint8, device=rows.device)
+
     def slices(self, rows: int, length: int) -> list[slice]:
-        """Return consecutive columns of (`rows`, `length`) numbers, each of at most `SLICE`; a row
-        of a slice consists of whole buckets."""
-        columns = max(SLICE // max(rows, 1) // self.bucket, 1) * self.bucket
-        return [slice(a, min(a + columns, length)) for a in range(0, length, columns)]
+        """Return consecutive columns of (`rows`, `length`) numbers, each of at most `SLICE`."""
+        step = math.lcm(self.bucket, GROUP * ALIGNMENT)
+        columns = max(SLICE // max(rows, 1) // step, 1) * step
+        whole = length // self.bucket * self.bucket
+        ends = sorted({*range(0, whole, columns), whole, length})
+        return [slice(*each) for each in pairwise(ends)]
+
+    def buckets(self, rows: Tensor) -> Tensor:
+        """View a slice of rows as (R, buckets, n)."""
+        return rows.view(len(rows), -1, min(self.bucket, rows.shape[1]))
+
+    def parts(self, message: Tensor, length: int, where: slice) -> list[Tensor]:
+        """View what a slice of rows with `length` columns has in its message, as (R, buckets, n):
+        codes, scales, and lower ends if they are sent."""
+        buckets, size = self._of_slice(where), self.scales.itemsize
+        every = -(-length // self.bucket) * size
+        first = -(-length // GROUP) * self.bits
+        spans = [(where.start // GROUP * self.bits, -(-where.stop // GROUP) * self.bits)]
+        for begin in range(first, message.shape[1], every):
+            spans.append((begin + buckets.start * size, begin + buckets.stop * size))
+        count = buckets.stop - buckets.start
+        return [message[:, slice(*span)].view(len(message), count, -1) for span in spans]
+
+    def read(self, message: Tensor, length: int, where: slice) -> list[Tensor]:
+        """Return `parts` that can be decoded, all of them aligned."""
+        codes, *fields = self.parts(message, length, where)
+        return [codes, *(field.clone() for field in fields)]
 
     def encode(
         self,
         rows: Tensor,
-        shift: float = 0.0,
+        shift: Tensor | float = 0.0,
         noise: torch.Generator | None = None,
         levels: Tensor | None = None,
     ) -> Tensor:
         """Encode `rows` (R, n) as bytes (R, bytes).
 
         Args:
-            shift: added before rounding; `decode` needs the same.
-            noise: generator for stochastic rounding; None: round to the nearest.
+            shift: added before rounding; `decode` needs the same. A tensor, if it varies.
+            noise: generator for stochastic rounding; None: without.
             levels: levels of each bucket, ascending from 0 to 1 (buckets, 2^bits), for the form
                 `minmax`; None: at equal distances. `decode` needs the same.
         """
         message = self.empty(rows)
         for where in self.slices(*rows.shape):
-            self.encode_slice(message, rows[:, where], rows.shape[1], where, shift, noise, levels)
+            buckets = self.buckets(rows[:, where])
+            if noise is not None:
+                shift = torch.rand(buckets.shape, generator=noise, device=rows.device) - 0.5
+            own = None if levels is None else levels[None, self._of_slice(where)]
+            parts = self.encode_buckets(buckets, shift, own)
+            copy(parts, self.parts(message, rows.shape[1], where))
         return message
 
-    def empty(self, rows: Tensor) -> Tensor:
-        """Return memory for the bytes of `rows` (R, n)."""
-        size = self.bytes_of(rows.shape[1])
-        return torch.empty(len(rows), size, dtype=torch.uint8, device=rows.device)
-
-    def encode_slice(
-        self,
-        message: Tensor,
-        rows: Tensor,
-        length: int,
-        where: slice,
-        shift: float = 0.0,
-        noise: torch.Generator | None = None,
-        levels: Tensor | None = None,
-    ) -> None:
-        """Write one of the `slices` of rows with `length` columns to their `message`."""
-        buckets = self._buckets(rows.float())
+    @compiled
+    def encode_buckets(
+        self, buckets: Tensor, shift: Tensor | float = 0.0, levels: Tensor | None = None
+    ) -> list[Tensor]:
+        """Return the `parts` of a slice, given its numbers (R, buckets, n)."""
+        buckets = buckets.float()
         low, scale = self._ranges(buckets)
-        position = (buckets - low) / scale
-        if levels is not None:
-            position = _between(position / self._codes[1], levels[self._of_slice(where)])
-        if noise is None:
-            position = (position + shift).round()
+        if levels is None:
+            position = (buckets - low) / scale
         else:
-            drawn = torch.rand(position.shape, generator=noise, device=position.device)
-            position = (position + drawn).floor()
+            position = _between((buckets - low) / (scale * self._codes[1]), levels)
         # If a scale is zero or not finite, the codes are ignored.
-        codes = position.nan_to_num(0.0).clamp(*self._codes) - self._codes[0]
-        packed = _pack(codes.flatten(1)[:, : rows.shape[1]].to(torch.uint8), self.bits)
-        begin = where.start // GROUP * self.bits
-        message[:, begin : begin + packed.shape[1]] = packed
-        for columns, field in zip(self._fields(length, where), (scale, low), strict=False):
-            message[:, columns] = field.squeeze(2).to(self.scales).view(torch.uint8)
+        codes = (position + shift).round().nan_to_num(0.0).clamp(*self._codes) - self._codes[0]
+        fields = [scale] if self.form == "symmetric" else [scale, low]
+        packed = _pack(codes.to(torch.uint8), self.bits)
+        return [packed, *(_bytes(field.to(self.scales)) for field in fields)]
 
     def normalized(self, rows: Tensor) -> Tensor:
         """Scale the numbers of `rows` (R, n) from the smallest (0) to the largest (1) of each
-        bucket: (R, buckets, bucket), for the form `minmax`."""
-        buckets = self._buckets(rows.float())
-        low, scale = self._ranges(buckets)
-        return (buckets - low) / (scale * self._codes[1])
+        bucket, for the form `minmax`."""
+        found = [rows[:, :0].float()]
+        for where in self.slices(*rows.shape):
+            buckets = self.buckets(rows[:, where].float())
+            low, scale = self._ranges(buckets)
+            found.append(((buckets - low) / (scale * self._codes[1])).flatten(1))
+        return torch.cat(found, 1)
 
     def decode(
         self,
         message: Tensor,
         length: int,
-        shift: float = 0.0,
+        shift: Tensor | float = 0.0,
         levels: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
+        is_sum: bool = False,
     ) -> Tensor:
-        """Decode the result of `encode` to rows (R, length); zeros decode to zero."""
-        rows = message.new_empty(len(message), length, dtype=dtype)
+        """Decode the result of `encode` to rows (R, length), or their sum (1, length); zeros decode
+        to zero."""
+        found = message.new_empty(1 if is_sum else len(message), length, dtype=dtype)
         for where in self.slices(len(message), length):
-            rows[:, where] = self.decode_slice(message, length, where, shift, levels)
-        return rows
+            parts = self.read(message, length, where)
+            own = None if levels is None else levels[None, self._of_slice(where)]
+            buckets = self.decode_buckets(parts, shift, own, dtype, is_sum)
+            found[:, where] = buckets.flatten(1)[:, : where.stop - where.start]
+        return found
 
-    def sum(self, message: Tensor, length: int, levels: Tensor | None = None) -> Tensor:
-        """Decode the result of `encode`, and add up its rows: (1, length) in float32."""
-        total = message.new_empty(1, length, dtype=torch.float32)
-        for where in self.slices(len(message), length):
-            rows = self.decode_slice(message, length, where, levels=levels)
-            total[:, where] = rows.sum(0, keepdim=True)
-        return total
-
-    def decode_slice(
+    @compiled
+    def decode_buckets(
         self,
-        message: Tensor,
-        length: int,
-        where: slice,
-        shift: float = 0.0,
+        parts: list[Tensor],
+        shift: Tensor | float = 0.0,
         levels: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        is_sum: bool = False,
     ) -> Tensor:
-        """Decode one of the `slices` of rows with `length` columns: in float32."""
-        columns = where.stop - where.start
-        begin = where.start // GROUP * self.bits
-        packed = message[:, begin : begin + -(-columns // GROUP) * self.bits]
-        codes = self._buckets(_unpack(packed, self.bits)[:, :columns].float())
+        """Decode the parts of a slice to (R, buckets, n), padded to a multiple of `GROUP`."""
+        codes = _unpack(parts[0], self.bits).float()
+        scale, *low = (_as(field, self.scales).float() for field in parts[1:])
         if levels is None:
             codes = codes + self._codes[0] - shift
         else:
-            every = levels[self._of_slice(where)].expand(len(codes), -1, -1)
+            every = levels.expand(len(codes), -1, -1)
             codes = every.gather(2, codes.long()) * self._codes[1]
-        scale, *low = (
-            _as(message[:, field], self.scales).float()[..., None]
-            for field in self._fields(length, where)
-        )
-        rows: Tensor = codes * scale
-        return (rows + low[0] if low else rows).flatten(1)[:, :columns]
+        found: Tensor = codes * scale
+        found = found + low[0] if low else found
+        return (found.sum(0, keepdim=True) if is_sum else found).to(dtype)
 
     def _of_slice(self, where: slice) -> slice:
         """Return the buckets of a slice."""
         return slice(where.start // self.bucket, -(-where.stop // self.bucket))
-
-    def _fields(self, length: int, where: slice) -> list[slice]:
-        """Return the bytes of a slice's scales, and of its lower ends if they are sent."""
-        size, buckets = self.scales.itemsize, self._of_slice(where)
-        first = -(-length // GROUP) * self.bits
-        begins = [first, first + -(-length // self.bucket) * size]
-        return [
-            slice(begin + buckets.start * size, begin + buckets.stop * size)
-            for begin in begins[: 1 if self.form == "symmetric" else 2]
-        ]
 
     @property
     def _codes(self) -> tuple[int, int]:
@@ -184,31 +235,35 @@ class Codec:
         last = 2 ** (self.bits - 1) - 1
         return (-last, last) if self.form == "symmetric" else (0, 2**self.bits - 1)
 
-    def _buckets(self, rows: Tensor) -> Tensor:
-        """Split rows into (R, buckets, bucket), padded without changing the last range."""
-        missing = -rows.shape[1] % self.bucket
-        if missing:
-            rows = torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1)
-        return rows.view(len(rows), -1, self.bucket)
-
     def _ranges(self, buckets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the lower end of each bucket and its scale, as stored: (R, buckets, 1)."""
-        kind, (first, last) = torch.finfo(self.scales), self._codes
-        smallest = kind.smallest_normal * kind.eps
+        last = self._codes[1]
         if self.form == "symmetric":
-            low, steps = torch.zeros_like(buckets[..., :1]), last
+            low = torch.zeros_like(buckets[..., :1])
             width = buckets.abs().amax(2, keepdim=True)
         else:
-            low, steps = buckets.amin(2, keepdim=True), last - first
-            if self.scales != torch.float32:
-                low = (low - low.abs() * kind.eps - smallest).to(self.scales).float()
+            low = self._stored(buckets.amin(2, keepdim=True), up=False)
             width = buckets.amax(2, keepdim=True) - low
         # By a tensor: CUDA would multiply by the inverse of a number, and round differently.
-        scale = width / torch.full_like(width, steps)
-        if self.scales != torch.float32:
-            scale = (scale * (1 + kind.eps)).to(self.scales).float()
+        scale = self._stored(width / torch.full_like(width, last), up=True)
         # A denormal scale is coarse: rounded down, it would clip the largest number.
-        return low, torch.where(scale * steps < width, scale + smallest, scale)
+        smallest = torch.finfo(self.scales).smallest_normal * torch.finfo(self.scales).eps
+        return low, torch.where(scale * last < width, scale + smallest, scale)
+
+    def _stored(self, numbers: Tensor, *, up: bool) -> Tensor:
+        """Round numbers up or down to those of the dtype of scales; by bits, since a compiler may
+        remove a conversion to a dtype and back."""
+        if self.scales == torch.float32:
+            return numbers
+        bits = numbers.view(torch.int32) & -(2**16)
+        nearer, further = bits.view(torch.float32), (bits + 2**16).view(torch.float32)
+        return torch.where(nearer < numbers if up else nearer > numbers, further, nearer)
+
+
+def copy(parts: list[Tensor], places: list[Tensor]) -> None:
+    """Copy each part to its place."""
+    for part, place in zip(parts, places, strict=True):
+        place.copy_(part)
 
 
 def _between(values: Tensor, levels: Tensor) -> Tensor:
@@ -221,27 +276,27 @@ def _between(values: Tensor, levels: Tensor) -> Tensor:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (R, n), uint8, into bytes: `GROUP` of them in `bits` bytes, the first lowest."""
-    missing = -codes.shape[1] % GROUP
+    """Pack codes (..., n), uint8, into bytes: `GROUP` of them in `bits` bytes, the first lowest."""
+    missing = -codes.shape[-1] % GROUP
     if missing:
-        codes = torch.cat([codes, codes.new_zeros(len(codes), missing)], 1)
+        codes = torch.cat([codes, codes.new_zeros(*codes.shape[:-1], missing)], -1)
     per_word, size, dtype = _word(bits)
-    codes = codes.view(len(codes), -1, per_word)
+    codes = codes.view(*codes.shape[:-1], -1, per_word)
     words = codes[..., 0].to(dtype)
     for place in range(1, per_word):
         words = words | codes[..., place].to(dtype) << place * bits
-    return words[..., None].view(torch.uint8)[..., :size].flatten(1)
+    return words[..., None].view(torch.uint8)[..., :size].flatten(-2)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
     """Invert `_pack`, padded to a multiple of `GROUP`."""
     per_word, size, dtype = _word(bits)
-    groups = packed.reshape(len(packed), -1, size)
+    groups = packed.view(*packed.shape[:-1], -1, size)
     if missing := dtype.itemsize - size:
-        groups = torch.cat([groups, groups.new_zeros(*groups.shape[:2], missing)], 2)
+        groups = torch.cat([groups, groups.new_zeros(*groups.shape[:-1], missing)], -1)
     shifts = torch.arange(0, per_word * bits, bits, dtype=dtype, device=packed.device)
     codes: Tensor = (groups.contiguous().view(dtype) >> shifts) & (2**bits - 1)
-    return codes.flatten(1)
+    return codes.flatten(-2)
 
 
 def _word(bits: int) -> tuple[int, int, torch.dtype]:
@@ -258,14 +313,14 @@ def _word(bits: int) -> tuple[int, int, torch.dtype]:
 def _as(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Reinterpret the bytes of each row as numbers; copied, since they may be unaligned."""
     if not data.numel():
-        return data.new_empty(len(data), 0, dtype=dtype)
+        return data.new_empty(*data.shape[:-1], 0, dtype=dtype)
     return data.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _bytes(numbers: Tensor) -> Tensor:
     """Reinterpret the numbers of each row as bytes."""
     if not numbers.numel():
-        return numbers.new_empty(len(numbers), 0, dtype=torch.uint8)
+        return numbers.new_empty(*numbers.shape[:-1], 0, dtype=torch.uint8)
     return numbers.contiguous().view(torch.uint8)
 
 

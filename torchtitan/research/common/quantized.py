@@ -79,6 +79,7 @@ class QuantizedReduce(Clock, Reduce):
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         codes, rest = self.wire_format.unpack(received, whole.dtype)
-        sums = self.codec.sum(codes, self.wire_format.coarse, self.levels)
+        length = self.wire_format.coarse
+        sums = self.codec.decode(codes, length, levels=self.levels, is_sum=True)
         part.copy_(self.wire_format.join(sums, rest.float().sum(0, keepdim=True))[0])
         self.calls += 1
