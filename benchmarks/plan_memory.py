@@ -1,6 +1,6 @@
 """Planned memory beside what real steps of every layout and system allocate on this machine.
 
-    python benchmarks/plan_memory.py --output benchmarks/results/plan.md
+    python benchmarks/plan_memory.py --output benchmarks/results/plan_accuracy.md
     python benchmarks/plan_memory.py --only "FSDP 2" "PP 2, 1F1B"
 
 Each layout of the parity tests, and each system, trains a few steps on gloo ranks, while torch's

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.quoted import write_section
 from torchtitan import trainer
 from torchtitan.checkpoint import layout, saver
 from torchtitan.checkpoint.layout import PlacedTensor, RankGroup, WritePlan, hash_of, items_of
@@ -356,7 +355,7 @@ COLUMNS = {
     "load_bytes_per_rank": "index and headers, bytes per rank",
     "files_opened_per_rank": "files opened per rank",
 }
-PAGE = """## A save and a load among thousands of ranks
+PAGE = """# A save and a load among thousands of ranks
 
 <!-- Written by benchmarks/save_at_scale.py. -->
 
@@ -446,7 +445,7 @@ def main() -> None:
     if words.page:
         rows = [json.loads(line) for line in words.page.read_text().splitlines()]
         text, picture = page(rows)
-        write_section(RESULTS / "checkpoint.md", text)
+        (RESULTS / "save_at_scale.md").write_text(text)
         (RESULTS / "save_at_scale.svg").write_text(picture)
         return
     found = measure(words.model, words.ranks)

@@ -1,4 +1,4 @@
-"""Writes the table of sizes in benchmarks/results/plan.md by plans of `torchtitan plan`.
+"""Writes the table of sizes in benchmarks/results/plan_accuracy.md by plans of `torchtitan plan`.
 
 python scripts/write_layout_table.py
 
@@ -18,7 +18,7 @@ from torchtitan.device import GIB
 from torchtitan.plan.plan import Plan, plan
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "benchmarks/results/plan.md"
+PAGE = ROOT / "benchmarks/results/plan_accuracy.md"
 HEAD = """\
 | model | sequence | GPUs | layout | flags on top of the recipe | GiB | states | samples |
 |---|---:|---:|---|---|---:|---:|---:|

@@ -61,7 +61,7 @@ def stated(page):
     yield f"at least {search.LEAST} layouts"
     yield f"the best {search.TOP}, or after"
     yield f"({search_report.SECONDS:g} by default)"
-    results = (ROOT / "benchmarks/results/plan.md").read_text()
+    results = (ROOT / "benchmarks/results/plan_accuracy.md").read_text()
     yield re.findall(r"^median absolute error: .*$", results, re.MULTILINE)[0]
     memory, time = (
         f"{low:g} and {high:g} times the" for low, high in (plans.MEMORY_LIMITS, plans.TIME_LIMITS)

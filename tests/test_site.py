@@ -186,7 +186,7 @@ def test_every_registry_has_a_row_in_the_python_api():
 @pytest.mark.slow
 def test_table_of_sizes_is_as_computed():
     script = runpy.run_path(str(ROOT / "scripts/write_layout_table.py"))
-    page = (ROOT / "benchmarks/results/plan.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks/results/plan_accuracy.md").read_text(encoding="utf-8")
     assert page == script["written"](page), "run python scripts/write_layout_table.py"
 
 
