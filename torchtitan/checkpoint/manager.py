@@ -168,11 +168,12 @@ class Checkpointer:
             disk.delete_unfinished(self.folder)
             return is_new
 
-        is_new = on_rank_0(self.world, open_it)
+        is_first = self.world.rank == 0
+        is_new = on_all_ranks(self.world, lambda: is_first and open_it())
         sees = not self.config.saves or self.store.is_shared(self.folder, self.world.rank)
         if blind := self.world.gather_found([] if sees else [str(self.world.rank)]):
             key = "checkpoint.folder" if is_url(self.config.folder) else "job.dump_folder"
-            if is_new and self.world.rank == 0:
+            if is_new:
                 self.store.discard(self.folder)
             raise ConfigError(
                 f"{key}: rank {', '.join(blind)} cannot write into {self.folder}, which rank 0 "
