@@ -150,6 +150,7 @@ def zombies(pid):
     found = []
     for each in descendants(pid):
         status = Path(f"/proc/{each}/status")
-        if status.exists() and "State:\tZ" in status.read_text():
-            found.append(each)
+        about = status.read_text() if status.exists() else ""
+        if "State:\tZ" in about:
+            found.append(about.partition("TracerPid")[0])
     return found
