@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from torchtitan.logging import logger
+
 Note = dict[str, Any]
 
 MEMORY = Path("/dev/shm")
@@ -54,16 +56,24 @@ def note_path(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.step"
 
 
-def save(path: Path, content: bytes) -> None:
-    """Write a file at once, so that none reads a part of it."""
+def save(path: Path, content: bytes) -> bool:
+    """Write a file at once, so that none reads a part of it; return whether that succeeded.
+
+    A disk that is full neither ends a run nor hides why it ends.
+    """
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.writing")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except OSError as error:
+        logger.warning("could not write %s: %s", path, error.strerror)
+        return False
+    return True
 
 
-def save_note(path: Path, note: Note) -> None:
-    """Write a note into the folder of the run."""
-    save(path, json.dumps(note).ljust(NOTE_BYTES).encode() + b"\n")
+def save_note(path: Path, note: Note) -> bool:
+    """Write a note into the folder of the run; return whether that succeeded."""
+    return save(path, json.dumps(note).ljust(NOTE_BYTES).encode() + b"\n")
 
 
 def read_note(path: Path) -> Note:
@@ -92,8 +102,7 @@ def settle(path: Path) -> None:
     if "kept_at" in first and (last := _newest(first)):
         kept_at = Path(first["kept_at"])
         with suppress(FileNotFoundError):  # as another rank does it too
-            save_note(path, last)
-            if kept_at.stat().st_uid == os.geteuid():
+            if save_note(path, last) and kept_at.stat().st_uid == os.geteuid():
                 kept_at.unlink()
 
 

@@ -267,9 +267,9 @@ class Recorder:
         notes.save_note(note_path(self.folder, self.rank), self._newest | kept_at)
 
     def _keep_note(self) -> None:
-        """Move the last note to the folder of the run."""
-        notes.save_note(note_path(self.folder, self.rank), self._newest)
-        self._file.remove()
+        """Move the last note to the folder of the run; if the disk is full, it stays in memory."""
+        if notes.save_note(note_path(self.folder, self.rank), self._newest):
+            self._file.remove()
 
     def _note(self, state: State, step: int) -> None:
         self._newest = {
