@@ -57,7 +57,7 @@ def when_saving(number, action):
         action()
         return begin(*arguments)
 
-    return at_call("torchtitan.checkpoint.store:Disk.begin", number, then)
+    return at_call("torchtitan.checkpoint.saver:Saver.save", number, then)
 
 
 def limit_files(size):
