@@ -67,6 +67,8 @@ def save(path: Path, content: bytes) -> bool:
         unfinished.replace(path)
     except OSError as error:
         logger.warning("could not write %s: %s", path, error.strerror)
+        with suppress(OSError):
+            unfinished.unlink()
         return False
     return True
 

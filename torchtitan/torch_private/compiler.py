@@ -85,7 +85,7 @@ def compiled_beside_the_model() -> list[str]:
 def compilations() -> dict[str, Compilation]:
     """Return at least the latest compilations of this process, by torch's name for them.
 
-    Others than the model's are excluded, as they are recompiled for some shapes by design.
+    Those of `BESIDE_THE_MODEL` are excluded, as they are recompiled for some shapes by design.
     """
     from torch._dynamo.utils import get_compilation_metrics
 
@@ -152,9 +152,10 @@ def keep_compiled_graphs(folder: Path | None) -> None:
 
 
 def forget_compiler_threads() -> None:
-    """Let a forked process start inductor's threads: those of its parent are not in it.
+    """Let a forked process start compiler threads of its own.
 
-    Otherwise it would wait for one of them forever. Torch itself forgets the parent's processes.
+    It does not have those of its parent, and would wait for one of them forever. After a fork,
+    torch resets only the pool of processes.
     """
     if module := sys.modules.get("torch._inductor.async_compile"):
         module.AsyncCompile.pool.cache_clear()

@@ -13,8 +13,8 @@ rounding decides between them. A bucket with a NaN or an infinity is decoded as 
 finite: nothing is hidden.
 
 Rows are encoded and decoded in slices of columns, so temporary memory does not grow with a unit.
-A slice consists of whole buckets; numbers that fill none are a slice of their own. On CUDA slices
-are compiled. Compiled code rounds as eager code does, so all ranks decode the same bits.
+A slice consists of whole buckets; numbers that fill none are a slice of their own. On CUDA, the
+code for a slice is compiled. It rounds as eager code does, so all ranks decode the same bits.
 """
 
 import math
@@ -73,7 +73,7 @@ def compiled(function: Callable[..., T]) -> Callable[..., T]:
                     found: T = compiled_by(backend=BACKENDS[device])(*args)
                     return found
             except compiler_error() as error:
-                del BACKENDS[device]
+                BACKENDS.pop(device, None)  # another thread may have failed, too
                 reason = str(getattr(error, "inner_exception", error)).strip().partition("\n")[0]
                 logger.warning("low-bit messages are encoded without compilation: %s", reason)
         return function(*args)
