@@ -58,10 +58,10 @@ def process_pool(
 
 
 class ForkedCalls:
-    """Results of a function that a forked process calls again and again, one call ahead.
+    """Results of a function that a forked process calls again and again, ahead of its caller.
 
-    The process ends with this object, and with this process. It gets no signal but SIGKILL, as its
-    handlers are those of the run.
+    It is ahead by one call, and by what a socket holds. The process ends with this object, and with
+    this process. It gets no signal but SIGKILL, as its handlers are those of the run.
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
