@@ -12,7 +12,7 @@ from tests.research.layouts import of_system
 from tests.runs import assert_complete, compare, compare_converted, losses, trace, train
 from tests.tables import data
 from tests.tiers import tiers
-from torchtitan import build
+from torchtitan import parallel
 from torchtitan.job import JobConfig
 from torchtitan.models.spec import initialize
 from torchtitan.plan.expansion import expand
@@ -111,7 +111,7 @@ def nudged_traces(jobs):
                 weight.mul_(1 + 2**-23 * torch.randn(weight.shape, generator=draw).sign())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "initialize", nudged)
+        patch.setattr(parallel, "initialize", nudged)
         return traces(jobs)
 
 
@@ -125,7 +125,7 @@ def drift(found, expected):
 def test_float8_with_tensor_parallelism_differs_as_rounding_does():
     """A sum that ranks share is rounded otherwise, and what lies between two numbers of 8 bits may
     then become the other: so also on one rank, whose weights are nudged. In the first step, from
-    the same weights, nothing is off yet.
+    the same weights, the loss is not off yet, and gradients only as far as a nudge takes them.
     """
     layout = case(tp=2, batch=16, convert=layouts.ROWWISE, **NO_SEQUENCE)
     jobs = [job(layout, optimizer) for optimizer in OPTIMIZERS]
@@ -143,10 +143,11 @@ def test_float8_with_tensor_parallelism_differs_as_rounding_does():
 def assert_first_steps_agree(found, expected):
     for name, one, other in zip(OPTIMIZERS, found, expected, strict=True):
         assert one.losses[0] == pytest.approx(other.losses[0], rel=1e-6), name
-        assert one.grad_norms[0] == pytest.approx(other.grad_norms[0], rel=1e-6), name
+        assert one.grad_norms[0] == pytest.approx(other.grad_norms[0], rel=1e-4), name
         for weight, part in one.weights[0].items() if name == "SGD" else ():
-            off = (part.of(other.weights[0][weight]) - part.local).abs().max()
-            assert off <= 1e-6, weight
+            after, later = (other.weights[step][weight] for step in (0, 1))
+            off = (part.of(after) - part.local).abs().max()
+            assert off <= 2e-3 * (later.local - after.local).abs().max() + 1e-8, weight
 
 
 @pytest.mark.gate
