@@ -1,10 +1,13 @@
 """One mesh with every axis, and process groups for those in use alone."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests import forked
+from tests.ranks import free_port, run_ranks
 from torchtitan.device import Device
 from torchtitan.parallel import CommConfig, Degrees, open_world
 from torchtitan.torch_private.distributed import group_members
@@ -87,3 +90,20 @@ def test_the_level_of_checks_takes_effect(level):
     for found, error in run_ranks(uneven, 2, level):
         assert found == f"DebugLevel.{(level or 'off').upper()}"
         assert ("Detected mismatch between collectives" in error) == (level == "detail")
+
+
+def misses():
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}", "WORLD_SIZE": "2"}
+    other, comm = os.fork(), CommConfig(init_timeout_seconds=20)
+    os.environ["RANK"] = "0" if other else "1"
+    with open_world(Degrees(dp_shard=2), comm, Device("cpu")) as world:
+        if not other:
+            os._exit(0)
+        os.waitpid(other, 0)
+        with pytest.raises(RuntimeError, match="by peer"):  # and no timeout
+            world.sum(torch.ones(1), over="dp_shard")
+
+
+def test_a_rank_that_dies_before_it_has_sent_anything_is_missed(tmp_path):
+    ended = forked.run(misses, tmp_path)
+    assert ended.status == 0, ended.stderr

@@ -51,11 +51,12 @@ def traps(*each):
 
 
 def when_saving(number, action):
-    """Does something when the `number`-th save begins, on every rank."""
+    """Does something when the `number`-th save begins, and none is under way, on every rank."""
 
-    def then(begin, *arguments):
+    def then(begin, saver, *arguments):
+        saver.wait_until_idle()
         action()
-        return begin(*arguments)
+        return begin(saver, *arguments)
 
     return at_call("torchtitan.checkpoint.saver:Saver.save", number, then)
 

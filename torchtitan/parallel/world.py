@@ -359,9 +359,11 @@ def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None)
         # Each group reads the level when it is created.
         level = getattr(dist.DebugLevel, comm.debug_level.upper())
         dist.set_debug_level(level)
-    # A rank connects to those that it sends to. Otherwise it would connect to all others in every
-    # group of gloo, and first read what each of them tells each: 2 GB at 16,384 ranks.
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # In a group of gloo, a rank connects to all others, and misses one that dies at once. It first
+    # reads what each tells each, 2 GB at 16,384 ranks: so many connect when they send, and miss one
+    # that has died before only after five times the timeout.
+    if launch.size > 256:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     owner = not dist.is_initialized()
     if owner:
         backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{device.backend}"
