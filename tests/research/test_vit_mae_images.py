@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import tarfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 
 from tests.ranks import descendants
+from tests.reliability.trials import wait_until
 from tests.unit.data.test_files import deny
 from torchtitan.config import ConfigError, Context, Unreachable
 from torchtitan.config.node_files import POINTER
@@ -216,13 +216,6 @@ def test_a_process_that_is_killed_is_named_and_none_is_left(capfd):
     def started():
         return sorted({*descendants(os.getpid())} - {*own})
 
-    def are_gone():
-        for _ in range(300):  # a thread that stops may hold the last reference
-            if not started():
-                return True
-            time.sleep(0.1)
-        return False
-
     stream = DataStream(
         *(config, broken(), packing), local_batch_size=2, accumulation=1, rank=0, ranks=1
     )
@@ -233,11 +226,11 @@ def test_a_process_that_is_killed_is_named_and_none_is_left(capfd):
     os.kill(second, signal.SIGKILL)
     with pytest.raises(Unreachable, match=rf"process {second}, .* was ended by signal 9, perhaps"):
         list(itertools.islice(stream, 2000))  # a socket holds hundreds of such small images
-    assert are_gone()
+    wait_until(lambda: not started())  # a thread that stops may hold the last reference
     next(stream), next(stream)
     assert len(started()) == 2
     stream.close()
-    assert are_gone()
+    wait_until(lambda: not started())
     stream._source._images.images.broken = None  # a fault of ours
     with pytest.raises(Unreachable, match="was ended with status 1; its error is above"):
         next(stream)

@@ -54,21 +54,22 @@ def test_a_limit_of_none_tells_of_none():
 
 def with_slow_ranks(job):
     """Train, with rank 0 slow to read and rank 1 slow to compute; all rows, and those of steps."""
-    recorder, steps = RowSink(), []
+    recorder, steps, began = RowSink(), [], time.thread_time()
     observer = {
-        "on_microbatch": lambda batch: slow(batch) if dist.get_rank() == 0 else batch,
+        "on_microbatch": lambda batch: slow(batch, late) if dist.get_rank() == 0 else batch,
         "after_step": lambda state: steps.append(recorder.last_step()),
     }
     with running(job, sinks=[recorder], **observer) as run:
+        late = (time.thread_time() - began) / 10  # on a machine of any speed about a step
         if dist.get_rank() == 1:
-            run.model.parts[0].register_forward_pre_hook(lambda *_: work(0.1))
+            run.model.parts[0].register_forward_pre_hook(lambda *_: work(late))
         train_from_scratch(run)
     return recorder.rows, steps
 
 
-def slow(batch):
+def slow(batch, seconds):
     """A batch that takes its time."""
-    time.sleep(0.1)
+    time.sleep(seconds)
     return batch
 
 
@@ -80,11 +81,12 @@ def work(seconds):
 
 
 def test_slow_ranks_of_a_run_are_named_with_their_phases():
-    for rows, steps in run_ranks(with_slow_ranks, 2, tiny.job(training={"steps": 3})):
+    job = tiny.job(training={"steps": 3}, metrics={"straggler_pct": 1.0})
+    for rows, steps in run_ranks(with_slow_ranks, 2, job):
         found = [row for row in rows if row.get("event") == "straggler"]
         told = {(row["phase"], row["rank"]) for row in found}
         assert {("data", 0), ("forward", 1)} <= told
-        assert all(row["percent"] > 10 for row in found)
+        assert all(row["percent"] > 1 for row in found)
         # What the others wait is not taken for work of theirs.
         assert ("data", 1) not in told
         assert ("forward", 0) not in told

@@ -201,13 +201,13 @@ def trains_without_store(port):
     """Rank 0 only holds the store, and is frozen while the rank of the other's agent runs."""
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
-    rendezvous.CALL_TIMEOUT = 0.5
     if dist.get_rank() == 0:
         held = rendezvous.Store("127.0.0.2", port)
         held.check(["any"])
         dist.barrier()
     else:
         dist.barrier()
+        rendezvous.CALL_TIMEOUT = 0.5
         script = f"kill -STOP {pids[0]}; sleep 3; kill -CONT {pids[0]}"
         mine, failures = agent(script, f"127.0.0.2:{port}", conf="is_host=0")
         mine.work()

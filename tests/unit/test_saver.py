@@ -1,7 +1,6 @@
 """A save that fails in an unexpected way, and what a save that has ended still holds."""
 
 import gc
-import io
 import itertools
 import json
 import logging
@@ -9,6 +8,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +16,7 @@ import torch
 
 from tests import tiny
 from tests.ranks import run_ranks
-from tests.reliability.trials import at_call
+from tests.reliability.trials import at_call, wait_until
 from tests.runs import losses, rows, train
 from torchtitan.checkpoint import saved_steps, saver
 from torchtitan.checkpoint.placement import on_all_ranks, on_rank_0
@@ -112,21 +112,21 @@ def test_a_defect_in_a_save_ends_all_ranks(place, rank, mode, tmp_path):
 
 
 def with_a_silent_rank(job, place):
-    """Train where rank 1 comes too late to a stage of the first save; what the log says."""
+    """Train where rank 1 comes to a stage of the first save once it is given up; what is logged."""
+    said = Path(job.job.dump_folder, "said")
 
     def late(function, *arguments):
-        time.sleep(5.0)
+        wait_until(lambda: "the save is given up" in said.read_text())
         return function(*arguments)
 
-    said = io.StringIO()
-    logger.addHandler(logging.StreamHandler(said))
-    logger.setLevel(logging.INFO)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "PATIENCE", timedelta(seconds=2))
+        patch.setattr(saver, "PATIENCE", timedelta(seconds=10))
         if torch.distributed.get_rank():
             at_call(place, 1, late)()
+        else:
+            logger.addHandler(logging.FileHandler(said))
         train(job)
-    return said.getvalue()
+    return said.read_text()
 
 
 @pytest.mark.gate
@@ -147,7 +147,7 @@ def test_a_rank_that_does_not_respond_ends_the_save_and_neither_the_step_nor_the
 
 
 def held_after_saves(job):
-    """How many tensors were made for saves, and how many are left at the end."""
+    """How many tensors were made for saves, once none is left at the end."""
     made = []
     sending = {"error": torch.ones(1000)}
 
@@ -161,7 +161,8 @@ def held_after_saves(job):
 
     def look(run):
         gc.collect()
-        return len(made), sum(reference() is not None for reference in made)
+        wait_until(lambda: all(reference() is None for reference in made))
+        return len(made)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchtitan.checkpoint.saver.torch.empty", note(torch.empty))
@@ -216,10 +217,7 @@ class Noted:
 
 
 def test_a_save_that_has_ended_holds_no_tensors(tmp_path):
-    (found,) = run_ranks(held_after_saves, 1, recipe(tmp_path))
-    made, left = found
-    assert made > 20
-    assert left == 0
+    assert run_ranks(held_after_saves, 1, recipe(tmp_path))[0] > 20
     assert list(saved_steps(tmp_path / "checkpoint")) == [2, 4]
 
 
@@ -240,7 +238,7 @@ def test_copies_are_of_the_moment_and_tensors_are_released_once_copied(few_objec
     staging.wait()
     del tensor
     gc.collect()
-    assert reference() is None
+    wait_until(lambda: reference() is None)  # the thread lets go after it has answered
     ((found, copy),) = copies()
     assert found.digest is not None
     assert copy.tolist() == [0, 1, 2, 3]
@@ -254,4 +252,4 @@ def test_work_is_released_when_it_has_ended(few_objects):
     del held
     gc.collect()
     assert task.get() == 1
-    assert reference() is None
+    wait_until(lambda: reference() is None)

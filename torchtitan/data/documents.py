@@ -501,24 +501,16 @@ A function may also have the argument `cache`: the folder for indices, None for 
 """
 
 
-def _open_jsonl(
-    files: Sequence[Path], root: Path, text_key: str, size: int, cache: Path | None = None
-) -> Documents:
-    return JsonlDocuments(files, text_key, root, cache)
-
-
-def _open_parquet(
-    files: Sequence[Path], root: Path, text_key: str, size: int, cache: Path | None = None
-) -> Documents:
-    return ParquetDocuments(files, text_key, root, cache)
+def _indexed(kind: Callable[..., Documents]) -> Callable[..., Documents]:
+    return lambda files, root, key, size, cache=None: kind(files, key, root, cache)
 
 
 FORMATS = Registry[OpenFiles](
     "format",
     {
         "text": lambda files, root, key, size: TextDocuments(files, size, root),
-        "jsonl": _open_jsonl,
-        "parquet": _open_parquet,
+        "jsonl": _indexed(JsonlDocuments),
+        "parquet": _indexed(ParquetDocuments),
     },
 )
 """Functions that open files, by kind: see `torchtitan.data.discovery.SUFFIXES`."""

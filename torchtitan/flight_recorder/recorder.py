@@ -199,7 +199,7 @@ class Recorder:
             self._write(*evidence(error))
             if not isinstance(error, Terminated):
                 text = "".join(traceback.format_exception(error))
-                self._save(self.traceback_file, text.encode())
+                notes.save(self.folder / self.traceback_file, text.encode())
             self._keep_note()
             self._log_failure()
             notes.rescue(self.folder, self.launch.neighbors)
@@ -237,7 +237,7 @@ class Recorder:
                 error = f"TimeoutError: nothing arrived within {self._limit()} seconds"
                 self._write(error, "p2p", traceback.walk_stack(top))
                 where = "".join(traceback.format_stack(top))
-                self._save(self.traceback_file, f"{where}{error}\n".encode())
+                notes.save(self.folder / self.traceback_file, f"{where}{error}\n".encode())
                 self._keep_note()
                 self._log_failure()
                 os._exit(1)
@@ -293,13 +293,13 @@ class Recorder:
             for name, (purpose, ranks) in group_members().items()
         }
         failure = Failure(time.time(), error, kind, place(where), groups)
-        self._save(f"{self.rank}.json", json.dumps(vars(failure)).encode())
+        notes.save(self.folder / f"{self.rank}.json", json.dumps(vars(failure)).encode())
         if self.has_ring:
             time.sleep(COMPLETION_DELAY)
             rings = flight_records(self.device_type)
             names = (f"{self.prefix}{self.rank}", f"{self.rank}.gloo")
             for name, ring in zip(names, rings, strict=False):
-                self._save(name, ring)
+                notes.save(self.folder / name, ring)
 
     def _log_failure(self) -> None:
         if self.world_size > 1:
@@ -308,9 +308,6 @@ class Recorder:
             found = f"; traceback: {where}" if where.exists() else ""
             self.is_failure_logged = where.exists()
             logger.error("%s%s; for all ranks: torchtitan trace %s", message, found, self.folder)
-
-    def _save(self, name: str, content: bytes) -> None:
-        notes.save(self.folder / name, content)
 
     def _files(self, rank: int) -> list[Path]:
         """Return the files of a rank, from this run or an earlier one."""

@@ -327,7 +327,7 @@ def agreed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         ropes = {
             key: {"rope_type": rope.get("type", "default"), **rope} for key, rope in parts.items()
         }
-        for inner in {name for rope in ropes.values() for name in rope}.difference({"type"}):
+        for inner in sorted({name for rope in ropes.values() for name in rope} - {"type"}):
             named.append({f"{key}.{inner}": rope.get(inner) for key, rope in ropes.items()})
     for values in named:
         known = {key: value for key, value in values.items() if value is not None}

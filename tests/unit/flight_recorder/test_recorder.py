@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
+from tests.reliability.trials import wait_until
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
 from torchtitan.flight_recorder import Recorder, read_traces, recorded, report, rescue
@@ -289,9 +290,7 @@ def test_rank_that_makes_no_progress_after_sigterm_says_where_it_is(tmp_path, mo
         for step in (3, 4):
             mine.step(step)
         os.kill(os.getpid(), signal.SIGTERM)
-        written = threading.Event()
-        while not (tmp_path / "comm_traces/0.json").exists():
-            written.wait(0.01)
+        wait_until((tmp_path / "comm_traces/0.json").exists)
         (trace,) = read_traces(tmp_path / "comm_traces")
         assert (trace.fate, trace.step) == ("stuck", 4)
         assert "hung at step 4 outside communication" in report([trace])[0]
@@ -314,8 +313,18 @@ def test_a_request_to_stop_in_a_long_step_is_no_failure(
     """It is as long as the step before; a step that is far longer is a failure all the same."""
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.POLL_INTERVAL", 0.01)
     monkeypatch.setattr("torchtitan.flight_recorder.recorder.TERMINATION_TIMEOUT", 0.05)
-    now = [0.0]
-    monkeypatch.setattr("torchtitan.flight_recorder.recorder.time.monotonic", lambda: now[0])
+    now, looks = [0.0], [0]
+
+    def clock():
+        looks[0] += threading.current_thread().name == "flight recorder"
+        return now[0]
+
+    def wait_for_a_look():
+        """The next one is over when the one after it begins."""
+        until = looks[0] + 2
+        wait_until(lambda: looks[0] >= until)
+
+    monkeypatch.setattr("torchtitan.flight_recorder.recorder.time.monotonic", clock)
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     with recorder(tmp_path, 0, 1024) as mine:
         signal.signal(signal.SIGTERM, lambda number, frame: None)
@@ -324,14 +333,12 @@ def test_a_request_to_stop_in_a_long_step_is_no_failure(
             mine.step(number)
         mine.timeline = SimpleNamespace(paused_in=pause)
         os.kill(os.getpid(), signal.SIGTERM)
-        for at in slow:
-            threading.Event().wait(0.2)
-            now[0] = at
-            threading.Event().wait(0.2)
+        wait_for_a_look()
+        for now[0] in slow:
+            wait_for_a_look()
             assert not (tmp_path / "comm_traces/0.json").exists()
         now[0] = stuck
-        while not (tmp_path / "comm_traces/0.json").exists():
-            threading.Event().wait(0.01)
+        wait_until((tmp_path / "comm_traces/0.json").exists)
     signal.signal(signal.SIGTERM, before)
 
 
