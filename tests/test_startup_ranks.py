@@ -47,7 +47,7 @@ class Counts:
                 self.paths.append(args[0])
             elif event in ("os.listdir", "os.scandir") and isinstance(args[0], str):
                 self._is_ours = True
-                if os.path.isdir(args[0]) and str(ROOT / "torchtitan") not in args[0]:
+                if os.path.isdir(args[0]) and str(ROOT) not in args[0]:
                     self.found["entries of folders"] += len(os.listdir(args[0]))
                 self._is_ours = False
 
