@@ -57,7 +57,7 @@ def test_same_command_resumes_on_two_nodes_and_on_one(scheduler, tmp_path):
     words = command(folder, "--training.steps=8")
     logs = [tmp_path / "log0", tmp_path / "log1"]
     with ExitStack() as stack:
-        nodes = nodes_of(scheduler, 2, words, tmp_path, stack, "slow 0 0")
+        nodes = nodes_of(scheduler, 2, words, tmp_path, stack, "hold 0 6")
         wait_for_step(folder, 3, nodes[0])
         nodes[1].send_signal(signal.SIGTERM)  # to one node, as an eviction does
         statuses = [node.wait(timeout=100) for node in nodes]
@@ -97,7 +97,7 @@ def test_nodes_resume_from_their_own_disks(tmp_path):
         return found
 
     with ExitStack() as stack:
-        both = nodes(stack, "slow 0 0")
+        both = nodes(stack, "hold 0 7")
         wait_for_step(folder, 6, both[0])
         for node in both:
             kill(node)
