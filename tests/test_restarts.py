@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import launched
-from tests.ranks import descendants
+from tests.ranks import descendants, free_port
 from tests.runs import losses
 from tests.test_elastic import command, kill, started, undisturbed
 from tests.test_launch import wait_for_step
@@ -32,7 +32,6 @@ STUBS = {
     "TorchX": COUNTS + MASTER + "TORCHX_RANK0_HOST=127.0.0.1",
 }
 """Variables that a scheduler sets for a node of several, with one process each."""
-PORTS = iter(range(21_000 + os.getpid() % 5000, 30_000))
 
 
 def variables(scheduler, node, nodes, port):
@@ -43,7 +42,7 @@ def variables(scheduler, node, nodes, port):
 
 def nodes_of(scheduler, nodes, words, folder, stack, fault):
     """Start the same command on each node of a scheduler."""
-    port, found = next(PORTS), []
+    port, found = free_port(), []
     for node in range(nodes):
         own = variables(scheduler, node, nodes, port)
         started_one = started(words, folder / f"log{node}", FAULT=fault, **own)
@@ -83,7 +82,7 @@ def test_nodes_resume_from_their_own_disks(tmp_path):
         *(folder, "--training.steps=8", "--checkpoint.interval=100"),
         *("--checkpoint.frequent.interval=2", f"--checkpoint.frequent.folder={shared}"),
     )
-    port = next(PORTS)
+    port = free_port()
 
     def nodes(stack, fault):
         """Start both nodes, each of which has another disk at the same path."""
