@@ -59,7 +59,8 @@ class Counts:
         paths = [p for p in self.paths if p not in code and not p.startswith(apart)]
         opened = [p for p in paths if not p.endswith((".pyc", ".so", ".sent"))]
         recipes = sum(p.endswith(f"{RECIPE}.toml") for p in opened)
-        return {**self.found, "files opened": len(opened), "recipes opened": recipes}
+        none = {"entries of folders": 0}
+        return {**none, **self.found, "files opened": len(opened), "recipes opened": recipes}
 
 
 @contextmanager
