@@ -2,7 +2,8 @@
 
 A run that an elastic agent has started again stays well. FAULT="slow 0 0" breaks nothing, but gives
 time to do so from outside, until there is a file `hurry` in the run's folder. FAULT="save 0 0" does
-the same, and gives time during each save too.
+the same, and gives time during each save too. With FAULT="hold 0 6" all ranks wait before step 6
+until one of them is asked to stop.
 """
 
 import os
@@ -27,7 +28,9 @@ def step(trainer):
         Path(trainer.run.checkpoint.choice.dump_folder)
     ):
         time.sleep(0.1)
-    if trainer.run.state.step + 1 == int(STEP) and not Launch.read().restart:
+    if KIND == "hold" and trainer.run.state.step + 1 == int(STEP):
+        hold(trainer.run)
+    elif trainer.run.state.step + 1 == int(STEP) and not Launch.read().restart:
         for call in trainer.run.batches.before_step:
             call()
         if trainer.run.agree.world.rank == int(RANK):
@@ -35,6 +38,14 @@ def step(trainer):
         elif KIND == "silent":
             dist.recv(torch.empty(1), src=int(RANK))
     healthy_step(trainer)
+
+
+def hold(run):
+    folder = Path(run.checkpoint.choice.dump_folder)
+    while not is_in_hurry(folder):
+        if run.stop.requested:
+            (folder / "hurry").touch()
+        time.sleep(0.01)
 
 
 def is_in_hurry(folder):

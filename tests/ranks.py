@@ -50,8 +50,9 @@ def descendants(pid):
     return [*children, *(child for one in children for child in descendants(one))]
 
 
-PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to whoever asks for any: no connection takes one of them."""
+PORTS = range(20_000, 30_000)
+"""Those of Slurm's jobs (`SLURM_PORTS`), below those that the kernel gives to whoever asks for any:
+no connection takes one of them."""
 _LOCKS = []
 
 

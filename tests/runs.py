@@ -205,8 +205,9 @@ def train_each(jobs):
 
 
 def rows(folder):
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The lines of a run's metrics.jsonl, but for one of which only a part is written yet."""
+    whole = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def losses(folder):

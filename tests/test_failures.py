@@ -15,7 +15,7 @@ from torchtitan.flight_recorder import read_traces
 
 TINY = [
     *("--job.imports=tests.tiny,tests.faults", "--model.name=tiny", "--model.flavor=tiny"),
-    *("--training.steps=1000", "--comm.train_timeout_seconds=3"),
+    *("--training.steps=1000", "--comm.train_timeout_seconds=20"),
     # Fewer than a step has, so that the report comes from a ring that has gone round.
     "--comm.trace_buf_size=8",
 ]

@@ -13,7 +13,7 @@ import torch
 
 from tests import launched
 from tests.launched import OURS
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.test_elastic import started
 from tests.test_launch import RECIPE, ROOT, environment
 from torchtitan.checks import load_job
@@ -24,7 +24,6 @@ from torchtitan.tools.cli import main
 
 LOOSE = 0.001
 """Least rate at which a rank that is slow only by chance is not a fault."""
-PORTS = iter(range(11_000 + os.getpid() % 5000, 20_000))
 
 
 def a_second(act, device):
@@ -256,9 +255,8 @@ def test_wrong_recipe_is_refused_at_once(capsys):
 
 def two_nodes():
     """Variables of both nodes of a job, with a port of its own."""
-    port = str(next(PORTS))
     nodes = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
-    return nodes | {"PET_MASTER_PORT": port}
+    return nodes | {"PET_MASTER_PORT": str(free_port())}
 
 
 @pytest.mark.gate

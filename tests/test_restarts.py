@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import launched
-from tests.ranks import descendants
+from tests.ranks import descendants, free_port
 from tests.runs import losses
 from tests.test_elastic import command, kill, started, undisturbed
 from tests.test_launch import wait_for_step
@@ -32,7 +32,6 @@ STUBS = {
     "TorchX": COUNTS + MASTER + "TORCHX_RANK0_HOST=127.0.0.1",
 }
 """Variables that a scheduler sets for a node of several, with one process each."""
-PORTS = iter(range(21_000 + os.getpid() % 5000, 30_000))
 
 
 def variables(scheduler, node, nodes, port):
@@ -43,7 +42,7 @@ def variables(scheduler, node, nodes, port):
 
 def nodes_of(scheduler, nodes, words, folder, stack, fault):
     """Start the same command on each node of a scheduler."""
-    port, found = next(PORTS), []
+    port, found = free_port(), []
     for node in range(nodes):
         own = variables(scheduler, node, nodes, port)
         started_one = started(words, folder / f"log{node}", FAULT=fault, **own)
@@ -57,7 +56,7 @@ def test_same_command_resumes_on_two_nodes_and_on_one(scheduler, tmp_path):
     words = command(folder, "--training.steps=8")
     logs = [tmp_path / "log0", tmp_path / "log1"]
     with ExitStack() as stack:
-        nodes = nodes_of(scheduler, 2, words, tmp_path, stack, "slow 0 0")
+        nodes = nodes_of(scheduler, 2, words, tmp_path, stack, "hold 0 6")
         wait_for_step(folder, 3, nodes[0])
         nodes[1].send_signal(signal.SIGTERM)  # to one node, as an eviction does
         statuses = [node.wait(timeout=100) for node in nodes]
@@ -83,7 +82,7 @@ def test_nodes_resume_from_their_own_disks(tmp_path):
         *(folder, "--training.steps=8", "--checkpoint.interval=100"),
         *("--checkpoint.frequent.interval=2", f"--checkpoint.frequent.folder={shared}"),
     )
-    port = next(PORTS)
+    port = free_port()
 
     def nodes(stack, fault):
         """Start both nodes, each of which has another disk at the same path."""
@@ -97,7 +96,7 @@ def test_nodes_resume_from_their_own_disks(tmp_path):
         return found
 
     with ExitStack() as stack:
-        both = nodes(stack, "slow 0 0")
+        both = nodes(stack, "hold 0 7")
         wait_for_step(folder, 6, both[0])
         for node in both:
             kill(node)
@@ -126,8 +125,8 @@ def test_launcher_as_first_process_forwards_signals_and_reaps(tmp_path):
         wait_for_step(folder, 3, outer)
         launcher, *ranks = descendants(outer.pid)
         assert Path(f"/proc/{launcher}/status").read_text().split("NSpid:")[1].split()[1] == "1"
-        # A child of a rank that ends before it becomes a child of the first process. It has the
-        # output that is waited for, so that it has ended after `run`.
+        # Its parent has ended when `run` returns: it is then a child of the first process, which
+        # waits for it when it ends too. A process closes its output before it has ended.
         orphan = (
             "import os, time\nparent = os.getpid()\nif not os.fork():\n"
             "    while os.getppid() == parent:\n        time.sleep(0.01)\n    os._exit(0)"
@@ -135,22 +134,10 @@ def test_launcher_as_first_process_forwards_signals_and_reaps(tmp_path):
         enter = ["nsenter", "-t", str(launcher), "-p", sys.executable, "-c", orphan]
         subprocess.run(enter, check=True, stdout=subprocess.PIPE)
         until = time.monotonic() + 100
-        while zombies(launcher) and time.monotonic() < until:
+        while (left := {*descendants(launcher)} - {*ranks}) and time.monotonic() < until:
             time.sleep(0.05)
-        left = zombies(launcher)
         os.kill(launcher, signal.SIGTERM)
         assert outer.wait(timeout=100) == 75, (tmp_path / "log").read_text()
     assert max(saved_steps(folder / "checkpoint")) == max(losses(folder))
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
-    assert not left, "ended processes stay"
-
-
-def zombies(pid):
-    """Processes below `pid` that have ended, and for which nobody has waited."""
-    found = []
-    for each in descendants(pid):
-        status = Path(f"/proc/{each}/status")
-        about = status.read_text() if status.exists() else ""
-        if "State:\tZ" in about:
-            found.append(about.partition("TracerPid")[0])
-    return found
+    assert not left, "a process that has ended stays"

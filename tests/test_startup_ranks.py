@@ -47,7 +47,7 @@ class Counts:
                 self.paths.append(args[0])
             elif event in ("os.listdir", "os.scandir") and isinstance(args[0], str):
                 self._is_ours = True
-                if os.path.isdir(args[0]) and str(ROOT / "torchtitan") not in args[0]:
+                if os.path.isdir(args[0]) and str(ROOT) not in args[0]:
                     self.found["entries of folders"] += len(os.listdir(args[0]))
                 self._is_ours = False
 
@@ -59,7 +59,8 @@ class Counts:
         paths = [p for p in self.paths if p not in code and not p.startswith(apart)]
         opened = [p for p in paths if not p.endswith((".pyc", ".so", ".sent"))]
         recipes = sum(p.endswith(f"{RECIPE}.toml") for p in opened)
-        return {**self.found, "files opened": len(opened), "recipes opened": recipes}
+        none = {"entries of folders": 0}
+        return {**none, **self.found, "files opened": len(opened), "recipes opened": recipes}
 
 
 @contextmanager

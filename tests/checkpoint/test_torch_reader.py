@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from tests import forked, tiny
 from tests.layouts import LAYOUTS, case
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.small_weights import saved as saved_weights
 from tests.test_docs import ROOT, blocks
 from tests.training.test_optimizers import eager
@@ -156,9 +155,7 @@ def run_alone(world, folder):
     [(1, run_forked), (2, run_forked), pytest.param(2, run_alone, marks=pytest.mark.slow)],
 )
 def test_script_of_the_documentation_opens_it_without_torchtitan(ranks, run, page):
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     assert run(world, page) == 0
     parts = [torch.load(page / f"{ranks}-{rank}.pt") for rank in range(ranks)]
     whole = {
