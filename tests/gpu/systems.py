@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tests.gpu import page
 from tests.gpu.planned import fake_rank, planned
 from tests.gpu.timing import fresh, in_turns
-from tests.tables import table
+from tests.tables import data, table
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.device import GIB
@@ -44,17 +44,7 @@ class Rank(NamedTuple):
 RANKS = {
     f"8B: {name}": Rank(int(ranks), flags) for name, ranks, flags in table(__file__, "systems.txt")
 }
-SMALL_CARD = {
-    "7B in 24 GB: GaLore, bases in 8 bits": {},
-    "7B in 24 GB: AdamW, 8 bits": {"name": "AdamW"},
-    "7B in 24 GB: GaLore, bases in bf16": {"basis_dtype": "bfloat16"},
-    "7B in 24 GB: GaLore, bases in float32": {"basis_dtype": "parameter"},
-}
-REFRESH = {
-    "refresh of 4,096 x 4,096": (4096, 4096, 1024),
-    "refresh of 11,008 x 4,096": (11008, 4096, 1024),
-}
-"""Rows, columns and rank."""
+SMALL_CARD, REFRESH = data(__file__)["small_card"], data(__file__)["refresh"]
 SIZES = ("base", "huge", "1b", "3b")
 IMAGES = {
     f"ViT-MAE {size}: {how}": (size, how)
