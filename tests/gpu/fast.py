@@ -27,6 +27,7 @@ from tests.tables import data
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
+from torchtitan.device import GIB
 from torchtitan.models import MODELS
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.llama3 import LLAMA3
@@ -175,6 +176,7 @@ def measured(step, model, device):
     if peak:
         found["MFU"] = flops / statistics.median(seconds) / peak
     if device.type == "cuda":
+        found["GiB allocated"] = torch.cuda.max_memory_allocated() / GIB
         found |= traced(step, device)
     return found
 

@@ -183,6 +183,7 @@ def many(rows):
         yield table(timed, COLUMNS["many"])
     for case, row in timed.items():
         yield from collectives(case, row)
+    yield from launched_twice(rows)
 
 
 def collectives(case, row):
@@ -218,6 +219,7 @@ def titled(title, columns, figure):
     return part
 
 
+launched_twice = titled("A recipe by compiler cache", "launches", "cold GiB")
 PARTS = {
     "right": titled("How far five steps are from the CPU's", "right", "moved"),
     "fast": fast,
