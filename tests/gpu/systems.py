@@ -136,9 +136,9 @@ def steps(step, device, rounds=4):
 
 
 def small_card(name, device, backend):
-    """Train 7B where the allocator may reserve what a card of 24 GB leaves it.
+    """Train 7B for ten steps where the allocator may reserve what a card of 24 GB leaves it.
 
-    Bases are refreshed every three steps, so that two refreshes are timed after that of the first
+    Bases are refreshed every three steps, so that three refreshes are timed after that of the first
     step, which also compiles.
     """
     import tomlkit
@@ -168,14 +168,15 @@ def small_card(name, device, backend):
 
             trainer, agree_as_usual = Trainer(run), run.agree
             run.agree = agree
-            for _ in range(7):
+            for _ in range(10):
                 begin = time.perf_counter()
                 trainer.step()
                 device.synchronize()
                 seconds.append(time.perf_counter() - begin)
-            ordinary = statistics.median(seconds[n] for n in (1, 2, 4, 5))
-            refreshed = statistics.median(seconds[n] for n in (3, 6))
+            ordinary = statistics.median(seconds[n] for n in range(1, 10) if n % 3)
+            refreshed = statistics.median(seconds[3::3])
             losses = [status.highest_loss for status in statuses]
+            assert len(losses) == 10, losses
             assert all(map(math.isfinite, losses)), losses
             return {
                 "ms": 1000 * ordinary,
