@@ -102,25 +102,7 @@ def test_systems_have_tables(tmp_path):
         assert line in text, text
 
 
-INFO = "torchtitan-0.2.2.dist-info"
-PEER = {
-    "torchtitan/__init__.py": "",
-    "torchtitan/models/__init__.py": "",
-    "torchtitan/models/llama3.py": """
-from dataclasses import make_dataclass
-llama3_args = {"debugmodel": make_dataclass("Sizes", ["n_layers"])(6)}
-""",
-    "torchtitan/train.py": """
-import importlib.util, sys
-assert importlib.util.find_spec("torch") and not importlib.util.find_spec("torchtitan.build")
-importlib.import_module(sys.argv[sys.argv.index("--experimental.custom_import") + 1])
-for step in range(1, 5):
-    print(f"step: {step:2}  loss:  8.1  memory: {step}.50GiB(1.0%)  tps: {1000 * step:,}  mfu: 1%")
-""",
-    f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.2.2",
-    f"{INFO}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any",
-    f"{INFO}/RECORD": "",
-}
+PEER = data(__file__)["peer"]
 """A wheel that stands for TorchTitan's, which needs a GPU."""
 
 

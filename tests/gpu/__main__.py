@@ -32,8 +32,8 @@ STAGES = {
     "runs": Stage("runs as a person starts them", 3, 150, True),
     "ranks": Stage("layouts whose ranks share the device", 6, 150, True),
     "fast": Stage("speed beside a loop by hand", 16, 120, False),
-    "many": Stage("one rank of many", 8, 240, False),
-    # The first bases of 7B and two refreshes took most of two minutes on an H100.
+    "many": Stage("one rank of many", 11, 240, False),
+    # The first bases of 7B and two of three refreshes took most of two minutes on an H100.
     "systems": Stage("memory and speed of systems from papers", 12, 300, False),
     "real": Stage("a piece of the real run", 9, 540, False),
     "peer": Stage("speed beside TorchTitan 0.2.2, from its wheel", 18, 540, False),

@@ -1,5 +1,6 @@
 """Stage 3: how fast one device trains, beside the shortest loop that one would write by hand."""
 
+import dataclasses
 import importlib.util
 import itertools
 import statistics
@@ -26,6 +27,7 @@ from tests.tables import data
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
+from torchtitan.device import GIB
 from torchtitan.models import MODELS
 from torchtitan.models.attention import causal_attention
 from torchtitan.models.llama3 import LLAMA3
@@ -53,14 +55,7 @@ class Model(NamedTuple):
     """Those that are tried; none: all."""
 
 
-SOME = ("compiled", "Float8 tensorwise", "Float8 rowwise", "by hand, compiled by block")
-MORE = ("eager", "compiled, loss in chunks")
-MODELS_HERE = {
-    "8B, 4 layers": Model("8B", 1, 8192, {"n_layers": 4}),
-    # Less of the time goes to the optimizer and the output.
-    "8B, 8 layers, 2 sequences": Model("8B", 2, 8192, {"n_layers": 8}, rows=SOME),
-    "1B": Model("1B", 1, 8192, rows=SOME + MORE),
-}
+MODELS_HERE = {name: Model(**given) for name, given in RECIPES["models"].items()}
 TOY = Model("debugmodel", 2, 64, {}, 512, 16)
 
 BY_HAND = {"by hand, compiled by block": "block", "by hand, compiled whole": "model"}
@@ -70,12 +65,7 @@ CODECS = {f"codec of {bits} bits": bits for bits in (8, 4, 2)}
 CALIBRATION = "calibration"
 ATTENTION = {"attention, 8,192 tokens": 8192, "attention, 32,768 tokens": 32768}
 EXPERTS = {f"experts, {name}": layer for name, layer in mixture.LAYERS.items()}
-MASKS = {
-    "causal": (0, 0),
-    **{f"documents of {size:,}": (size, 0) for size in (500, 1000, 2000, 4000, 8000)},
-    "window of 1,024": (0, 1024),
-    "window of 4,096": (0, 4096),
-}
+MASKS = RECIPES["masks"]
 """Tokens of each document, and the window; 0: none."""
 DENSE = "documents of 1,000, dense mask"
 
@@ -154,8 +144,6 @@ def extended(row, model, folder, backend):
 
 
 def arguments(model):
-    import dataclasses
-
     return dataclasses.replace(LLAMA3.flavors[model.flavor], **model.sizes)
 
 
@@ -188,6 +176,7 @@ def measured(step, model, device):
     if peak:
         found["MFU"] = flops / statistics.median(seconds) / peak
     if device.type == "cuda":
+        found["GiB allocated"] = torch.cuda.max_memory_allocated() / GIB
         found |= traced(step, device)
     return found
 

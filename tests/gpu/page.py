@@ -32,9 +32,8 @@ def write(folder):
     stages = {name: read(folder / f"{name}.jsonl") for name in STAGES}
     summary = "\n".join(f"| {name} | {' | '.join(counts(rows))} |" for name, rows in stages.items())
     parts = [failures(stages)]
-    for part in (right, fast, many, systems, real, peer):
-        rows = stages[part.__name__]
-        parts += part({case: row["figures"] for case, row in rows.items()})
+    for name, part in PARTS.items():
+        parts += part({case: row["figures"] for case, row in stages[name].items()})
     shown = ("device", "driver", "torch", "torchao", "python", "cores", "date")
     text = PAGE.format(
         about=", ".join(
@@ -100,14 +99,6 @@ def failures(stages):
             elif "left out" in row["figures"]:
                 found.append(f"- {stage}, {case}: left out: {row['figures']['left out']}")
     return "\n".join(["## Failed, or left out\n", *found]) if found else ""
-
-
-def right(rows):
-    """How far each case was from the CPU at most."""
-    compared = {case: row for case, row in rows.items() if row.keys() >= {"loss", "moved"}}
-    if compared:
-        yield "## How far five steps are from the CPU's"
-        yield table(compared, COLUMNS["right"])
 
 
 def fast(rows):
@@ -192,6 +183,7 @@ def many(rows):
         yield table(timed, COLUMNS["many"])
     for case, row in timed.items():
         yield from collectives(case, row)
+    yield from launched_twice(rows)
 
 
 def collectives(case, row):
@@ -217,13 +209,22 @@ def systems(rows):
             yield f"## {case.capitalize()}\n\n{table(methods, COLUMNS['bases'])}"
 
 
-def real(rows):
-    if found := {case: row for case, row in rows.items() if "end" in row}:
-        yield "## The real run"
-        yield table(found, COLUMNS["real"])
+def titled(title, columns, figure):
+    """The part with one table: of the cases that have a figure."""
+
+    def part(rows):
+        if found := {case: row for case, row in rows.items() if figure in row}:
+            yield f"## {title}\n\n{table(found, COLUMNS[columns])}"
+
+    return part
 
 
-def peer(rows):
-    if found := {case: row for case, row in rows.items() if "ratio" in row}:
-        yield "## Beside TorchTitan 0.2.2"
-        yield table(found, COLUMNS["peer"])
+launched_twice = titled("A recipe by compiler cache", "launches", "cold GiB")
+PARTS = {
+    "right": titled("How far five steps are from the CPU's", "right", "moved"),
+    "fast": fast,
+    "many": many,
+    "systems": systems,
+    "real": titled("The real run", "real", "end"),
+    "peer": titled("Beside TorchTitan 0.2.2", "peer", "ratio"),
+}

@@ -14,7 +14,7 @@ from tests.layouts import LAYOUTS as MAIN
 from tests.layouts import alone, compared_by
 from tests.research import layouts as research_layouts
 from tests.research.layouts import COMPRESSED
-from tests.runs import Part, assert_complete, compare, trace
+from tests.runs import Part, assert_complete, compare, compare_routers, trace
 from torchtitan import local_ranks
 from torchtitan.device import Device
 from torchtitan.job import JobConfig
@@ -22,7 +22,9 @@ from torchtitan.parallel.async_tensor import Fused
 from torchtitan.research.common.modelled import places, write_modelled_steps
 from torchtitan.tools.verify.recipe import use_float64
 
-LAYOUTS = MAIN | research_layouts.LAYOUTS
+EXPERTS = {"Qwen3-MoE, EP 2": layouts.EXPERT_PARALLEL["EP 2"]}
+"""Of two ranks, each has half of the experts, and sends the others' rows."""
+LAYOUTS = MAIN | EXPERTS | research_layouts.LAYOUTS
 OTHERS = {
     "Muon": {"ns_dtype": "float32", "adamw": {"eps": 1e-6}},
     "GaLore": {"rank": 8},
@@ -99,6 +101,8 @@ def check(name, device, backend):
                 compare_rounded(own, right, where)
             else:
                 compare(own, right, where, allowed)
+                if jobs[number].optimizer.name == "SGD":
+                    compare_routers(own, right, where)
     return {}
 
 
@@ -206,6 +210,6 @@ def names(rehearsed):
     """The layouts: all, or in a rehearsal one of each kind."""
     if rehearsed:
         some = ["FSDP 2", "TP 2", "CP 2, ring", "CP 2, balanced by documents, window", "PP 2, 1F1B"]
-        return [*some, "Muon: FSDP 2", *list(FUSED)[:2], *COMPRESSED]
+        return [*some, *EXPERTS, "Muon: FSDP 2", *list(FUSED)[:2], *COMPRESSED]
     others = [f"{other}: {layout}" for other in OTHERS for layout in AMONG]
     return [*FUSED, *COMPRESSED, *LAYOUTS, *others]

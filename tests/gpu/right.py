@@ -19,6 +19,7 @@ from tests import layouts, tiny
 from tests.dense import dense_attention
 from tests.research.layouts import BESIDE_LATENT, LATENT_LOSSES
 from tests.runs import trace
+from tests.tables import data
 from torchtitan.convert import ConverterConfig, Float8
 from torchtitan.job import JobConfig
 from torchtitan.losses import AuxiliaryLossConfig
@@ -29,16 +30,9 @@ from torchtitan.torch_private.attention_kernels import attention_backward, atten
 
 Sections = Mapping[str, dict[str, Any]]
 
-COMPILE = {"compile": {"enable": True}}
-WHOLE = {"compile": {"enable": True, "granularity": "model"}}
-BF16 = {"training": {"mixed_precision_param": "bfloat16"}}
-DOCUMENTS = {"model": {"attn_mask_type": "block_causal"}}
-WINDOW = {"model": {"sliding_window": 12}}
-CHUNKS = {"loss": {"vocabulary_chunk": 100}}
-
-
-def recompute(mode, **rest):
-    return {"activation_checkpoint": {"mode": mode, **rest}}
+TABLE = data(__file__)
+CHANGES = layouts.CHANGES | TABLE["changes"]
+BF16, COMPILE, CHUNKS = (CHANGES[each] for each in ("bf16", "compiled", "loss in chunks"))
 
 
 def optimizer(**keys):
@@ -83,49 +77,29 @@ def case(*sections, **rest):
     return Case(found, **{"like": like, **rest})
 
 
+def named(name):
+    """The case of the changes in its name."""
+    words = name.split(", ")
+    return case(*(CHANGES[each] for each in words), bounds=HALF if "bf16" in words else ROUNDING)
+
+
 def updated(*sections, bounds=ROUNDING, **keys):
     """An optimizer with these settings, on the device as on the CPU."""
     return case(optimizer(**keys), *sections, like=optimizer(**keys), bounds=bounds)
 
 
-OPERATORS = {"activation_checkpoint": layouts.OPERATORS}
 MUON = {"name": "Muon", "ns_dtype": "float32", "adamw": {"eps": 1e-6}}
 PICTURES = {"model": tiny.VIT_MAE, "data": {"dataset": "scenes"}}
 FLOAT8 = {name: (Float8(recipe=name),) for name in ("tensorwise", "rowwise")}
 HIGH_PRECISION = (Float8(recipe="rowwise_with_gw_hp"),)
 ROTATED = (LowPrecisionAttention(dtype="int8", rotation="qkv"),)
 CASES = {
-    "float32": case(),
-    "bf16": case(BF16, bounds=HALF),
-    "bf16, compiled": case(BF16, COMPILE, bounds=HALF),
-    "bf16, compiled whole": case(BF16, WHOLE, bounds=HALF),
-    "compiled by block": case(COMPILE),
-    "compiled whole": case(WHOLE),
-    "full recomputation": case(recompute("full")),
-    "every second block recomputed": case(recompute("selective", selective_ac_option=2)),
-    "operators recomputed": case(OPERATORS),
-    "operators recomputed, compiled": case(COMPILE, OPERATORS),
-    "full recomputation, compiled": case(COMPILE, recompute("full")),
-    "memory budget": case(COMPILE, recompute("memory_budget", memory_budget=0.3)),
-    "documents": case(DOCUMENTS),
-    "documents, compiled": case(DOCUMENTS, COMPILE),
-    "documents, bf16": case(DOCUMENTS, BF16, bounds=HALF),
-    "documents, bf16, compiled whole": case(DOCUMENTS, BF16, WHOLE, bounds=HALF),
-    "documents, operators recomputed": case(DOCUMENTS, OPERATORS),
-    "window": case(WINDOW),
-    "window, bf16, compiled": case(WINDOW, BF16, COMPILE, bounds=HALF),
-    "documents and window, bf16": case(DOCUMENTS, WINDOW, BF16, bounds=HALF),
-    "loss in chunks": case(CHUNKS),
-    "loss in chunks, compiled": case(CHUNKS, COMPILE),
-    "bf16, loss in chunks, compiled": case(BF16, CHUNKS, COMPILE, bounds=HALF),
-    "CPU offload": case({"training": {"enable_cpu_offload": True}}),
+    **{name: named(name) for name in TABLE["cases"]},
     "Float8 tensorwise": case(BF16, COMPILE, convert=FLOAT8["tensorwise"], bounds=EIGHT, like=BF16),
     "Float8 rowwise": case(BF16, COMPILE, convert=FLOAT8["rowwise"], bounds=EIGHT),
     "Float8 rowwise_with_gw_hp": case(BF16, COMPILE, convert=HIGH_PRECISION, bounds=EIGHT),
     "Float8 tensorwise, eager": case(BF16, convert=FLOAT8["tensorwise"], bounds=EIGHT),
     "Float8 rowwise, eager": case(BF16, convert=FLOAT8["rowwise"], bounds=EIGHT),
-    "foreach": case(optimizer(implementation="foreach")),
-    "one tensor after the other": case(optimizer(implementation="for-loop")),
     "states in bfloat16": updated(state_dtype="bfloat16", bounds=HALF),
     "states in Float8": updated(state_dtype="float8", bounds=HALF),
     "states in 8 bits": updated(state_dtype="8bit", bounds=HALF),
@@ -148,7 +122,6 @@ CASES = {
     "multi-token prediction": case(CHUNKS, auxiliary=LATENT_LOSSES, like=CHUNKS),
     "attention in Float8": case(convert=(LowPrecisionAttention(),), bounds=EIGHT),
     "attention in int8, rotated": case(convert=ROTATED, bounds=EIGHT),
-    "deterministic": case({"debug": {"deterministic": True}}),
 }
 
 
@@ -175,7 +148,7 @@ def eager_on_cpu(recipe):
 
 def trained(recipe, kind):
     """All steps; microbatches of tokens have different numbers of targets."""
-    return trace(recipe, recipe.model.name == "tiny", kind)
+    return trace(recipe, uneven=True, device=kind)
 
 
 @cache
@@ -258,15 +231,14 @@ ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 """How far attention may be off, as 2-norms."""
 
 
-def far_off(names, found, expected, dtype, where):
-    """How far tensors are off at most; an AssertionError says of which, and `where`."""
-    worst = 0.0
+def note_worst(worst, names, found, expected, dtype, where):
+    """Note how far tensors of a dtype are off at most; an AssertionError says which and `where`."""
+    kind = str(dtype).removeprefix("torch.")
     for what, mine, right in zip(names, found, expected, strict=True):
         assert mine.shape == right.shape, (what, mine.shape, right.shape)
         off = ((mine.float() - right).norm() / right.norm()).item()
         assert off <= ALLOWED[dtype], f"{what} is off by {off:.2g}: {dtype}, {where}"
-        worst = max(worst, off)
-    return worst
+        worst[kind] = max(worst.get(kind, 0.0), off)
 
 
 def attention(device):
@@ -294,9 +266,7 @@ def attention(device):
         expected, found = results
         names = ("out", "lse", "grad q", "grad k", "grad v")
         where = f"{kind}, {length} tokens, {heads}/{kv_heads} heads of {size}"
-        off = far_off(names, found, expected, dtype, where)
-        name = str(dtype).removeprefix("torch.")
-        worst[name] = max(worst.get(name, 0.0), off)
+        note_worst(worst, names, found, expected, dtype, where)
     return worst
 
 
@@ -324,9 +294,7 @@ def document_attention(device):
             out = core(*own, mask, window)
             results.append([out, *torch.autograd.grad(out, own, grad.to(wide))])
         where = f"documents {ids is not None}, window {window}, {heads}/{kv_heads} heads of {size}"
-        off = far_off(("out", "grad q", "grad k", "grad v"), *results, dtype, where)
-        name = str(dtype).removeprefix("torch.")
-        worst[name] = max(worst.get(name, 0.0), off)
+        note_worst(worst, ("out", "grad q", "grad k", "grad v"), *results, dtype, where)
     return worst
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tests.gpu import page
 from tests.gpu.planned import fake_rank, planned
 from tests.gpu.timing import fresh, in_turns
-from tests.tables import table
+from tests.tables import data, table
 from torchtitan.build import build
 from torchtitan.checks import load_job
 from torchtitan.device import GIB
@@ -44,17 +44,7 @@ class Rank(NamedTuple):
 RANKS = {
     f"8B: {name}": Rank(int(ranks), flags) for name, ranks, flags in table(__file__, "systems.txt")
 }
-SMALL_CARD = {
-    "7B in 24 GB: GaLore, bases in 8 bits": {},
-    "7B in 24 GB: AdamW, 8 bits": {"name": "AdamW"},
-    "7B in 24 GB: GaLore, bases in bf16": {"basis_dtype": "bfloat16"},
-    "7B in 24 GB: GaLore, bases in float32": {"basis_dtype": "parameter"},
-}
-REFRESH = {
-    "refresh of 4,096 x 4,096": (4096, 4096, 1024),
-    "refresh of 11,008 x 4,096": (11008, 4096, 1024),
-}
-"""Rows, columns and rank."""
+SMALL_CARD, REFRESH = data(__file__)["small_card"], data(__file__)["refresh"]
 SIZES = ("base", "huge", "1b", "3b")
 IMAGES = {
     f"ViT-MAE {size}: {how}": (size, how)
@@ -146,9 +136,9 @@ def steps(step, device, rounds=4):
 
 
 def small_card(name, device, backend):
-    """Train 7B where the allocator may reserve what a card of 24 GB leaves it.
+    """Train 7B for ten steps where the allocator may reserve what a card of 24 GB leaves it.
 
-    Bases are refreshed every three steps, so that two refreshes are timed after that of the first
+    Bases are refreshed every three steps, so that three refreshes are timed after that of the first
     step, which also compiles.
     """
     import tomlkit
@@ -178,14 +168,15 @@ def small_card(name, device, backend):
 
             trainer, agree_as_usual = Trainer(run), run.agree
             run.agree = agree
-            for _ in range(7):
+            for _ in range(10):
                 begin = time.perf_counter()
                 trainer.step()
                 device.synchronize()
                 seconds.append(time.perf_counter() - begin)
-            ordinary = statistics.median(seconds[n] for n in (1, 2, 4, 5))
-            refreshed = statistics.median(seconds[n] for n in (3, 6))
+            ordinary = statistics.median(seconds[n] for n in range(1, 10) if n % 3)
+            refreshed = statistics.median(seconds[3::3])
             losses = [status.highest_loss for status in statuses]
+            assert len(losses) == 10, losses
             assert all(map(math.isfinite, losses)), losses
             return {
                 "ms": 1000 * ordinary,

@@ -9,6 +9,7 @@ from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.checks.limits import model_states
 from torchtitan.config import CannotRun
+from torchtitan.device import GIB
 from torchtitan.plan.fitting import peak_of
 from torchtitan.plan.hardware import find_hardware
 from torchtitan.plan.plan import plan
@@ -53,3 +54,17 @@ def test_fits_its_hardware(path):
     assert planned.room_gib is not None
     assert planned.room_gib > LEAST_ROOM * planned.capacity_gib
     assert model_states(job, stated.ranks).device < peak_of(planned).device
+
+
+SHORT_671B = "--model.name deepseek_v3 --model.flavor 671B --model.n_layers 4 "
+SHORT_671B += "--parallelism.expert_parallel_degree 8 --training.local_batch_size 1 "
+SHORT_671B += "--training.seq_len 4096"
+
+
+@pytest.mark.gate
+def test_a_layer_of_671b_fits_a_rank_with_an_eighth_of_its_experts():
+    """After the three that have none; weights, gradients and Adam's state are 16 bytes each."""
+    job = load_job(None, SHORT_671B.split(), 8, "cuda").config
+    planned = plan(job, 8, find_hardware("h100"))
+    assert planned.fits
+    assert 16 * 32 * 3 * 7168 * 2048 / GIB < peak_of(planned).device < 80e9 / GIB

@@ -238,6 +238,7 @@ def test_a_run_resumes_to_the_bit_and_as_fsdp2(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_what_is_replaced_in_place_is_sent_in_pieces(monkeypatch):
+    assert PIECES["cuda"] == 32 * 2**20
     monkeypatch.setitem(PIECES, "cpu", 3000)
     monkeypatch.setattr(recorded, "RECORDINGS", {})  # those of other pieces
     layout = case(shard=2, chunk=100, sharding=IN_PLACE)

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import tarfile
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -164,22 +165,27 @@ def test_a_corrupt_image_is_left_out_of_its_lane_alone(caplog):
     )
 
 
+PACKING = MaskedPatches(dataclasses.replace(FLAVORS["debugmodel"], image_size=8), seed=0)
+
+
+def streams(ranks, processes):
+    """The streams of all ranks, of a global batch of 8 and microbatches of 2."""
+    config = DataConfig(dataset="scenes", num_workers=processes)
+    sizes = {"local_batch_size": 2, "accumulation": 4 // ranks, "ranks": ranks}
+    return [DataStream(config, broken(4, 9), PACKING, rank=r, **sizes) for r in range(ranks)]
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_processes_do_not_change_the_batches(processes):
+    (alone,), (shared,) = streams(1, 0), streams(1, processes)
+    with closing(alone), closing(shared):
+        for expected, found in itertools.islice(zip(alone, shared, strict=True), 20):
+            assert torch.equal(found.pixels, expected.pixels)
+            assert torch.equal(found.order, expected.order)
+
+
 def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume():
     """With any number of processes."""
-    args = FLAVORS["debugmodel"]
-    packing = MaskedPatches(dataclasses.replace(args, image_size=8), seed=0)
-
-    def streams(ranks, processes):
-        return [
-            DataStream(
-                *(DataConfig(dataset="scenes", num_workers=processes), broken(4, 9), packing),
-                local_batch_size=2,
-                accumulation=4 // ranks,
-                rank=rank,
-                ranks=ranks,
-            )
-            for rank in range(ranks)
-        ]
 
     def counted(of_ranks, steps):
         counts, seen = [], set()
@@ -209,7 +215,6 @@ def test_what_is_left_out_is_counted_on_every_layout_and_after_a_resume():
 
 
 def test_a_process_that_is_killed_is_named_and_none_is_left(capfd):
-    packing = MaskedPatches(dataclasses.replace(FLAVORS["debugmodel"], image_size=8), seed=0)
     config = DataConfig(dataset="scenes", num_workers=2)
     own = descendants(os.getpid())
 
@@ -217,7 +222,7 @@ def test_a_process_that_is_killed_is_named_and_none_is_left(capfd):
         return sorted({*descendants(os.getpid())} - {*own})
 
     stream = DataStream(
-        *(config, broken(), packing), local_batch_size=2, accumulation=1, rank=0, ranks=1
+        *(config, broken(), PACKING), local_batch_size=2, accumulation=1, rank=0, ranks=1
     )
     next(stream)
     first, second = started()
