@@ -215,7 +215,7 @@ class Codec:
     ) -> Tensor:
         """Decode the parts of a slice to (R, buckets, n), padded to a multiple of `GROUP`."""
         codes = _unpack(parts[0], self.bits).float()
-        scale, *low = (_as(field, self.scales).float() for field in parts[1:])
+        scale, *low = (as_numbers(field, self.scales).float() for field in parts[1:])
         if levels is None:
             codes = codes + self._codes[0] - shift
         else:
@@ -310,7 +310,7 @@ def _word(bits: int) -> tuple[int, int, torch.dtype]:
     return per_word, size, dtype
 
 
-def _as(data: Tensor, dtype: torch.dtype) -> Tensor:
+def as_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Reinterpret the bytes of each row as numbers; copied, since they may be unaligned."""
     if not data.numel():
         return data.new_empty(*data.shape[:-1], 0, dtype=dtype)
@@ -366,7 +366,7 @@ class WireFormat:
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Invert `pack`."""
         codes = self.codec.bytes_of(self.coarse)
-        return packed[:, :codes], _as(packed[:, codes:], dtype)
+        return packed[:, :codes], as_numbers(packed[:, codes:], dtype)
 
 
 def seed_of(name: str, bits: int = 64) -> int:
