@@ -324,6 +324,13 @@ def _bytes(numbers: Tensor) -> Tensor:
     return numbers.contiguous().view(torch.uint8)
 
 
+def _joined(columns: list[Tensor]) -> Tensor:
+    """Concatenate columns; the only piece that is not empty is not copied, if it is aligned."""
+    first, *others = [each for each in columns if each.numel()] or columns
+    is_aligned = first.storage_offset() * first.itemsize % ALIGNMENT == 0
+    return first if is_aligned and not others else torch.cat([first, *others], 1)
+
+
 @dataclass(frozen=True)
 class WireFormat:
     """Format in which a unit is sent: matrices in low bits, and the rest unchanged.
@@ -350,18 +357,18 @@ class WireFormat:
         pieces = torch.split(rows, [size for _, size in self.parts], 1)
         kinds = [is_coarse for is_coarse, _ in self.parts]
         both = ([p for p, k in zip(pieces, kinds, strict=True) if k is w] for w in (True, False))
-        coarse, exact = (torch.cat([rows[:, :0], *pieces], 1) for pieces in both)
+        coarse, exact = (_joined([rows[:, :0], *pieces]) for pieces in both)
         return coarse, exact
 
     def join(self, coarse: Tensor, exact: Tensor) -> Tensor:
         """Invert `split`."""
         sizes = ([size for is_coarse, size in self.parts if is_coarse is w] for w in (True, False))
         both = [iter(torch.split(t, s, 1)) for t, s in zip((coarse, exact), sizes, strict=True)]
-        return torch.cat([next(both[not is_coarse]) for is_coarse, _ in self.parts], 1)
+        return _joined([next(both[not is_coarse]) for is_coarse, _ in self.parts])
 
     def pack(self, codes: Tensor, exact: Tensor) -> Tensor:
         """Concatenate codes and unchanged numbers as bytes, row by row."""
-        return torch.cat([codes, _bytes(exact)], 1)
+        return _joined([codes, _bytes(exact)])
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Invert `pack`."""
