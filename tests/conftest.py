@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import registries
+from tests.wandb_files import WANDB_OFFLINE
 from torchtitan.config import RecipeError
 from torchtitan.logging import logger
 from torchtitan.torch_private.distributed import flight_records
@@ -94,6 +95,15 @@ def small(monkeypatch):
     from torchtitan.models import MODELS
 
     monkeypatch.setitem(MODELS, "small", SPEC)
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """Weights & Biases without a network."""
+    for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "home"))
+    for name, value in WANDB_OFFLINE.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -86,6 +86,12 @@ CUTS = {
 }
 
 
+def start_both(trial, steps):
+    trial.start(0)
+    trial.start(1)
+    trial.wait_for_steps(steps)
+
+
 def healed(trial, ranks=2):
     trial.wait_for_steps(1, ranks)
     trial.finish()
@@ -94,9 +100,7 @@ def healed(trial, ranks=2):
 @pytest.mark.parametrize("seconds", [10, 90, 600])
 @pytest.mark.parametrize("how", CUTS)
 def test_cut_while_training(how, seconds, trial):
-    trial.start(0)
-    trial.start(1)
-    trial.wait_for_steps(12)
+    start_both(trial, 12)
     CUTS[how](trial, True)
     time.sleep(seconds)
     CUTS[how](trial, False)
@@ -129,9 +133,7 @@ def test_cut_while_a_checkpoint_is_written(seconds, trial):
 
 def start_on_one_or_two(trial):
     trial.options |= {"nnodes": "1:2"}
-    trial.start(0)
-    trial.start(1)
-    trial.wait_for_steps(12)
+    start_both(trial, 12)
     cut_wire(trial, True)
 
 
@@ -153,9 +155,7 @@ def test_run_ends_while_a_node_is_away(trial):
 
 
 def test_node_of_the_rendezvous_is_started_again(trial):
-    trial.start(0)
-    trial.start(1)
-    trial.wait_for_steps(12)
+    start_both(trial, 12)
     kill(trial.nodes[0])
     trial.start(0)
     healed(trial)
@@ -165,9 +165,7 @@ def test_address_of_the_rendezvous_moves_to_the_other_node(trial):
     moving = "10.97.0.9"
     trial.options["rdzv_endpoint"] = f"{moving}:{PORT}"
     trial.net.address(0, "add", moving)
-    trial.start(0)
-    trial.start(1)
-    trial.wait_for_steps(12)
+    start_both(trial, 12)
     kill(trial.nodes[0])
     trial.net.address(0, "del", moving)
     trial.net.address(1, "add", moving)
@@ -177,9 +175,7 @@ def test_address_of_the_rendezvous_moves_to_the_other_node(trial):
 
 def test_loss_and_delay_change_nothing_but_time(trial):
     trial.net.wire.loss, trial.net.wire.delay = 0.02, 0.02
-    trial.start(0)
-    trial.start(1)
-    trial.wait_for_steps(3)
+    start_both(trial, 3)
     healed(trial)
     assert trial.net.wire.dropped > 10
     assert "restart 1 of" not in trial.log(0)

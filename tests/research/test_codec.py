@@ -67,9 +67,8 @@ LEVELS = torch.tensor([[0.0, 0.2, 0.3, 0.45, 0.55, 0.7, 0.8, 1.0]])
 @pytest.mark.parametrize("scales", SCALES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_not_hidden(form, scales, bad):
-    codec, levels = Codec(3, 32, "minmax" if form == "levels" else form, scales), None
-    if form == "levels":
-        levels = LEVELS.expand(3, -1)
+    codec = Codec(3, 32, "minmax" if form == "levels" else form, scales)
+    levels = LEVELS.expand(3, -1) if form == "levels" else None
     rows = torch.ones(1, 96)
     rows[0, 40] = bad
     finite = codec.decode(codec.encode(rows, levels=levels), 96, levels=levels).isfinite()
@@ -179,11 +178,19 @@ def test_matrices_are_sent_in_few_bits_and_the_rest_as_it_is():
     assert float((found - coarse).abs().max()) < 0.3
 
 
+def test_a_unit_of_one_matrix_is_not_copied():
+    unit = Unit("", {"w": torch.Size([4, 16])}, torch.device("cpu"))
+    wire_format, rows = WireFormat(unit, Codec(4, 32)), torch.randn(2, 64)
+    coarse, exact = wire_format.split(rows)
+    views = (coarse, wire_format.join(coarse, exact))
+    assert {(v.shape, v.data_ptr()) for v in views} == {(rows.shape, rows.data_ptr())}
+
+
 def test_a_unit_without_matrices_is_sent_as_it_is():
     unit = Unit("", {"norm": torch.Size([24])}, torch.device("cpu"))
     wire_format, rows = WireFormat(unit, Codec(4, 32)), torch.randn(2, 24)
-    codes, rest = wire_format.unpack(
-        wire_format.pack(wire_format.codec.encode(rows[:, :0]), rows), torch.float32
-    )
+    coarse, exact = wire_format.split(rows)
+    packed = wire_format.pack(wire_format.codec.encode(coarse), exact)
+    codes, rest = wire_format.unpack(packed, torch.float32)
     assert codes.numel() == 0
     assert torch.equal(wire_format.join(wire_format.codec.decode(codes, 0), rest), rows)

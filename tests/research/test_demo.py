@@ -4,7 +4,7 @@ import itertools
 import math
 import shutil
 from typing import NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -17,10 +17,12 @@ from tests import layouts
 from tests.layouts import AFTERWARDS, case
 from tests.ranks import run_ranks
 from tests.runs import each, parts, traced, train
+from tests.tables import data
 from tests.tiers import tiers
 from torchtitan.comm import Unit
 from torchtitan.logging import logger
 from torchtitan.parallel.replication import open_replicas
+from torchtitan.research import demo
 from torchtitan.research.common.draws import mixed, normal
 from torchtitan.research.demo import Demo, Random, Slicing, Striding, Tiles
 
@@ -95,6 +97,18 @@ def test_what_is_sent_and_what_is_kept_is_all_that_there_was():
                 assert torch.allclose(kept + sent, given, atol=1e-4), config.name
                 assert float(sent.abs().max()) > 0, config.name
                 assert float(kept.abs().max()) > 0, config.name
+
+
+@pytest.mark.parametrize(("size", "sent"), [(67, 268), (32, 128), (64, 192)])
+def test_no_message_is_longer_than_the_tensor(size, sent, monkeypatch):
+    given, gather = torch.arange(1.0, size + 1), Mock(side_effect=lambda message, _: message[None])
+    monkeypatch.setattr(demo, "all_gather", gather)
+    unit, found = Unit("", {"v": given.shape}, torch.device("cpu")), given.clone()
+    way = Demo(sign=False).open(unit, Mock(size=lambda: 1))
+    way({"v": found})
+    assert len(gather.call_args.args[0]) == sent
+    assert torch.allclose(found + way.momentum["v"], given, atol=1e-3)
+    assert torch.equal(found, given) == (sent == 4 * size)
 
 
 def test_all_coefficients_are_sign_sgd_on_the_exact_mean():
@@ -202,12 +216,7 @@ def test_replicas_that_differ_are_found():
             assert found.startswith(expected)
 
 
-LAYOUTS = {
-    "HSDP 2 x 2": case(replicate=2, shard=2, batch=1),
-    "DDP 2": case(replicate=2, batch=2),
-    "DDP 2 x TP 2": case(replicate=2, tp=2, batch=2),
-    "DDP 2 x PP 2": case(2, replicate=2, batch=4),
-}
+LAYOUTS = {name: case(**given) for name, given in data(__file__).items()}
 
 
 def job(layout, ways, steps=4, **training):

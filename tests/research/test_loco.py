@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.ranks import run_ranks
 from tests.research.few_bits import EXACT, ROW, SHAPES, UNIT, drawn, matrices, reduced
 from tests.runs import each
+from tests.tables import data
 from tests.tiers import tiers
 from torchtitan.checks import load_job
 from torchtitan.config import ConfigError
@@ -129,31 +130,36 @@ def test_a_flag_whose_names_are_numbers():
         load_job(None, [*words, "16"], 2, "cpu")
 
 
-COMPILED = [
-    (4, "minmax", torch.bfloat16),
-    (3, "minmax", torch.float32),
-    (2, "symmetric", torch.bfloat16),
-]
+COMPILED = [tuple(row) for row in data(__file__)["compiled"]]
 
 
-@pytest.mark.parametrize(("bits", "form", "scales"), tiers(COMPILED, (), COMPILED[1:]))
-def test_compiled_code_makes_the_bits_of_eager_code(bits, form, scales, monkeypatch):
+@pytest.mark.parametrize(("bits", "form", "scales", "way"), tiers(COMPILED, (), COMPILED[5:]))
+def test_compiled_code_makes_the_bits_of_eager_code(bits, form, scales, way, monkeypatch):
     """By the compiler of CPUs, with the options for that of CUDA: encoded, and decoded again."""
-    codec, rows = Codec(bits, 32, form, scales), torch.logspace(-44, 20, 32 * 9).repeat(2, 1)
+    codec = Codec(bits, 32, form, getattr(torch, scales))
+    rows = torch.logspace(-44, 20, 32 * 9).repeat(2, 1)
     rows *= torch.randn(2, 32 * 9, generator=torch.Generator().manual_seed(0))
     rows[0, 40], rows[0, 70], rows[1, 130], rows[:, 160:192] = math.nan, math.inf, -math.inf, 0.0
+    shift = torch.full((), 0.3137) if way == "shift" else 0.0
+    levels = torch.linspace(0, 1, 2**bits).square().repeat(9, 1) if way == "levels" else None
 
-    def encoded():
-        kept = Compensation(LoCo(error_bits=32), codec, *rows.shape, rows.device)
-        return kept.encode(rows), kept.error
+    def coded():
+        if way.startswith("errors"):
+            config = LoCo(error_bits=int(way.split()[2]), bucket=32)
+            kept = Compensation(config, codec, *rows.shape, rows.device)
+            kept.encode(rows.flip(1))
+            message, error = kept.encode(rows), kept.error.float()
+        else:
+            noise = None if way == "shift" else torch.Generator().manual_seed(1)
+            message, error = codec.encode(rows, shift, noise, levels), rows[:, :0]
+        found = (codec.decode(message, 32 * 9, shift, levels, is_sum=n) for n in (False, True))
+        return torch.cat([each.flatten() for each in (error, *found)])
 
-    expected, error = encoded()
+    expected = coded()
     with monkeypatch.context() as patched:
         patched.setitem(codecs.BACKENDS, "cpu", "inductor")
-        found, other = encoded()
+        found = coded()
         assert "cpu" in codecs.BACKENDS, "it was not compiled"
-    assert torch.equal(other, error)
-    found, expected = (codec.decode(message, 32 * 9) for message in (found, expected))
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import each, rows, trace, train
-from tests.wandb_files import WANDB_OFFLINE, ended, history_rows
+from tests.wandb_files import ended, history_rows
 from torchtitan.data import DataConfig
 from torchtitan.job import JobConfig
 from torchtitan.models.settings import ModelConfig
@@ -75,9 +75,7 @@ def test_a_layout_in_which_nothing_can_be_drawn_says_so(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_and_biases_is_given_the_picture(tmp_path, monkeypatch):
-    for name, value in WANDB_OFFLINE.items():
-        monkeypatch.setenv(name, value)
+def test_weights_and_biases_is_given_the_picture(tmp_path, offline):
     recipe = job(tmp_path).model_dump()
     recipe["metrics"] |= {"enable_tensorboard": False, "enable_wandb": True}
     run_ranks(train, 1, JobConfig.model_validate(recipe))

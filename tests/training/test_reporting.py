@@ -11,19 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.runs import losses, rows, running, train, train_from_scratch, train_until_killed
-from tests.wandb_files import WANDB_OFFLINE, offline_run
+from tests.wandb_files import offline_run
 from torchtitan import build as assembly
 from torchtitan.device import Device
 
+pytestmark = pytest.mark.usefixtures("offline")
 ALL_SINKS = {"enable_tensorboard": True, "enable_wandb": True}
-
-
-@pytest.fixture(autouse=True)
-def offline(tmp_path, monkeypatch):
-    for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
-        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "home"))
-    for name, value in WANDB_OFFLINE.items():
-        monkeypatch.setenv(name, value)
 
 
 class Waits(TorchDispatchMode):

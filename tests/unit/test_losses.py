@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests import tiny
 from tests.ranks import run_ranks
+from tests.unit.models import families
 from torchtitan.losses import (
     LossConfig,
     ZLoss,
@@ -22,7 +23,6 @@ from torchtitan.losses import (
     vocabulary_parallel_cross_entropy,
 )
 from torchtitan.models import MODELS
-from torchtitan.models.spec import build_empty
 from torchtitan.parallel import CompileConfig, loss
 from torchtitan.parallel.loss import AuxiliaryLosses
 
@@ -100,35 +100,25 @@ def in_chunks(model, args, auxiliary=None):
 @pytest.mark.parametrize("flavor", ["tiny", "tied"])
 def test_a_model_gives_its_loss(flavor):
     args = tiny.FLAVORS[flavor]
-    model = build_empty(tiny.LLAMA3.build, args, 16).to_empty(device="cpu")
-    model.init_buffers()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    ids = torch.randint(args.vocab_size, (2, 17), generator=generator)
+    model = families.drawn(tiny.LLAMA3, args, 16, std=0.3, of_norms=0.3)
+    ids = torch.randint(args.vocab_size, (2, 17), generator=torch.Generator().manual_seed(1))
     tokens, targets = ids[:, :-1], ids[:, 1:]
-    parameters = tuple(model.parameters())
     in_chunks(model, args)
     expected = cross_entropy(model(tokens), targets)
     found = model(tokens, targets=targets)
     torch.testing.assert_close(found, expected)
-    pairs = zip(gradients(found, parameters), gradients(expected, parameters), strict=True)
-    for ours, theirs in pairs:
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    ours, theirs = (gradients(each, [*model.parameters()]) for each in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_the_z_loss_is_that_of_the_next_token_alone():
     """With multi-token prediction the model computes more losses of the same output."""
     args = dataclasses.replace(tiny.FLAVORS["tiny"], multi_token=2)
-    model = build_empty(tiny.LLAMA3.build, args, 16).to_empty(device="cpu")
-    model.init_buffers()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    model = families.drawn(tiny.LLAMA3, args, 16, std=0.3, of_norms=0.3)
     auxiliary = AuxiliaryLosses(("multi_token_1", "multi_token_2"), [ZLoss(weight=0.5)])
     auxiliary.attach([model], [], None)
     in_chunks(model, args, auxiliary)
-    ids = torch.randint(args.vocab_size, (2, 19), generator=generator)
+    ids = torch.randint(args.vocab_size, (2, 19), generator=torch.Generator().manual_seed(1))
     tokens, targets = ids[:, :-3], ids[:, 1:-2].clone()
     targets[0, :3] = -100
     later = {

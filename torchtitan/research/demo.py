@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 
 from torchtitan.comm import AgreementConfig, ReplicaReducer, Unit
 from torchtitan.config import Context, Problem, between
-from torchtitan.research.common.codec import seed_of
+from torchtitan.research.common.codec import as_numbers, seed_of
 from torchtitan.research.common.draws import mixed
 from torchtitan.torch_private.distributed import all_gather
 
@@ -115,6 +115,7 @@ class Tiles:
         self.shape, self.rows, self.columns = shape, rows, columns
         self.height, self.width = _side(rows, chunk), _side(columns, chunk)
         self.padding = (-rows % self.height, -columns % self.width)
+        self.padded = rows + self.padding[0], columns + self.padding[1]
         self.device = device
 
     @cached_property
@@ -129,15 +130,11 @@ class Tiles:
 
     @property
     def count(self) -> int:
-        return self._padded[0] * self._padded[1] // self.size
-
-    @property
-    def _padded(self) -> tuple[int, int]:
-        return self.rows + self.padding[0], self.columns + self.padding[1]
+        return self.padded[0] * self.padded[1] // self.size
 
     def transform(self, tensor: Tensor) -> Tensor:
         """Return the coefficients (tiles, elements of a tile)."""
-        h, w, (rows, columns) = self.height, self.width, self._padded
+        h, w, (rows, columns) = self.height, self.width, self.padded
         matrix = F.pad(
             tensor.reshape(self.rows, self.columns), (0, self.padding[1], 0, self.padding[0])
         )
@@ -148,7 +145,7 @@ class Tiles:
 
     def invert(self, coefficients: Tensor) -> Tensor:
         """Return the tensor with these coefficients."""
-        h, w, (rows, columns) = self.height, self.width, self._padded
+        h, w, (rows, columns) = self.height, self.width, self.padded
         grid = coefficients.reshape(rows // h, columns // w, h, w)
         of_columns, of_rows = self.cosines
         tiles = of_columns.T @ grid @ of_rows
@@ -157,37 +154,45 @@ class Tiles:
 
 
 class DemoAgree(Decoupled):
-    """Exchange in which a coefficient is its senders' mean times the number of replicas."""
+    """Exchange in which a coefficient is its senders' mean times the number of replicas.
+
+    A tensor is sent whole if coefficients and their places would take as many bytes.
+    """
 
     config: Demo
 
     def __init__(self, config: Demo, unit: Unit, group: ProcessGroup) -> None:
         super().__init__(config, unit, group)
         found = {n: Tiles(shape, config.chunk, unit.device) for n, shape in unit.shapes.items()}
-        self.tiles = {name: each for name, each in found.items() if each.count}
+        sent = {n: 6 * each.count * min(config.top_k, each.size) for n, each in found.items()}
+        self.tiles = {n: each for n, each in found.items() if sent[n] < 4 * each.shape.numel()}
 
     def exchange(self, momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        tiles = {name: each for name, each in self.tiles.items() if name in momentum}
-        places, values = list[Tensor](), list[Tensor]()
-        for name, each in tiles.items():
-            found = each.transform(momentum[name])
-            place = found.abs().topk(min(self.config.top_k, each.size), dim=1, sorted=False).indices
-            value = found.gather(1, place)
-            momentum[name].sub_(each.invert(torch.zeros_like(found).scatter_(1, place, value)))
-            places.append(place.to(torch.int16).flatten())
-            values.append(value.flatten())
-        sizes = [len(value) for value in values]
-        message = torch.cat([torch.cat(each).view(torch.uint8) for each in (values, places)])
-        everyones = all_gather(message, self.group)
-        total = sum(sizes) * 4
-        all_values = torch.split(everyones[:, :total].clone().view(torch.float32), sizes, 1)
-        all_places = torch.split(everyones[:, total:].clone().view(torch.int16).long(), sizes, 1)
-        return {
-            name: each.invert(self._merged(each, value, place))
-            for (name, each), value, place in zip(
-                tiles.items(), all_values, all_places, strict=True
-            )
-        }
+        values, places = list[Tensor](), list[Tensor]()
+        for name, own in momentum.items():
+            if each := self.tiles.get(name):
+                found, count = each.transform(own), min(self.config.top_k, each.size)
+                place = found.abs().topk(count, dim=1, sorted=False).indices
+                value = found.gather(1, place)
+                own.sub_(each.invert(torch.zeros_like(found).scatter_(1, place, value)))
+                places.append(place.to(torch.int16).flatten())
+                values.append(value.flatten())
+            else:
+                values.append(own.flatten().clone())
+                own.zero_()
+        pieces = [*values, *places]
+        everyones = all_gather(torch.cat([piece.view(torch.uint8) for piece in pieces]), self.group)
+        received = torch.split(everyones, [piece.nbytes for piece in pieces], 1)
+        all_values, all_places = received[: len(values)], iter(received[len(values) :])
+        agreed = dict[str, Tensor]()
+        for (name, own), data in zip(momentum.items(), all_values, strict=True):
+            value = as_numbers(data, torch.float32)
+            if each := self.tiles.get(name):
+                place = as_numbers(next(all_places), torch.int16).long()
+                agreed[name] = each.invert(self._merged(each, value, place))
+            else:
+                agreed[name] = value.sum(0).view_as(own)
+        return agreed
 
     def _merged(self, tiles: Tiles, values: Tensor, places: Tensor) -> Tensor:
         """Merge the coefficients that each replica sent (replicas, tiles * k)."""
@@ -264,22 +269,19 @@ class ChosenAgree(Decoupled):
     config: Chosen
 
     def exchange(self, momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        step, places, values = int(self.step), dict[str, Tensor](), list[Tensor]()
+        step, places, values = int(self.step), list[Tensor](), list[Tensor]()
         for name, own in momentum.items():
             place = self.config.places(own.numel(), step, name, own.device)
             flat = own.view(-1)
-            places[name] = place
+            places.append(place)
             values.append(flat[place])
             flat[place] = 0.0
         message = torch.cat(values)
         dist.all_reduce(message, group=self.group)
         sums = torch.split(message, [len(value) for value in values])
         return {
-            name: torch.zeros_like(momentum[name])
-            .view(-1)
-            .index_copy_(0, place, value)
-            .view_as(momentum[name])
-            for (name, place), value in zip(places.items(), sums, strict=True)
+            name: torch.zeros_like(own).view(-1).index_copy_(0, place, value).view_as(own)
+            for (name, own), place, value in zip(momentum.items(), places, sums, strict=True)
         }
 
 

@@ -55,12 +55,10 @@ class Compensation:
     ) -> None:
         self.config, self.codec = config, codec
         self.stored = Codec(8, config.bucket) if config.error_bits == 8 else None
-        shape = (
-            rows if config.compensate else 0,  # else nothing is kept
-            self.stored.bytes_of(length) if self.stored else length,
-        )
+        columns = self.stored.bytes_of(length) if self.stored else length
         kind = torch.uint8 if self.stored else torch.float32
-        self.error = torch.zeros(shape, dtype=kind, device=device)
+        kept = rows if config.compensate else 0
+        self.error = torch.zeros(kept, columns, dtype=kind, device=device)
 
     def encode(self, rows: Tensor) -> Tensor:
         """Encode rows (R, n) as codes (R, bytes)."""

@@ -238,7 +238,8 @@ def fill(state: Tensor, wanted: Tensor) -> None:
     left = (rounded != blocks).any(1).nonzero()[:, 0]
     for scale in _other_scales(blocks.abs().amax(1), -own.qmap[0]):
         found, tried = blocks[left], scale[left, None]
-        codes = _nearest(own.qmap, found / torch.where(tried > 0, tried, 1.0))
+        scaled = found / torch.where(tried > 0, tried, 1.0)
+        codes = torch.bucketize(scaled, (own.qmap[1:] + own.qmap[:-1]) / 2, out_int32=True)
         is_exact = (own.qmap[codes] * tried == found).all(1)
         exact = left[is_exact]
         own.scale[exact] = scale[exact]
@@ -263,11 +264,6 @@ def _other_scales(largest: Tensor, extreme: Tensor) -> Iterator[Tensor]:
             above = torch.nextafter(above, torch.full_like(above, torch.inf))
             yield below
             yield above
-
-
-def _nearest(qmap: Tensor, scaled: Tensor) -> Tensor:
-    """Return the code nearest to each element, at scale 1."""
-    return torch.bucketize(scaled, (qmap[1:] + qmap[:-1]) / 2, out_int32=True)
 
 
 def _packed(own: Any, codes: Tensor) -> Tensor:

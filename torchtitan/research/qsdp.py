@@ -119,14 +119,10 @@ class QSDPGather(Clock, Gather):
         super().__init__(wire_format.unit, group)
         self.wire_format, self.codec = wire_format, wire_format.codec
 
-    @property
-    def shift(self) -> float:
-        """Return a uniform shift between -1/2 and 1/2."""
-        return random.Random(self.seed("shift")).random() - 0.5
-
     def __call__(self, whole: Tensor, part: Tensor) -> None:
         coarse, exact = self.wire_format.split(part[None])
-        shift = torch.full((), self.shift, device=part.device)
+        uniform = random.Random(self.seed("shift")).random()
+        shift = torch.full((), uniform - 0.5, device=part.device)
         sent = self.wire_format.pack(self.codec.encode(coarse, shift), exact)
         received = sent.new_empty(self.group.size(), sent.shape[1])
         all_gather_into(received.flatten(), sent.flatten(), self.group)

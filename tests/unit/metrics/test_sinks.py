@@ -19,7 +19,7 @@ import pytest
 
 from tests.ranks import free_port
 from tests.unit.test_logging import Terminal
-from tests.wandb_files import WANDB_OFFLINE, ended, offline_runs
+from tests.wandb_files import ended, offline_runs
 from torchtitan.config import Context
 from torchtitan.device import Device
 from torchtitan.logging import QUIET_SECONDS, configure
@@ -352,15 +352,6 @@ def test_tensorboard_on_a_full_disk_says_so_and_does_not_hang(tmp_path, monkeypa
             fill()
         with pytest.raises(OSError, match="File too large"):
             sink.close(SUMMARY)
-
-
-@pytest.fixture
-def offline(tmp_path, monkeypatch):
-    """Weights & Biases without a network."""
-    for name in ("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"):
-        monkeypatch.setenv(f"WANDB_{name}", str(tmp_path / "home"))
-    for name, value in WANDB_OFFLINE.items():
-        monkeypatch.setenv(name, value)
 
 
 def write_wandb(folder, start_step, written, **about):

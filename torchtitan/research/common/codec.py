@@ -215,7 +215,7 @@ class Codec:
     ) -> Tensor:
         """Decode the parts of a slice to (R, buckets, n), padded to a multiple of `GROUP`."""
         codes = _unpack(parts[0], self.bits).float()
-        scale, *low = (_as(field, self.scales).float() for field in parts[1:])
+        scale, *low = (as_numbers(field, self.scales).float() for field in parts[1:])
         if levels is None:
             codes = codes + self._codes[0] - shift
         else:
@@ -310,7 +310,7 @@ def _word(bits: int) -> tuple[int, int, torch.dtype]:
     return per_word, size, dtype
 
 
-def _as(data: Tensor, dtype: torch.dtype) -> Tensor:
+def as_numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Reinterpret the bytes of each row as numbers; copied, since they may be unaligned."""
     if not data.numel():
         return data.new_empty(*data.shape[:-1], 0, dtype=dtype)
@@ -322,6 +322,13 @@ def _bytes(numbers: Tensor) -> Tensor:
     if not numbers.numel():
         return numbers.new_empty(*numbers.shape[:-1], 0, dtype=torch.uint8)
     return numbers.contiguous().view(torch.uint8)
+
+
+def _joined(columns: list[Tensor]) -> Tensor:
+    """Concatenate columns; the only piece that is not empty is not copied, if it is aligned."""
+    first, *others = [each for each in columns if each.numel()] or columns
+    is_aligned = first.storage_offset() * first.itemsize % ALIGNMENT == 0
+    return first if is_aligned and not others else torch.cat([first, *others], 1)
 
 
 @dataclass(frozen=True)
@@ -350,23 +357,23 @@ class WireFormat:
         pieces = torch.split(rows, [size for _, size in self.parts], 1)
         kinds = [is_coarse for is_coarse, _ in self.parts]
         both = ([p for p, k in zip(pieces, kinds, strict=True) if k is w] for w in (True, False))
-        coarse, exact = (torch.cat([rows[:, :0], *pieces], 1) for pieces in both)
+        coarse, exact = (_joined([rows[:, :0], *pieces]) for pieces in both)
         return coarse, exact
 
     def join(self, coarse: Tensor, exact: Tensor) -> Tensor:
         """Invert `split`."""
         sizes = ([size for is_coarse, size in self.parts if is_coarse is w] for w in (True, False))
         both = [iter(torch.split(t, s, 1)) for t, s in zip((coarse, exact), sizes, strict=True)]
-        return torch.cat([next(both[not is_coarse]) for is_coarse, _ in self.parts], 1)
+        return _joined([next(both[not is_coarse]) for is_coarse, _ in self.parts])
 
     def pack(self, codes: Tensor, exact: Tensor) -> Tensor:
         """Concatenate codes and unchanged numbers as bytes, row by row."""
-        return torch.cat([codes, _bytes(exact)], 1)
+        return _joined([codes, _bytes(exact)])
 
     def unpack(self, packed: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Invert `pack`."""
         codes = self.codec.bytes_of(self.coarse)
-        return packed[:, :codes], _as(packed[:, codes:], dtype)
+        return packed[:, :codes], as_numbers(packed[:, codes:], dtype)
 
 
 def seed_of(name: str, bits: int = 64) -> int:
