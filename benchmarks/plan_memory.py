@@ -45,6 +45,7 @@ from tests.research import test_layouts as more_of_systems  # noqa: E402
 from torchtitan.checks import load_job  # noqa: E402
 from torchtitan.device import pick  # noqa: E402
 from torchtitan.job import JobConfig  # noqa: E402
+from torchtitan.parallel import CompileConfig  # noqa: E402
 
 LIMIT = 0.02
 """Largest error of a plan that the page does not name."""
@@ -152,7 +153,7 @@ def run(name: str) -> MemoryRow:
     case = CASES[name]
     job = case.job()
     training = job.training.model_copy(update={"steps": 4})
-    job = job.model_copy(update={"training": training})
+    job = job.model_copy(update={"training": training, "compile": CompileConfig()})
     torch.compiler.set_stance("force_eager")  # the tracker does not see what is compiled
     real = run_ranks(measured, case.ranks, job)
     each = case.ranks // job.degrees(case.ranks).pp
@@ -177,7 +178,7 @@ ranks of this machine, which counts each storage once, and *planned* by `torchti
 Of the ranks of each pipeline rank, the one that allocates most is planned. *Error* is that of the
 fullest of all, and *largest* that of any plan. Peaks are in the forward, the backward or the
 update. Models are small, so that data and other small tensors count for more than in training.
-Nothing is compiled. The table has the layouts with an error of {shown:.1%} or more.
+Nothing is compiled, nor planned so. The table has the layouts with an error of {shown:.1%} or more.
 
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
 
