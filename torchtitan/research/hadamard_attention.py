@@ -20,9 +20,8 @@ Shapes: B batch, S sequence, H query heads, K key/value heads, E head dim.
 
 The transform of the last dim is y = x H / sqrt(n), with n a power of two. H is the Kronecker
 product of matrices of size 256 and a smaller one, so it takes a product along each of several dims;
-usual head sizes take one. Smaller factors would take fewer operations but more time: with 16, rows
-of 128 took 24 times as long on an H100 as a dense product in bf16, and 3 times as long on a CPU as
-that product in float32.
+usual head sizes take one. Smaller factors take fewer operations but more time, as those of 16 did
+on an H100 and on a CPU.
 
 On CUDA the products are in 16 bits and are summed in float32, as 1 and -1 are exact in 16 bits. A
 factor in float32 is split into two in bf16, whose sum has 16 of its 24 bits: more than any format
