@@ -46,7 +46,8 @@ def source():
     return RankRecording(Recording(), axes, dict.fromkeys(axes, (0, 1)), {}, 1)
 
 
-def run(*segments, chunks=False, **settings):
+def run(*segments, **settings):
+    chunks = bool(settings.pop("chunks", False))
     streams = DeviceStreams(source(), device(**settings), chunks=chunks)
     streams.run([StepSegment(name, "", events) for name, events in segments])
     return streams

@@ -87,8 +87,14 @@ def own_layout(job: JobConfig, ranks: int) -> Changes:
     """Return the layout that a recipe has, with all settings of layouts."""
     given, degrees = job.parallelism, job.degrees(ranks)
     copies, batch = degrees.dp_replicate, job.global_batch(degrees)
-    layout: dict[str, Any] = {TP: degrees.tp, PP: degrees.pp, CP: degrees.cp, COPIES: copies}
-    layout |= {SHARDS: -1, BATCH: batch, LOCAL: job.local_batch(degrees)}
+    layout: dict[str, Any] = {
+        TP: degrees.tp,
+        PP: degrees.pp,
+        CP: degrees.cp,
+        COPIES: copies,
+        SHARDS: -1,
+    }
+    layout |= {BATCH: batch, LOCAL: job.local_batch(degrees)}
     if expert_count(job):
         layout[EP] = given.expert_parallel_degree
     if degrees.pp > 1:
@@ -312,7 +318,8 @@ class LayoutCosts:
 
 def sequences(layout: Changes) -> int:
     """Return the sequences that a rank computes at a time."""
-    return int(layout[SIZE] if layout[PP] > 1 else layout[LOCAL])
+    size: int = layout[SIZE] if layout[PP] > 1 else layout[LOCAL]
+    return size
 
 
 def laps_of(layout: Changes) -> int:
@@ -353,4 +360,5 @@ def bubble(layout: Changes) -> float:
     laps = laps_of(layout)
     if schedule.splits_backward:
         laps *= 3
-    return float((pp - 1) / (laps * count + pp - 1))
+    idle: float = (pp - 1) / (laps * count + pp - 1)
+    return idle

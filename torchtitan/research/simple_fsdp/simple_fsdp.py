@@ -145,7 +145,7 @@ class InGraph(Sharding):
             freed=freed[target.reshard],
             bucketing=self.config.bucketing,
             megabytes=self.config.bucket_mb,
-            overlaps=target.overlaps,
+            device_type=target.device_type,
             hardware=self.config.hardware,
         )
         return plan.options()
