@@ -42,9 +42,11 @@ def _state(thread):
 
 def descendants(pid):
     """The processes that a process has started, and those that they have."""
-    children = [
-        int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in _read(path)
-    ]
+    try:
+        threads = [*Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # it has ended since
+        return []
+    children = [int(word) for thread in threads for word in _read(thread / "children")]
     return [*children, *(child for one in children for child in descendants(one))]
 
 
