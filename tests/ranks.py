@@ -43,10 +43,10 @@ def _state(thread):
 def descendants(pid):
     """The processes that a process has started, and those that they have."""
     try:
-        threads = [*Path(f"/proc/{pid}/task").glob("*/children")]
-    except FileNotFoundError:  # it has just ended
+        threads = [*Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # it has ended since
         return []
-    children = [int(word) for path in threads for word in _read(path)]
+    children = [int(word) for thread in threads for word in _read(thread / "children")]
     return [*children, *(child for one in children for child in descendants(one))]
 
 

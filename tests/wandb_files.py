@@ -40,6 +40,8 @@ def wandb_records(path):
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):
+            return  # the rest is yet to be written
         whole += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a whole record, or the last piece of one
