@@ -14,6 +14,7 @@ consumed samples only, however far the threads have run ahead.
 
 import itertools
 import math
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -356,8 +357,9 @@ def _stop(nodes: list[Any]) -> None:
     for each in running:
         each._stop_event.set()
     nodes.clear()
+    until = time.monotonic() + 30.0  # torchdata waits for half a second, and a read may take longer
     for each in running:
-        each._thread.join(30.0)  # torchdata waits for half a second, and a read may take longer
+        each._thread.join(max(0.0, until - time.monotonic()))
 
 
 class DataStream(BatchStream):
