@@ -152,15 +152,14 @@ def small_card(name, device, backend):
     del recipe["data"], recipe["model"]["tokenizer_path"], recipe["checkpoint"]
     if device.type == "cpu":
         recipe["model"] = {"flavor": "debugmodel", "n_layers": 2}
-        recipe["training"]["local_batch_size"] = 1
+        recipe["training"] |= {"local_batch_size": 1, "global_batch_size": 1}
         recipe["optimizer"] |= {"rank": 16} if "GaLore" in name else {}
     allowed = CARD_GIB - CONTEXT_GIB
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(allowed / device.memory_capacity())
     try:
         with opened(recipe, device) as run:
-            statuses = []
-            seconds = []
+            statuses, seconds = [], []
 
             def agree(*given):
                 statuses.append(agree_as_usual(*given))

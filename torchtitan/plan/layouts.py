@@ -87,14 +87,8 @@ def own_layout(job: JobConfig, ranks: int) -> Changes:
     """Return the layout that a recipe has, with all settings of layouts."""
     given, degrees = job.parallelism, job.degrees(ranks)
     copies, batch = degrees.dp_replicate, job.global_batch(degrees)
-    layout: dict[str, Any] = {
-        TP: degrees.tp,
-        PP: degrees.pp,
-        CP: degrees.cp,
-        COPIES: copies,
-        SHARDS: -1,
-    }
-    layout |= {BATCH: batch, LOCAL: job.local_batch(degrees)}
+    layout: dict[str, Any] = {TP: degrees.tp, PP: degrees.pp, CP: degrees.cp, COPIES: copies}
+    layout |= {SHARDS: -1, BATCH: batch, LOCAL: job.local_batch(degrees)}
     if expert_count(job):
         layout[EP] = given.expert_parallel_degree
     if degrees.pp > 1:

@@ -8,6 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from tests.tables import table
 from tests.unit.models import families
 from torchtitan.checkpoint.weights.network import identify
 from torchtitan.config import ConfigError, RecipeError
@@ -173,20 +174,7 @@ def test_a_network_of_another_kind_is_refused_in_words(name):
     families.refuses_bad_configs(MODELS[family].formats["hf"].args, name, config)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "nearest", "why"),
-    [
-        ("Qwen2VLForConditionalGeneration", "qwen2", "three dimensions"),
-        ("Qwen3NextForCausalLM", "qwen3_moe", "linear attention"),
-        ("Gemma2ForCausalLM", "gemma3", "soft caps"),
-        ("Gemma3ForConditionalGeneration", "gemma3", "vision tower"),
-        ("Gemma3nForConditionalGeneration", "gemma3", "embeddings of their own"),
-        ("MinistralForCausalLM", "mistral", "some of its blocks"),
-        ("SmolLM3ForCausalLM", "llama3", "no positions"),
-        ("Phi3ForCausalLM", "mistral", "are one matrix"),
-        ("Llama4ForConditionalGeneration", "llama3", "without positions"),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "nearest", "why"), table(__file__, "near_misses.txt"))
 def test_a_near_miss_is_named(architecture, nearest, why, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"architectures": [architecture]}))
