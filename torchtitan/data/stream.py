@@ -196,7 +196,7 @@ class BatchStream:
         """
         self._config, self._device = config, device
         self._nodes: list[BaseNode[Any]] = []
-        """What prepares batches; the first returns them."""
+        """Nodes that prepare batches; the first returns them."""
         weakref.finalize(self, _stop, self._nodes)
         self._rank, self._ranks, self._groups, self._sizes = rank, ranks, groups, sizes
         self._set_sizes(packing, local_batch_size, accumulation)
@@ -352,7 +352,7 @@ class BatchStream:
 
 
 def _stop(nodes: list[Any]) -> None:
-    """Stop what prepares batches; a process whose threads compute while it exits would abort."""
+    """Stop nodes and their threads; a process whose threads compute while it exits would abort."""
     running = [node._it for node in nodes if getattr(node, "_it", None)]
     for each in running:
         each._stop_event.set()
