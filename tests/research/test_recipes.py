@@ -161,7 +161,7 @@ def test_what_a_page_names_is_there(page):
     assert recipe in text
     assert (FOLDER.parents[1] / recipe).is_file()
     assert "](../../docs/" in text, "what it is a part of"
-    unproved = r"reproduced\s+here|not been measured|does not show|Not shown|results: none"
+    unproved = r"[Nn]ot reproduced|not been measured|does not show|Not shown|results: none"
     assert re.search(unproved, text), "what of the paper is not shown here"
     for name in re.findall(r"`(tests/\S+\.py|train_configs/\S+\.toml|benchmarks/\S+)`", text):
         assert (FOLDER.parents[1] / name).is_file(), name
