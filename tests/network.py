@@ -40,11 +40,12 @@ class Wire:
         self._thread.join()
 
     def _forward(self):
-        late = []
-        number = 0
+        late, number, frames = [], 0, select.poll()  # `select.select` refuses 1,024 and above
+        for device in self.devices:
+            frames.register(device, select.POLLIN)
         while not self._over:
             wait = max(0.0, min(0.1, late[0][0] - time.monotonic())) if late else 0.1
-            for source in select.select(self.devices, [], [], wait)[0]:
+            for source, _ in frames.poll(1000 * wait):
                 frame, number = os.read(source, FRAME_BYTES), number + 1
                 if self.is_cut or self._random.random() < self.loss:
                     self.dropped += 1
