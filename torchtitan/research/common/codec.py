@@ -15,7 +15,7 @@ finite: nothing is hidden.
 Rows are encoded and decoded in slices of columns, so temporary memory does not grow with a unit.
 A slice consists of whole buckets; numbers that fill none are a slice of their own. On CUDA, the
 code for a slice is compiled, to round as eager code does, so that all ranks decode the same bits:
-tested for three codecs on a CPU; `scripts/gpu` tests more on CUDA, but has not run since.
+tested for eight settings on a CPU; on CUDA by `scripts/gpu`, which has not run since.
 """
 
 import math
