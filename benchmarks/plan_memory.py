@@ -178,7 +178,7 @@ ranks of this machine, which counts each storage once, and *planned* by `torchti
 Of the ranks of each pipeline rank, the one that allocates most is planned. *Error* is that of the
 fullest of all, and *largest* that of any plan. Peaks are in the forward, the backward or the
 update. Models are small, so that data and other small tensors count for more than in training.
-Nothing is compiled, nor planned so. The table has the layouts with an error of {shown:.1%} or more.
+Nothing is compiled in either. The table has the layouts with an error of {shown:.1%} or more.
 
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
 

@@ -359,9 +359,9 @@ def open_world(degrees: Degrees, comm: CommConfig, device: Device | None = None)
         # Each group reads the level when it is created.
         level = getattr(dist.DebugLevel, comm.debug_level.upper())
         dist.set_debug_level(level)
-    # In a group of gloo, a rank connects to all others, and misses one that dies at once. It first
-    # reads what each tells each, 2 GB at 16,384 ranks: so many connect when they send, and miss one
-    # that has died before only after five times the timeout.
+    # In a group of gloo, a rank connects to all others, so it notices at once that one has died.
+    # But it first reads what each tells each, 2 GB at 16,384 ranks. So many connect when they first
+    # send, and notice one that has died before then only after five times the timeout.
     if launch.size > 256:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     owner = not dist.is_initialized()

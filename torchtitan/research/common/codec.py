@@ -326,7 +326,7 @@ def _bytes(numbers: Tensor) -> Tensor:
 
 
 def _joined(columns: list[Tensor]) -> Tensor:
-    """Concatenate columns; the only piece that is not empty is not copied, if it is aligned."""
+    """Concatenate columns, without a copy if all but one are empty, and that one is aligned."""
     first, *others = [each for each in columns if each.numel()] or columns
     is_aligned = first.storage_offset() * first.itemsize % ALIGNMENT == 0
     return first if is_aligned and not others else torch.cat([first, *others], 1)
