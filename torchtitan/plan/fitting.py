@@ -113,7 +113,7 @@ def _candidates(before: Plan) -> Iterator[tuple[int, tuple[str, ...]]]:
     for one, other in itertools.combinations(singles, 2):
         if one[0] != other[0]:
             yield ranks, (*one, *other, *same)
-    yield from ((ranks * 8, (*flags, *same)) for flags in singles)
+    yield from ((ranks * times, (*flags, *same)) for times in (2, 4, 8) for flags in singles)
 
 
 def _singles(job: JobConfig) -> Iterator[tuple[str, ...]]:
