@@ -150,7 +150,7 @@ class SourceConfig(Config):
         return {key: value for key, value in amounts.items() if value is not None}
 
     def problems(self, context: Context) -> Iterator[Problem]:
-        if self.dataset is None and self.path is None:
+        if not self.dataset and self.path is None:
             yield Problem("path", "the source has no path; set it, or self.dataset")
         amounts = [key for key in ("weight", "tokens", "epochs") if getattr(self, key) is not None]
         if len(amounts) != 1:
@@ -345,15 +345,13 @@ class DataConfig(Config):
             yield Problem("validation_fraction", message, ("sources",))
         for number, source in enumerate(self.sources):
             place = f"sources.{number}"
-            own = list(source.problems(context))
-            yield from (problem.within(place) for problem in own)
             if labels.index(source.label) < number:
                 message = f'another source is called "{source.label}" too; set name'
                 yield Problem(f"{place}.name", message)
-            is_path = source.dataset is None and source.path not in (None, *DATASETS)
+            is_path = not source.dataset and source.path not in (None, *DATASETS)
             if is_path and (why := why_missing(source.path or "")):
                 yield Problem(f"{place}.path", why)
-            elif source.dataset is not None or source.path is not None:
+            elif source.dataset or source.path is not None:
                 for problem in self.section_for(source).problems(context):
                     key = "path" if problem.path == "dataset" and not source.dataset else "dataset"
                     if problem.path in ("dataset", "dataset_path"):
@@ -370,7 +368,6 @@ class DataConfig(Config):
         """Find stages that do not follow one another, or have weights for other sources."""
         for number, stage in enumerate(self.stages):
             place = f"stages.{number}"
-            yield from (problem.within(place) for problem in stage.problems(context))
             if (count := len(stage.weights)) != len(self.sources):
                 message = f"it has {count} weights for {len(self.sources)} sources; give one each"
                 yield Problem(f"{place}.weights", message, ("sources",))

@@ -5,6 +5,7 @@ kernels reach, which are lower, each with its source in a comment. Bandwidths ar
 memory is in GiB, as torch reports it.
 """
 
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -205,7 +206,7 @@ def find_hardware(name_or_path: str, option: str = "--hardware") -> Hardware:
     if name_or_path in names:
         return _packaged(name_or_path)
     path = local_path(name_or_path)
-    if path.is_file():
+    if os.path.isfile(path):  # Path.is_file raises if the name is too long
         return read_hardware(path)
     raise RecipeError([f"{option}: got {show(name_or_path)}; {_allowed(name_or_path)}"])
 
@@ -220,7 +221,7 @@ def problems_of(stated: str) -> Iterator[Problem]:
     """Find what is wrong with the hardware that a recipe states, packaged or in a file."""
     if stated in hardware_names():
         return
-    if not local_path(stated).is_file():
+    if not os.path.isfile(local_path(stated)):
         yield Problem("hardware", _allowed(stated))
         return
     try:
