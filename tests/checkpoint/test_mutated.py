@@ -71,8 +71,7 @@ def write_foreign(folder, **options):
 
 def write_dcp(folder):
     state = {"model.a": torch.arange(40.0).view(8, 5), "model.b": torch.ones(3), "step": 7}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that one process saves, which is meant
+    with warnings.catch_warnings(action="ignore"):  # that one process saves, which is meant
         dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 

@@ -134,8 +134,7 @@ def _waits(run):
     usual = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             run()
     finally:
         torch.cuda.set_sync_debug_mode(usual)

@@ -196,8 +196,7 @@ def opened(recipe, device):
     """Open a run on one rank, in a folder that is deleted."""
     import tomlkit
 
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
         recipe["job"] = {"dump_folder": folder}
         recipe["metrics"] = {"log_freq": 1_000_000, "save_events": False}
         path = Path(folder) / "recipe.toml"

@@ -15,7 +15,7 @@ from tests.runs import trace
 from torchtitan.comm import Communicator, PlainGather, PlainGradients, PlainReduce, PlainWeights
 from torchtitan.models import MODELS
 from torchtitan.models.spec import build_empty
-from torchtitan.parallel.sharding import FullyShard
+from torchtitan.parallel.sharding import FullyShard, ShardingTarget
 from torchtitan.plan.messages import link_traffic
 
 ALWAYS, NEVER = {RESHARD: "always"}, {RESHARD: "never"}
@@ -82,7 +82,7 @@ def test_embedding_and_output_are_gathered_only_while_they_are_used(flavor):
 def overlapped(job):
     """A run that gathers ahead as on CUDA, where a CPU has it done at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FullyShard, "overlaps", True)
+        patch.setattr(ShardingTarget, "overlaps", True)
         return trace(job)
 
 
@@ -123,7 +123,7 @@ def order_of_issue(job, *, prefetches=True):
             block.register_forward_hook(noting("compute", name))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FullyShard, "overlaps", True)
+        patch.setattr(ShardingTarget, "overlaps", True)
         patch.setattr(FullyShard, "apply", applied)
         patch.setattr(PlainWeights, "open", opening("gather", PlainGather))
         patch.setattr(PlainGradients, "open", opening("reduce", PlainReduce))

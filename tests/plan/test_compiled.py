@@ -90,9 +90,8 @@ def kept_by_the_compiler(recompute):
         note(torch.compile(block.forward, backend=backend)(x, positions, None))
     for given in (x, positions, *model.parameters(), *model.buffers()):
         found.pop(given.untyped_storage().data_ptr(), None)
-    state = (
-        torch.get_rng_state().nbytes
-    )  # of the CPU, to recompute attention; that of CUDA is small
+    # Of the CPU's generator, to recompute attention; that of CUDA is small.
+    state = torch.get_rng_state().nbytes
     return sum(size for size in found.values() if size != state)
 
 
@@ -138,6 +137,22 @@ def test_loops_move_their_inputs_and_outputs_alone(function, shapes, moved):
     assert size_of(first.writes[0]) == 4 * 64 * 32
 
 
+def sent(x, place):
+    c10d = torch.ops._c10d_functional
+    whole = c10d.wait_tensor(c10d.all_gather_into_tensor_out(x @ x, 2, "0", out=place.neg()))
+    part = c10d.reduce_scatter_tensor(x @ x, "sum", 2, "0")
+    return whole, x @ x, c10d.wait_tensor(part)
+
+
+def test_a_collective_holds_what_it_reads_until_it_is_waited_for():
+    given = torch.empty(8, 8), torch.empty(16, 8)
+    steps = FusedGraph(make_fx(sent, tracing_mode="fake")(*given).graph).steps
+    *_, product, _, _, wait = (each for each in steps if each.operator is not None)
+    assert [each for each in steps if product.operator in each.frees] == [wait]
+    written = sum(size_of(node) for each in steps for node in each.writes)
+    assert written == 4 * (3 * 64 + 128 + 32)  # products, the place of what is gathered, and a part
+
+
 def kernels(step):
     return Counter(kernel.name for part in step.segments for kernel in part.kernels)
 
@@ -163,8 +178,7 @@ def test_repeated_blocks_stand_for_those_that_were_not_compiled(name):
 
 @pytest.mark.gate
 def test_a_compiled_block_is_split_over_tensor_ranks():
-    split = {"parallelism": {"tensor_parallel_degree": 2}}
-    found = recorded(2, **split)
+    found = recorded(2, parallelism={"tensor_parallel_degree": 2})
     assert not found.notes
     step = expand(found, 1)
     assert kernels(step)["aten.mm"] == 2 * 21 + 3

@@ -81,8 +81,7 @@ def test_context_attention_is_recorded_tile_by_tile():
 
 def test_segments_of_documents_are_packed_on_cuda():
     """The FLOPs of both ranks are those of the pairs that see each other."""
-    model = SHORT | {"attn_mask_type": "block_causal", "sliding_window": 9}
-    sections = SPLIT | {"model": model}
+    sections = SPLIT | {"model": SHORT | {"attn_mask_type": "block_causal", "sliding_window": 9}}
     flash = "aten._flash_attention_"
     assert not any(kernel.name.startswith(flash) for kernel in kernels("cpu", 2, **sections))
     found = [kernel for rank in range(2) for kernel in kernels("cuda", 2, rank, **sections)]

@@ -29,19 +29,15 @@ def recorded(name, rank=0, **sections):
     return record(job.model_copy(update=sections), layout.ranks, rank)
 
 
-def records():
-    recorded("DDP 2")
-
-
 def test_a_recording_leaves_the_words_of_errors_as_they_are():
     before = sys.excepthook
-    records()
+    recorded("DDP 2")
     assert sys.excepthook is before
 
 
 def test_a_process_of_a_run_cannot_record():
     with pytest.raises(AssertionError, match="is in a process group cannot record fake ranks"):
-        run_ranks(records, 1)
+        run_ranks(recorded, 1, "DDP 2")
 
 
 def test_reads_of_values_are_answered_with_a_note(monkeypatch):

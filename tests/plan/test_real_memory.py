@@ -23,13 +23,9 @@ CASES = {
     if name in LAYOUTS | SYSTEMS
 } | installed({"FSDP 2, LoCo": case(shard=2, communication=LOCO)})
 CASES["FSDP 2, one block"] = case(shard=2).of(n_layers=1)
-
-
-OF_OSS = {
-    f"{name}, biases and sinks": LAYOUTS[name].of(**OSS)
-    for name in ("FSDP 2, accumulating 4", "TP 2")
-}
-CASES |= OF_OSS | {"EP 2 of 4": EXPERT_PARALLEL["EP 2 of 4"]}
+for name in ("FSDP 2, accumulating 4", "TP 2"):
+    CASES[f"{name}, biases and sinks"] = LAYOUTS[name].of(**OSS)
+CASES["EP 2 of 4"] = EXPERT_PARALLEL["EP 2 of 4"]
 GATE = ("FSDP 2, accumulating 4", "HSDP 2 x 2", "TP 2, neither", "CP 2, ring")
 GATE += ("PP 2, Interleaved1F1B",)
 

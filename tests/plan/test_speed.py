@@ -46,8 +46,7 @@ def source():
     return RankRecording(Recording(), axes, dict.fromkeys(axes, (0, 1)), {}, 1)
 
 
-def run(*segments, **settings):
-    chunks = bool(settings.pop("chunks", False))
+def run(*segments, chunks=False, **settings):
     streams = DeviceStreams(source(), device(**settings), chunks=chunks)
     streams.run([StepSegment(name, "", events) for name, events in segments])
     return streams

@@ -175,8 +175,7 @@ def test_as_in_pytorch_optimizer():
     link between the two; and it centralizes and normalizes each gradient a second time, which
     changes what rounding left.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from pytorch_optimizer import Ranger21 as Theirs
     given = NUMBERS | EVERYTHING
     model = network()

@@ -152,14 +152,14 @@ class Small(nn.Module):
 UNITS = (("first",), ("blocks.a",), ("blocks.b",), ("last",))
 
 
-def made(freed, merging, megabytes, device_type="cpu", backend="inductor"):
+def made(freed, merging, megabytes, overlaps=False, backend="inductor"):
     """Gradients of this rank's share of a loss over a graph, and what stood in the graph."""
     forget()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     model = Small()
     plan = BucketingPlan(
-        (mesh.get_group().group_name,), UNITS, freed, merging, megabytes, device_type, "h100"
+        (mesh.get_group().group_name,), UNITS, freed, merging, megabytes, overlaps, "h100"
     )
     config = CompileConfig(enable=True, granularity="model", backend=backend)
     gathered.apply(model, mesh, mesh, Precision())
@@ -190,8 +190,8 @@ def test_graphs_free_and_merge_what_they_are_told(cache):
     # Those that may take graphs from the cache are compiled to the end.
     freed = ("blocks.a",)
     cases = {
-        "kept": (((), "none", 1, "cpu", WITHOUT_CODE), (6, 6, 6, 6)),
-        "all freed": ((("",), "none", 1, "cpu", WITHOUT_CODE), (6 + 5, 6 + 5, 6, 6)),
+        "kept": (((), "none", 1, False, WITHOUT_CODE), (6, 6, 6, 6)),
+        "all freed": ((("",), "none", 1, False, WITHOUT_CODE), (6 + 5, 6 + 5, 6, 6)),
         "a block freed, each merged": ((freed, "block", 1), (6 + 2, 4 + 1, 6, 4)),
         "the same, from the cache": ((freed, "block", 1), (6 + 2, 4 + 1, 6, 4)),
         "a block freed, two merged": ((freed, "size", 300 / 2**20), (6 + 2, 3 + 1, 6, 3)),
@@ -212,7 +212,7 @@ def test_graphs_free_and_merge_what_they_are_told(cache):
 def moved(merging):
     """The orders of the small network's graphs, as they are merged and moved for CUDA."""
     with noted() as orders:
-        gradients, tallies, _ = made(("",), merging, 1, "cuda", WITHOUT_CODE)
+        gradients, tallies, _ = made(("",), merging, 1, True, WITHOUT_CODE)
     for found, expected in zip(gradients, expected_gradients(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for kind, tally in tallies.items():
@@ -288,8 +288,7 @@ def test_settings_of_simple_fsdp_load_under_their_old_names(tmp_path):
     path = tmp_path / "old.toml"
     path.write_text(text.format("simple_fsdp"))
     recipe = load_job(path, [], 4, "cpu")
-    sharding = {"name": "simple_fsdp", "bucketing": "none", "bucket_mb": 20}
-    sharding["hardware"] = "h100"
+    sharding = {"name": "simple_fsdp", "bucketing": "none", "bucket_mb": 20, "hardware": "h100"}
     assert recipe.config.sharding.model_dump() == sharding
     assert [line.split(": ")[2] for line in translations(recipe)] == [
         *("is now sharding.name", "is now sharding.bucketing", "is now sharding.bucket_mb")

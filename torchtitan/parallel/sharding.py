@@ -55,6 +55,11 @@ class ShardingTarget:
     vocabulary_chunk: int = 0
     """Loss chunk size in vocabulary entries; 0 computes the loss from logits."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether communication overlaps with computation."""
+        return self.device_type == "cuda"
+
 
 class Sharding:
     """Sharding of the parts of a model that this rank has."""
@@ -206,11 +211,6 @@ class FullyShard(Sharding):
         self.taken: set[str] = set()
         """Names of the parameters that are already sharded."""
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether communication overlaps with computation."""
-        return self.target.device_type == "cuda"
-
     def apply(self, part: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         """Shard `part`; each block is gathered on its own, just before it is used.
 
@@ -242,7 +242,7 @@ class FullyShard(Sharding):
             gather_with(self._shard(last, frees == "always"), turns[-1], part)
         self._shard({"": part}, frees == "always")
         keep_integers_on_host(part)
-        if self.overlaps:
+        if self.target.overlaps:
             self._overlap(turns)
 
     def _overlap(self, turns: Iterable[nn.Module]) -> None:

@@ -40,7 +40,7 @@ from torchtitan.parallel import (
 from torchtitan.parallel.context_pieces import Cut
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.schedules import Action, Kind
-from torchtitan.parallel.sharding import FullyShard
+from torchtitan.parallel.sharding import FullyShard, ShardingTarget
 from torchtitan.parallel.stages import Stages, prune
 from torchtitan.parallel.world import make_world
 from torchtitan.plan.compiled import SharedGraphs, recorded_compilation
@@ -137,7 +137,7 @@ def record(
         world = make_world(degrees, job.comm, device, dist.group.WORLD)  # type: ignore[arg-type]
         if device_type == "cuda":
             opened.enter_context(cuda_operators())
-            opened.enter_context(mock.patch.object(FullyShard, "overlaps", True))
+            opened.enter_context(mock.patch.object(ShardingTarget, "overlaps", True))
             if any(converter.name == "mxfp8" for converter in job.convert):
                 opened.enter_context(mxfp8_kernels())
         recorder = KernelRecorder(device_type)

@@ -27,6 +27,8 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from torchtitan.torch_private.graphs import is_wait
+
 REPEATED_READS, ALL_READS, REPEATED_OPERATIONS = 4, 8, 30
 """Inductor's limits for the reads and operations of a result that is not stored."""
 
@@ -92,7 +94,9 @@ class FusedGraph:
         self.inlined: dict[Node, tuple[dict[Node, int], int]] = {}
         """Bytes that a pointwise result reads, which its readers compute, and its operations."""
         for index, node in enumerate(graph.nodes):
-            if node.op == "call_function" and not is_view(node) and not _is_part(node):
+            if is_wait(node):  # until which a collective reads its inputs
+                self.kernels.append(FusedKernel(index, 0, node, reads=self._reads(node.args[0])[0]))
+            elif node.op == "call_function" and not is_view(node) and not _is_part(node):
                 if is_loop(node):
                     self._add_loop(index, node)
                 else:
@@ -175,7 +179,7 @@ class FusedGraph:
         """Add a kernel that computes a node, or the parts of one with several results."""
         self.kernels.append(kernel)
         for each in [node] if _is_tensor(node) else node.users:
-            if _is_tensor(each):
+            if _is_tensor(each) and "out" not in each.kwargs:
                 kernel.members.append(each)
                 self.maker[each] = kernel
 
@@ -267,8 +271,8 @@ LOOPS = ("aten", "prims", "inductor_prims")
 
 def base(node: Node) -> Node:
     """Return the node whose buffer holds the result of a node."""
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
+    while is_view(node) or "out" in node.kwargs:
+        node = node.kwargs.get("out", node.args[0])  # type: ignore[assignment]
     return node
 
 

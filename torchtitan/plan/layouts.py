@@ -312,8 +312,7 @@ class LayoutCosts:
 
 def sequences(layout: Changes) -> int:
     """Return the sequences that a rank computes at a time."""
-    size: int = layout[SIZE] if layout[PP] > 1 else layout[LOCAL]
-    return size
+    return int(layout[SIZE] if layout[PP] > 1 else layout[LOCAL])
 
 
 def laps_of(layout: Changes) -> int:
@@ -354,5 +353,4 @@ def bubble(layout: Changes) -> float:
     laps = laps_of(layout)
     if schedule.splits_backward:
         laps *= 3
-    idle: float = (pp - 1) / (laps * count + pp - 1)
-    return idle
+    return float((pp - 1) / (laps * count + pp - 1))

@@ -188,6 +188,7 @@ def compile_until_code(
         from torch._functorch import config as autograd
         from torch._functorch import partitioners
         from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.fx_passes import control_dependencies
         from torch._inductor.output_code import OutputCode
 
     class Received(OutputCode):
@@ -209,7 +210,9 @@ def compile_until_code(
     ) -> OutputCode:
         with without_modes():
             if merge := options.get("post_grad_custom_post_pass"):
-                merge(graph.graph)
+                # Nodes are moved, and not wrapped to stay where they are.
+                with patch.object(control_dependencies, "preserve_node_ordering"):
+                    merge(graph.graph)
             return Received(graph, is_backward)
 
     def without_states(joint: Any, forward: Any, backward: Any, *_: Any) -> Any:

@@ -71,7 +71,7 @@ class BucketingPlan:
     """Modules whose parameters the backward gathers again; "" is the whole model."""
     bucketing: Bucketing
     megabytes: float
-    device_type: str
+    overlaps: bool
     hardware: str
     """Hardware whose rates estimate times, for `auto`."""
 
@@ -106,7 +106,7 @@ def free_after_forward(plan: BucketingPlan, graph: Graph) -> None:
 def merge_and_count(plan: BucketingPlan, graph: Graph) -> None:
     """Merge the collectives of a forward or backward graph, counting them before and after."""
     _count(plan, graph, "before")
-    if plan.bucketing == "auto" or (plan.bucketing == "block" and plan.device_type == "cuda"):
+    if plan.bucketing == "auto" or (plan.bucketing == "block" and plan.overlaps):
         times = Times(plan.hardware)
         modules = plan.units if plan.bucketing == "block" else None
         schedule_collectives(graph, modules, times.seconds, times.flops, times.bandwidth)

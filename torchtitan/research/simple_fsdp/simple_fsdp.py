@@ -145,7 +145,7 @@ class InGraph(Sharding):
             freed=freed[target.reshard],
             bucketing=self.config.bucketing,
             megabytes=self.config.bucket_mb,
-            device_type=target.device_type,
+            overlaps=target.overlaps,
             hardware=self.config.hardware,
         )
         return plan.options()
