@@ -77,9 +77,8 @@ def undisturbed(folder, *flags):
 
 
 def notes(folder):
-    """What the ranks note of themselves at each step: pid, step."""
+    """What the ranks note at each step: pid, step. Nodes of a test share one memory."""
     first = [read_note(path) for path in (folder / "comm_traces").glob("*.step")]
-    # Nodes of a test share one memory, and may have names of their own.
     return [read_note(folder / note.get("kept_at", "")) or note for note in first if note]
 
 

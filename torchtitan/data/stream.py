@@ -17,6 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from threading import current_thread
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -194,9 +195,9 @@ class BatchStream:
             device: device of the batches, which are pinned for it by the thread that prepares them.
         """
         self._config, self._device = config, device
-        self._batches: list[BaseNode[Served | ConfigError | Unreachable]] = []
-        # Torch ends the process if a thread still runs in it when the interpreter exits.
-        weakref.finalize(self, self._batches.clear)
+        self._nodes: list[BaseNode[Any]] = []
+        """What prepares batches; the first returns them."""
+        weakref.finalize(self, _stop, self._nodes)
         self._rank, self._ranks, self._groups, self._sizes = rank, ranks, groups, sizes
         self._set_sizes(packing, local_batch_size, accumulation)
         self._samples_before = 0
@@ -232,28 +233,28 @@ class BatchStream:
         """Return the reader of every `count`-th sample of this rank, from `number` on."""
         raise NotImplementedError
 
-    def _start(self) -> BaseNode[Any]:
+    def _start(self) -> list[BaseNode[Any]]:
         """Start preparing batches; unless `data.num_workers` is 0, in threads or processes."""
         count, size = self._config.num_workers, self._local_batch_size
         workers = [self._worker(number, max(1, count)) for number in range(max(1, count))]
         first = self.samples + self._rank * self._per_step
         number = partial(sample_number, first, self._per_step, self._global_batch)
         if not count:
-            return Collator(workers, size, self._packing, self._device, number)
+            return [Collator(workers, size, self._packing, self._device, number)]
         if self._in_processes:
             workers = [SampleWorker(ForkedCalls(worker.next)) for worker in workers]
         ahead = math.ceil(self._config.prefetch_factor * self._per_step / count)
         workers = [Prefetcher(worker, ahead, snapshot_frequency=0) for worker in workers]
         collator = Collator(workers, size, self._packing, self._device, number)
-        return Prefetcher(collator, self._per_step // size, snapshot_frequency=0)
+        return [Prefetcher(collator, self._per_step // size, snapshot_frequency=0), *workers]
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        if not self._batches:
-            self._batches.append(self._start())
-        served: Served | ConfigError | Unreachable = next(self._batches[0])
+        if not self._nodes:
+            self._nodes += self._start()
+        served: Served | ConfigError | Unreachable = next(self._nodes[0])
         if isinstance(served, ConfigError | Unreachable):
             self.close()
             raise served
@@ -347,8 +348,19 @@ class BatchStream:
 
     def close(self) -> None:
         """Stop all workers. The stream stays usable, and rereads from the consumed position."""
-        # The last reference to a prefetcher stops and joins its thread.
-        self._batches.clear()
+        _stop(self._nodes)
+
+
+def _stop(nodes: list[Any]) -> None:
+    """Stop what prepares batches; a process whose threads compute while it exits would abort."""
+    for some in (nodes[:1], nodes[1:]):  # the first takes samples from the others
+        running = [it for node in some if (it := getattr(node, "_it", None))]
+        for each in running:
+            each._stop_event.set()
+        for each in running:
+            if each._thread is not current_thread():  # which may collect garbage
+                each._thread.join(30.0)  # torchdata waits half a second, and a read may take longer
+    nodes.clear()
 
 
 class DataStream(BatchStream):
