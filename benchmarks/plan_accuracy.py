@@ -283,7 +283,7 @@ def main() -> None:
             except (ConfigError, NotImplementedError) as error:
                 failed.append(f"{row.name}: {error}")
                 print(failed[-1], flush=True)
-            if scored and arguments.output:  # after each row, since all take an hour
+            if scored and arguments.output:  # after each row, as all take minutes
                 plot = arguments.output.with_name("plan_accuracy.svg")
                 plot.write_text(str(draw(scored)))
                 write_section(arguments.output, report(scored, failed, plot.name))
