@@ -24,7 +24,7 @@ def test_train_without_a_recipe_offers_one(flags, says):
         "torchtitan train debug_model\n"
         "  use --training.steps N to train the defaults\n"
     )
-    assert told == 2 * expected, "the launcher says it too, before it starts anything"
+    assert told.count(expected) == 2, "the launcher says it too, before it starts anything"
     assert says("check", *flags, status=2) == (
         "error: torchtitan check: got no recipe\n"
         "  wanted one, such as the debug recipe, which trains a small model in minutes: "

@@ -196,7 +196,7 @@ class BatchStream:
         """
         self._config, self._device = config, device
         self._nodes: list[BaseNode[Any]] = []
-        """What prepares batches; the first returns them."""
+        """Nodes that prepare batches; the first returns them."""
         weakref.finalize(self, _stop, self._nodes)
         self._rank, self._ranks, self._groups, self._sizes = rank, ranks, groups, sizes
         self._set_sizes(packing, local_batch_size, accumulation)
@@ -352,7 +352,7 @@ class BatchStream:
 
 
 def _stop(nodes: list[Any]) -> None:
-    """Stop what prepares batches; a process whose threads compute while it exits would abort."""
+    """Stop nodes; a process whose threads compute while it exits would abort."""
     for some in (nodes[:1], nodes[1:]):  # the first takes samples from the others
         running = [it for node in some if (it := getattr(node, "_it", None))]
         for each in running:
