@@ -200,8 +200,8 @@ def test_a_wing_that_is_half_there_is_refused(mistake, tmp_path):
 
 @pytest.mark.slow
 def test_the_whole_core_without_wings(tmp_path):
-    folder = copy_with((), tmp_path)
-    pytest_in(folder, "tests/unit", "tests/recipes", "tests/parallel", "tests/training")
+    words = [f"tests/{name}" for name in ("unit", "recipes", "parallel", "training")]
+    pytest_in(copy_with((), tmp_path), *words, "-k", f"not ({' or '.join(TABLE['use_wings'])})")
 
 
 @pytest.mark.parametrize("system", tiers(SYSTEMS, [], gate=["qsdp"]))
