@@ -5,6 +5,7 @@ import resource
 import signal
 
 import pytest
+from torch._inductor import config
 
 from tests.ranks import run_ranks
 
@@ -34,8 +35,8 @@ def compiles():
     return AsyncCompile.pool().submit(os.getpid).result(10)
 
 
-def test_a_rank_starts_the_threads_of_the_compiler(monkeypatch):
+@config.patch(compile_threads=2)
+def test_a_rank_starts_the_threads_of_the_compiler():
     """It would wait forever for those of this process, once one of them is idle."""
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 2)
     assert compiles() == os.getpid()
     assert run_ranks(compiles, 1) != [os.getpid()]
