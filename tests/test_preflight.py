@@ -65,9 +65,12 @@ def test_healthy_ranks_pass_and_leave_nothing(tmp_path):
     assert verdict.faults == []
     assert verdict.status == 0
     assert verdict.ranks == 3
-    names = {"products", "memory", "free memory", "pairs inside a node", "sum"}
-    assert names | {"writing", "reading"} == verdict.rates.keys()
-    assert all(rate["lowest"] > 0 for rate in verdict.rates.values())
+    lowest = {name: rate["lowest"] for name, rate in verdict.rates.items()}
+    assert lowest.pop("free memory") > 0
+    rates = {"products": 2 * 512 * (512 / 1e6) ** 2, "writing": 2**16 / 1e6, "reading": 2**16 / 1e6}
+    for name, times in {"memory": 2, "pairs inside a node": 1, "sum": 4 / 3}.items():
+        rates[name] = times * 2**16 / 1e9
+    assert lowest == pytest.approx(rates)
     assert not (tmp_path / "run").exists()
 
 

@@ -19,15 +19,16 @@ from torchtitan.checkpoint import saved_steps, saver
 from torchtitan.checkpoint.folder import read_state, replace_state
 from torchtitan.checkpoint.manifest import Damaged, read_manifest, write_json
 from torchtitan.checkpoint.storage import Piece, write_file, write_tensors
-from torchtitan.checkpoint.store import DISK, MANIFEST, NAME, Disk
+from torchtitan.checkpoint.store import DISK, HISTORY, MANIFEST, NAME, Disk
 from torchtitan.digest import digest, unsigned
+from torchtitan.metrics.data_ledger import LEDGER_FILE
 
 
 class Flushes:
     """Notes what is flushed, in files that all ranks see, and what is relied on too early."""
 
     names: list[str]
-    """Names that files and folders got, and files that were read past the kernel's cache."""
+    """Names that were given, files read past the kernel's cache, flushed ledgers and folders."""
     lost: list[str]
     """What a power cut would have lost at some moment."""
 
@@ -39,6 +40,7 @@ class Flushes:
             fsync(descriptor)
             path = opened(descriptor)
             self._note(path).write_text(content(path))
+            self.names += [path.name] * (path.name in (LEDGER_FILE, "checkpoint"))
 
         def move(source, target):
             self._before(Path(source), Path(target))
@@ -51,6 +53,7 @@ class Flushes:
 
         patch.setattr(os, "posix_fadvise", forget)
         patch.setattr(os, "fsync", flush)
+        patch.setattr(os, "fdatasync", flush)
         patch.setattr(os, "rename", move)
         patch.setattr(os, "replace", move)
 
@@ -111,13 +114,14 @@ def flushes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_what_is_saved_outlives_a_power_cut(mode, tmp_path, flushes):
-    """And older checkpoints are deleted only then, and when it was read back from the disk."""
+    """So does its row in the ledger, before it; older ones are deleted once it was read back."""
     once = {"interval": 1, "keep_latest_k": 1, "async_mode": mode}
     train(test_folder.recipe(tmp_path / "run", steps=2, checkpoint=once))
     assert flushes.at_the_end(tmp_path / "run/checkpoint") == []
-    files = ["train_state.json", MANIFEST]
-    read = [f"{name} is read" for name in (MANIFEST, "rank-0.safetensors", files[0])]
-    assert flushes.names == [*files, "step-1", *read, *files, "step-2", *read, "step-1.deleting"]
+    files = [LEDGER_FILE, "train_state.json", MANIFEST]
+    read = [f"{name} is read" for name in (MANIFEST, "rank-0.safetensors", files[1])]
+    first, second = ([*files, f"step-{n}", "checkpoint", *read] for n in (1, 2))
+    assert flushes.names == [LEDGER_FILE, *first, *second, "step-1.deleting", LEDGER_FILE]
 
 
 def test_frequent_checkpoints_outlive_a_power_cut(tmp_path, flushes):
@@ -126,6 +130,8 @@ def test_frequent_checkpoints_outlive_a_power_cut(tmp_path, flushes):
     for each in (folder, tmp_path / "run/checkpoint"):
         assert flushes.at_the_end(each) == []
     assert "step-1.deleting" in flushes.names
+    # Frequent checkpoints count only with the start that the history has.
+    assert flushes.names[flushes.names.index(HISTORY) + 1] == "checkpoint"
 
 
 def test_what_is_not_flushed_is_found(tmp_path, flushes, monkeypatch):

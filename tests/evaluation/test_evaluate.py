@@ -52,6 +52,7 @@ def test_held_out_loss_is_that_of_each_document(tmp_path, monkeypatch, says):
     recipe = {"model.tokenizer_path": None, "validation.dataset": str(file)}
     run = small_weights.saved(tmp_path / "ours", recipe=recipe)
     words = ["evaluate", str(run), "--dtype", "float32", "--limit", "2", "--json"]
+    monkeypatch.setattr("torchtitan.tools.evaluate.AT_A_TIME", 1)
     nats, count = 0.0, 0
     model = InferenceModel(find_model(ModelLocation(run)), 64, torch.float32)
     for text in texts[:2]:

@@ -29,7 +29,7 @@ from torchtitan.checkpoint.manifest import Damaged, File, Manifest, write_json
 from torchtitan.checkpoint.placement import find_nodes, on_rank_0
 from torchtitan.checkpoint.settings import CheckpointConfig
 from torchtitan.checkpoint.start import NONE, ResumePoint, ResumePolicy
-from torchtitan.checkpoint.store import DISK, HISTORY, OF_NODE
+from torchtitan.checkpoint.store import DISK, HISTORY, OF_NODE, store_of
 from torchtitan.config import first_of
 from torchtitan.logging import logger
 from torchtitan.parallel import World
@@ -136,6 +136,7 @@ class FrequentTier:
             self.history.parent.mkdir(parents=True, exist_ok=True)
             starts = [*read_history(self.history), (name, step)]
             write_json(self.history, {"folder": str(self.folder), "starts": starts})
+            store_of(self.history).sync(self.history.parent)
             return name
 
         start = on_rank_0(self.world, record)

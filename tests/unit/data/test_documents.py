@@ -245,7 +245,7 @@ def test_opening_reports_the_same_mistakes():
         open_source(config, load_tokenizer(None), seed=0)
 
 
-@pytest.mark.parametrize("windows", [[0, 3000], [0, 700, 710, 3000]])
+@pytest.mark.parametrize("windows", [[0, 3000], [0, 700, 710, 1410, 3000]])
 def test_an_order_of_many_items_is_computed_and_complete(windows, monkeypatch):
     listed = list(drawn_order(windows, seed=1, epoch=0, shuffle=True))
     monkeypatch.setattr(order, "MOST_LISTED", 100)
@@ -259,9 +259,9 @@ def test_an_order_of_many_items_is_computed_and_complete(windows, monkeypatch):
         numbers = np.searchsorted(windows, items, side="right")
         assert np.count_nonzero(np.diff(numbers)) == len(windows) - 2
         found[seed, epoch] = items
-    for begin, end in itertools.pairwise(windows):
-        orders = {tuple(i for i in each if begin <= i < end) for each in (*found.values(), listed)}
-        assert len(orders) == 4, "each seed and epoch has an order of its own inside of each window"
+    orders, bounds = [*found.values(), listed], itertools.pairwise(windows)
+    inside = [tuple(i - a for i in each if a <= i < b) for a, b in bounds for each in orders]
+    assert len(set(inside)) == len(inside), "each window, seed and epoch has an order of its own"
 
 
 def test_a_permutation_is_well_mixed():

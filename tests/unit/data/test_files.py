@@ -596,6 +596,9 @@ def test_tokens_that_were_written_before_are_used_until_the_text_is_replaced(tmp
     assert settings["source"].pop("content")
     (earlier / "source.json").write_text(json.dumps(settings))
     assert mixed_sources.folder_of_tokens(config, ByteTokenizer()) == earlier
+    for key in ("add_bos", "add_eos"):
+        other = config.model_copy(update={key: False})
+        assert mixed_sources.folder_of_tokens(other, ByteTokenizer()) not in (earlier, own)
     tokenize(config, ByteTokenizer(), earlier, processes=1)
     replace(path, path.read_bytes()[:-3] + b" }\n")
     assert mixed_sources.folder_of_tokens(config, ByteTokenizer()) not in (earlier, own)

@@ -20,6 +20,7 @@ from torchtitan.tasks.next_token import NextToken
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(reader, "BLOCK", 16)
+    monkeypatch.setattr(mixed_sources, "PART", 64)
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_a_mixture_is_exact_at_every_prefix(weights, before):
         counts[source] += 1
         for count, weight in zip(counts, weights, strict=True):
             assert abs(count - Fraction((number + 1) * weight, sum(weights))) < 1
-    assert whole.counts(700) == counts
+        assert number % 4 != 3 or whole.counts(number + 1) == counts
     resumed = mixed_sources.MixtureSchedule(weights, before, whole.counts(before))
     for number in range(200):
         source, place = resumed.turn(number)

@@ -75,8 +75,7 @@ def test_shards_have_the_tokens_of_the_stream(kind, tmp_path):
         assert read.dtype == np.uint16
         assert read.tolist() == expected.tolist()
     assert (about.tokenizer, about.vocab_size) == ("bytes", 258)
-    assert about.add_bos
-    assert about.add_eos
+    assert (about.add_bos, about.add_eos) == (True, True)
     assert about.source
     assert len(about.shards) > 2
     tokenize(config, ByteTokenizer(), tmp_path / "two", processes=2, shard_tokens=500)
@@ -143,7 +142,8 @@ def _interrupted(*arguments, **settings):
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("processes", [1, 3])
 def test_an_end_in_the_middle_loses_no_complete_part(by, processes, tmp_path):
-    config, out, whole = jsonl(tmp_path / "a.jsonl", [*TEXTS, MARK, *TEXTS]), *_two(tmp_path)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    config = jsonl(tmp_path / "a.jsonl", [*TEXTS, MARK, *TEXTS])
     tokenize(config, ByteTokenizer(), whole)
     tokenizer = Waiting(tmp_path / "continue")
     process = multiprocessing.get_context("fork").Process(
@@ -171,10 +171,6 @@ def test_an_end_in_the_middle_loses_no_complete_part(by, processes, tmp_path):
     assert written == {file: file.stat().st_mtime_ns for file in written}
 
 
-def _two(folder):
-    return folder / "out", folder / "whole"
-
-
 class Failing(ByteTokenizer):
     """Fails in the middle."""
 
@@ -186,7 +182,8 @@ class Failing(ByteTokenizer):
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
 def test_a_damaged_shard_is_made_again(damage, tmp_path, caplog):
-    config, out, whole = jsonl(tmp_path / "a.jsonl", [*TEXTS, MARK]), *_two(tmp_path)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    config = jsonl(tmp_path / "a.jsonl", [*TEXTS, MARK])
     tokenize(config, ByteTokenizer(), whole)
     with pytest.raises(ConfigError, match="stopped"):
         tokenize(config, Failing(), out)
@@ -329,8 +326,7 @@ def test_the_verb(tmp_path, monkeypatch, capsys, says):
             return super().encode(text)
 
     with monkeypatch.context() as patch:
-        module = "torchtitan.tools.data"
-        patch.setattr(f"{module}.load_tokenizer", lambda path: Interrupted())
+        patch.setattr("torchtitan.tools.data.load_tokenizer", lambda path: Interrupted())
         assert main([*words, str(tmp_path / "out"), "--processes", "1", "--no-bos"]) == 130
     assert "the same command continues" in capsys.readouterr().err
     assert "59 documents" in says(*words, tmp_path / "out", "--processes", "1", "--no-bos")
