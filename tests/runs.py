@@ -280,7 +280,7 @@ class Operators(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.counts = Counter()
+        self.counts, self.supports_higher_order_operators = Counter(), True
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
         self.counts[str(function)] += 1

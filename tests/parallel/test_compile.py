@@ -244,10 +244,8 @@ def test_the_line_names_what_was_to_be_compiled():
         "the loss": CompileConfig(enable=True, components=("loss",)),
     }
     (lines,) = run_ranks(lines_of, 1, [*named.values(), CompileConfig()])
-    expected = [
-        [f"compile: 0 graphs of {words}, 0 from the cache, 0 graph breaks, 0 recompilations"]
-        for words in named
-    ]
+    rest = "0 from the cache, 0 graph breaks, 0 recompilations"
+    expected = [[f"compile: 0 graphs of {words}, {rest}"] for words in named]
     assert lines == [*expected, []]
 
 

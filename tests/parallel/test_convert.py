@@ -248,10 +248,8 @@ def test_what_is_compiled_is_the_same_run(layout, compiler):
 
 
 def is_compiled_to_the_same_run(layout, compiler):
-    eager, compiled = (
-        run_ranks(trace, 2, recipe(layout, compile=section), True)
-        for section in ({}, {"enable": True, **compiler})
-    )
+    jobs = [recipe(layout, compile=section) for section in ({}, {"enable": True, **compiler})]
+    eager, compiled = (run_ranks(trace, 2, job, True) for job in jobs)
     for found, expected in zip(compiled, eager, strict=True):
         # Inductor computes in another order, which now and then rounds an element otherwise.
         assert found.losses == pytest.approx(expected.losses, rel=1e-3)

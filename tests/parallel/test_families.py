@@ -64,11 +64,8 @@ def test_a_recomputed_forward_with_other_logits_has_the_same_choice(monkeypatch)
 
 @pytest.mark.gate
 def test_the_run_of_each_family_is_another():
-    norms = [
-        test_parity.reference("cpu", family["TP 2"], "flat")[0].grad_norms
-        for family in FAMILIES.values()
-        if "TP 2" in family
-    ]
+    cases = [family["TP 2"] for family in FAMILIES.values() if "TP 2" in family]
+    norms = [test_parity.reference("cpu", each, "flat")[0].grad_norms for each in cases]
     for one, other in itertools.combinations(norms, 2):
         assert one != pytest.approx(other, rel=1e-3)
 
@@ -213,9 +210,8 @@ def test_another_layout_goes_on_with_the_same_run(is_balanced, tmp_path):
         layout = layouts.balanced(layout) if is_balanced else layout.of(**QWEN3)
         run_ranks(train, layout.ranks, test_resume.recipe(tmp_path / folder, layout, steps))
     test_resume.is_the_same_run(tmp_path / "halves", tmp_path / "whole")
-    halves, whole = (
-        SavedTensors(tmp_path / f"{each}/checkpoint/step-6") for each in ("halves", "whole")
-    )
+    folders = (tmp_path / f"{each}/checkpoint/step-6" for each in ("halves", "whole"))
+    halves, whole = map(SavedTensors, folders)
     of_routers = [name for name in whole.shapes() if name.endswith((".router.bias", ".share"))]
     assert bool(of_routers) == is_balanced
     for name in of_routers:

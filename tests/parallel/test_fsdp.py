@@ -59,9 +59,7 @@ def test_a_strategy_sends_what_the_paper_says(name):
 
 def test_accumulating_whole_reduces_once():
     """With 4 microbatches, gathers are the same, and there is one reduction in place of 4."""
-    parts, whole = (
-        sent(case(shard=2, batch=1, sharding=sharding)) for sharding in ({}, layouts.WHOLE)
-    )
+    parts, whole = (sent(case(shard=2, batch=1, sharding=how)) for how in ({}, layouts.WHOLE))
     assert parts["all_gather"] == whole["all_gather"] > 0
     assert parts["reduce_scatter"] == 4 * whole["reduce_scatter"] > 0
 

@@ -1,5 +1,6 @@
 """What an optimizer stores, and when it steps, changes nothing about a run on several ranks."""
 
+import itertools
 from contextlib import closing
 from functools import cache
 
@@ -63,11 +64,8 @@ def test_steps_in_the_backward(name):
 
 
 def is_updated_in_the_backward(layout, allowed=1e-5):
-    jobs = [
-        job(layout, 0, **optimizer, early_step_in_backward=early)
-        for early in (True, False)
-        for optimizer in RULES
-    ]
+    pairs = itertools.product((True, False), RULES)
+    jobs = [job(layout, 0, **rule, early_step_in_backward=early) for early, rule in pairs]
     expected = unclipped(**layout.model)
     for number, rank in enumerate(run_ranks(traces, layout.ranks, jobs)):
         for found, late, one in zip(rank[:2], rank[2:], expected, strict=True):

@@ -281,10 +281,16 @@ def test_replicas_that_run_apart_meet_in_the_mean_of_their_weights(name):
 
 def test_each_replica_trains_on_the_mean_of_its_own_targets():
     """One update apart from each other, with SGD, is the update by the mean of their gradients;
-    where both have as many targets, that is the mean over all."""
+    where both have as many targets, that is the mean over all. Each clips its own gradient."""
     layout = case(replicate=2, batch=4)
     ways = ({"replicas": {"name": "all_reduce"}}, NEVER)
-    together, alone_ = traced(layout, [job(layout, way, 1, max_norm=0.0) for way in ways])
+    jobs = [job(layout, way, 1, max_norm=0.0) for way in ways]
+    jobs += [job(layout, NEVER, 1, max_norm=most) for most in (0.1, 0.2)]
+    together, alone_, *clipped = traced(layout, jobs)
+    for pair in zip(*clipped, strict=True):
+        few, more = ([part.local.flatten() for part in one.weights[0].values()] for one in pair)
+        apart = (torch.cat(few) - torch.cat(more)).norm().item()
+        assert apart == pytest.approx(0.1 * jobs[-1].optimizer.lr, rel=1e-3)
     for weight, found in together[0].weights[0].items():
         both = [alone_[rank].weights[0][weight].local for rank in range(2)]
         assert torch.allclose((both[0] + both[1]) / 2, found.local, atol=1e-6)

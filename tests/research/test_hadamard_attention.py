@@ -1,6 +1,7 @@
 """Attention in 8 bits: the rotation against scipy's matrix, the rounding, and what it does."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,14 +109,14 @@ def test_nothing_is_rounded_to_nothing():
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("rotation", ["qk", "v", "qkv"])
 def test_a_rotation_alone_changes_nothing(rotation, documents, monkeypatch):
-    """Of causal attention with grouped queries, as long as nothing is rounded."""
+    """Of causal attention with grouped queries and sinks, as long as nothing is rounded."""
     q, k, v = heads(2, 4, 6, 8), heads(2, 2, 6, 8), heads(2, 2, 6, 8)
     kept = torch.tensor([[0, 0, 0, 1, 1, 1]]).repeat(2, 1) if documents else None
+    inputs = q, k, v, kept, torch.linspace(-1, 1, 4, dtype=torch.float64)
     module = RoundedAttention(LowPrecisionAttention(rotation=rotation), [])
-    rounded = module(q, k, v, kept)
+    rounded, expected = module(*inputs), SelfAttention()(*inputs)
     monkeypatch.setattr(module, "rounded", lambda *tensors: list(tensors))
-    expected = SelfAttention()(q, k, v, kept)
-    torch.testing.assert_close(module(q, k, v, kept), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(module(*inputs), expected, rtol=0, atol=1e-12)
     assert 1e-3 < (rounded - expected).norm() / expected.norm() < 0.2
 
 
@@ -136,17 +137,16 @@ def test_a_rotation_helps_where_channels_stand_out(format):
 
 
 def test_it_says_what_it_converted():
-    model = build_empty(Decoder, tiny.FLAVORS["tiny"], 32)
+    model = build_empty(Decoder, replace(tiny.FLAVORS["tiny"], sliding_window=5), 32)
     config = LowPrecisionAttention(filter_fqns=("layers.0",), rotation="qk", scale="head")
     (done,) = convert.apply(model, [config], None, has_fsdp=False)
     assert convert.describe(config, done) == (
         "low_precision_attention (float8, a scale for each head, qk rotated): 1 of 2 attention "
         "modules; skipped layers.0.attention.attend (filter)"
     )
-    assert [type(block.attention.attend) for block in model.layers.values()] == [
-        SelfAttention,
-        RoundedAttention,
-    ]
+    found = [block.attention.attend for block in model.layers.values()]
+    assert [type(each) for each in found] == [SelfAttention, RoundedAttention]
+    assert [each.window for each in found] == [5, 5]
 
 
 def recipe(*converters, **sections):

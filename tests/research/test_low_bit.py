@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.recipes.test_bad_recipes import lacks
 from tests.tiny import named
-from tests.unit.optim import test_in_backward
+from tests.unit.optim import test_group, test_in_backward
 from torchtitan.checks import load_job
 from torchtitan.optim import Adam, AdamW, Optimizers
 from torchtitan.optim.parameters import local
@@ -114,6 +114,16 @@ def test_small_tensors_and_embeddings_are_left_as_they_are():
         "optimizer states in 8bit: 100,352 bytes for 49,536 values; 32,768 values in 4 tensors are "
         "quantised, 16,768 in 6 stay as the parameters are (embeddings, "
     )
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam])
+def test_updates_by_moments_that_are_not_quantized_are_those_of_torch(kind):
+    """Each number another, so that none can stand for another."""
+    numbers = {"lr": 0.05, "weight_decay": 0.3, "eps": 0.02}
+    config = kind(**numbers, beta1=0.8, beta2=0.97, state_dtype="8bit")
+    groups = [numbers | {"betas": (0.8, 0.97)}] * 3
+    expected = test_group.by_torch(getattr(torch.optim, kind.__name__), *groups)
+    torch.testing.assert_close(test_group.by_ours(config), expected)
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)

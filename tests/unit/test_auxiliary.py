@@ -51,15 +51,8 @@ def test_what_follows_each_token():
     found = look_ahead(batch, 2)
     assert found.ahead_tokens.tolist() == [[[6, 7], [7, 8], [8, 0], [0, 0]]]
     assert found.ahead_targets.tolist() == [[[7, 8], [8, -100], [-100, -100], [-100, -100]]]
-    found = look_ahead(
-        TokenBatch(
-            tokens=torch.tensor([[5, 6, 7, 8]]),
-            targets=torch.tensor([[6, 7, 8, 9]]),
-            positions=torch.arange(4)[None],
-            documents=torch.tensor([[0, 0, 1, 1]]),
-        ),
-        1,
-    )
+    two = {"targets": torch.tensor([[6, 7, 8, 9]]), "documents": torch.tensor([[0, 0, 1, 1]])}
+    found = look_ahead(dataclasses.replace(batch, **two), 1)
     assert found.ahead_targets.flatten().tolist() == [7, -100, 9, -100]
 
 
@@ -180,10 +173,8 @@ def resumes_on_another_layout(losses, tmp_path):
     for expected, found in zip(whole, halves, strict=True):
         for name in ("loss", *(name for name in expected if name.startswith("loss/"))):
             assert found[name] == pytest.approx(expected[name], rel=1e-5)
-    held_out = [
-        [row["validation_loss"] for row in rows(tmp_path / folder) if "validation_loss" in row]
-        for folder in ("whole", "halves")
-    ]
+    both = (rows(tmp_path / folder) for folder in ("whole", "halves"))
+    held_out = [[r["validation_loss"] for r in each if "validation_loss" in r] for each in both]
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
     assert len(held_out[0]) == 2
 

@@ -34,7 +34,7 @@ def test_losses_of_a_router_are_their_formulas(scores):
     router, x, found = Router(6, 5, routing), torch.randn(2, 7, 6), dict[str, Tensor]()
 
     def keep(loss, given, total):
-        found[loss.name] = total.detach()
+        found[loss.name] = total
         return given
 
     with torch.no_grad():
@@ -49,8 +49,9 @@ def test_losses_of_a_router_are_their_formulas(scores):
         probabilities = probabilities / probabilities.sum()
         balance += 5 * sum(f * p for f, p in zip(router.share, probabilities, strict=True)) / 4
         z_loss += logits.exp().sum().log() ** 2 / 4
-    torch.testing.assert_close(found["load_balance"], balance)
-    torch.testing.assert_close(found["router_z_loss"], z_loss)
+    torch.testing.assert_close(found, {"load_balance": balance, "router_z_loss": z_loss})
+    both = sum(found.values()), balance + z_loss
+    torch.testing.assert_close(*(torch.autograd.grad(each, router.weight) for each in both))
 
 
 class Seen(NamedTuple):

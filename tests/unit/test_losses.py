@@ -111,8 +111,8 @@ def test_a_model_gives_its_loss(flavor):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_the_z_loss_is_that_of_the_next_token_alone():
-    """With multi-token prediction the model computes more losses of the same output."""
+def test_auxiliary_losses_of_a_model_are_their_formulas():
+    """Of later tokens those of DeepSeek-V3, section 2.2; the z-loss of the next token alone."""
     args = dataclasses.replace(tiny.FLAVORS["tiny"], multi_token=2)
     model = families.drawn(tiny.LLAMA3, args, 16, std=0.3, of_norms=0.3)
     auxiliary = AuxiliaryLosses(("multi_token_1", "multi_token_2"), [ZLoss(weight=0.5)])
@@ -121,16 +121,27 @@ def test_the_z_loss_is_that_of_the_next_token_alone():
     ids = torch.randint(args.vocab_size, (2, 19), generator=torch.Generator().manual_seed(1))
     tokens, targets = ids[:, :-3], ids[:, 1:-2].clone()
     targets[0, :3] = -100
-    later = {
-        "ahead_tokens": torch.stack([ids[:, 1:-2], ids[:, 2:-1]], -1),
-        "ahead_targets": torch.stack([ids[:, 2:-1], ids[:, 3:]], -1),
-    }
-    with auxiliary.recording(torch.tensor(29)) as found:
-        model(tokens, targets=targets, **later)
-    with torch.no_grad():
-        squares = model(tokens).logsumexp(-1)[targets != -100].square()
-    torch.testing.assert_close(found["loss/z_loss"], squares.sum() / 29)
-    assert found["loss/multi_token_1"] > 0
+    pairs = ids.unfold(1, 2, 1)
+    later = {"ahead_tokens": pairs[:, 1:-1], "ahead_targets": pairs[:, 2:]}
+    weights, positions = [*model.parameters()], torch.arange(16)[None]
+    with auxiliary.recording(torch.tensor(TOKENS)) as found:
+        ours = gradients(model(tokens, targets=targets, **later), weights)
+    hidden = model.tok_embeddings(tokens)
+    for block in model.layers.values():
+        hidden = block(hidden, positions, None)
+    logits = model.output(model.norm(hidden))
+    z_loss = logits.logsumexp(-1)[targets != -100].square().sum()
+    torch.testing.assert_close(found["loss/z_loss"], z_loss / TOKENS)
+    total = cross_entropy(logits, targets) + 0.5 * z_loss
+    for depth in (1, 2):
+        tokens, targets = (each[..., depth - 1] for each in later.values())
+        module, embedded = model.auxiliary[str(depth)], model.tok_embeddings(tokens)
+        both = torch.cat((module.hidden_norm(hidden), module.token_norm(embedded)), -1)
+        hidden = module.block(module.project(both), positions, None)
+        expected = cross_entropy(model.output(module.norm(hidden)), targets)
+        torch.testing.assert_close(found[f"loss/multi_token_{depth}"], expected / TOKENS)
+        total = total + expected
+    torch.testing.assert_close(ours, gradients(total, weights), rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch):
@@ -142,12 +153,9 @@ def test_a_model_that_ends_in_no_linear_loss_is_refused(monkeypatch):
     plain = dataclasses.replace(MODELS["tiny"], name="plain", build=build)
     monkeypatch.setitem(MODELS, "plain", plain)
     keys = {"model": {"name": "plain"}, "loss": {"vocabulary_chunk": 64}}
-    assert [problem[:2] for problem in tiny.problems(tiny.job(**keys))] == [
-        (
-            "loss.vocabulary_chunk",
-            "plain does not end in a LinearLoss, which computes the chunks; use 0",
-        )
-    ]
+    message = "plain does not end in a LinearLoss, which computes the chunks; use 0"
+    (problem,) = tiny.problems(tiny.job(**keys))
+    assert problem[:2] == ("loss.vocabulary_chunk", message)
 
 
 def test_a_setting_that_changes_nothing_is_told():

@@ -68,12 +68,8 @@ def test_every_document_once_an_epoch(tmp_path, shards, lanes):
 
 def test_epochs_shuffle_the_shards(tmp_path):
     texts = write_shards(tmp_path, 6)
-    in_order, shuffled = (
-        [next(documents).content for _ in texts * 2]
-        for documents in (
-            streamed(tmp_path, shuffle=shuffle).read({0: None}, 1)[0] for shuffle in (False, True)
-        )
-    )
+    both = (streamed(tmp_path, shuffle=shuffle).read({0: None}, 1)[0] for shuffle in (False, True))
+    in_order, shuffled = ([next(documents).content for _ in texts * 2] for documents in both)
     assert in_order == texts * 2
     first, second = shuffled[: len(texts)], shuffled[len(texts) :]
     assert sorted(first) == sorted(second) == sorted(texts)
@@ -184,10 +180,8 @@ def test_no_network_is_told_with_a_way_out():
 
 def test_no_lane_starves_when_there_are_fewer_documents_than_lanes(tmp_path):
     write_shards(tmp_path, 1, documents=2)
-    firsts = {
-        lane: next(documents).position
-        for lane, documents in streamed(tmp_path).read(dict.fromkeys(range(4)), 4).items()
-    }
+    lanes = streamed(tmp_path).read(dict.fromkeys(range(4)), 4)
+    firsts = {lane: next(documents).position for lane, documents in lanes.items()}
     assert firsts == {0: (0, 0), 1: (0, 1), 2: (1, 1), 3: (2, 1)}
 
 

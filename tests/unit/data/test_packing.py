@@ -267,10 +267,8 @@ def test_batches_are_pinned_by_the_thread_that_collates_them(workers):
 
 @pytest.mark.parametrize(("ranks", "batch"), [(4, 4), (2, 6)])
 def test_a_packed_mixture_resumes_exactly_on_other_ranks(tmp_path, ranks, batch):
-    sources = [
-        {"path": str(write_shards(tmp_path / name, drawn_documents(40, seed))), "weight": 1}
-        for seed, name in enumerate("ab")
-    ]
+    folders = [write_shards(tmp_path / n, drawn_documents(40, s)) for s, n in enumerate("ab")]
+    sources = [{"path": str(folder), "weight": 1} for folder in folders]
     stages = [{"from_step": 5, "weights": [1, 3]}]
     repeating = [source | {"repeat": True} for source in sources]
     config = DataConfig.model_validate({"sources": repeating, "stages": stages, **BEST_FIT})

@@ -470,10 +470,8 @@ def test_a_step_can_be_unread(texts):
 
 
 def hash_of(samples, first=0):
-    hashes = [
-        xxhash.xxh3_64_intdigest(np.array(tokens, "<i4").tobytes(), seed=number)
-        for number, tokens in enumerate(samples, first)
-    ]
+    parts = (np.array(tokens, "<i4").tobytes() for tokens in samples)
+    hashes = [xxhash.xxh3_64_intdigest(part, seed=n) for n, part in enumerate(parts, first)]
     return f"{sum(hashes) % 2**64:016x}"
 
 

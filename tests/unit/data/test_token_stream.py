@@ -170,10 +170,8 @@ def test_a_source_that_would_end_is_refused_at_the_start(tmp_path):
 
 @pytest.mark.parametrize("stage", [None, 3])
 def test_a_run_is_refused_exactly_if_a_source_would_end(stage, tmp_path):
-    paths = [
-        write_shards(tmp_path / n, [np.arange(size) % 200], 1)
-        for n, size in (("a", 33), ("b", 1000))
-    ]
+    sizes = {"a": 33, "b": 1000}
+    paths = [write_shards(tmp_path / n, [np.arange(sizes[n]) % 200], 1) for n in sizes]
     stages = (StageConfig(from_step=stage, weights=(1, 2)),) if stage else ()
     for weights, batch, steps in itertools.product(
         ((1, 1), (1, 2), (2, 3), (3, 7)), (1, 2, 4), (3, 5)

@@ -121,10 +121,8 @@ def test_a_shrunk_network_has_the_structure_of_the_large_one(flavor, tp):
 
 
 def test_vectors_are_no_matrices_for_an_optimizer():
-    roles = {
-        name: SPEC.role(name, weight.ndim)
-        for name, weight in families.drawn(SPEC, ARGS).named_parameters()
-    }
+    parameters = families.drawn(SPEC, ARGS).named_parameters()
+    roles = {name: SPEC.role(name, weight.ndim) for name, weight in parameters}
     block = {n.removeprefix("layers.1."): role for n, role in roles.items() if "layers.1." in n}
     assert {name for name, role in block.items() if role == "expert"} == {
         f"mixture.experts.w{number}" for number in (1, 2, 3)

@@ -133,9 +133,8 @@ def test_rotation_depends_on_the_distance_alone():
     """The defining property: a query meets a key the same way wherever the two stand."""
     rope = build().rope
     q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
-    rotated_q, rotated_k = (
-        rope(v.expand(1, SEQ_LEN, 1, 8), torch.arange(SEQ_LEN)[None])[0, :, 0] for v in (q, k)
-    )
+    places = torch.arange(SEQ_LEN)[None]
+    rotated_q, rotated_k = (rope(v.expand(1, SEQ_LEN, 1, 8), places)[0, :, 0] for v in (q, k))
     scores = rotated_q @ rotated_k.T
     for distance in range(SEQ_LEN):
         diagonal = scores.diagonal(-distance)

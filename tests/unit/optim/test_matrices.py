@@ -77,10 +77,8 @@ def exchanged(layout, limit):
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple("01"[: len(sizes)]))
     torch.manual_seed(0)
     wholes = [torch.randn(shape) for shape in SHAPES]
-    tensors = [
-        laid_out(whole.clone(), mesh, placements[number % len(placements)])
-        for number, whole in enumerate(wholes)
-    ]
+    ways = (placements[number % len(placements)] for number in range(len(wholes)))
+    tensors = [laid_out(w.clone(), mesh, how) for w, how in zip(wholes, ways, strict=True)]
     parameters = [NamedParameter(t, str(n), "matrix") for n, t in enumerate(tensors)]
     areas = {"1": [Area(range(2), range(9)), Area(range(2, 5), range(9))]}
     exchange = Exchange(parameters, lambda p: areas.get(p.name, [area(*p.shape)]), cost, limit)

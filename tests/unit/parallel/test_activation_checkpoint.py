@@ -8,8 +8,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests import tiny
 from tests.runs import Operators
+from tests.tiers import tiers
+from tests.unit.models import families
 from torchtitan.checks.execution import recomputation
 from torchtitan.config import PlannedWorld
+from torchtitan.models import MODELS
 from torchtitan.models.llama3 import LLAMA3
 from torchtitan.parallel import (
     ActivationCheckpointConfig,
@@ -100,6 +103,21 @@ def test_what_the_backward_computes_again(chosen, products, attention):
             loss.backward()
         assert backward.counts["aten.mm.default"] == 14 + products
         assert backward.counts[operator] == attention
+
+
+@pytest.mark.parametrize("is_compiled", tiers([False, True], [False], gate=[True]))
+@pytest.mark.parametrize("option", [1, "op"])
+def test_experts_are_not_chosen_again(option, is_compiled):
+    block = families.drawn(MODELS["tiny_sparse"], tiny.SPARSE["flat"], LENGTH).double().layers["1"]
+    chosen = config("selective", selective_ac_option=option)
+    apply({"layers.1": block}, ["layers.1"], chosen, is_compiled=is_compiled)
+    if is_compiled:
+        compile.apply([block], CompileConfig(enable=True, backend="aot_eager"))
+    loss = block(torch.randn(2, LENGTH, 32).double(), torch.arange(LENGTH)[None], None).sum()
+    with Operators() as backward:
+        loss.backward()
+    assert backward.counts["torchtitan.expert_gradients.default"] == 3
+    assert backward.counts["torchtitan.choose_experts.default"] == 0
 
 
 def kept(block, inputs):

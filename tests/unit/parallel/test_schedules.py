@@ -88,10 +88,7 @@ def test_bubble_is_that_of_the_textbook(pp, microbatches):
 
 
 def test_zero_bubble_wastes_less_still():
-    found = {
-        name: wasted(name, 4 if schedule.stages == "one" else 8, 4, 16)
-        for name, schedule in SCHEDULES.items()
-    }
+    found = {n: wasted(n, 4 if s.stages == "one" else 8, 4, 16) for n, s in SCHEDULES.items()}
     worst_split = max(found[name] for name, s in SCHEDULES.items() if s.splits_backward)
     assert worst_split < found["Interleaved1F1B"] < found["1F1B"] == found["GPipe"]
     assert found["ZBVZeroBubble"] == pytest.approx(0.0303, abs=1e-4)
