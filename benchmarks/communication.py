@@ -29,8 +29,8 @@ PAGE = """\
 
 <!-- Written by benchmarks/communication.py. -->
 
-{ranks} ranks on gloo train a Llama of {parameters:,} parameters for {steps} steps of {tokens}
-tokens{about}
+{ranks} ranks on gloo train a Llama of {parameters:,} parameters for {steps} steps of {tokens} tokens
+{about}
 
 `torchtitan compare train_configs/studies/{name}_debug.toml`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
@@ -59,7 +59,7 @@ Limits of this study:
 STUDIES = {
     "communication": {
         "title": "Every method",
-        "about": """,
+        "about": """\
 each with the learning rate that was best of 1e-3, 3e-3 and 1e-2: AdamW, and SGD by signs for
 replicas that exchange a part of their momentum. (One seed of each, AdamW on one rank, the
 others on two. 1e-3 was best for AdamW, 3e-3 for DeMo and 1e-2 for slices: those of AdamW and slices
@@ -71,7 +71,7 @@ are ends of the range, so a better one may be beyond it.)""",
     },
     "qsdp": {
         "title": "QSDP by bits",
-        "about": """,
+        "about": """\
 by AdamW at 1e-3, with weights, gradients or both in fewer bits, in buckets of 256 numbers. Learned
 levels are updated every 100 steps.""",
         "limits": "",
