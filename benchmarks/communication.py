@@ -1,12 +1,12 @@
-"""What each way to send costs, saves and learns: a page of the runs of a study.
+"""What each way to send costs, saves and learns: a section for each study of them.
 
-    study=communication_debug
-    torchtitan compare train_configs/studies/$study.toml
+    study=communication  # or qsdp
+    torchtitan compare train_configs/studies/${study}_debug.toml
     for seed in 1 2; do
-        torchtitan compare train_configs/studies/$study.toml --debug.seed $seed \\
-            --output outputs/studies/${study}_seed_$seed
+        torchtitan compare train_configs/studies/${study}_debug.toml --debug.seed $seed \\
+            --output outputs/studies/${study}_debug_seed_$seed
     done
-    python benchmarks/communication.py --output benchmarks/results/communication.md
+    python benchmarks/communication.py $study --output benchmarks/results/communication.md
 
 Comparisons make the runs, and go on where they were stopped; the last command reads those that are
 there. The spread is the standard deviation over seeds, and the gap is taken seed by seed, since a
@@ -14,30 +14,25 @@ seed determines the data and the first weights.
 """
 
 import argparse
-import os
 import statistics
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from variants import LAST, ROOT, Variant, draw, finished, model_size, studies
+from quoted import write_section
+from variants import ROOT, Variant, conditions, draw, finished, studies
 
 from torchtitan.tools.compare.study import Study
 
-STUDY = ROOT / "train_configs/studies/communication_debug.toml"
 PAGE = """\
-# Communication methods: bytes, memory and loss
+## {title}
 
 <!-- Written by benchmarks/communication.py. -->
 
-Four ranks on gloo train a Llama of {parameters:,} parameters for {steps} steps of {tokens} tokens,
-each with the learning rate that was best of 1e-3, 3e-3 and 1e-2: AdamW, and SGD by signs for
-replicas that exchange a part of their momentum. (One seed of each, AdamW on one rank, the
-others on two. 1e-3 was best for AdamW, 3e-3 for DeMo and 1e-2 for slices: those of AdamW and slices
-are ends of the range, so a better one may be beyond it.)
+{ranks} ranks on gloo train a Llama of {parameters:,} parameters for {steps} steps of {tokens} tokens
+{about}
 
-`torchtitan compare {study}`, then
+`torchtitan compare train_configs/studies/{name}_debug.toml`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
 The machine was shared, so **the times are unreliable**, as their quartiles show.
 
@@ -48,9 +43,9 @@ whether loss and gradient norm of the first ten are those of {base} within round
 [compare](../../docs/compare.md).
 
 {table}
-![Loss at the end, by seed]({plot})
+![Loss at the end, by seed]({name}.svg)
 
-## Limits of this study
+Limits of this study:
 
 - The bytes are exact, and do not depend on the machine.
 - {seeds} seeds of {base} lie {chance:.3f} apart. Gaps are taken seed
@@ -58,11 +53,31 @@ whether loss and gradient norm of the first ten are those of {base} within round
   so few seeds do not prove it, and a gap with both signs shows nothing. {steps} steps of a model
   this small have mostly learned how often each byte occurs: a loss that rounding spoils late would
   not be seen.
-- The memory is nearly all Python and torch; the model has {mb:.1f} MB of weights. It shows neither
-  the savings of sharding nor the errors that LoCo keeps.
+- The memory is nearly all Python and torch. It shows neither the savings of sharding nor the errors
+  that LoCo keeps.
+{limits}"""
+STUDIES = {
+    "communication": {
+        "title": "Every method",
+        "about": """\
+each with the learning rate that was best of 1e-3, 3e-3 and 1e-2: AdamW, and SGD by signs for
+replicas that exchange a part of their momentum. (One seed of each, AdamW on one rank, the
+others on two. 1e-3 was best for AdamW, 3e-3 for DeMo and 1e-2 for slices: those of AdamW and slices
+are ends of the range, so a better one may be beyond it.)""",
+        "limits": """\
 - Replicas that exchange signs train with another optimizer, so their gap is also that of signed
   SGD, not only of the compression.
-"""
+""",
+    },
+    "qsdp": {
+        "title": "QSDP by bits",
+        "about": """\
+by AdamW at 1e-3, with weights, gradients or both in fewer bits, in buckets of 256 numbers. Learned
+levels are updated every 100 steps.""",
+        "limits": "",
+    },
+}
+"""What the page says of each study, by its name without `_debug`."""
 
 
 TABLE = """\
@@ -93,48 +108,33 @@ def table(found: Mapping[str, Variant], base: Variant) -> str:
     return TABLE.format(rows="\n".join(rows))
 
 
-def page(study: Study, found: Mapping[str, Variant], plot: str, command: str) -> str:
+def page(name: str, study: Study, found: Mapping[str, Variant], command: str) -> str:
     base = found[study.baseline]
-    environment = base.first.history.environment
-    job = base.job
-    rows_of_base = base.first.all
-    parameters = model_size(job)
     return PAGE.format(
-        study=STUDY.relative_to(ROOT),
+        **STUDIES[name],
+        **conditions(base),
+        name=name,
         command=command,
-        device=environment.get("device"),
-        torch=environment.get("torch"),
-        python=environment.get("python"),
-        cores=os.cpu_count(),
-        date=time.strftime("%Y-%m-%d"),
-        steps=study.conditions.warmup_steps + study.conditions.steps,
-        tokens=rows_of_base[0]["tokens"],
-        parameters=parameters,
-        mb=4 * parameters / 1e6,
-        last=LAST,
-        base=base.name,
-        seeds=len(base.losses),
-        chance=max(base.losses.values()) - min(base.losses.values()),
+        ranks=base.ranks,
         table=table(found, base),
-        plot=plot,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("study", nargs="?", choices=STUDIES, default="communication")
     parser.add_argument("--output", type=Path, help="file for the page; the plot stands beside it")
     arguments = parser.parse_args()
-    study, *others = studies(STUDY)
+    name = arguments.study
+    study, *others = studies(ROOT / f"train_configs/studies/{name}_debug.toml")
     found = finished([study, *others])
-    plot = arguments.output.with_suffix(".svg").name if arguments.output else "communication.svg"
     command = " ".join(["python", "benchmarks/communication.py", *sys.argv[1:]])
-    text = page(study, found, plot, command)
+    text = page(name, study, found, command)
     print(text)
     if arguments.output:
-        arguments.output.write_text(text)
-        arguments.output.with_suffix(".svg").write_text(
-            str(draw(list(found.values()), "way to send"))
-        )
+        write_section(arguments.output, text)
+        picture = draw(list(found.values()), "way to send")
+        arguments.output.with_name(f"{name}.svg").write_text(str(picture))
 
 
 if __name__ == "__main__":

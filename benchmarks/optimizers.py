@@ -12,7 +12,6 @@ that other load slows all of them alike.
 
 import argparse
 import math
-import os
 import statistics
 import sys
 import time
@@ -20,10 +19,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from quoted import write_section
-from variants import LAST, ROOT, Variant, draw, finished, model_size, studies
+from variants import ROOT, Variant, conditions, draw, finished, model_size, studies
 
 from torchtitan.device import Device
 from torchtitan.resilience.exit_codes import ExitCode
@@ -275,7 +274,7 @@ def words(name: str, found: Mapping[str, Variant], base: Variant) -> dict[str, s
     periods = {getattr(each.job.optimizer, "refresh_period", 0) for each in found.values()}
     steps = job.training.steps
     values = {
-        **shared(base),
+        **conditions(base),
         "dim": job.model_args().dim,
         "warmup": schedule.warmup(steps),
         "refresh": max(periods),
@@ -285,20 +284,6 @@ def words(name: str, found: Mapping[str, Variant], base: Variant) -> dict[str, s
         "decayed": steps * optimizer.lr * optimizer.weight_decay,
     }
     return {key: getattr(text, key).format(**values) for key in ("title", "about", "limits")}
-
-
-def shared(base: Variant) -> dict[str, Any]:
-    """Return the numbers that all pages have."""
-    steps, tokens = base.first.all[-1]["step"], base.first.all[0]["tokens"]
-    return {
-        "steps": steps,
-        "tokens": tokens,
-        "all_tokens": steps * tokens,
-        "parameters": model_size(base.job),
-        "outside": 1 - model_size(base.job, "layers.") / model_size(base.job),
-        "seeds": len(base.losses),
-        "chance": max(base.losses.values()) - min(base.losses.values()),
-    }
 
 
 def page(
@@ -311,23 +296,16 @@ def page(
     command: str,
 ) -> str:
     base = found[study.baseline]
-    environment, known = base.first.history.environment, shared(base)
+    known = conditions(base)
     spreads = [SPREAD] if len(base.losses) > 1 else []
     if any(len(each.losses) == 1 for each in best(found).values()):
         spreads.append(ONE_SEED)
     return PAGE.format(
         **words(name, found, base),
         **known,
-        spread="\n".join(spreads).format(**known, base=base.name),
+        spread="\n".join(spreads).format(**known),
         study=path_of(name).relative_to(ROOT),
         command=command,
-        device=environment.get("device"),
-        torch=environment.get("torch"),
-        python=environment.get("python"),
-        cores=os.cpu_count(),
-        date=time.strftime("%Y-%m-%d"),
-        last=LAST,
-        base=base.name,
         times=TIMES if times else NO_TIMES,
         table=table(found, base, times),
         rates=listed,

@@ -3,10 +3,13 @@
 The loss of a run is the mean of its last 30 steps.
 """
 
+import os
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torchtitan.job import JobConfig
 from torchtitan.tools.compare.gather import Candidate, compare_curves, sent_bytes
@@ -99,6 +102,26 @@ def model_size(job: JobConfig, prefix: str = "") -> int:
 
     model = build_empty(MODELS[job.model.name].build, job.model_args(), job.training.seq_len)
     return sum(p.numel() for name, p in model.named_parameters() if name.startswith(prefix))
+
+
+def conditions(base: Variant) -> dict[str, Any]:
+    """Return what all pages say of the machine, the model and the baseline."""
+    environment = base.first.history.environment
+    steps, tokens = base.first.all[-1]["step"], base.first.all[0]["tokens"]
+    return {
+        **{key: environment.get(key) for key in ("device", "torch", "python")},
+        "cores": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
+        "last": LAST,
+        "base": base.name,
+        "steps": steps,
+        "tokens": tokens,
+        "all_tokens": steps * tokens,
+        "parameters": model_size(base.job),
+        "outside": 1 - model_size(base.job, "layers.") / model_size(base.job),
+        "seeds": len(base.losses),
+        "chance": max(base.losses.values()) - min(base.losses.values()),
+    }
 
 
 def draw(variants: Sequence[Variant], what: str) -> Picture:
