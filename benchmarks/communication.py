@@ -29,8 +29,8 @@ PAGE = """\
 
 <!-- Written by benchmarks/communication.py. -->
 
-{ranks} ranks on gloo train a Llama of {parameters:,} parameters for {steps} steps of {tokens} tokens
-{about}
+{ranks} ranks on gloo train a Llama of {parameters:,} parameters for {steps} steps of {tokens}
+tokens, {about}
 
 `torchtitan compare train_configs/studies/{name}_debug.toml`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
