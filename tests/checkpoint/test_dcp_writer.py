@@ -113,14 +113,10 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
 def sharded(folder, found):
     """Whether this rank reads its half of what is there."""
     mesh = init_device_mesh("cpu", (2,))
-    state = {
-        name: zeros(tensor.shape, dtype=tensor.dtype, device_mesh=mesh, placements=[Shard(0)])
-        for name, tensor in found.items()
-    }
+    how = {"device_mesh": mesh, "placements": [Shard(0)]}
+    state = {n: zeros(tensor.shape, dtype=tensor.dtype, **how) for n, tensor in found.items()}
     dcp.load(state, checkpoint_id=folder)
-    halves = {
-        name: [*tensor.chunk(2), tensor[:0]][mesh.get_rank()] for name, tensor in found.items()
-    }
+    halves = {n: [*each.chunk(2), each[:0]][mesh.get_rank()] for n, each in found.items()}
     return same({name: tensor.to_local() for name, tensor in state.items()}, halves)
 
 

@@ -117,10 +117,8 @@ def is_the_same_run(folder, straight):
             for where in (folder, straight)
         )
         assert found == pytest.approx(expected, rel=tolerance), f"{folder}: {key}"
-    positions = [
-        json.loads((where / "checkpoint/step-4/train_state.json").read_text())["data"]
-        for where in (folder, straight)
-    ]
+    files = (each / "checkpoint/step-4/train_state.json" for each in (folder, straight))
+    positions = [json.loads(file.read_text())["data"] for file in files]
     assert positions[0] == positions[1], folder
 
 

@@ -31,10 +31,8 @@ def recipe(folder, layout, **sections):
 def loaded(path):
     """All tensors of a checkpoint, by torch."""
     reader = HuggingFaceStorageReader(str(path))
-    state = {
-        name: torch.empty(kind.size, dtype=kind.properties.dtype)
-        for name, kind in reader.read_metadata().state_dict_metadata.items()
-    }
+    kinds = reader.read_metadata().state_dict_metadata
+    state = {n: torch.empty(k.size, dtype=k.properties.dtype) for n, k in kinds.items()}
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
 

@@ -124,6 +124,16 @@ def test_products_are_of_rounded_factors(recipe):
     assert not torch.allclose(y, x.detach() @ weight.T, atol=1e-3), "nothing was rounded"
 
 
+@pytest.mark.parametrize("precise", [True, False])
+def test_weight_gradients_of_mxfp8_are_precise_only_if_asked_for(precise):
+    model = nn.Sequential(nn.Linear(32, 64, bias=False))
+    config = MXFP8(emulate=True, high_precision_weight_gradients=precise)
+    convert.apply(model, [config], None, has_fsdp=False)
+    x, gradient = torch.randn(96, 32), torch.randn(96, 64)
+    model(x).backward(gradient)
+    assert torch.allclose(model[0].weight.grad, gradient.T @ x, atol=1e-4) == precise
+
+
 def recipe(layout, folder="unused", **sections):
     return layouts.job(layout, "SGD", job={"dump_folder": str(folder)}, **sections)
 

@@ -25,10 +25,8 @@ def test_no_rank_keeps_more_microbatches_than_the_first(name):
     stages = 4 if SCHEDULES[name].stages == "one" else 8
     orders = order(name, stages, 4, 2 * stages)
     change = {"F": 1, "I": 0, "B": -1, "W": -1}
-    kept = [
-        max(itertools.accumulate(change[action.kind] for action in orders[rank]))
-        for rank in range(4)
-    ]
+    changes = ([change[action.kind] for action in orders[rank]] for rank in range(4))
+    kept = [max(itertools.accumulate(of_rank)) for of_rank in changes]
     assert kept == sorted(kept, reverse=True)
 
 

@@ -553,10 +553,8 @@ def test_schema_describes_every_key(says):
             assert name == "extends" or choice["additionalProperties"] is False
             for key, value in choice.get("properties", {}).items():
                 assert resolved(schema, value)["description"], f"{name}.{key}"
-    keys = {
-        choice["properties"]["name"]["const"]: choice
-        for choice in schema["properties"]["model"]["oneOf"]
-    }
+    choices = schema["properties"]["model"]["oneOf"]
+    keys = {choice["properties"]["name"]["const"]: choice for choice in choices}
     for name, dim in (("llama3", "256 in debugmodel; 2048 in 1B"), ("qwen3", "debugmodel")):
         assert dim in keys[name]["properties"]["dim"]["description"]
 

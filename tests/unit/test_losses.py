@@ -245,7 +245,8 @@ def split_over_ranks(vocabulary):
     weight = torch.randn(vocabulary, 4, requires_grad=True)
     part = weight.detach().chunk(ranks)[rank].requires_grad_()
     split = vocabulary_parallel_cross_entropy(F.linear(hidden, part), targets, group, vocabulary)
-    chunked, _ = linear_losses(hidden, part, targets, 2, group, vocabulary)
+    chunked, lse = linear_losses(hidden, part, targets, 2, group, vocabulary)
+    torch.testing.assert_close(lse, F.linear(hidden, weight).logsumexp(-1))
     total = cross_entropy(F.linear(hidden, weight), targets)
     (gradient,) = torch.autograd.grad(total, weight)
     found = [(each.detach(), *torch.autograd.grad(each, part)) for each in (split, chunked)]

@@ -36,10 +36,9 @@ def test_the_loss_of_a_run_is_drawn_into_its_folder(tmp_path, capsys):
 
 
 def test_several_runs_have_a_line_each(tmp_path):
-    folders = [
-        str(write_run(tmp_path / name, [row(1, loss=4.0), row(10, loss=end)]))
-        for name, end in (("a", 3.0), ("b", 2.0))
-    ]
+    ends = {"a": 3.0, "b": 2.0}.items()
+    runs = [write_run(tmp_path / n, [row(1, loss=4.0), row(10, loss=end)]) for n, end in ends]
+    folders = [*map(str, runs)]
     path = tmp_path / "both.svg"
     assert main(["plot", *folders, "-o", str(path), "--reference", "3.5"]) == 0
     assert len({line.attrib["stroke"] for line in parts(path, "polyline")}) == 2

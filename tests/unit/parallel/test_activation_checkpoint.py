@@ -105,6 +105,7 @@ def test_what_the_backward_computes_again(chosen, products, attention):
         assert backward.counts[operator] == attention
 
 
+@pytest.mark.costs("compiles")
 @pytest.mark.parametrize("is_compiled", tiers([False, True], [False], gate=[True]))
 @pytest.mark.parametrize("option", [1, "op"])
 def test_experts_are_not_chosen_again(option, is_compiled):
