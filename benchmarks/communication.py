@@ -29,8 +29,8 @@ PAGE = """\
 
 <!-- Written by benchmarks/communication.py. -->
 
-{ranks} ranks on gloo train a Llama of {parameters:,} parameters for {steps} steps of {tokens}
-tokens, {about}
+A Llama of {parameters:,} parameters is trained for {steps} steps of {tokens} tokens on {ranks}
+ranks over gloo, {about}
 
 `torchtitan compare train_configs/studies/{name}_debug.toml`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
@@ -72,8 +72,8 @@ are ends of the range, so a better one may be beyond it.)""",
     "qsdp": {
         "title": "QSDP by bits",
         "about": """\
-by AdamW at 1e-3, with weights, gradients or both in fewer bits, in buckets of 256 numbers. Learned
-levels are updated every 100 steps.""",
+by AdamW at a learning rate of 1e-3. Weights, gradients or both are sent in fewer bits, in buckets
+of 256 numbers. Learned levels are updated every 100 steps.""",
         "limits": "",
     },
 }

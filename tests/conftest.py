@@ -127,7 +127,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gate") and item.get_closest_marker("slow"):
             raise pytest.UsageError(f"{item.nodeid} is marked both gate and slow")
-    items.sort(key=lambda item: "test_network" not in item.nodeid)  # these wait for an hour
+    items.sort(key=lambda item: "test_network" not in item.nodeid)  # they take an hour
     if torch.cuda.is_available():
         return
     for item in items:

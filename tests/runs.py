@@ -278,9 +278,11 @@ def resumes(made, folder, first, others, half, steps, allowed):
 class Operators(TorchDispatchMode):
     """As a context, counts the operators that torch runs within it, by name."""
 
+    supports_higher_order_operators = True
+
     def __init__(self):
         super().__init__()
-        self.counts, self.supports_higher_order_operators = Counter(), True
+        self.counts = Counter()
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
         self.counts[str(function)] += 1

@@ -118,7 +118,7 @@ def test_small_tensors_and_embeddings_are_left_as_they_are():
 
 @pytest.mark.parametrize("kind", [AdamW, Adam])
 def test_updates_by_moments_that_are_not_quantized_are_those_of_torch(kind):
-    """Each number another, so that none can stand for another."""
+    """All numbers differ, so that one in the place of another is found."""
     numbers = {"lr": 0.05, "weight_decay": 0.3, "eps": 0.02}
     config = kind(**numbers, beta1=0.8, beta2=0.97, state_dtype="8bit")
     groups = [numbers | {"betas": (0.8, 0.97)}] * 3
