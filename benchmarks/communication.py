@@ -34,7 +34,7 @@ ranks over gloo, {about}
 
 `torchtitan compare train_configs/studies/{name}_debug.toml`, then
 `{command}`: {device}, {cores} cores, torch {torch}, Python {python}, {date}.
-The machine was shared, so **the times are unreliable**, as their quartiles show.
+Variants ran one after another, so **other work on the machine changes their times**.
 
 *MB sent* is by rank 0 in a step, by axis: counted, but for RTP's messages, which are planned.
 *Loss* is the mean of the last {last} steps over the seeds, ± their standard deviation. *Gap* is the
