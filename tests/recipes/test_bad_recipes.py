@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from torchtitan.checks import load_job, problems
 from torchtitan.checks.services import restarts
@@ -35,6 +36,7 @@ ALLOWED = {
     "{LLAMA3}": listed(type(DEFAULTS.model).model_fields, f"{HELP} model"),
     "{SCHEDULES}": ", ".join(SCHEDULES),
     "{MODELS}": ", ".join(MODELS),
+    "{BACKENDS}": ", ".join(sorted({"eager", "aot_eager", *torch.compiler.list_backends()})),
     "{CONVERTERS}": ", ".join(CONVERTERS),
     "{FLOAT8}": listed(CONVERTERS["float8"].model_fields, f"{HELP} convert"),
     "{MXFP8}": listed(CONVERTERS["mxfp8"].model_fields, f"{HELP} convert"),

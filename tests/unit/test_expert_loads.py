@@ -14,7 +14,7 @@ from tests.layouts import FULL
 from tests.ranks import run_ranks
 from torchtitan.device import Device
 from torchtitan.expert_loads import ExpertLoads
-from torchtitan.losses import LoadBalance, RouterZLoss
+from torchtitan.losses import LoadBalance, MultiToken, RouterZLoss
 from torchtitan.models.experts import Router, Routing
 from torchtitan.resilience.spikes import Guard
 from torchtitan.tools.verify.measure import training
@@ -142,7 +142,9 @@ def test_tokens_without_a_target_do_not_count():
 
 
 def test_metrics_are_of_the_loads():
-    rows, _, loads = alone()
+    job = recipe(loss={"vocabulary_chunk": 100})
+    losses = {"auxiliary_losses": (*LOSSES, MultiToken(depth=2))}
+    ((rows, _, loads),) = run_ranks(run, 1, job.model_copy(update=losses))
     assert rows[0]["loss/load_balance"] == pytest.approx(1.0)  # shares begin uniform
     for row, of_step in zip(rows, loads, strict=True):
         shares = of_step / of_step.sum(-1, keepdim=True)

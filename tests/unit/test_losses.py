@@ -113,7 +113,7 @@ def test_a_model_gives_its_loss(flavor):
 
 def test_auxiliary_losses_of_a_model_are_their_formulas():
     """Of later tokens those of DeepSeek-V3, section 2.2; the z-loss of the next token alone."""
-    args = dataclasses.replace(tiny.FLAVORS["tiny"], multi_token=2)
+    args = dataclasses.replace(tiny.FLAVORS["tiny"], multi_token=2, base_width=16)
     model = families.drawn(tiny.LLAMA3, args, 16, std=0.3, of_norms=0.3)
     auxiliary = AuxiliaryLosses(("multi_token_1", "multi_token_2"), [ZLoss(weight=0.5)])
     auxiliary.attach([model], [], None)
@@ -129,7 +129,7 @@ def test_auxiliary_losses_of_a_model_are_their_formulas():
     hidden = model.tok_embeddings(tokens)
     for block in model.layers.values():
         hidden = block(hidden, positions, None)
-    logits = model.output(model.norm(hidden))
+    logits = model.output(model.norm(hidden)) / 2
     z_loss = logits.logsumexp(-1)[targets != -100].square().sum()
     torch.testing.assert_close(found["loss/z_loss"], z_loss / TOKENS)
     total = cross_entropy(logits, targets) + 0.5 * z_loss
@@ -138,7 +138,7 @@ def test_auxiliary_losses_of_a_model_are_their_formulas():
         module, embedded = model.auxiliary[str(depth)], model.tok_embeddings(tokens)
         both = torch.cat((module.hidden_norm(hidden), module.token_norm(embedded)), -1)
         hidden = module.block(module.project(both), positions, None)
-        expected = cross_entropy(model.output(module.norm(hidden)), targets)
+        expected = cross_entropy(model.output(module.norm(hidden)) / 2, targets)
         torch.testing.assert_close(found[f"loss/multi_token_{depth}"], expected / TOKENS)
         total = total + expected
     torch.testing.assert_close(ours, gradients(total, weights), rtol=1e-4, atol=1e-5)
@@ -245,6 +245,8 @@ def split_over_ranks(vocabulary):
     weight = torch.randn(vocabulary, 4, requires_grad=True)
     part = weight.detach().chunk(ranks)[rank].requires_grad_()
     split = vocabulary_parallel_cross_entropy(F.linear(hidden, part), targets, group, vocabulary)
+    half = F.linear(hidden, part).bfloat16()
+    assert vocabulary_parallel_cross_entropy(half, targets, group, vocabulary).dtype == torch.float32
     chunked, lse = linear_losses(hidden, part, targets, 2, group, vocabulary)
     torch.testing.assert_close(lse, F.linear(hidden, weight).logsumexp(-1))
     total = cross_entropy(F.linear(hidden, weight), targets)

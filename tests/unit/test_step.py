@@ -160,9 +160,11 @@ def test_weights_change_only_when_they_may(timeline, in_backward):
     assert norm == pytest.approx(0.8)
     optimizers.step(norm, 0.8)
     optimizers.step(norm, 0.2)  # well below the limit
+    optimizers.step(norm, 0.31)
     # Where the backward updates the weights, they have to be writable before it.
     clipped = ["wait", "clip 0.8 to 0.3", "step", "updated"]
-    assert done == [*["wait"] * in_backward, "begin", *clipped, "wait", "step", "updated"]
+    updates = [*clipped, "wait", "step", "updated", *clipped]
+    assert done == [*["wait"] * in_backward, "begin", *updates]
     assert set(timeline.take()) == {"other", "clip", "optimizer"}
 
 

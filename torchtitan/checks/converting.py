@@ -11,6 +11,7 @@ from torchtitan.convert import Conversion, LinearConverterConfig, linears
 from torchtitan.job import JobConfig
 from torchtitan.models.output import has_linear_loss
 from torchtitan.models.spec import TensorRole
+from torchtitan.parallel import ParallelismConfig
 from torchtitan.tasks import TASKS
 
 SECTIONS = ("convert", "model", "training", "parallelism")
@@ -32,9 +33,7 @@ def sent(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             message = 'only FSDP2 gathers parameters in this format; use sharding.name = "fsdp2"'
             yield Problem(f"{key}.{packs}", message, ("convert", "sharding"))
         if (gathers := converter.gathers_inputs) and p.tensor_parallel_degree == 1:
-            message = (
-                "parallelism.tensor_parallel_degree is 1, so there is nothing to gather; use false"
-            )
+            message = "parallelism.tensor_parallel_degree is 1: nothing is gathered; use false"
             yield Problem(f"{key}.{gathers}", message, SECTIONS)
         elif gathers and p.disable_sequence_parallel:
             message = (
@@ -87,7 +86,7 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         if is_fast and (ratio := converter.measured(largest)):
             message = f"{ratio}; remove the converter, unless its rounding is what you want"
             yield Problem(f"{key}.name", message, SECTIONS, "note")
-        yield from _uneven_parts(key, converter, tp, wanted, plan)
+        yield from _parts(key, converter, p, wanted, plan)
         if uneven := [str(count) for count in products if count % converter.multiple]:
             message = (
                 f"a rank multiplies {' and '.join(uneven)} {what}, but the gradients of the "
@@ -96,14 +95,16 @@ def converters(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
             yield Problem(f"{key}.name", message, SECTIONS)
 
 
-def _uneven_parts(
+def _parts(
     key: str,
     converter: LinearConverterConfig,
-    tp: int,
+    p: ParallelismConfig,
     wanted: Mapping[str, Sequence[int]],
     plan: Mapping[str, TensorRole],
 ) -> Iterator[Problem]:
-    """Check the shards of linears, which are chosen by their whole shape on all layouts."""
+    """Check the shards of linears, which are chosen by their whole shape on all layouts, and their
+    inputs."""
+    tp, is_whole = p.tensor_parallel_degree, p.disable_sequence_parallel
     for name, (outputs, inputs) in wanted.items() if tp > 1 else ():
         roles = [role for pattern, role in plan.items() if fnmatchcase(name, pattern)]
         split = inputs if roles == ["rowwise"] else outputs
@@ -113,6 +114,11 @@ def _uneven_parts(
                 f"(tensor_parallel_degree) are not multiples of {converter.multiple}; add it "
                 f"to {key}.filter_fqns, or use a smaller degree"
             )
+            yield Problem(f"{key}.filter_fqns", message, SECTIONS)
+            return
+        if converter.name == "mxfp8" and not is_whole and {*roles} & {"whole", "norm"}:
+            message = f"{name} gets a part of each sequence (tensor_parallel_degree {tp}), which "
+            message += f"mxfp8 cannot multiply; add it to {key}.filter_fqns"
             yield Problem(f"{key}.filter_fqns", message, SECTIONS)
             return
 

@@ -33,6 +33,9 @@ PARTS = "parallelism.module_fqns_per_model_part"
 def pipeline(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
     """Check that the schedule's stages and microbatches are possible with this model and batch."""
     model, p, degrees = model_of(job), job.parallelism, job.degrees(world.ranks)
+    if (name := p.pipeline_parallel_schedule) not in SCHEDULES:
+        yield Problem(SCHEDULE, allowed_names(name, SCHEDULES))
+        return
     if model is None or p.pipeline_parallel_degree == 1:
         return
     batch, of = job.local_batch(degrees), "training.local_batch_size"
@@ -94,9 +97,7 @@ class Planned:
                 "stage; use 1, or a flavor with a separate output"
             )
             yield Problem(DEGREE, message)
-        if name not in SCHEDULES:
-            yield Problem(SCHEDULE, allowed_names(name, SCHEDULES))
-        elif self.config.pipeline_parallel_schedule_csv:
+        if self.config.pipeline_parallel_schedule_csv:
             yield from self.file_problems()
         else:
             stages = number_of_stages(self.config, self.layers)

@@ -102,6 +102,10 @@ class DecoderConfig(TextConfig):
                 f"rope_high_freq_factor {scaling.high_freq_factor} is empty"
             )
             yield Problem(key, message)
+        for key, name in self.rope.items() if scaling is None else ():
+            if name != "factor" and getattr(self, key) not in (None, getattr(self.unscaled, name)):
+                message = "it has no effect without self.rope_scaling above 1; leave it out"
+                yield Problem(key, message, ("rope_scaling",))
 
     def head_problems(self, args: DecoderArgs) -> Iterator[Problem]:
         """Find sizes of heads that are invalid."""

@@ -51,7 +51,7 @@ class SparseArgs(DecoderArgs):
             has_bias=self.router_bias,
             balances=self.load_balance,
             has_z_loss=self.router_z_loss,
-            layers=self.n_layers - self.dense_layers,
+            layers=self.n_layers - self.dense_layers + self.multi_token,
         )
 
     @property

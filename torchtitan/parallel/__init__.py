@@ -231,7 +231,7 @@ def parallelize(
             sharding.apply(part, blocks)
         elif layout.precision.casts:
             compute_in(part, layout.precision.compute)
-    blocks_of_parts = [block for part in parts for block in spec.blocks(part).values()]
+    blocks_of_parts = [block for part in parts for block in spec.all_blocks(part).values()]
     auxiliary.attach(parts, blocks_of_parts, stream)
     return _model(parts, plan, auxiliary, spec, args, layout, world, sharding, timeline)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchtitan.config import Config, Context, Problem, local_path
+from torchtitan.config import Config, Context, Problem, allowed_names, local_path
 from torchtitan.device import compiles_for_cpu
 from torchtitan.logging import logger
 from torchtitan.torch_private.compiler import (
@@ -53,6 +53,11 @@ class CompileConfig(Config):
         if self.enable and not self.components:
             message = "with self.enable = true, wanted at least one of model, loss"
             yield Problem("components", message, ("enable",))
+        usual = {"inductor", "aot_eager", "eager"}
+        if self.enable and self.backend not in usual:
+            if self.backend not in torch.compiler.list_backends(exclude_tags=()):
+                known = sorted(usual.union(torch.compiler.list_backends()))
+                yield Problem("backend", allowed_names(self.backend, known))
         if self.cache_folder is not None:
             if os.path.isfile(local_path(self.cache_folder)):
                 yield Problem("cache_folder", "it is a file; wanted a folder")

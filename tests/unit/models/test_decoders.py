@@ -145,6 +145,10 @@ def test_factors_of_norms_start_at_1():
     x = torch.randn(2, 8, args.dim, generator=torch.Generator().manual_seed(0))
     normed = model.layers["0"].ffn_out_norm(x)
     torch.testing.assert_close(normed.square().mean(-1), torch.ones(2, 8), atol=1e-4, rtol=0)
+    norm, half = model.layers["0"].ffn_out_norm.bfloat16(), x.bfloat16()
+    before = norm(half)
+    norm.weight.data.fill_(2**-9)  # less than the precision of 1 in bfloat16
+    assert not torch.equal(norm(half), before)
 
 
 @pytest.mark.parametrize(

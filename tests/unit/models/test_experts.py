@@ -225,6 +225,9 @@ def test_scores_are_computed_and_applied_in_float32():
     made, x = layer(dtype=torch.bfloat16), tokens(torch.bfloat16)
     made(x).sum().backward()
     assert made(x).dtype == x.grad.dtype == made.router.weight.grad.dtype == torch.bfloat16
+    bias = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    experts._by_row(bias, torch.zeros(1000, dtype=torch.int32)).sum().backward()
+    assert bias.grad == 1000
 
 
 def test_all_tokens_may_choose_the_same_experts_and_one_token_is_enough():

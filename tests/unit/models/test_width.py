@@ -43,7 +43,7 @@ def named(spec, args, network):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_deviations_and_rates_are_those_of_the_paper(family):
-    spec, args, network = widened(family)
+    spec, args, network = widened(family, multi_token=1)
     plain = dataclasses.replace(args, base_width=None)
     parameters = named(spec, args, network)
     adam = {a.parameter.name: a.rule for a in assign(parameters, AdamW(lr=1.0, weight_decay=0.5))}
