@@ -30,9 +30,7 @@ SPEC = dataclasses.replace(MODELS["llama3"], name="small", flavors=FLAVORS)
 def network(flavor="plain"):
     """A network whose weights are large enough for attention to be far from uniform."""
     model = SPEC.build(FLAVORS[flavor], SEQ_LEN)
-    initialize(
-        model.named_parameters(), lambda name: 1.0 if "norm" in name else 0.1, seed=len(flavor)
-    )
+    initialize(model.named_parameters(), lambda n: 1.0 if "norm" in n else 0.1, seed=len(flavor))
     return model
 
 

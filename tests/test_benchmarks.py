@@ -142,9 +142,7 @@ def test_the_page_of_gpus_quotes_its_results():
         }.items():
             assert quoted[name][column] == expected
         for kind in ("tensorwise", "rowwise"):
-            (cells,) = (
-                cells for name, cells in quoted.items() if name.startswith(f"Float8 {kind}")
-            )
+            (cells,) = (each for n, each in quoted.items() if n.startswith(f"Float8 {kind}"))
             assert float(cells[column]) == pytest.approx(
                 float(found[f"Float8 {kind}"][1]), abs=5e-3
             )

@@ -124,9 +124,7 @@ def prose(page):
 PLAYED = [
     page
     for page in PAGES
-    if any(
-        block.is_played and block.language in ("bash", "python", "toml") for block in blocks(page)
-    )
+    if any(each.is_played and each.language in ("bash", "python", "toml") for each in blocks(page))
 ]
 LONGEST = [page for page in PLAYED if page.name in ("compare.md", "verify.md", "vit_mae.md")]
 """Whole comparisons, whose parts are tested elsewhere."""

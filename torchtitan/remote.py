@@ -117,9 +117,7 @@ def dangling(path: Path | str) -> str | None:
     if isinstance(path, RemotePath) or not os.path.islink(path) or os.path.exists(path):
         return None
     where = os.readlink(path)
-    return (
-        f"{path}: it is a link to {where}, which does not exist; restore that, or remove the link"
-    )
+    return f"{path}: it is a link to {where}, which does not exist; restore that, or remove it"
 
 
 def refuse_pointer(path: Path, content: bytes | memoryview | None = None) -> None:

@@ -143,6 +143,4 @@ def refuse_foreign(sources: Iterable[Settings]) -> None:
         path = Path(settings[foreign[0]].origin.rpartition(":")[0])
         new = path.with_name(f"{path.stem}_migrated.toml")
         command = shlex.join(["torchtitan", "migrate", str(path), "-o", str(new)])
-        raise RecipeError(
-            [f"{path}: has keys of TorchTitan {version}, such as {shown}; run {command}"]
-        )
+        raise RecipeError([f"{path}: keys of TorchTitan {version}, such as {shown}; run {command}"])

@@ -290,9 +290,7 @@ def exit_status(job: JobConfig, step: int, stop: StopSignal, launch: Launch) -> 
     saves = job.checkpoint.saves
     if not saves and launch.rank == 0:
         what = "stopped" if step < steps else "ended"
-        logger.warning(
-            "%s at step %d of %d, and nothing is saved: see [checkpoint]", what, step, steps
-        )
+        logger.warning("%s at step %d of %d; nothing is saved: see [checkpoint]", what, step, steps)
     # An elastic agent would restart after any other; our launcher knows that it was a stop.
     if step >= steps or launch.by_agent:
         return 0

@@ -81,7 +81,7 @@ def test_a_run_saves_unless_it_is_told_not_to_and_says_so(off, tmp_path, monkeyp
     assert steps_in(tmp_path / "off") == []
     begun, _, ended = said.getvalue().rpartition("step 1/1")
     assert NOTHING_SAVED in begun
-    assert "ended at step 1 of 1, and nothing is saved" in ended
+    assert "ended at step 1 of 1; nothing is saved" in ended
 
 
 def test_a_key_that_has_no_effect_without_saves_is_found(capsys):

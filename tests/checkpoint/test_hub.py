@@ -63,9 +63,7 @@ def test_a_repository_is_read_once_and_then_from_the_cache(tmp_path, monkeypatch
         pinned = hub.pinned("hf://org/tok@main", hub.WEIGHTS)
         assert pinned == f"hf://org/tok@{commit_of(files)}"
         assert "pytorch_model.bin" not in {path.name for path in folder.iterdir()}
-        got = Counter(
-            path for command, path in server.asked if "resolve" in path and command == "GET"
-        )
+        got = Counter(path for verb, path in server.asked if "resolve" in path and verb == "GET")
         assert len(got) == 3
         assert set(got.values()) == {1}
         asked = len(server.asked)

@@ -104,9 +104,7 @@ def test_phases_and_pauses_are_seconds_of_all_steps(tmp_path):
 def test_runs_that_exist_are_compared_as_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "plan_on", functools.cache(comparison.plan_on))
     slow = leave(tmp_path / "slow", [row(step, 10.0) for step in range(1, 9)])
-    fast = leave(
-        tmp_path / "fast", [row(step, 25.0) for step in range(1, 9)], optimizer={"lr": 0.25}
-    )
+    fast = leave(tmp_path / "fast", [row(at, 25.0) for at in range(1, 9)], optimizer={"lr": 0.25})
     report = compare_folders([slow, fast], None, tmp_path / "out", 5)
     assert report.baseline == "slow"
     first, second = report.variants

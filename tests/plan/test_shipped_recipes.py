@@ -15,9 +15,7 @@ from torchtitan.plan.hardware import find_hardware
 from torchtitan.plan.plan import plan
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
-RECIPES = sorted(
-    path for part in ("", "mixtures/", "research/") for path in FOLDER.glob(f"{part}*.toml")
-)
+RECIPES = sorted(p for part in ("", "mixtures/", "research/") for p in FOLDER.glob(f"{part}*.toml"))
 every_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 LEAST_ROOM = 0.05
 """Fraction of the memory of a device that a recipe leaves."""

@@ -260,7 +260,7 @@ def test_a_recipe_that_extends_another_has_its_defaults():
     Path("base.toml").write_text(V0_2_2 + "[training]\nbatch_size = 2\n")
     Path("mine.toml").write_text('extends = "base.toml"\n[training]\ncompile = true\n')
     [note] = missing(Path("mine.toml"), read_old(Path("mine.toml")))
-    assert note.startswith("it cannot be trained yet: base.toml: has keys of TorchTitan v0.1, ")
+    assert note.startswith("it cannot be trained yet: base.toml: keys of TorchTitan v0.1, ")
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_other_verbs_name_the_command(verb, says):
     name, *options = verb.split(" --")
     words = [*name.split(), "my old.toml", *(w for o in options for w in f"--{o}".split())]
     assert says(*words, status=2).endswith(
-        "error: my old.toml: has keys of TorchTitan v0.1, such as training.batch_size, "
+        "error: my old.toml: keys of TorchTitan v0.1, such as training.batch_size, "
         "training.warmup_steps\n  run torchtitan migrate 'my old.toml' -o 'my old_migrated.toml'\n"
     )
 

@@ -150,9 +150,7 @@ def test_bytes_of_a_parameter(dtype):
     config = AdamW(state_dtype=dtype)
     optimizers = Optimizers(named(layer), config)
     optimizers.state_dict()  # makes what torch makes later
-    kept = sum(
-        config.size(state) for name, state in optimizers.states() if not name.endswith("step")
-    )
+    kept = sum(config.size(state) for n, state in optimizers.states() if not n.endswith("step"))
     assert kept / layer.weight.numel() == pytest.approx(BYTES[dtype], abs=1e-4)
 
 

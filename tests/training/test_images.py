@@ -104,7 +104,7 @@ def test_a_run_that_is_resumed_is_the_run_never_stopped(names):
         (["--data.dataset=python_stdlib"], "it holds text, and restorer is trained on images"),
         (["--model.tokenizer_path=x"], "unknown key of restorer"),
         (["--model.dim=0"], "wanted an integer > 0"),
-        (["--parallelism.tensor_parallel_degree=2"], "does not define how its matrices are split"),
+        (["--parallelism.tensor_parallel_degree=2"], "does not say how its matrices are split"),
         (["--parallelism.context_parallel_degree=2"], "cannot be split over a sequence"),
     ],
 )

@@ -246,7 +246,9 @@ def split_over_ranks(vocabulary):
     part = weight.detach().chunk(ranks)[rank].requires_grad_()
     split = vocabulary_parallel_cross_entropy(F.linear(hidden, part), targets, group, vocabulary)
     half = F.linear(hidden, part).bfloat16()
-    assert vocabulary_parallel_cross_entropy(half, targets, group, vocabulary).dtype == torch.float32
+    assert (
+        vocabulary_parallel_cross_entropy(half, targets, group, vocabulary).dtype == torch.float32
+    )
     chunked, lse = linear_losses(hidden, part, targets, 2, group, vocabulary)
     torch.testing.assert_close(lse, F.linear(hidden, weight).logsumexp(-1))
     total = cross_entropy(F.linear(hidden, weight), targets)

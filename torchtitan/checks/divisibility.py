@@ -83,9 +83,7 @@ def sequences(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         lengths["validation.seq_len"] = job.validation.seq_len
     for key, length in lengths.items():
         if length % parts:
-            why = " x ".join(
-                f"{name} {n}" if name[0] != "2" else name for name, n in factors.items()
-            )
+            why = " x ".join(f"{key} {n}" if key[0] != "2" else key for key, n in factors.items())
             near = max(round(length / parts), 1) * parts
             message = f"it is not a multiple of {parts} ({why}); use {near}"
             yield Problem(key, message, DEGREES)

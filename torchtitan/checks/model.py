@@ -74,9 +74,7 @@ def tensor_parallelism(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]
         return
     args = model.args
     if not model.spec.tensor_plan:
-        message = (
-            f"{job.model.name} does not define how its matrices are split (tensor_plan); use 1"
-        )
+        message = f"{job.model.name} does not say how its matrices are split (tensor_plan); use 1"
         yield Problem(TENSOR, message, ("model",))
         return
     yield from _unmatched(model)

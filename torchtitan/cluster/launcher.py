@@ -301,9 +301,7 @@ class LaunchedRun:
             traces = self.traces()
         if any(trace.fate != "done" for trace in traces):
             raised = next((trace.rank for trace in traces if trace.fate == "raised"), None)
-            files = sorted(
-                folder.glob(f"{raised}.*traceback"), key=lambda path: path.stat().st_mtime
-            )
+            files = sorted(folder.glob(f"{raised}.*traceback"), key=lambda p: p.stat().st_mtime)
             where = [f"traceback: {path}" for path in files[-1:]]
             where += [f"traces of all ranks: {folder}"]
             tell(*report(traces), *where)

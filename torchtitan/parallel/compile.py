@@ -53,11 +53,9 @@ class CompileConfig(Config):
         if self.enable and not self.components:
             message = "with self.enable = true, wanted at least one of model, loss"
             yield Problem("components", message, ("enable",))
-        usual = {"inductor", "aot_eager", "eager"}
-        if self.enable and self.backend not in usual:
-            if self.backend not in torch.compiler.list_backends(exclude_tags=()):
-                known = sorted(usual.union(torch.compiler.list_backends()))
-                yield Problem("backend", allowed_names(self.backend, known))
+        usual, known = {"inductor", "aot_eager", "eager"}, torch.compiler.list_backends
+        if self.enable and self.backend not in usual and self.backend not in known(exclude_tags=()):
+            yield Problem("backend", allowed_names(self.backend, sorted(usual.union(known()))))
         if self.cache_folder is not None:
             if os.path.isfile(local_path(self.cache_folder)):
                 yield Problem("cache_folder", "it is a file; wanted a folder")

@@ -176,10 +176,8 @@ class World:
     @property
     def data_mesh(self) -> DeviceMesh:
         """Mesh of FSDP: (replicas, shards), or (shards) without replicas."""
-        copied = self.degrees.dp_replicate > 1
-        return (
-            self.parameter_mesh["dp_replicate", "fsdp"] if copied else self.parameter_mesh["fsdp"]
-        )
+        mesh, copied = self.parameter_mesh, self.degrees.dp_replicate > 1
+        return mesh["dp_replicate", "fsdp"] if copied else mesh["fsdp"]
 
     def expert_mesh(self, degree: int) -> DeviceMesh:
         """Return a mesh of the same ranks for experts, of which `degree` neighbors have all.

@@ -62,9 +62,7 @@ def sentence(found: Json) -> str:
         over = "leaves {:.1f} of" if room >= 0 else "is {:.1f} more than fits into"
         said += f", which {over.format(abs(room))} the {memory['capacity_gib']:.1f} GiB of a device"
     if memory["fits"]["value"] is False:
-        said += "".join(
-            f"; it fits with {' '.join(each['flags'])}" for each in found["changes"][:1]
-        )
+        said += "".join(f"; it fits with {' '.join(it['flags'])}" for it in found["changes"][:1])
     elif rate := found["speed"]["tokens_per_second_per_device"]["value"]:
         said += f"; it trains {rate:,.0f} {unit}/s per device, and the run takes "
         said += duration(found["budget"])

@@ -50,9 +50,7 @@ NOT_SIZES = {"max_position_embeddings", "initial_context_length", "bos_token_id"
 NOT_SIZES |= {"max_window_layers", "sliding_window_pattern"}
 
 
-@pytest.mark.parametrize(
-    "family", [n for n, spec in MODELS.items() if "debugmodel" in spec.flavors]
-)
+@pytest.mark.parametrize("family", [n for n, of in MODELS.items() if "debugmodel" in of.flavors])
 def test_any_value_in_a_config_of_other_software_is_read_or_refused(family):
     spec = MODELS[family]
     read, write = spec.formats["hf"].args, spec.formats["hf"].config

@@ -125,9 +125,7 @@ def write_meta(
 ) -> None:
     """Write our weights into a folder, as one file, with one tensor at a time in memory."""
     weights = Translated(source, network, "meta", dtype)
-    save_mapped(
-        ((name, weights.read(name)) for name in weights.shapes()), folder / "consolidated.00.pth"
-    )
+    save_mapped(((n, weights.read(n)) for n in weights.shapes()), folder / "consolidated.00.pth")
     write_json(folder / PARAMS, weights.format.config(network.args, extras.seq_len))
     extras.copy_tokenizer(folder, ["tokenizer.model"])
 
