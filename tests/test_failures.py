@@ -7,8 +7,6 @@ import subprocess
 
 import pytest
 
-from tests import launched
-from tests.launched import OURS
 from tests.test_launch import PIPED, RECIPE, ROOT, SMALL, environment
 from tests.tiers import tiers
 from torchtitan.flight_recorder import read_traces
@@ -31,8 +29,6 @@ FAULTS = {
     "silent": "rank 1 hung at step 3 outside communication, in tests/faults.py:",
     "freeze": "rank 1 stopped responding (frozen, or disconnected) at step 3",
 }
-# Those that do not need a Python of their own, or a ring that torch makes anew.
-IN_FORKS = ("raise", "silent")
 # What is said of rank 0.
 WAITED = (
     r"rank 0 waited at step 3 in all_reduce #\d+ on all \(ranks 0 and 1\) of int64 .* for rank 1"
@@ -41,12 +37,11 @@ RECEIVED = r"rank 0 waited at step 3 in a send or receive, in tests/faults.py"
 
 
 def run(fault, folder):
-    """Status and output of two ranks, the second of which breaks at step 3."""
+    """Status and output of two ranks, the second of which breaks at step 3.
+
+    A forked rank would have the ring that this process has, if another test has made one.
+    """
     words = [*SMALL, *TINY, f"--job.dump_folder={folder}"]
-    if fault in IN_FORKS:
-        words = [*OURS, "train", RECIPE, *words, "--processes=2", "--max-restarts=0"]
-        launcher = launched.start(words, environment(FAULT=f"{fault} 1 3"), folder / "log")
-        return launcher.wait(BOUND), launcher.communicate()[0]
     own = environment(NGPU="2", CONFIG_FILE=RECIPE, MAX_RESTARTS="0", FAULT=f"{fault} 1 3")
     of = {"cwd": ROOT, "env": own, "start_new_session": True, **PIPED}
     process = subprocess.Popen(["./run_train.sh", *words], **of)
@@ -58,6 +53,7 @@ def run(fault, folder):
     return process.returncode, output
 
 
+@pytest.mark.costs("starts a Python for each rank")
 @pytest.mark.parametrize("fault", tiers(FAULTS, ["raise"], gate=["kill"]))
 def test_failure_ends_the_run_and_is_explained(fault, tmp_path, says):
     status, output = run(fault, tmp_path)

@@ -21,6 +21,7 @@ from torchtitan.checkpoint.dcp.items import Item
 from torchtitan.checkpoint.dcp.reader import DcpCheckpoint
 from torchtitan.checkpoint.dcp.torchtitan import to_ours
 from torchtitan.config import ConfigError
+from torchtitan.device import Device
 from torchtitan.provenance import to_toml
 from torchtitan.trainer import choose
 
@@ -200,8 +201,8 @@ def test_weights_alone_are_taken(kind, tmp_path, theirs):
         assert torch.equal(weight, expected.bfloat16().float() if kind == "weights" else expected)
 
 
-def test_samples_are_not_skipped_where_the_position_is_known(tmp_path, theirs):
-    """A full checkpoint of this project has it."""
+def test_samples_are_not_skipped_where_the_position_is_known(tmp_path, theirs, monkeypatch):
+    """A full checkpoint of this project has it; samples of another length are as many tokens."""
     ours = tmp_path / "ours"
     sections = {"checkpoint": {"enable": True}, "training": {"steps": 4}}
     run_ranks(train, 1, resumed(ours, theirs.folder / "checkpoint", **sections))
@@ -210,6 +211,11 @@ def test_samples_are_not_skipped_where_the_position_is_known(tmp_path, theirs):
         ConfigError, match=r"contains the position of its data.*skip_samples = 5 would"
     ):
         choose(again)
+    alone = {"checkpoint": {"initial_load_model_only": True}, "training": {"seq_len": 64}}
+    assert begun(resumed(tmp_path / "longer", ours / "checkpoint", **alone)).samples == 16
+    on_cuda = {**Device("cpu").rng_state(), "cuda": torch.zeros(1)}
+    monkeypatch.setattr(Device, "rng_state", lambda device: on_cuda)
+    assert begun(resumed(tmp_path / "moved", ours / "checkpoint")).samples == 32
 
 
 def test_a_seed_checkpoint_is_a_run_that_has_done_nothing(tmp_path, theirs):

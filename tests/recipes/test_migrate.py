@@ -85,7 +85,7 @@ def test_every_key_has_its_notice_and_comments_stay(name):
     about_keys = [
         line
         for line in notices
-        if "a recipe of TorchTitan" not in line and "TorchTitan would draw" not in line
+        if "a recipe of TorchTitan" not in line and "TorchTitan draws" not in line
     ]
     noticed = [line.split(": ")[1] for line in about_keys]
     renamed = [k for k in keys(tomllib.loads(OLD[name])) if k not in OURS and k != "optimizer.name"]
@@ -211,7 +211,7 @@ def test_a_recipe_gets_the_defaults_of_its_version(version):
     key = sign.get(version, "model.print_after_conversion")
     assert f"a recipe of TorchTitan {version}, as it has {key}; " in notice
     assert all(f" {key} = " in notice for key in DEFAULTS[version])
-    seeds = [line for line in notices if "debug.seed: TorchTitan would draw one" in line]
+    seeds = [line for line in notices if "debug.seed: TorchTitan draws one" in line]
     assert len(seeds) == (version != "v0.2.0")  # that one says it
     # What the recipe says wins.
     job, notices = read(VERSIONS[version] + "[validation]\nsteps = 3\n")

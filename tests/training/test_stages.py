@@ -12,6 +12,9 @@ from tests.ranks import run_ranks
 from tests.runs import are_the_runs_of_one_rank, losses, rows, train_each
 from tests.token_shards import drawn_documents, write_shards
 from torchtitan.checks import load_job
+from torchtitan.data import DataConfig
+from torchtitan.data.settings import SourceConfig, StageConfig
+from torchtitan.data.tokens.amounts import Amounts, Consumed, Progress
 from torchtitan.parallel import Degrees
 from torchtitan.plan.plan import plan
 from torchtitan.plan.plan_report import plan_json, plan_text
@@ -41,6 +44,17 @@ def test_numbers_of_tokens_are_converted_to_steps():
     assert [s.job.accumulation(Degrees(dp_shard=2)) for s in stages] == [2, 2, 1]
     later = [{"from_tokens": 257, "global_batch_size": 4}]
     assert recipe("FSDP 2", stages=later).stages(Degrees(dp_shard=2))[1].start == 2
+    of_run = {"steps": STEPS, "sizes": recipe("FSDP 2").step_sizes(Degrees(dp_shard=2))}
+    source = SourceConfig(path="unread", weight=1)
+    data = DataConfig(
+        sources=(source,), stages=[StageConfig(from_step=n, weights=[1]) for n in (2, 3)]
+    )
+    amounts = Amounts(data, [source], [None], seq_len=32, **of_run)
+    assert [amounts.samples(0, n) for n in (2, 3, 4, 6)] == [16, 32, 48, 80]
+    long = Amounts(data, [source], [None], seq_len=4096, **of_run)  # both began in one sample
+    assert (
+        len(long.plan(Progress(samples=1, next=1, steps=5, tokens=2048), [Consumed(1, 2048)])) == 3
+    )
 
 
 GATE = [pytest.param(name, marks=pytest.mark.gate) for name in ("PP 2, 1F1B", "CP 2")]

@@ -100,9 +100,10 @@ class Checkpointable:
     def restore(self, saved: SavedRun, skip: Collection[str] = ()) -> None:
         """Restore all but `skip`; raise ConfigError if it does not fit model, optimizer or data."""
         has_rng = "rng" not in skip and saved.ranks == self.world.size
-        rng = self._of_generators() if has_rng else {}
         optimizer = {} if "optimizer" in skip else self.of_optimizer()
         source = self._of_this_copy(saved)
+        there = source.shapes() if has_rng else {}  # not of a GPU, if it was saved on a CPU
+        rng = {name: state for name, state in self._of_generators().items() if name in there}
         has_experts = any(name.startswith(EXPERTS) for name in source.shapes())
         experts = self._of_experts() if has_experts else {}
         tensors = self.weights() | optimizer | rng | experts

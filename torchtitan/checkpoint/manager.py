@@ -131,7 +131,7 @@ class Checkpointer:
         if start.skip_samples:
             logger.info("data: skipping %d samples", start.skip_samples)
             began = time.monotonic()
-            self.contents.data.skip(start.skip_samples)
+            self.contents.data.skip(start.skip_samples, self.state.step)
             logger.info("data: skipped them in %.1f s", time.monotonic() - began)
 
     def _begin(self, is_saved: bool) -> None:

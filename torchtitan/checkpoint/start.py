@@ -102,8 +102,11 @@ class ResumePolicy(NamedTuple):
             state = disk.read_state(path)
             has_position = "data" in state and not model_only and "data" not in excluded
             # A checkpoint converted from TorchTitan has only the number of tokens.
-            tokens = state["train_state"]["tokens"] if holds_run else None
-            samples = state["data"]["samples"] if "data" in state else self._samples(tokens)
+            is_known = holds_run or "data" in state
+            samples = self._samples(state["train_state"]["tokens"] if is_known else None)
+            length = "training.seq_len"
+            if "data" in state and state["recipe"].get(length) == recipe[length]:
+                samples = state["data"]["samples"]
             if holds_run and not model_only:
                 rate = self._own_rate_change(state, excluded)
                 start = start._replace(global_batch=global_batch(state), rate=rate)

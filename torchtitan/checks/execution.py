@@ -103,9 +103,7 @@ def regathering(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         yield Problem(key, message, ("parallelism.fsdp_reshard_after_forward",))
     for axis in ("tensor_parallel_degree", "pipeline_parallel_degree"):
         if getattr(p, axis) > 1:
-            message = (
-                f"torch forms its groups from all ranks, which parallelism.{axis} divides; use 0"
-            )
+            message = f"torch forms groups of all ranks, which parallelism.{axis} divides; use 0"
             yield Problem(key, message, (f"parallelism.{axis}",))
     if job.communication.weights.name != "plain":
         message = f'communication.weights.name = "{job.communication.weights.name}" sends parts of '

@@ -342,8 +342,8 @@ class BatchStream:
         """Return to the first sample."""
         raise NotImplementedError
 
-    def skip(self, samples: int) -> None:
-        """Move to sample `samples` of the run."""
+    def skip(self, samples: int, step: int | None = None) -> None:
+        """Move to sample `samples`, after `step` steps of the run (default: those that read it)."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -544,7 +544,7 @@ class DataStream(BatchStream):
     def rewind(self) -> None:
         self._restart(0, {})
 
-    def skip(self, samples: int) -> None:
+    def skip(self, samples: int, step: int | None = None) -> None:
         """Move to sample `samples` of the run; earlier ones are read and dropped.
 
         Only reading finds where they end. Each rank does it for the lanes that it serves.

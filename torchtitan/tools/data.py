@@ -228,7 +228,7 @@ def byte_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def tokenize_text(
-    output: Annotated[Path, Text("FOLDER", "Folder to write.")],
+    output: Annotated[Path, Text("FOLDER", "Folder to write.", parser=location)],
     dataset: Dataset = "python_stdlib",
     dataset_path: DatasetPath = None,
     text_key: Annotated[
@@ -258,6 +258,8 @@ def tokenize_text(
 ) -> int:
     """Tokenize text into shards; the same command continues after an interruption."""
     import_modules(imports or (), "--imports")
+    if isinstance(output, RemotePath):
+        raise ConfigError(f"--output: got {output}; wanted a folder on a disk, to upload after it")
     settings: dict[str, Any] = {
         "dataset": dataset,
         "dataset_path": dataset_path,

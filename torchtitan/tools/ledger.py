@@ -287,7 +287,7 @@ def _start_later(stream: BatchStream, job: JobConfig, start: Row) -> None:
     """Move to the first sample of a run that skips some, or continues another run."""
     # That of another run may be unknown.
     if start["hash"] is not None and int(start["hash"], 16) == 0:
-        stream.skip(start["samples"])
+        stream.skip(start["samples"], start["step"])
         return
     path = local_path(job.checkpoint.initial_load_path or "")
     try:

@@ -230,9 +230,7 @@ def _add_defaults(
         f"defaults of that version: {words or 'the same as here'}"
     )
     if ("debug", "seed") not in settings:
-        result.notices.append(
-            f"{recipe}: debug.seed: TorchTitan would draw one at random; here it is 0"
-        )
+        result.notices.append(f"{recipe}: debug.seed: TorchTitan draws one at random; here it is 0")
     name, flavor = _value(settings, "model.name"), _value(settings, "model.flavor", "debugmodel")
     if name not in (None, "llama3") and flavor == "debugmodel":
         result.notices.append(

@@ -201,6 +201,13 @@ def test_a_mixture_is_skipped_in_the_order_of_its_sources(tmp_path):
         [skipped] = token_streams(config, 1)
         skipped.skip(samples)
         assert rows([skipped], 2) == whole[samples : samples + 8]
+    config = mixture(tmp_path, *amounts, stages=(StageConfig(from_tokens=5 * 64, weights=(3, 1)),))
+    [skipped] = token_streams(config, 1)
+    skipped.skip(24)
+    assert rows([skipped], 2) == whole[24:32]
+    [skipped] = token_streams(mixture(tmp_path, *amounts, stages=stages), 1)
+    skipped.skip(24, 0)  # as a run whose first steps read what is behind them
+    assert "from sample 44 on" in skipped.describe()
 
 
 def test_a_run_of_an_earlier_version_continues_its_order(shards):
@@ -334,14 +341,16 @@ def test_tokens_have_no_held_out_part(shards):
 
 
 def test_text_is_tokenized_again_after_an_edit_that_keeps_its_size(tmp_path):
-    def tokens(folder):
-        source = SourceConfig(path=str(tmp_path / folder), weight=1, repeat=True)
+    def tokens(name, key=None):
+        source = SourceConfig(path=str(tmp_path / name), weight=1, repeat=True, text_key=key)
         config = DataConfig(sources=(source,), cache=str(tmp_path / "cache"), num_workers=0)
-        return rows(token_streams(config, 1), 2)
+        return {token for row in rows(token_streams(config, 1), 2) for token in row if token < 256}
 
     found = []
     for folder, text in (("one", "abc"), ("two", "xyz"), ("one", "ABC")):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "text.txt").write_text(text)
-        found.append({token for row in tokens(folder) for token in row if token < 256})
+        found.append(tokens(folder))
     assert found == [set(b"abc"), set(b"xyz"), set(b"ABC")]
+    (tmp_path / "a.jsonl").write_text('{"text": "abc", "body": "xyz"}\n')
+    assert [tokens("a.jsonl", k) for k in ("text", "body")] == [set(b"abc"), set(b"xyz")]

@@ -364,11 +364,14 @@ def test_added_tokens_that_are_text_stand_for_their_bytes(tmp_path):
     path = tmp_path / "tokenizer.json"
     extended = tokenizers.Tokenizer.from_file(str(path))
     extended.add_tokens(["größer als"])
+    extended.enable_truncation(2)
+    extended.enable_padding(length=9)
     extended.save(str(path))
     tokenizer = load_tokenizer(str(path))
     tokens, counts = tokenizer.encode("a größer als b"), tokenizer.byte_counts()
     assert counts[tokenizer.vocab_size - 1] == len("größer als".encode())
     assert tokenizer.vocab_size - 1 in tokens
+    assert len(tokens) < 9
     assert sum(counts[token] for token in tokens) == len("a größer als b".encode())
 
 

@@ -332,5 +332,6 @@ def test_the_verb(tmp_path, monkeypatch, capsys, says):
     assert "59 documents" in says(*words, tmp_path / "out", "--processes", "1", "--no-bos")
     assert documents_of(tmp_path / "out")[0].tolist() == [*TEXTS[0].encode(), 257]
     assert "add_bos was False, is True" in says(*words, tmp_path / "out", status=2)
-    assert main(["data", "tokenize", "--dataset", "synthetic", "--output", "x"]) == 2
-    assert "name a data set of text, or a path" in capsys.readouterr().err
+    for place, said in (("x", "name a data set of text, or a path"), ("s3://a/b", "on a disk")):
+        assert main(["data", "tokenize", "--dataset", "synthetic", "--output", place]) == 2
+        assert said in capsys.readouterr().err

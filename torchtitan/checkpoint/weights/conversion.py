@@ -215,9 +215,7 @@ def complete_or_absent(destination: Path) -> Iterator[Path]:
     """
     if isinstance(destination, RemotePath):
         with TemporaryDirectory() as spool:
-            message = (
-                "%s: first written to %s, which needs room for all of it; TMPDIR sets the place"
-            )
+            message = "%s: first written to %s, which needs room for it; TMPDIR sets the place"
             logger.info(message, destination, spool)
             yield Path(spool)
             upload(Path(spool), destination)

@@ -229,9 +229,7 @@ def _families(
     able = [spec for spec in specs if kind in spec.formats]
     if not able:
         names = ", ".join(spec.name for spec in specs)
-        raise ConfigError(
-            f"{path}: the spec of {names} does not support the weight format {kind!r}"
-        )
+        raise ConfigError(f"{path}: the spec of {names} lacks the weight format {kind!r}")
     known = list(dict.fromkeys(name for spec in able for name in spec.formats[kind].architectures))
     if not all(spec.formats[kind].architectures for spec in able):
         return able

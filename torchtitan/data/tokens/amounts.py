@@ -100,7 +100,7 @@ class Amounts:
                 assert stage.from_tokens is not None, "the recipe was checked"
                 later = -((progress.tokens - stage.from_tokens) // self._seq_len)
             start = progress.next + later
-            if start <= plan[-1].start:
+            if later >= 0 and start <= plan[-1].start:  # the past may be of another length
                 raise RecipeError([f"data.stages.{number}: it starts before the stage above it"])
             plan.append(self._planned(start, stage.weights))
         return plan

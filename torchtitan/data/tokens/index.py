@@ -18,6 +18,7 @@ import bisect
 import contextlib
 import functools
 import json
+import os
 import shutil
 import sys
 from collections import deque
@@ -400,6 +401,8 @@ class ShardWriter:
 
     def close(self) -> ShardTable:
         """Complete the shard."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
         self._stream.close()
         self._unfinished.rename(self._file)
         lengths = np.array(self._lengths, np.uint32)

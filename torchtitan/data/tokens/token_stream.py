@@ -437,9 +437,9 @@ class TokenStream(BatchStream):
             if steps:
                 self._steps_of[group] = steps - 1
 
-    def skip(self, samples: int) -> None:
+    def skip(self, samples: int, step: int | None = None) -> None:
         self.rewind()
-        stage, steps = self.stage(samples), samples // self._global_batch
+        stage, steps = self.stage(samples), samples // self._global_batch if step is None else step
         self._restart(
             Progress(samples, samples, steps, samples * self._seq_len),
             stage.positions(samples),

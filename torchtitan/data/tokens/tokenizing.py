@@ -371,6 +371,8 @@ def _save(file: Path, tables: Sequence[ShardTable]) -> None:
     unfinished = file.with_suffix(".unfinished")
     with unfinished.open("wb") as stream:
         np.savez(stream, **arrays)
+        stream.flush()
+        os.fsync(stream.fileno())
     unfinished.rename(file)
 
 
