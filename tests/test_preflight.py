@@ -182,7 +182,7 @@ def test_folder_that_is_not_shared(tmp_path):
     verdict = checked(2, tmp_path / "run", of_another_node)
     (fault,) = verdict.faults
     assert fault.message.startswith("rank 1 (")
-    assert "is not the folder that rank 0 sees; use one that all nodes share" in fault.message
+    assert "is not the folder that rank 0 sees; use one that all share" in fault.message
     assert verdict.nodes == 2
     assert [*tmp_path.iterdir()] == []
 
@@ -281,7 +281,7 @@ def test_node_without_the_shared_folder_ends_the_job_on_both(tmp_path):
     assert statuses == [1, 1], logs
     for log in logs:
         assert "fault: rank 1 (" in log
-        assert "use one that all nodes share" in log
+        assert "use one that all share" in log
         assert "\n1 fault\n" in log
 
 

@@ -175,9 +175,7 @@ def test_a_wing_without_the_others(wing, tmp_path):
 def test_a_refusal_names_the_systems_that_are_not_installed(tmp_path):
     copy_package(WINGS, tmp_path)
     shutil.rmtree(tmp_path / "torchtitan/research/galore")
-    done = run_in(
-        tmp_path, "-m", "torchtitan", "check", "debug_model", "--optimizer.name", "GaLore"
-    )
+    done = run_in(tmp_path, "-m", "torchtitan", "check", "debug_model", "--optimizer.name=GaLore")
     assert done.returncode == 2
     assert 'got "GaLore"' in done.stderr
     assert done.stderr.endswith("note: not installed: torchtitan.research.galore\n")

@@ -437,11 +437,15 @@ def open_validator(run: Run) -> Validator:
 
 def resume_policy(job: JobConfig) -> ResumePolicy:
     """Return the policy that determines the checkpoint to start from."""
+
+    def factor(step: int, tokens: int, batch: int | None = None) -> float:
+        return job.with_batch(job.degrees(None), batch).learning_rate_factor(step, tokens)
+
     return ResumePolicy(
         job.checkpoint,
         local_path(job.job.dump_folder),
         job.in_effect(),
         job.same_run(),
         job.optimizer,
-        factor=job.learning_rate_factor,
+        factor=factor,
     )

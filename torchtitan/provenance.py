@@ -112,11 +112,12 @@ def write_provenance(folder: Path, job: JobConfig, ranks: int, device: Device) -
         **versions(),
     }
     launches = len(list(folder.glob("environment*.json")))
-    for name in (RECIPE_FILE, ENVIRONMENT_FILE):
+    # The environment is first, as the recipe of a launch must not get the number of another.
+    texts = {ENVIRONMENT_FILE: json.dumps(environment, indent=1), RECIPE_FILE: to_toml(job)}
+    for name in texts:
         if (folder / name).exists():
             path = folder / name
             path.rename(path.with_suffix(f".{launches}{path.suffix}"))
-    texts = {RECIPE_FILE: to_toml(job), ENVIRONMENT_FILE: json.dumps(environment, indent=1)}
     for name, text in texts.items():  # half a recipe would be another
         write_whole(folder / name, text)
 

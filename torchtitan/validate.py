@@ -150,10 +150,10 @@ class Validator:
     def hooks(
         self, meter: Meter, timeline: Timeline, last: int, is_stopping: Callable[[], bool]
     ) -> Hooks:
-        """Return the hooks that validate when due, unless the run is being stopped."""
+        """Return the hooks that validate when due, of a run that is being stopped at its end."""
 
         def validate(step: int) -> None:
-            if self.is_due(step, last) and not is_stopping():
+            if self.is_due(step, last) and (step == last or not is_stopping()):
                 with timeline.pause("validation"), self.weights():
                     found = self.run()
                     picture = self.picture() if self.draws else None

@@ -218,6 +218,9 @@ def test_a_change_of_the_next_learning_rate_is_told_in_a_line(finished):
     same = recipe(finished)
     tokens = {"unit": "tokens", "warmup_steps": 2 * 8 * 32, "total_steps": 8 * 8 * 32}
     assert choose(same).rate == choose(recipe(finished, lr_scheduler=tokens)).rate == ""
+    slower = {"lr_scheduler": tokens | {"warmup_steps": 6 * 8 * 32}}
+    kept = recipe(finished, training={"global_batch_size": -1}, **slower)
+    assert choose(kept).rate == choose(recipe(finished, **slower)).rate
     must = {"optimizer": {"name": "SGD", "lr": 0.5}, "checkpoint": {"resume": "must"}}
     sgd = recipe(finished, steps=6, **must)
     anew = recipe(finished, steps=6, checkpoint={"exclude_from_loading": ["lr_scheduler"]})

@@ -69,6 +69,11 @@ def test_held_out_loss_is_that_of_each_document(tmp_path, monkeypatch, says):
     assert shorter["tokens"] == count
     assert shorter["loss"] != found["loss"]
     assert "nowhere" in says(*words, "--dataset", tmp_path / "nowhere", status=2)
+    # Of a run without BOS, a text follows another's EOS. The options are in place of its files.
+    own = {"data.add_bos": False, "validation.dataset": "texts", "validation.dataset_path": "x"}
+    words[1] = str(small_weights.saved(tmp_path / "bare", recipe=recipe | own))
+    assert find_model(ModelLocation(tmp_path / "bare")).begin == ()
+    assert json.loads(says(*words, "--dataset", file))["loss"]["tokens"] == count
 
 
 # --- scores of texts ---

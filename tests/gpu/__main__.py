@@ -64,9 +64,7 @@ def parse():
     parser.add_argument("--stage", nargs="+", choices=STAGES, help=f"absent: all. {stages}")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose names contain it")
     minutes = sum(stage.minutes for stage in STAGES.values())
-    parser.add_argument(
-        "--minutes", type=float, default=minutes, help=f"in all; absent: {minutes:.0f}"
-    )
+    parser.add_argument("--minutes", type=float, default=minutes, help=f"absent: {minutes:.0f}")
     parser.add_argument(
         "--workers", type=int, default=max((os.cpu_count() or 2) // 3, 1), help="cases at once"
     )

@@ -139,7 +139,7 @@ def same_number(tensor, how):
 
 
 UNLIKE = [
-    (other_digest(1), ConfigError, r"the recipes of the replica groups differ in \[data\]"),
+    (other_digest(1), ConfigError, r"recipes of the replica groups differ in \[data\]"),
     (
         other_digest(2),
         RuntimeError,

@@ -103,7 +103,9 @@ def their_sum_is_trained_on(losses, names, tmp_path):
     """All are in the metrics, and `loss` is the main one plus each times its weight."""
     main, both = tmp_path / "main", tmp_path / "both"
     train_here(recipe(folder=main, training={"steps": 4}))
-    train_here(recipe(*losses, folder=both, training={"steps": 4}))
+    job = recipe(*losses, folder=both, training={"steps": 4})
+    (now,) = run_ranks(train, 1, job, lambda run: run.model.auxiliary.weights)
+    assert now == {name: w for loss in losses for name, w in loss.weights(4).items()}
     (first, *_), (added, *_, last) = steps(main), steps(both)
     weights = [loss.weights(1) for loss in losses]
     named = {name: weight for each in weights for name, weight in each.items()}

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Set
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -62,8 +63,9 @@ class ResumePolicy(NamedTuple):
     same_run: Set[str]
     """Keys in which a recipe must agree with the checkpoint's to be the same run."""
     optimizer: OptimizerConfig
-    factor: Callable[[int, int], float]
-    """Fraction of the peak learning rate, by step of the schedule, and tokens before."""
+    factor: Callable[..., float]
+    """Fraction of the peak learning rate, by step of the schedule, tokens before, and optionally
+    `batch`, the sequences per step of the run that is resumed."""
 
     def start(
         self, damaged: Mapping[Path, str] = NONE, frequent: Mapping[int, Path] = NONE
@@ -150,7 +152,8 @@ class ResumePolicy(NamedTuple):
     def _own_rate_change(self, state: Mapping[str, Any], excluded: Collection[str]) -> str:
         counters = state["train_state"]
         there = rate_in_recipe(state.get("recipe", {}), *disk.place_in_schedule(counters))
-        return self._rate_change(counters, there, excluded)
+        own = self._replace(factor=partial(self.factor, batch=global_batch(state)))
+        return own._rate_change(counters, there, excluded)
 
     def _rate_change(
         self, counters: Mapping[str, int], there: float | None, excluded: Collection[str]

@@ -249,6 +249,4 @@ def part_problems(parts: Sequence[Unit], known: Sequence[Unit]) -> Iterator[str]
     else:
         for unit in known:
             if not any(set(unit) <= set(part) for part in parts):
-                yield (
-                    f"{' and '.join(unit)} are in different parts; wanted one part for all of them"
-                )
+                yield (f"{' and '.join(unit)} are in different parts; wanted one for all of them")

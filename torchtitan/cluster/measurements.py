@@ -176,9 +176,7 @@ def shared_folder(world: World, folder: Path, is_first: bool) -> Iterator[Callab
 
     def see() -> Rates:
         if is_first and not _becomes(lambda: (probe / "lock").exists()):
-            raise Broken(
-                f"{folder} is not the folder that rank 0 sees; use one that all nodes share"
-            )
+            raise Broken(f"{folder} is not the folder that rank 0 sees; use one that all share")
         return {}
 
     def lock() -> Rates:

@@ -339,9 +339,7 @@ class DataConfig(Config):
                 message = "it is not read, as there are self.sources"
                 yield Problem(key, message, ("sources",), "note")
         if self.validation_fraction is not None:
-            message = (
-                "the sources of a mixture have no held-out part; name other data in [validation]"
-            )
+            message = "sources of a mixture have no held-out part; name other data in [validation]"
             yield Problem("validation_fraction", message, ("sources",))
         for number, source in enumerate(self.sources):
             place = f"sources.{number}"

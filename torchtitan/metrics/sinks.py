@@ -8,6 +8,7 @@ meter catches it, continues without that sink, and names it in the run's summary
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -370,6 +371,12 @@ class WandB:
             self.run.finish(exit_code=1 if summary["stopped_by"] else 0)
 
 
+def _allowed(name: str) -> str:
+    """Return a name that MLflow takes, without the parts of a path that it refuses."""
+    parts = re.sub(r"[^\w.\- /]", "_", name).split("/")
+    return "/".join(part for part in parts if part.strip("."))
+
+
 class MLflow:
     """An MLflow run, with the recipe as its parameters.
 
@@ -421,7 +428,7 @@ class MLflow:
         from mlflow.entities import Metric
 
         now = round(time.time() * 1000)
-        values = [Metric(name, float(v), now, step) for name, v in _numbers(metrics).items()]
+        values = [Metric(_allowed(n), float(v), now, step) for n, v in _numbers(metrics).items()]
         self._log("metrics", values, 1000)
 
     def _log(self, kind: str, values: list[Any], most: int) -> None:

@@ -25,9 +25,7 @@ OUT_OF_MEMORY_FOLDER: Final = "out_of_memory"
 MOST_MODULES = 20
 
 KNOBS: Mapping[str, str] = {
-    "training.local_batch_size": (
-        "lower it; with the same global_batch_size the step does not change"
-    ),
+    "training.local_batch_size": ("lower it; with the same global_batch_size the step is the same"),
     "training.seq_len": "shorter sequences have smaller activations, but change the run",
     "activation_checkpoint.mode": '"full" keeps only the inputs of blocks',
     "loss.vocabulary_chunk": "a value above 0 computes the logits in chunks",

@@ -133,13 +133,14 @@ def held_out_loss(request: EvaluationRequest) -> Result:
     tokenizer = stored.tokenizer
     ends = separators(tokenizer, data.add_bos, data.add_eos)[1]
     end = (tokenizer.eos,) if ends else ()
+    begin = stored.begin or end  # in training, a document without BOS follows another's EOS
     texts = itertools.islice(documents(data), request.limit)
     nats, count, size, number = 0.0, 0, 0, 0
     dtype = request.dtype or stored.dtype
     model = InferenceModel(stored, length, dtype)
     with status("scoring") as add:
         while some := list(itertools.islice(texts, AT_A_TIME)):
-            rows = [[*stored.begin, *tokenizer.encode(text), *end] for text in some]
+            rows = [[*begin, *tokenizer.encode(text), *end] for text in some]
             nats -= sum(score_texts(model, rows, request.batch_size))
             count += sum(len(tokens) - 1 for tokens in rows if tokens)
             size += sum(len(text.encode()) for text in some)
@@ -170,6 +171,7 @@ def held_out_data(request: EvaluationRequest) -> DataConfig:
                 settings[tuple(key.split("."))] = Setting(value, str(path))
     if request.dataset or request.dataset_path:
         settings.pop(("data", "validation_fraction"), None)
+        settings.pop(("validation", "dataset_path"), None)
         for key in ("dataset", "dataset_path"):
             if (given := getattr(request, key)) is not None:
                 settings["validation", key] = Setting(given, f"--{key}".replace("_", "-"))

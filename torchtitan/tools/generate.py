@@ -37,7 +37,7 @@ from torchtitan.tools.inference import (
 )
 from torchtitan.tools.options import Count, Flag, Flavor, Imports, Model, Text, number, verb
 
-TEMPERATURE = number("a number >= 0", lambda value: 0 <= value < float("inf"))
+TEMPERATURE = number("0, or a number >= 1e-6", lambda v: v == 0 or 1e-6 <= v < float("inf"))
 SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are read together, which bounds the memory of their logits."""

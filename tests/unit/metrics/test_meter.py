@@ -114,14 +114,15 @@ def test_mfu_and_memory_are_shares_of_what_the_device_has():
 
 def test_devices_are_those_of_all_replica_groups():
     """Rows count the units of all groups, so their rate per device is that of all devices."""
-    job = tiny.job(fault_tolerance={"enable": True, "group_size": 3})
-    of = {"device": Device("cpu"), "degrees": Degrees(dp_shard=2), "table": None}
+    training = {"mixed_precision_param": "bfloat16"}
+    job = tiny.job(fault_tolerance={"enable": True, "group_size": 3}, training=training)
+    of = {"device": SimpleNamespace(peak_flops=str), "degrees": Degrees(dp_shard=2), "table": None}
     world = SimpleNamespace(rank=0, size=2, **of)
     run = SimpleNamespace(job=job, task=NextToken(TextConfig(), tiny.ARGS), world=world)
     run.timeline, run.has_hash = Timeline(Device("cpu")), False
     run.data, run.sinks = SimpleNamespace(take_shares=dict, report=dict), lambda context: []
     meter = Run.open_meter(run, sink_context(job, world))
-    assert meter.devices == 2 * 3
+    assert (meter.devices, meter.peak_flops) == (2 * 3, "torch.bfloat16")
     assert meter.units_per_step == 8 * 32
 
 

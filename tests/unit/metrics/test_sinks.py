@@ -441,7 +441,8 @@ def test_mlflow_keeps_one_run_through_a_resume(tmp_path, monkeypatch):
     assert run.data.metrics["tokens"] == 2
     losses = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "loss")]
     assert losses == [(1, 3.5), (2, pytest.approx(float("nan"), nan_ok=True)), (2, 3.25)]
-    write_mlflow(out, 0, {1: 2.0})  # afresh
+    sink = write(MLflow(SinkContext(out)), [(1, 2.0)])  # afresh
+    sink.write(1, {"validation_loss//a/../b@c.jsonl": 2.0})
     assert len(mlflow_runs(tmp_path / "store")[1]) == 2
 
 

@@ -375,9 +375,7 @@ def _entry(folder: Path, name: str, chunks: list[Chunk]) -> TensorEntry:
     ]
     shape = tuple(max(column) for column in zip(*ends, strict=True))
     if problem := problem_of_chunks(shape, chunks):
-        raise Damaged(
-            f"{folder}: a file is missing, or belongs to another checkpoint: {name}: {problem}"
-        )
+        raise Damaged(f"{folder}: a file is missing or of another checkpoint: {name}: {problem}")
     return TensorEntry(layouts[0].dtype, shape, tuple(chunks))
 
 

@@ -241,9 +241,7 @@ def open_tokens(
         ConfigError: if the files are not shards of tokens, or damaged.
     """
     if type(format).tables is TokenFormat.tables:
-        raise ConfigError(
-            f"the format {format.name}: {type(format).__name__} has no tables; add it"
-        )
+        raise ConfigError(f"format {format.name}: {type(format).__name__} has no tables; add it")
     files = format.files(path)
     if not files:
         suffix = getattr(format, "suffix", None)

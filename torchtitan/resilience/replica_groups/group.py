@@ -257,9 +257,7 @@ class ReplicaGroup:
             )
             self._refuse(RuntimeError(message))
         else:
-            message = (
-                f"the recipes of the replica groups differ in {', '.join(names)}; make them equal"
-            )
+            message = f"recipes of the replica groups differ in {', '.join(names)}; make them equal"
             self._refuse(ConfigError(f"fault_tolerance.enable: {message}"))
 
     def _refuse(self, error: Exception) -> None:

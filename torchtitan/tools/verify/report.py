@@ -98,9 +98,7 @@ class Resumption:
             if expected.get(number) != read:
                 every = (step.samples.items() for rank in self.whole for step in rank)
                 known = {has: other for samples in every for other, has in samples}
-                what = (
-                    f"its sample {known[read]}" if read in known else "a sample that it never reads"
-                )
+                what = f"its sample {known[read]}" if read in known else "one that it never reads"
                 yield f"the uninterrupted run reads its sample {number} where this one reads {what}"
         if missing := expected.keys() - _samples(resumed).keys():
             yield f"sample {min(missing)} of the run was not read"
