@@ -108,7 +108,7 @@ def test_killed_rank_is_started_again_from_the_checkpoint(tmp_path):
         (signal.SIGINT, [], 0, "SIGINT: finishing this step"),
         (signal.SIGHUP, [], 75, "SIGHUP: finishing this step"),
         (signal.SIGUSR1, ["--training.steps=3"], 0, "finished at step 3"),
-        (signal.SIGTERM, ["--no-checkpoint.enable"], 1, "stopped at step 3 of 100, and nothing is"),
+        (signal.SIGTERM, ["--no-checkpoint.enable"], 1, "stopped at step 3 of 100; nothing is"),
     ],
 )
 def test_status_of_one_process_that_is_stopped(number, flags, status, told, tmp_path):

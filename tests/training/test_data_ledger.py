@@ -245,5 +245,5 @@ def test_a_run_that_continues_another_is_told_from_one_that_skips(hash, call):
     job = SimpleNamespace(
         checkpoint=SimpleNamespace(initial_load_path=str(EARLIER / "38f6c66/checkpoint/step-3"))
     )
-    run_ledger._start_later(stream, job, {"hash": hash, "samples": 24})
+    run_ledger._start_later(stream, job, {"hash": hash, "samples": 24, "step": 0})
     assert [name for name, _, _ in stream.mock_calls] == [call]

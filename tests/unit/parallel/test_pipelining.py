@@ -48,7 +48,6 @@ def test_what_works_is_not_refused():
         loss = CompileConfig(enable=True, components=("loss",))
         assert not found(name, recompute=full, compile=loss, fsdp_reshard_after_forward="never")
     assert not found("Interleaved1F1B", recompute=OPERATORS, compile=CompileConfig(enable=True))
-    assert not tiny.problems(tiny.job(parallelism={"pipeline_parallel_schedule": "nothing"}))
     assert not found("LoopedBFS", pipeline_parallel_layers_per_stage=1)
     parts = (NAMES[:1], NAMES[1:3], NAMES[3:5], NAMES[5:])
     assert not found("DualPipeV", module_fqns_per_model_part=parts)
