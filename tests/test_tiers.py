@@ -59,4 +59,4 @@ def test_what_is_left_out_is_the_gate_and_the_trials():
     assert settings["ini_options"]["addopts"].endswith("-m 'not gate and not slow'")
     script = (ROOT / "scripts/test").read_text()
     assert '--all) set -- -m "not slow"' in script
-    assert " --report benchmarks/results/release_tests.md" in script.partition('set -- -m "" ')[2]
+    assert " --report=benchmarks/results/release_tests.md" in script.partition('set -- -m "" ')[2]
