@@ -118,9 +118,9 @@ def test_a_head_is_scaled_down_to_the_limit_and_no_other(shared):
         assert torch.equal(model.get_parameter(name), key) == shared
 
 
-def cores(clip):
+def cores(clip, average=None):
     """What attends in a run, and what the optimizer leaves to be done after an update."""
-    job = tiny.job(optimizer={"name": "Muon", "qk_clip": clip})
+    job = tiny.job(optimizer={"name": "Muon", "qk_clip": clip, "average": average})
     with open_world(job.degrees(Launch.read().size), job.comm, Device("cpu")) as world:
         run = build(job, world)
         found = {m.core for p in run.model.parts for _, m in attentions(p)}
@@ -132,6 +132,7 @@ def cores(clip):
 def test_without_a_limit_there_is_nothing():
     assert run_ranks(cores, 1, 0.0) == [({True}, [])]
     assert run_ranks(cores, 1, 1.0) == [({False}, ["LogitLimit.apply"])]
+    assert run_ranks(cores, 1, 1.0, 0.5)[0][1] == ["LogitLimit.apply", "WeightAverage.step"]
     assert SelfAttention().core is causal_attention
 
 

@@ -1,6 +1,7 @@
 """Replica groups, as far as it can be told without torchft: a stand-in says what they agree on."""
 
 import io
+import json
 import os
 import pickle
 from contextlib import closing
@@ -76,6 +77,7 @@ def test_a_step_that_is_dropped_is_done_again(tmp_path, monkeypatch):
     checkpoint = {"enable": True, "interval": 2}
     validation = {"enable": True, "freq": 2, "steps": 1}
     sections = {"checkpoint": checkpoint, "validation": validation, "data": {"num_workers": 2}}
+    sections["spikes"] = {"sigma": 99.0}
     (found,) = run_ranks(train, 1, job(tmp_path / "dropped", **sections))
     (expected,) = run_ranks(train, 1, job(tmp_path / "plain", groups=0, **sections))
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
@@ -86,6 +88,9 @@ def test_a_step_that_is_dropped_is_done_again(tmp_path, monkeypatch):
             for name in ("dropped", "plain")
         )
         assert dropped == plain
+    state = "checkpoint/step-3/train_state.json"
+    counted = [json.loads((tmp_path / n / state).read_text()) for n in ("dropped", "plain")]
+    assert counted[0]["train_state"] == counted[1]["train_state"]
     assert [row["groups"] for row in rows(tmp_path / "dropped") if "groups" in row] == [1]
 
 

@@ -2,10 +2,14 @@
 
 import math
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
 from tests import tiny
+from torchtitan.build import Run
+from torchtitan.checkpoint import TrainState
+from torchtitan.job import StagesOfTraining
 from torchtitan.optim import ScheduleConfig
 from torchtitan.optim.schedule import PowerLaw
 
@@ -112,5 +116,9 @@ def test_in_tokens_the_rate_follows_the_tokens_whatever_the_batch():
         assert job(6).learning_rate_factor(1, 96 * done) == rates[done]
     assert tiny.job(lr_scheduler={"unit": "tokens"}).schedule_steps() == 3 * 8 * 32
     stages = [{"from_step": 2, "global_batch_size": 16}, {"from_step": 9, "seq_len": 64}]
-    staged = tiny.job(training={"stages": stages}, lr_scheduler={"unit": "tokens"})
+    schedule = {"unit": "tokens", "warmup_steps": 1024}
+    staged = tiny.job(training={"stages": stages}, lr_scheduler=schedule)
     assert staged.schedule_steps() == (2 * 8 + 16) * 32
+    (followed := StagesOfTraining(staged.stages(staged.degrees(1)))).move(2)
+    run = SimpleNamespace(job=staged, stages=followed, state=TrainState(step=2, tokens=512))
+    assert Run.schedule(run, 3) == 1.0
