@@ -196,9 +196,7 @@ def gathered(job, axis):
         pytest.param(case(tp=2), TENSORWISE, SENT_SO, "tp", marks=pytest.mark.gate),
     ],
 )
-def test_what_is_gathered_in_float8_is_a_quarter_of_float32(
-    layout, plain, shrunk, axis, monkeypatch
-):
+def test_gathers_in_float8_are_a_quarter_of_float32(layout, plain, shrunk, axis, monkeypatch):
     """Of FSDP, the weights of the converted linears; of tensor parallelism, what goes into them."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "20000")
     sizes = []

@@ -141,9 +141,7 @@ def test_verify_finds_hashes_that_agree_with_each_other_but_not_with_the_recipe(
     assert "samples 24 to 32 are not those that were recorded" in capsys.readouterr().out
 
 
-def test_an_incomplete_last_line_is_ignored_and_a_resumed_run_continues_after_it(
-    straight, tmp_path
-):
+def test_an_incomplete_last_line_is_ignored_and_a_resumed_run_goes_on_after_it(straight, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)
     with (folder / LEDGER_FILE).open("a") as file:

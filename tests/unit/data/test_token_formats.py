@@ -273,9 +273,7 @@ def test_shards_of_two_dtypes_are_refused(name, tmp_path):
     if name == "raw":  # only a header says that a file has another dtype than the rest
         for file in (tmp_path / "shards/b").glob("*.npy"):
             np.save(file, np.fromfile(file, wide).astype("int32"))
-    with pytest.raises(
-        ConfigError, match=r"b/.*: its tokens are u?int32, and those of a/.* uint16"
-    ):
+    with pytest.raises(ConfigError, match=r"b/.*: its tokens are u?int32, .* of a/.* uint16"):
         opened(tmp_path / "shards", tmp_path)
 
 
