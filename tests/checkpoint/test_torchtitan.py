@@ -164,7 +164,7 @@ class Begun(NamedTuple):
     step: int
     tokens: int
     samples: int
-    schedule_start: int
+    schedule_start: tuple[int, int]  # its step, and its tokens
     log: list[str]
 
 
@@ -177,7 +177,8 @@ def begin(job):
             run.checkpoint.load(start)
             position = run.checkpoint.contents.position()["data"]
         state, samples = run.state, position["samples"]
-        return Begun(weights(run), state.step, state.tokens, samples, state.schedule_start, log)
+        schedule = (state.schedule_start, state.schedule_start_tokens)
+        return Begun(weights(run), state.step, state.tokens, samples, schedule, log)
 
 
 def begun(job):
@@ -261,7 +262,7 @@ def test_the_schedule_goes_on_where_it_was_begun_anew(tmp_path, theirs):
         tmp_path / "theirs/step-3", {**theirs.state, "lr_scheduler.last_epoch": 1}
     )
     found = begun(resumed(tmp_path / "run", path))
-    assert (found.step, found.schedule_start) == (3, 2)
+    assert (found.step, found.schedule_start) == (3, (2, 2 * 8 * 32))
 
 
 def test_another_optimizer_begins_with_the_weights(tmp_path, theirs):
