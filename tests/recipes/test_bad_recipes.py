@@ -36,7 +36,6 @@ ALLOWED = {
     "{LLAMA3}": listed(type(DEFAULTS.model).model_fields, f"{HELP} model"),
     "{SCHEDULES}": ", ".join(SCHEDULES),
     "{MODELS}": ", ".join(MODELS),
-    "{BACKENDS}": ", ".join(sorted({"eager", "aot_eager", *torch.compiler.list_backends()})),
     "{CONVERTERS}": ", ".join(CONVERTERS),
     "{FLOAT8}": listed(CONVERTERS["float8"].model_fields, f"{HELP} convert"),
     "{MXFP8}": listed(CONVERTERS["mxfp8"].model_fields, f"{HELP} convert"),
@@ -61,7 +60,8 @@ def cases(table=TABLE):
         words = rest.pop(0).split()[1:] if rest[0].startswith("$ ") else []
         world = int(words.pop()) if "--world-size" in words else None
         lines = [line[2:] for line in rest if line.startswith("> ")]
-        for mark, names in ALLOWED.items():
+        backends = sorted({"eager", "aot_eager", *torch.compiler.list_backends()})  # now
+        for mark, names in (ALLOWED | {"{BACKENDS}": ", ".join(backends)}).items():
             lines = [line.replace(mark, names) for line in lines]
         recipe = "".join(f"{line}\n" for line in rest if not line.startswith("> "))
         result.append(Case(name, [w for w in words if w != "--world-size"], world, recipe, lines))
