@@ -209,9 +209,7 @@ def each(names, **model):
 
 
 OF = TABLE["families"]
-PLAIN = [
-    name for name, of in LAYOUTS.items() if not (of.convert or of.auxiliary or "window" in name)
-]
+PLAIN = [n for n, of in LAYOUTS.items() if not (of.convert or of.auxiliary or "window" in n)]
 UNTIED = [name for name, of in LAYOUTS.items() if of.pp > 1 or of.converts_linears]
 FAMILIES = {
     "Llama": LAYOUTS,

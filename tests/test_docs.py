@@ -338,9 +338,7 @@ def test_settings_that_are_named_exist():
 
 def test_files_that_are_named_exist():
     path = rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w"
-    named = {
-        (page.stem, name) for page in PAGES_AND_RESULTS for name in re.findall(path, text(page))
-    }
+    named = {(page.stem, n) for page in PAGES_AND_RESULTS for n in re.findall(path, text(page))}
     missing = [(page, name) for page, name in sorted(named) if not (ROOT / name).exists()]
     assert [(page, name) for page, name in missing if name != "tests/assets"] == []  # TorchTitan's
 

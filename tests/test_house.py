@@ -321,9 +321,7 @@ def test_commands_import_what_their_answer_needs(tmp_path):
         *("checkpoint convert --help", "recipes", "recipes copy debug_model", "--version"),
     ):
         assert not imported_by(words, tmp_path) & {"torch", "numpy"}, words
-    of_a_run = {
-        f"torchtitan.{name}" for name in ("build", "train", "plan.plan", "checkpoint.saver")
-    }
+    of_a_run = {f"torchtitan.{n}" for n in ("build", "train", "plan.plan", "checkpoint.saver")}
     slow = {*HEAVY, *SLOW_TORCH, "torch._dynamo", "sympy", *of_a_run} - {"rich"}
     for words in (
         "check llama3_8b --model.tokenizer_path none",

@@ -155,9 +155,7 @@ def test_a_wheel_trains_outside_the_clone(build, tmp_path):
     other.write_text("Name: torchtitan\nVersion: 0.3.0\n", encoding="utf-8")
     (packages / "torchtitan/config/__init__.py").write_text("import no_such_module\n")
     told = run(command, "recipes", cwd=folder, status=1)
-    assert told.startswith(
-        "error: Meta's torchtitan 0.3.0 has replaced files of torchtitan-pretrain"
-    )
+    assert told.startswith("error: Meta's torchtitan 0.3.0 has replaced files of torchtitan-")
 
 
 @pytest.mark.slow

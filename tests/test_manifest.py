@@ -121,9 +121,7 @@ def test_kubeflow(capsys):
     assert train["spec"]["trainer"] == {"numProcPerNode": 8}
     container = is_right_jobset(runtime["spec"]["template"]["spec"])
     names = [each["name"] for each in container["env"]]
-    assert not any(name.startswith("PET") for name in names), (
-        "Trainer refuses them, as it sets them"
-    )
+    assert not any(name.startswith("PET") for name in names), "Trainer refuses them; it sets them"
     [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     labels = node["template"]["metadata"]["labels"]
     assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}

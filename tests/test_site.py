@@ -147,9 +147,7 @@ def test_navigation_has_every_page():
     results = "benchmarks/results/"  # linked from where they are quoted
     pages |= {page for page in added if page.endswith(".md") and not page.startswith(results)}
     pages |= {path.relative_to(ROOT / "docs").as_posix() for path in pages_of_settings()}
-    named = re.findall(
-        r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    named = re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
     assert (sorted(pages - set(named)), len(named)) == ([], len(pages))
     keywords = tomllib.loads((ROOT / "docs/keywords.toml").read_text(encoding="utf-8"))
     assert [page for page in keywords if f"{page}.md" not in pages] == []

@@ -66,9 +66,7 @@ LATENTS = {
 MODELS["tiny_latent"] = dataclasses.replace(DEEPSEEK_V3, name="tiny_latent", flavors=LATENTS)
 # Every second block with a window, and a limit of experts that many rows reach.
 OSS = TABLE["routed"] | TABLE["oss"] | {"rope_scaling": Yarn(**YARN, truncate=False)}
-OSSES = {
-    name: GptOssArgs(**vars(args) | OSS) for name, args in FLAVORS.items() if args.n_layers > 1
-}
+OSSES = {name: GptOssArgs(**vars(a) | OSS) for name, a in FLAVORS.items() if a.n_layers > 1}
 MODELS["tiny_oss"] = dataclasses.replace(GPT_OSS, name="tiny_oss", flavors=OSSES)
 
 MIXED = {

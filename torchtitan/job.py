@@ -285,14 +285,18 @@ class JobConfig(Config):
             found.append(StageRecipe(start, tokens, self.model_copy(update={"training": training})))
         return found
 
+    def held_tokens(self, degrees: Degrees) -> int:
+        """Return the number of tokens whose activations a rank keeps; with pp, an estimate."""
+        held, p = self.local_batch(degrees), self.parallelism
+        keeps_all = p.pipeline_parallel_schedule in ("GPipe", "LoopedBFS")
+        if degrees.pp > 1 and not keeps_all and not p.pipeline_parallel_schedule_csv:
+            held = min(held, degrees.pp * p.pipeline_parallel_microbatch_size)
+        return held * self.training.seq_len
+
     def largest_stage(self, degrees: Degrees) -> StageRecipe:
         """Return the stage whose microbatches take the most memory."""
-
-        def size(stage: StageRecipe) -> tuple[int, int]:
-            length = stage.job.training.seq_len
-            return stage.job.local_batch(degrees) * length, length
-
-        return max(self.stages(degrees), key=size)
+        stages = self.stages(degrees)
+        return max(stages, key=lambda s: (s.job.held_tokens(degrees), s.job.training.seq_len))
 
     def step_sizes(self, degrees: Degrees) -> list[StepSizes]:
         """Return the sizes of all steps."""

@@ -195,7 +195,7 @@ def test_damaged_weights_of_hugging_face_in_a_store_are_refused(store, tmp_path)
 
 
 def test_weights_of_meta_in_a_store_are_refused_in_words(store):
-    with pytest.raises(ConfigError, match=r"Meta's files can only be read from a disk; copy them"):
+    with pytest.raises(ConfigError, match=r"Meta's files are only read from a disk; copy them"):
         MetaWeights(store, [small_weights.SPEC])
 
 
@@ -385,7 +385,7 @@ def test_of_a_tensor_in_a_store_only_the_block_is_read(own_store, small_requests
     assert torch.equal(saved.read("model.a"), whole)
 
 
-def test_columns_of_a_matrix_in_a_store_need_no_more_memory_than_they_have(
+def test_columns_of_a_matrix_in_a_store_need_only_the_memory_that_they_have(
     own_store, small_requests
 ):
     whole = torch.arange(512 * 256, dtype=torch.float32).view(512, 256)

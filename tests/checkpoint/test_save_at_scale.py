@@ -15,8 +15,6 @@ def test_what_a_rank_sends_and_reads_is_of_its_own_size():
     assert found["gathered_bytes"] < 250 * RANKS + 2 * 8 * found["manifest_items"]
     # A first save also gathers a hash of each rank, and the items of one.
     assert found["first_gathered_bytes"] < found["gathered_bytes"] + 50 * RANKS
-    assert found["files_opened_per_rank"] == 4, (
-        "manifest, state, its own file, and the first rank's"
-    )
+    assert found["files_opened_per_rank"] == 4, "manifest, state, its file, and the first rank's"
     # A line for each file and item in the manifest, and one for each item in two headers.
     assert found["load_bytes_per_rank"] < 150 * RANKS + 500 * found["manifest_items"]

@@ -208,9 +208,7 @@ def test_samples_are_not_skipped_where_the_position_is_known(tmp_path, theirs, m
     sections = {"checkpoint": {"enable": True}, "training": {"steps": 4}}
     run_ranks(train, 1, resumed(ours, theirs.folder / "checkpoint", **sections))
     again = resumed(tmp_path / "again", ours / "checkpoint", data={"skip_samples": 5})
-    with pytest.raises(
-        ConfigError, match=r"contains the position of its data.*skip_samples = 5 would"
-    ):
+    with pytest.raises(ConfigError, match=r"the position of its data.*skip_samples = 5 would"):
         choose(again)
     alone = {"checkpoint": {"initial_load_model_only": True}, "training": {"seq_len": 64}}
     assert begun(resumed(tmp_path / "longer", ours / "checkpoint", **alone)).samples == 16

@@ -260,9 +260,8 @@ def test_mistakes(tmp_path, says):
         (str(lost),): "no tokenizer at gone.json: there is no such file or folder; "
         "or set another with --tokenizer",
         (str(unsaid),): f"{unsaid}: it does not record its tokenizer\n  set it with --tokenizer",
-        (str(path), "--prompts-file", "none.txt"): (
-            "--prompts-file: got none.txt; there is no such file"
-        ),
+        (str(path), "--prompts-file", "none.txt"): "file: got none.txt; there is no such file",
+        (str(path), "--prompts-file", *map(str, path.glob("*.safetensors"))): "not UTF-8 text (",
         (str(path), "--imports", "not_there"): (
             "--imports: got not_there; it cannot be imported: No module named 'not_there'"
         ),

@@ -25,9 +25,7 @@ LAYOUTS = named(
     *("DDP 2", "FSDP 2", "FSDP 4", "HSDP 2 x 2", "TP 2", "CP 2", "FSDP 2 x TP 2", "FSDP 2 x PP 2"),
     *("FSDP 2 x TP 2 x PP 2", "FSDP 2 x CP 2 x TP 2", "HSDP 2 x 2 x TP 2"),
 )
-LAYOUTS |= {
-    name: layouts.layout(name) for name in ("PP 2", "HSDP 2 x 2, copies added up afterwards")
-}
+LAYOUTS |= {n: layouts.layout(n) for n in ("PP 2", "HSDP 2 x 2, copies added up afterwards")}
 VARIANTS = [{}, {"by_head": True, "nesterov": False, "scale": "original"}]
 
 

@@ -4,8 +4,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from torchtitan.checks import load_job
 from torchtitan.config import RecipeError
 from torchtitan.device import Device
+from torchtitan.plan.fitting import _candidates
 from torchtitan.tools.cli import main
 
 
@@ -35,3 +37,10 @@ def test_a_recipe_without_a_plan_is_told(monkeypatch, capsys, says):
     assert "\nplanned memory: unknown, as this recipe cannot be planned yet: no\n" in told
     assert main([*words, "--device-memory", "80"]) == 2
     assert "--device-memory: got 80; this recipe cannot be planned" in capsys.readouterr().err
+
+
+def test_a_change_that_fits_keeps_the_batch():
+    path, flags = "train_configs/debug_model.toml", ["--training.global_batch_size=-1"]
+    job = load_job(path, flags, 2, "cpu").config
+    found = [flags for _, flags in _candidates(Mock(job=job, ranks=2))]
+    assert all("--training.global_batch_size" in flags for flags in found)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torchtitan.config import RecipeError
 from torchtitan.optim import Optimizers
 from torchtitan.parallel.schedules import SCHEDULES, order
 from torchtitan.plan.expansion import expand
+from torchtitan.plan.fitting import FittingChange
 from torchtitan.plan.hardware import find_hardware
 from torchtitan.plan.plan import plan
 from torchtitan.plan.recording import Kernel
@@ -32,7 +34,9 @@ def test_no_rank_keeps_more_microbatches_than_the_first(name):
 
 def test_host_memory_is_not_of_a_device():
     job = recorded.job("FSDP 2, CPU offload")
-    host, device = (recorded.step(job, 2, device_type=kind).peak()[1] for kind in ("cpu", "cuda"))
+    steps = [recorded.step(job, 2, device_type=kind) for kind in ("cpu", "cuda")]
+    host, device = (each.peak()[1] for each in steps)
+    assert not [*steps[1].levels()][-1][1]["gradients"]
     assert host["optimizer states"] > 0
     assert not device["optimizer states"]
     assert device.total() < host.total()
@@ -45,6 +49,10 @@ def test_a_step_of_unknown_shapes_is_refused_with_its_operator(monkeypatch):
     monkeypatch.setattr(Optimizers, "norm", norm)
     with pytest.raises(RecipeError, match=r"cannot be planned yet: aten\._unique2"):
         plan(layouts.job(layouts.ONE, "SGD"), 1)
+    monkeypatch.setattr("torchtitan.plan.plan.record", made := Mock(side_effect=RuntimeError))
+    with pytest.raises(RecipeError):
+        plan(layouts.job(layouts.layout("CP 4, ring, unbalanced"), "SGD"), 4)
+    assert made.call_args.args[2] == 3  # which attends to the most keys
 
 
 @pytest.mark.parametrize("kind", ["attention", "mm"])
@@ -66,9 +74,12 @@ def test_a_plan_that_is_faster_than_the_device_refuses_itself(monkeypatch):
     def fast(*words):
         return dataclasses.replace(step_time(*words), mfu=1.01)
 
+    planned = partial(recorded.plan, recorded.job("FSDP 2"), 2, hardware=find_hardware("h100"))
+    found = planned()
+    assert FittingChange((), dataclasses.replace(found, ranks=4)).slowdown(found) == 2
     monkeypatch.setattr("torchtitan.plan.plan.step_time", fast)
     with pytest.raises(RecipeError, match="its MFU would be"):
-        recorded.plan(recorded.job("FSDP 2"), 2, hardware=find_hardware("h100"))
+        planned()
 
 
 def test_a_probe_is_planned_first_and_alone_if_it_does_not_fit():

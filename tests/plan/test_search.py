@@ -235,14 +235,14 @@ def test_search_by_command_writes_a_valid_recipe_and_times_it(tmp_path, monkeypa
         ("--model.rope_theta=none", "--optimizer.lr=1e-4"),
         ("--comm.debug_level=none", "--model.tokenizer_path=none"),
         ("--checkpoint.frequent.interval=5", "--optimizer.groups.0.roles=norm"),
-        ("--training.seq_len=64",),
+        ("--training.seq_len=64", "--optimizer.qk_clip=0"),
     ],
 )
 def test_any_key_can_be_written(flags, tmp_path):
     given = tmp_path / "given.toml"
     given.write_text(
         f'extends = "{Path(RECIPE).resolve()}"\n[model]\nrope_theta = 1e4\n'
-        '[comm]\ndebug_level = "info"\n'
+        '[comm]\ndebug_level = "info"\n[optimizer]\nname = "Muon"\nqk_clip = 9.0\n'
     )
     before, job = (load_job(given, each, 2, "cpu").config for each in ((), flags))
     written = tmp_path / "written.toml"

@@ -141,13 +141,21 @@ def test_a_short_recording_of_a_family_stands_for_the_whole_step(family):
     assert events < all_events
 
 
-def test_ranks_of_a_pipeline_are_alike_if_their_blocks_are():
+def test_ranks_of_a_pipeline_are_alike_if_their_blocks_are(tmp_path):
     flags = ("--model.n_layers=12", "--parallelism.pipeline_parallel_degree=4")
     flags += ("--model.top_k=1", "--model.n_experts=2")
     path = "train_configs/gpt_oss_debug.toml"
     job = load_job(path, flags, 4, "cuda", exempt=("model.tokenizer_path",)).config
     # Of three blocks on a rank, two have windows on one and one on the next.
     assert alike_ranks(job) == [[0], [1], [2], [3]]
+    rows = order("1F1B", 4, 4, 8).values()
+    (file := tmp_path / "own.csv").write_text("\n".join(",".join(map(str, row)) for row in rows))
+    flags = ("--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=8")
+    flags += ("--validation.enable=false",)
+    for own, alike in ("", [[0], [1, 2], [3]]), (str(file), [[0], [1], [2], [3]]):
+        also = f"--parallelism.pipeline_parallel_schedule_csv={own}"
+        job = load_job("train_configs/debug_model.toml", [*flags, also], 4, "cuda").config
+        assert alike_ranks(job) == alike
 
 
 SIZES = [

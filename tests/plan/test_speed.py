@@ -138,9 +138,7 @@ def test_a_pipeline_takes_the_time_of_its_actions_and_messages():
     # The second rank is busy for 12, waits for the first forward, and the first for its backward.
     assert max(slot.end for slot in timeline(orders, durations)) == 1 + 12 + 2
     # Messages on the way there and back; the others overlap with what the second rank computes.
-    assert (
-        max(slot.end for slot in timeline(orders, durations, sending=0.5)) == 1 + 12 + 2 + 2 * 0.5
-    )
+    assert max(slot.end for slot in timeline(orders, durations, sending=0.5)) == 13 + 2 + 2 * 0.5
     # What the second rank still does after an action delays its next one, not the first rank.
     rests = dict.fromkeys(durations, 0.0) | {Action(1, "B", 1): 7.0, Action(1, "B", 0): 3.0}
     ends = {slot.action: slot.end for slot in timeline(orders, durations, rests)}

@@ -112,9 +112,7 @@ def test_the_page_has_the_plan_and_its_charts(planned):
     assert json.loads(inside) == found
     first, *rest = page.split("<h2>")
     rate = found["speed"]["tokens_per_second_per_device"]["value"]
-    assert (
-        f"GiB of a device; it trains {rate:,.0f} tokens/s per device, and the run takes " in first
-    )
+    assert f"GiB of a device; it trains {rate:,.0f} tokens/s per device, and the run" in first
     # The fullest rank comes first, with every kind of memory and the limit.
     assert first.count("<figure>") == 1
     fullest = max(found["memory"]["ranks"], key=lambda rank: rank["peak_reserved_gib"])
@@ -207,7 +205,8 @@ def test_a_recipe_that_does_not_fit_is_an_answer(capsys):
 
 def test_nothing_fits_in_a_tiny_device(capsys, monkeypatch):
     monkeypatch.setattr("torchtitan.plan.fitting.MOST_TRIED", 0)
-    words = ("--training.seq_len", "64", "--job.hardware=")
+    words = ("--training.seq_len", "64", "--job.hardware=", "--world-size", "2")
+    words += ("--parallelism.data_parallel_replicate_degree", "2")
     found = plan_of(capsys, *words, "--device-memory", "0.01")
     [rank] = found["memory"]["ranks"]
     held = rank["by_kind_gib"]["parameters"] + rank["by_kind_gib"]["optimizer states"]
@@ -220,6 +219,14 @@ def test_nothing_fits_in_a_tiny_device(capsys, monkeypatch):
 def test_a_budget_of_tokens(planned):
     budget = planned.found["budget"]
     assert budget["tokens"] == 2e6
+    assert budget["device_hours"] == pytest.approx(4 * 24 * budget["days"])
+
+
+def test_groups_of_replicas_share_the_batch(capsys):
+    words = ("--fault_tolerance.enable", "--fault_tolerance.group_size=2", "--world-size", "2")
+    found = plan_of(capsys, *words, "--hardware", "h100")
+    flops, budget = found["flops"], found["budget"]
+    assert flops["per_step"] == 4 * flops["per_step_per_device"]
     assert budget["device_hours"] == pytest.approx(4 * 24 * budget["days"])
 
 

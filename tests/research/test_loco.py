@@ -40,9 +40,7 @@ def test_loco_loses_far_less_than_rounding_alone():
     configs = [LoCo(compensate=compensate, bits=bits, bucket=128) for bits, compensate in settings]
     for rank in run_ranks(each, 2, reduced, configs, 50):
         missed = [(found.sent - found.arrived)[small].norm() for found in rank]
-        shares = [
-            float(m / found.sent[small].norm()) for m, found in zip(missed, rank, strict=True)
-        ]
+        shares = [float(m / each.sent[small].norm()) for m, each in zip(missed, rank, strict=True)]
         for (bits, _), without, compensated in zip(
             settings[::2], shares[::2], shares[1::2], strict=True
         ):

@@ -20,9 +20,7 @@ LEVELS = ("uniform", "learned")
 def test_gradients_of_qsdp_are_right_in_the_mean():
     """Rounded at random: the error of a sum of calls grows as their root, not as their number."""
     calls, bits = 200, 3
-    configs = [
-        QSDPGradients(bits=bits, bucket=64, levels=levels, learn_steps=50) for levels in LEVELS
-    ]
+    configs = [QSDPGradients(bits=bits, bucket=64, levels=each, learn_steps=50) for each in LEVELS]
     for rank in run_ranks(each, 2, reduced, configs, calls):
         for levels, found in zip(LEVELS, rank, strict=True):
             # Of each bucket, one unit at most is 2 x 4 standard deviations / 7 (learned: three

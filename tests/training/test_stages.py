@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests import tiny
 from tests.layouts import LAYOUTS
 from tests.layouts import job as of_layout
 from tests.ranks import run_ranks
@@ -130,6 +131,13 @@ def test_check_and_plan_name_the_stages(tmp_path, says):
     assert "from step 5 on 8 sequences of 64: 4 at a time x 1 accumulated x 2 data" in said
     planned = plan(load_job(str(path), [], 2, "cpu").config, 2, device_type="cpu")
     assert planned.job.training.seq_len == 64
+    # A pipeline keeps the activations of few of the sequences, unless all forwards come first.
+    later = {"from_step": 1, "seq_len": 64, "local_batch_size": 2}
+    for schedule, longest in {"1F1B": 64, "GPipe": 32}.items():
+        pipeline = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+        sizes = {"local_batch_size": 8, "stages": [later]}
+        job = tiny.job(training=sizes, parallelism=pipeline)
+        assert job.largest_stage(job.degrees(2)).job.training.seq_len == longest
     found = plan_json(planned)
     assert [each["is_planned"] for each in found["stages"]] == [False, False, True]
     assert found["budget"]["tokens"] == 2560

@@ -121,9 +121,7 @@ def unused_port():
 def finds_no_store():
     with unused_port() as port:
         mine, _ = agent("true", f"localhost:{port}", 2, 1.5, "is_host=0")
-        with pytest.raises(
-            RendezvousConnectionError, match=r"cannot be reached: .*Connection refused"
-        ):
+        with pytest.raises(RendezvousConnectionError, match=r"be reached: .*Connection refused"):
             mine.work()
 
 

@@ -268,9 +268,7 @@ def groups(job: JobConfig, world: PlannedWorld) -> Iterator[Problem]:
         return all(config.rule_for(p).width_factor(p) is not None for p in parameters)
 
     if base and not has_rule(o):
-        able = ", ".join(
-            name for name, kind in OPTIMIZERS.items() if has_rule(kind.model_validate({}))
-        )
+        able = ", ".join(n for n, kind in OPTIMIZERS.items() if has_rule(kind.model_validate({})))
         message = f"no rule of rates by width is published for {o.name}; those with one: {able}"
         yield Problem("model.base_width", message, ("optimizer.name",))
     for problem in (*o.parameter_problems(parameters), *group_problems(o, parameters)):

@@ -15,6 +15,7 @@ from torchtitan.data.settings import DATASETS, DataConfig
 from torchtitan.data.sources import open_source
 from torchtitan.data.tokenizer import ByteTokenizer, TiktokenTokenizer
 from torchtitan.logging import logger, on_terminal
+from torchtitan.remote import is_url
 
 SPECIAL_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>"]
 
@@ -79,6 +80,8 @@ def train_tokenizer(
     config = DataConfig.model_validate(
         {"dataset": dataset, "dataset_path": dataset_path, "text_key": text_key}
     )
+    if is_url(output):
+        raise ConfigError(f"--output: got {output}; wanted a file on a disk, to upload after it")
     path = local_path(output)
     if path.suffix != ".json":
         path = path / "tokenizer.json"

@@ -76,12 +76,8 @@ DATASETS = Registry[Dataset](
             "python_stdlib", "Python's tables of characters: 1 MB", name="encodings"
         ),
         "text": Dataset("text", "plain text files under data.dataset_path"),
-        "jsonl": Dataset(
-            "jsonl", "JSON Lines files under data.dataset_path, one document per line"
-        ),
-        "parquet": Dataset(
-            "parquet", "Parquet files under data.dataset_path, one document per row"
-        ),
+        "jsonl": Dataset("jsonl", "JSON Lines files in data.dataset_path, one document per line"),
+        "parquet": Dataset("parquet", "Parquet files in data.dataset_path, one document per row"),
         "c4": Dataset("hub", "C4, English, streamed", "allenai/c4", "en"),
         "c4_validation": Dataset(
             "hub", "the validation split of C4", "allenai/c4", "en", "validation"

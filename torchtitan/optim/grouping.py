@@ -38,9 +38,7 @@ def assign(parameters: Iterable[NamedParameter], config: OptimizerConfig) -> lis
     found = []
     for parameter in parameters:
         chosen = known(config.rule_for(parameter))
-        number = next(
-            (n for n, group in enumerate(config.groups) if group.matches(parameter)), None
-        )
+        number = next((n for n, each in enumerate(config.groups) if each.matches(parameter)), None)
         changes: dict[str, Any] = {}
         if ("norms" in config.no_weight_decay_on and parameter.tensor.ndim == 1) or (
             "embeddings" in config.no_weight_decay_on and parameter.role == "embedding"

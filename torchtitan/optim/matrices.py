@@ -107,9 +107,7 @@ class Exchange:
             limit: maximum elements of whole matrices per rank and round, unless one matrix has
                 more.
         """
-        found = [
-            Matrix(number, area) for number, p in enumerate(parameters) for area in matrices(p)
-        ]
+        found = [Matrix(n, area) for n, p in enumerate(parameters) for area in matrices(p)]
         meshes = list(dict.fromkeys(parameter.mesh for parameter in parameters))
         self.groups = [
             _Group(

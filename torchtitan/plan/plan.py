@@ -263,7 +263,8 @@ def _doubts(found: Plan) -> Iterator[str]:
     length, executed = job.training.seq_len, Counter[str]()
     for kind in found.kinds:
         executed += Counter({name: flops * kind.ranks for name, flops in kind.executed.items()})
-    units = job.global_batch(job.degrees(found.ranks)) * TASKS[spec.task].units(length)
+    samples = job.global_batch(job.degrees(found.ranks)) // job.fault_tolerance.groups
+    units = samples * TASKS[spec.task].units(length)
     # All but attention is proportional to the number of tokens.
     whole, products = (units * spec.flops_per_unit(job.model_args(), each) for each in (length, 1))
     needed = {"attention": whole - products, "products": products}
@@ -337,6 +338,8 @@ def _times(job: JobConfig, ranks: int, saved_gib: float) -> Iterator[str]:
         if saving.async_mode != "disabled":
             copies = f"; each copies up to {saved_gib:.1f} GiB of a rank to host memory"
         yield f"checkpoint.interval: a save every {saving.interval:,} steps is {UNTIMED}{copies}"
+        if often := saving.frequent.interval:
+            yield f"checkpoint.frequent.interval: a save every {often:,} steps is {UNTIMED}{copies}"
     if validation.enable:
         yield f"validation.freq: a validation every {validation.freq:,} steps is {UNTIMED}"
         own = validation.local_batch_size or job.training.local_batch_size
@@ -369,7 +372,7 @@ def _times(job: JobConfig, ranks: int, saved_gib: float) -> Iterator[str]:
     if apart and apart > 1 and job.degrees(ranks).dp_replicate > 1:
         yield (
             f"communication.replicas.every: the exchange of weights every {apart:,} steps is "
-            f"{UNTIMED}, and the copy of the weights for it is not in the memory"
+            f"{UNTIMED}, and the differences that it sends are not in the memory"
         )
     if job.parallelism.expert_parallel_degree > 1:
         yield (

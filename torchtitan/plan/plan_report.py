@@ -71,7 +71,7 @@ def plan_json(
         "flops": {
             "per_token": per_unit,
             "per_step": per_unit * units,
-            "per_step_per_device": per_unit * units / plan.ranks,
+            "per_step_per_device": per_unit * units / (plan.ranks * job.fault_tolerance.groups),
             "executed_per_step_per_device": max(kind.executed.total() for kind in plan.kinds),
         },
         "traffic": [asdict(each) for each in plan.traffic],
@@ -128,9 +128,7 @@ def _kinds(plan: Plan) -> list[Json]:
             "pipeline_ranks": [*kind.stage_ranks],
             "count": kind.ranks,
             "first_rank": kind.stage_ranks[0] * each,
-            "by_kind_gib": {
-                name: size / GIB for name, size in sorted(kind.by_kind.items()) if size
-            },
+            "by_kind_gib": {n: size / GIB for n, size in sorted(kind.by_kind.items()) if size},
             "activations_gib": {
                 name: size / GIB for name, size in sorted(kind.step.activations().items())
             },
@@ -190,13 +188,13 @@ def _rate(value: float) -> dict[str, float]:
 
 
 def _budget(plan: Plan, tokens: float, units: int) -> Json:
-    steps = tokens / units
+    steps, devices = tokens / units, plan.ranks * plan.job.fault_tolerance.groups
     seconds = None if plan.time is None else steps * plan.time.seconds
     return {
         "tokens": tokens,
         "steps": steps,
         "days": None if seconds is None else seconds / DAY,
-        "device_hours": None if seconds is None else seconds * plan.ranks / 3600,
+        "device_hours": None if seconds is None else seconds * devices / 3600,
     }
 
 
@@ -245,9 +243,7 @@ def _table_of_stages(stages: Sequence[Json]) -> Iterator[str]:
 
 def kinds_of_memory(ranks: Sequence[Json]) -> list[str]:
     """Return the kinds of memory that any rank has a notable amount of, in a fixed order."""
-    names = {
-        name for rank in ranks for name, size in rank["by_kind_gib"].items() if size > SMALLEST
-    }
+    names = {n for rank in ranks for n, size in rank["by_kind_gib"].items() if size > SMALLEST}
     return [*(name for name in ORDER if name in names), *sorted(names.difference(ORDER))]
 
 

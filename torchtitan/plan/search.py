@@ -329,11 +329,12 @@ def planned_recipe(job: JobConfig, given: JobConfig, extends: str, title: str = 
     """
     import tomlkit
 
-    before = given.flat()
-    changed = {
-        key: value for key, value in job.flat().items() if key not in before or before[key] != value
-    }
-    if any(value is None or key.count(".") > 1 for key, value in changed.items()):
+    before, after = given.flat(), job.flat()
+    changed = {k: value for k, value in after.items() if k not in before or before[k] != value}
+    # Of a key that is gone, the extended file would set its value again.
+    if before.keys() - after or any(
+        value is None or key.count(".") > 1 for key, value in changed.items()
+    ):
         text = to_toml(job)
     else:
         tree = dict[str, dict[str, Any]]()

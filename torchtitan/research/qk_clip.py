@@ -298,9 +298,7 @@ class LogitLimit:
         }
         heads = dict(sorted(item for of_rank in world.gather(own) for item in of_rank.items()))
         ends = itertools.accumulate(heads.values())
-        places = {
-            name: slice(end - heads[name], end) for name, end in zip(heads, ends, strict=True)
-        }
+        places = {n: slice(end - heads[n], end) for n, end in zip(heads, ends, strict=True)}
         device = world.device.torch_device
         self.world, self.meter = world, run.meter
         self.largest = torch.empty(sum(heads.values()), device=device)

@@ -224,9 +224,7 @@ def summary(
 def stages_in_words(job: JobConfig, degrees: Degrees) -> Iterator[str]:
     """Describe each later stage of training, and what changes with it."""
     for before, after in pairwise(job.stages(degrees)):
-        held, holds = (
-            each.job.local_batch(degrees) * each.job.training.seq_len for each in (before, after)
-        )
+        held, holds = (each.job.held_tokens(degrees) for each in (before, after))
         activations = f"; a rank has activations of {holds:,} tokens, not of {held:,}"
         again = "; the model is compiled again" * job.compile.compiles("model")
         yield (

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchtitan.config import ConfigError, import_modules
 from torchtitan.data import Tokenizer
+from torchtitan.data.documents import not_text
 from torchtitan.logging import on_terminal, tell
 from torchtitan.models.attention import SelfAttention, masked_attention
 from torchtitan.remote import refuse_pointer
@@ -113,7 +114,10 @@ def prompts(given: list[str], path: Path | None) -> Iterator[str]:
     if not path.is_file():
         raise ConfigError(f"--prompts-file: got {path}; there is no such file")
     refuse_pointer(path)
-    lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts-file: got {path}; {not_text(error)}") from None
     if not lines:
         raise ConfigError(f"--prompts-file: got {path}; it is empty; write one prompt per line")
     yield from lines

@@ -57,9 +57,7 @@ def fake_process_group(rank: int, ranks: int) -> Iterator[None]:
     def keep(mesh: Any, _: int | None) -> None:
         vars(mesh)["_thread_id"] = -1
 
-    hook = (
-        sys.excepthook
-    )  # torch puts the rank before each line of a traceback, once for each group
+    hook = sys.excepthook  # torch puts the rank before each line of a traceback, once a group
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         with ExitStack() as opened:

@@ -348,6 +348,8 @@ def test_training_mistakes(tmp_path):
         train_tokenizer("synthetic", None, 300, str(tmp_path))
     with pytest.raises(ConfigError, match=r"--dataset: got scenes, which holds images; .*c4"):
         train_tokenizer("scenes", None, 300, str(tmp_path))
+    with pytest.raises(ConfigError, match="--output: got s3://b; wanted a file on a disk"):
+        train_tokenizer(str(tmp_path), None, 300, "s3://b")
     assert not list(tmp_path.iterdir())
 
 

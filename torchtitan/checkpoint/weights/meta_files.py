@@ -34,9 +34,7 @@ class MetaWeights(ForeignWeights):
     ) -> None:
         """Open the weights of one of `specs`, and of this `flavor` if one is given."""
         if isinstance(folder, RemotePath):
-            raise ConfigError(
-                f"{folder}: Meta's files can only be read from a disk; copy them to one"
-            )
+            raise ConfigError(f"{folder}: Meta's files are only read from a disk; copy them to one")
         network, _ = identify(folder / PARAMS, "meta", specs, flavor)
         self.folder = folder
         files = [_load(path) for path in _paths(folder)]
